@@ -6,6 +6,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
+Ask = Callable[..., tuple[int, str, str]]
+"""Runs a command line; (exit code, stdout, stderr)."""
+
 # Before any operator runs: ranks may be forked from this process at any time.
 torch.set_num_threads(1)
 # Tables are as wide as whoever asks says: a terminal above the tests must not decide what they see.
@@ -19,7 +22,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 @pytest.fixture
-def ask(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+def ask(capsys: pytest.CaptureFixture[str]) -> Ask:
     """Run a command line in this process; (exit code, stdout, stderr)."""
     from workbench.cli import answer
 

@@ -3,9 +3,12 @@ wrong.
 """
 
 import copy
+from collections.abc import Iterator
+from random import Random
+from typing import Any
 
 
-def paths(data, above=()):
+def paths(data: dict[str, Any], above: tuple[Any, ...] = ()) -> Iterator[Any]:
     """Every key, as the keys that lead to it."""
     for key, value in data.items():
         yield (*above, key)
@@ -13,7 +16,7 @@ def paths(data, above=()):
             yield from paths(value, (*above, key))
 
 
-def mutate(data, pick, values):
+def mutate(data: dict[Any, Any], pick: Random, values: list[Any]) -> None:
     """Put one of `values` anywhere, take a key out, or add one; `pick` is a `random.Random`."""
     *above, last = pick.choice(list(paths(data)))
     for key in above:

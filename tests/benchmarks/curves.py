@@ -80,10 +80,10 @@ def main() -> int:
             run = wb.run(plan_of(gpus, strategy, arguments.steps), wait=True, root=root)
             steps = run.profile().steps
             found[name] = steps[steps["rank"] == 0].sort_values("step").loss.tolist()
-            apart = max(abs(a - b) for a, b in zip(found[name], found["single"], strict=True))
+            furthest = max(abs(a - b) for a, b in zip(found[name], found["single"], strict=True))
             print(
                 f"{name:16} {found[name][0]:.4f} -> {found[name][-1]:.4f}  furthest from one "
-                f"device {apart:.1e}",
+                f"device {furthest:.1e}",
                 flush=True,
             )
     apart = {

@@ -42,7 +42,8 @@ def _ops() -> Any:
 
 
 def _rmsnorm(x: Tensor, residual: Tensor, weight: Tensor, _: None) -> Outputs:
-    return _ops().LigerFusedAddRMSNormFunction.apply(x, residual, weight, 1e-5)
+    outputs: Outputs = _ops().LigerFusedAddRMSNormFunction.apply(x, residual, weight, 1e-5)
+    return outputs
 
 
 def _layernorm(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> Outputs:

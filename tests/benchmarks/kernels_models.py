@@ -123,7 +123,7 @@ def _both(
     head: Callable[..., Tensor], x: Tensor, weight: Tensor, targets: Tensor
 ) -> Callable[[], Tensor]:
     def run() -> Tensor:
-        loss = head(x, weight, targets)
+        loss: Tensor = head(x, weight, targets)
         torch.autograd.grad(loss, (x, weight))
         return loss.detach()
 
@@ -165,7 +165,7 @@ def block(size: Size, device: torch.device, dtype: torch.dtype) -> dict[str, Any
     ]
     runs = {kernels: _layer(built(size, kernels, device, dtype), tensors) for kernels in KERNELS}
     whole = built(size, "eager", device, dtype)
-    whole.blocks["0"] = torch.compile(whole.blocks["0"], dynamic=False)
+    whole.blocks["0"] = torch.compile(whole.blocks["0"], dynamic=False)  # type: ignore[assignment]
     runs["torch_compile"] = _layer(whole, tensors)
     _alike("block", {name: float(run()) for name, run in runs.items()})
     seconds = seconds_of(device, runs, WHOLE_ROUNDS[device.type])
@@ -182,7 +182,8 @@ def _layer(model: Transformer, tensors: list[Tensor]) -> Callable[[], Tensor]:
     def run() -> Tensor:
         branch, stream, _ = layer(*leaves[:2], model.positions(x))
         torch.autograd.grad((branch, stream), leaves, incoming)
-        return branch.detach().float().square().mean()
+        loss: Tensor = branch.detach().float().square().mean()
+        return loss
 
     return run
 
@@ -230,7 +231,8 @@ class _Trained:
         self.optimizer.step(0)
         for gradient in self.gradients.values():
             gradient.zero_()
-        return loss.detach()
+        mean: Tensor = loss.detach()
+        return mean
 
     def own_bytes(self) -> int:
         states = [x for of_one in self.optimizer.state().values() for x in of_one.values()]

@@ -121,7 +121,7 @@ class Runner:
             (a, b)
             for own, source in zip(self.own, self.sources)
             for a, b in zip(own, source)
-            if a is not None
+            if a is not None and b is not None
         ]
         with torch.no_grad():
             for dtype in {a.dtype for a, _ in pairs}:
@@ -354,7 +354,7 @@ def _once(device: torch.device, run: Callable[[], object]) -> float:
     run()
     end = _mark()
     torch.cuda.synchronize()
-    return 1e-3 * start.elapsed_time(end)
+    return float(1e-3 * start.elapsed_time(end))
 
 
 def peak_bytes(device: torch.device, run: Callable[[], object]) -> int:

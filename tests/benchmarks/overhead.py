@@ -30,7 +30,7 @@ from workbench.engine.session import NullObserver, Session
 from workbench.engine.verify.forked_ranks import run_ranks
 from workbench.parallel.mesh import build_mesh
 from workbench.plan.custom_schedule import executed
-from workbench.plan.schema import Plan
+from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.runs.store.stop_request import read_stop
 from workbench.schedules import Action, simulate
 from workbench.schedules.action import COMPUTE
@@ -53,7 +53,7 @@ class Stopwatch(NullObserver):
             self.seconds[action.kind, action.stage].append(time.perf_counter() - began)
 
 
-def _session(plan: Plan, rank: int) -> tuple[Session, Tensor]:
+def _session(plan: ResolvedPlan, rank: int) -> tuple[Session, Tensor]:
     session = Session.build(plan, build_mesh(plan, rank), torch.device("cpu"))
     shape = (plan.num_microbatches, plan.training.micro_batch, plan.training.sequence_length)
     return session, torch.randint(
@@ -61,7 +61,7 @@ def _session(plan: Plan, rank: int) -> tuple[Session, Tensor]:
     )
 
 
-def stepped(plan: Plan, rank: int) -> tuple[list[float], dict[tuple[str, int], float]]:
+def stepped(plan: ResolvedPlan, rank: int) -> tuple[list[float], dict[tuple[str, int], float]]:
     """Seconds of each step, and the median ones of its actions."""
     session, text = _session(plan, rank)
     watch, seconds = Stopwatch(), []
@@ -75,7 +75,7 @@ def stepped(plan: Plan, rank: int) -> tuple[list[float], dict[tuple[str, int], f
     return seconds[WARM:], {key: statistics.median(values) for key, values in watch.seconds.items()}
 
 
-def bubble(plan: Plan) -> dict[str, Any]:
+def bubble(plan: ResolvedPlan) -> dict[str, Any]:
     """How close a pipeline's steps come to what its table allows."""
     by_rank = run_ranks(plan.world_size, lambda rank: stepped(plan, rank), 600)
     table, _ = executed(plan)
@@ -89,7 +89,7 @@ def bubble(plan: Plan) -> dict[str, Any]:
     return {"bound_seconds": bound, "step_seconds": step, "share_of_bound": bound / step}
 
 
-def watched(plan: Plan, rank: int, folder: Path) -> list[list[float]]:
+def watched(plan: ResolvedPlan, rank: int, folder: Path) -> list[list[float]]:
     """CPU seconds of bare steps, and of steps as a run takes them."""
     session, text = _session(plan, rank)
     tracker = ActionTracker()
@@ -112,7 +112,7 @@ def watched(plan: Plan, rank: int, folder: Path) -> list[list[float]]:
     return found
 
 
-def telemetry(plan: Plan) -> dict[str, float]:
+def telemetry(plan: ResolvedPlan) -> dict[str, float]:
     """What being watched adds to a step."""
     with tempfile.TemporaryDirectory() as folder:
         by_rank = run_ranks(plan.world_size, lambda rank: watched(plan, rank, Path(folder)), 600)

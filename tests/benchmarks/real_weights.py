@@ -34,6 +34,7 @@ from workbench.engine.session_checkpoint import SessionCheckpointer
 from workbench.engine.verify.forked_ranks import run_ranks
 from workbench.parallel.mesh import build_mesh
 from workbench.plan.model.model_shape import Shape
+from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.schema import Plan
 
 NAMES = {
@@ -120,7 +121,7 @@ def text(tokenizer: Tokenizer) -> torch.Tensor:
     return torch.tensor(ids[: SEQUENCES * (LENGTH + 1)]).view(SEQUENCES, LENGTH + 1)
 
 
-def loss_of(made: Plan, tokens: torch.Tensor, run_dir: Path, rank: int) -> float:
+def loss_of(made: ResolvedPlan, tokens: torch.Tensor, run_dir: Path, rank: int) -> float:
     """Load, lose on the tokens, save a checkpoint; the loss summed over the tokens."""
     session = Session.build(made, build_mesh(made, rank), torch.device("cpu"))
     saver = SessionCheckpointer(session, run_dir)

@@ -30,6 +30,7 @@ from workbench.models import Transformer
 from workbench.models.weight_init import initial_value
 from workbench.parallel.apply_strategy import keep_pipeline_stage
 from workbench.parallel.mesh import build_mesh
+from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.schema import Plan
 
 WARM, ROUNDS = 3, 12
@@ -38,7 +39,9 @@ Step = Callable[[Tensor, Tensor], None]
 """One step on tokens and targets [B, T] of the whole job."""
 
 
-def plan_of(hidden: int, ranks: int, strategy: dict[str, Any], microbatches: int = 4) -> Plan:
+def plan_of(
+    hidden: int, ranks: int, strategy: dict[str, Any], microbatches: int = 4
+) -> ResolvedPlan:
     """The same small model and global batch, whatever the strategy."""
     data = ranks // max(
         1, strategy.get("tensor", {}).get("size", 1) * strategy.get("pipeline", {}).get("size", 1)
@@ -69,7 +72,7 @@ def plan_of(hidden: int, ranks: int, strategy: dict[str, Any], microbatches: int
     ).resolve()
 
 
-def model_of(plan: Plan) -> Transformer:
+def model_of(plan: ResolvedPlan) -> Transformer:
     """The plain model with the plan's initial weights."""
     model = Transformer(plan.shape)
     with torch.no_grad():
@@ -82,7 +85,7 @@ def model_of(plan: Plan) -> Transformer:
     return model
 
 
-def ours(plan: Plan, rank: int) -> Step:
+def ours(plan: ResolvedPlan, rank: int) -> Step:
     """The product's own step."""
     session = Session.build(plan, build_mesh(plan, rank), torch.device("cpu"))
     data = session.mesh["data"]
@@ -109,7 +112,7 @@ def _optimizer(model: nn.Module, plan: Plan, **how: Any) -> torch.optim.Optimize
 
 
 def _accumulating(
-    model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, rank: int, data: int
+    model: nn.Module, optimizer: torch.optim.Optimizer, plan: ResolvedPlan, rank: int, data: int
 ) -> Step:
     """A plain loop over microbatches; what reduces gradients is told of the last one."""
     scale = 1 / (plan.training.micro_batch * plan.training.sequence_length * plan.num_microbatches)
@@ -134,13 +137,13 @@ def _accumulating(
     return step
 
 
-def ddp(plan: Plan, rank: int) -> Step:
+def ddp(plan: ResolvedPlan, rank: int) -> Step:
     """torch's DistributedDataParallel."""
     model = nn.parallel.DistributedDataParallel(model_of(plan), gradient_as_bucket_view=True)
     return _accumulating(model, _optimizer(model, plan), plan, rank, plan.world_size)
 
 
-def fsdp(plan: Plan, rank: int) -> Step:
+def fsdp(plan: ResolvedPlan, rank: int) -> Step:
     """torch's fully_shard, a unit a block, resharded after forward."""
     from torch.distributed.fsdp import fully_shard
 
@@ -152,7 +155,7 @@ def fsdp(plan: Plan, rank: int) -> Step:
     return _accumulating(model, _optimizer(model, plan, foreach=True), plan, rank, plan.world_size)
 
 
-def dtensor(plan: Plan, rank: int) -> Step:
+def dtensor(plan: ResolvedPlan, rank: int) -> Step:
     """DTensor's column and row styles on every block."""
     from torch.distributed.tensor.parallel import (
         ColwiseParallel,
@@ -180,7 +183,7 @@ TORCH_SCHEDULES = {
 }
 
 
-def pipelining(plan: Plan, rank: int) -> Step:
+def pipelining(plan: ResolvedPlan, rank: int) -> Step:
     """torch.distributed.pipelining with the same schedule and partition."""
     from torch.distributed.pipelining import PipelineStage, schedules
 
@@ -222,11 +225,13 @@ def pipelining(plan: Plan, rank: int) -> Step:
     return step
 
 
-def contests(hidden: int, ranks: int) -> dict[str, tuple[Plan, Callable[[Plan, int], Step]]]:
+def contests(
+    hidden: int, ranks: int
+) -> dict[str, tuple[ResolvedPlan, Callable[[ResolvedPlan, int], Step]]]:
     """Name -> (plan, peer)."""
     pipeline = {"size": ranks}
     chunked = {**pipeline, "chunks": 2}
-    found: dict[str, tuple[Plan, Callable[[Plan, int], Step]]] = {
+    found: dict[str, tuple[ResolvedPlan, Callable[[ResolvedPlan, int], Step]]] = {
         "tensor": (plan_of(hidden, ranks, {"tensor": {"size": ranks}}), dtensor),
         "data": (plan_of(hidden, ranks, {}), ddp),
         "zero-3": (plan_of(hidden, ranks, {"data": {"zero": 3, "reduce": "microbatch"}}, 1), fsdp),
@@ -245,7 +250,7 @@ def contests(hidden: int, ranks: int) -> dict[str, tuple[Plan, Callable[[Plan, i
 
 
 def timed(
-    plan: Plan, peer: Callable[[Plan, int], Step], rounds: int, rank: int
+    plan: ResolvedPlan, peer: Callable[[Plan, int], Step], rounds: int, rank: int
 ) -> list[list[tuple[float, float]]]:
     """(wall, CPU) seconds of every round, of ours and of the peer."""
     t = plan.training

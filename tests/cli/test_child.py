@@ -7,18 +7,22 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
+from workbench.errors import ChildError
 from workbench.runs.launch import child_process
 
 
 @pytest.fixture
-def program(tmp_path, monkeypatch):
+def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """Make a module of the given text importable by children; its name."""
 
-    def write(text):
+    def write(text: str) -> str:
         (tmp_path / "a_child_program.py").write_text(textwrap.dedent(text))
         monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
         return "a_child_program"
@@ -26,15 +30,15 @@ def program(tmp_path, monkeypatch):
     return write
 
 
-def test_lines_and_arguments(program):
-    said = []
+def test_lines_and_arguments(program: Callable[..., Any]) -> None:
+    said: list[Any] = []
     child_process.python(
         program("import sys; print('one'); print(*sys.argv[1:])"), ["a", "b"], said.append
     )
     assert said == ["one", "a b"]
 
 
-def test_exit_code_2_is_a_value_error_with_its_words(program):
+def test_exit_code_2_is_a_value_error_with_its_words(program: Callable[..., Any]) -> None:
     with pytest.raises(ValueError, match=r"^the field is wrong$"):
         child_process.python(
             program("import sys; print('the field is wrong', file=sys.stderr); sys.exit(2)"),
@@ -50,8 +54,10 @@ def test_exit_code_2_is_a_value_error_with_its_words(program):
         ("import os; os.kill(os.getpid(), 9)", "SIGKILL"),
     ],
 )
-def test_other_failures_say_what_was_said_last(program, ending, words):
-    with pytest.raises(child_process.ChildError, match=words):
+def test_other_failures_say_what_was_said_last(
+    program: Callable[..., Any], ending: str, words: str
+) -> None:
+    with pytest.raises(ChildError, match=words):
         child_process.python(program(ending), [], print)
 
 
@@ -64,10 +70,10 @@ SLEEPER = """
 """
 
 
-def test_an_interrupt_ends_the_whole_session(program):
+def test_an_interrupt_ends_the_whole_session(program: Callable[..., Any]) -> None:
     pids = []
 
-    def interrupt(line):
+    def interrupt(line: str) -> None:
         pids.extend([int(line), *(p.pid for p in psutil.Process(int(line)).children())])
         raise KeyboardInterrupt
 
@@ -76,7 +82,7 @@ def test_an_interrupt_ends_the_whole_session(program):
     assert len(pids) == 2 and all(_gone(pid) for pid in pids)
 
 
-def test_a_killed_caller_takes_its_child_along(program):
+def test_a_killed_caller_takes_its_child_along(program: Callable[..., Any]) -> None:
     name = program("import os, time; print(os.getpid(), flush=True); time.sleep(60)")
     call = (
         f"from workbench.runs.launch import child_process; "
@@ -91,7 +97,7 @@ def test_a_killed_caller_takes_its_child_along(program):
     assert _gone(pid)
 
 
-def _gone(pid):
+def _gone(pid: int) -> bool:
     """Whether the process ends within a few seconds: a signal is delivered when the kernel comes to
     it.
     """
@@ -101,7 +107,7 @@ def _gone(pid):
     return not _alive(pid)
 
 
-def _alive(pid):
+def _alive(pid: int) -> bool:
     try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

@@ -3,28 +3,32 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.planner.test_calibrated import made
+from tests.costmodel.test_calibrated import made
 from workbench import cli
 from workbench.machine import calibration_file
-from workbench.machine.calibration_file import Scale
+from workbench.machine.calibration_file import Calibration, Scale
 from workbench.runs.launch import calibrate as measure
 
 
 @pytest.fixture
-def quick(monkeypatch):
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine that is measured at once."""
 
-    def calibrate(seconds, progress):
+    def calibrate(seconds: float, progress: Any) -> Calibration:
         progress(seconds, seconds, "2 ranks at once")
         return made()
 
     monkeypatch.setattr(measure, "calibrate", calibrate)
 
 
-def test_the_file_and_its_figures_by_ranks(quick, tmp_path, capsys) -> None:
+def test_the_file_and_its_figures_by_ranks(
+    quick: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "machine.yaml"
     assert cli.answer(["calibrate", "-o", str(path), "--seconds", "5", "--json"]) == 0
     said = capsys.readouterr()
@@ -43,7 +47,9 @@ def test_the_file_and_its_figures_by_ranks(quick, tmp_path, capsys) -> None:
     )
 
 
-def test_people_see_a_table_and_how_to_use_it(quick, tmp_path, capsys) -> None:
+def test_people_see_a_table_and_how_to_use_it(
+    quick: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "machine.yaml"
     assert cli.answer(["calibrate", "-o", str(path)]) == 0
     text = capsys.readouterr().out
@@ -52,7 +58,7 @@ def test_people_see_a_table_and_how_to_use_it(quick, tmp_path, capsys) -> None:
 
 
 def test_a_corrected_calibration_shows_the_error_before_and_after(
-    monkeypatch, tmp_path, capsys
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     learned = Scale(
         compute=2.0, communication=2.0, runs=["one"], error_before=0.5, error_after=0.01
@@ -71,7 +77,13 @@ def test_a_corrected_calibration_shows_the_error_before_and_after(
         (["-o", "no/where"], "folder"),
     ],
 )
-def test_what_cannot_be_is_refused_by_name(words, said, tmp_path, monkeypatch, capsys) -> None:
+def test_what_cannot_be_is_refused_by_name(
+    words: list[str],
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     monkeypatch.chdir(tmp_path)
     assert cli.answer(["calibrate", *words]) == 2
     assert said in capsys.readouterr().err and not list(tmp_path.iterdir())

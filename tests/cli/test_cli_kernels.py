@@ -5,10 +5,13 @@ without torch.
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.conftest import Ask
 from workbench import data_files
 from workbench.cli.commands import kernels
 
@@ -16,7 +19,9 @@ TABLE = json.loads((data_files.assets() / "data/kernels.json").read_text())
 NAMES = [kernel["name"] for kernel in TABLE["kernels"]]
 
 
-def row(direction, shape, eager, fused, share, liger=None):
+def row(
+    direction: str, shape: Any, eager: float, fused: float, share: Any, liger: Any = None
+) -> dict[str, Any]:
     seconds = {"eager": eager, "compiled": 2 * fused, "fused": fused, "liger": liger}
     own = {
         "kernel": "add_norm",
@@ -51,17 +56,17 @@ BENCH = {
 
 
 @pytest.fixture
-def listed(ask, monkeypatch):
+def listed(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """The command, where these benchmarks are all that there are."""
 
-    def run(*words, benchmarks=()):
+    def run(*words: str, benchmarks: tuple[Any, ...] = ()) -> tuple[int, str, str]:
         monkeypatch.setattr(kernels, "kernel_benchmarks", lambda: benchmarks)
         return ask("kernels", *words)
 
     return run
 
 
-def test_every_kernel_is_shown_with_where_it_runs(listed):
+def test_every_kernel_is_shown_with_where_it_runs(listed: Callable[..., Any]) -> None:
     code, out, _ = listed()
     assert code == 0 and all(name in out for name in NAMES)
     assert out.count("not measured") == len(NAMES) and " residual_norm.reference " in out
@@ -71,7 +76,7 @@ def test_every_kernel_is_shown_with_where_it_runs(listed):
     assert "NO" not in out and "Measured" not in out
 
 
-def test_machines_get_facts_and_the_worst_of_all_cases(listed):
+def test_machines_get_facts_and_the_worst_of_all_cases(listed: Callable[..., Any]) -> None:
     found = json.loads(listed("--json")[1])
     assert found["triton"] == TABLE["triton"] and [one["name"] for one in found["kernels"]] == NAMES
     for one, fact in zip(found["kernels"], TABLE["kernels"], strict=True):
@@ -84,7 +89,9 @@ def test_machines_get_facts_and_the_worst_of_all_cases(listed):
             assert worst["registers"] == max(r["registers"] for r in own) and worst["spills"] == 0
 
 
-def test_a_kernel_that_loads_narrowly_is_shown(listed, monkeypatch):
+def test_a_kernel_that_loads_narrowly_is_shown(
+    listed: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     table = {**TABLE, "ahead": [dict(r, vector_stores=0) for r in TABLE["ahead"]]}
     monkeypatch.setattr(kernels, "read_kernel_table", lambda: table)
     found = {
@@ -94,7 +101,9 @@ def test_a_kernel_that_loads_narrowly_is_shown(listed, monkeypatch):
     assert found["add_norm"] is False and "NO" in listed()[1]
 
 
-def test_what_was_measured_is_the_largest_shape_all_passes_together(listed):
+def test_what_was_measured_is_the_largest_shape_all_passes_together(
+    listed: Callable[..., Any],
+) -> None:
     found = {
         one["name"]: one["measured"]
         for one in json.loads(listed("--json", benchmarks=(BENCH,))[1])["kernels"]
@@ -120,8 +129,8 @@ def test_what_was_measured_is_the_largest_shape_all_passes_together(listed):
 
 @pytest.mark.parametrize("content", [None, "{"])
 def test_a_missing_or_broken_table_is_refused_without_a_traceback(
-    listed, tmp_path, monkeypatch, content
-):
+    listed: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str | None
+) -> None:
     (tmp_path / "data").mkdir()
     if content is not None:
         (tmp_path / "data/kernels.json").write_text(content)
@@ -134,7 +143,7 @@ def test_a_missing_or_broken_table_is_refused_without_a_traceback(
     )
 
 
-def test_torch_is_not_loaded():
+def test_torch_is_not_loaded() -> None:
     code = (
         "import sys; from workbench.cli import answer; answer(['kernels']); sys.exit('torch' "
         "in sys.modules)"
@@ -145,6 +154,6 @@ def test_torch_is_not_loaded():
     )
 
 
-def test_the_wheel_holds_the_table():
+def test_the_wheel_holds_the_table() -> None:
     project = (Path(__file__).parents[2] / "pyproject.toml").read_text()
     assert '"data" = "workbench/_assets/data"' in project

@@ -8,20 +8,23 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.conftest import Ask
 from workbench.runs.launch.rendezvous_ports import free_port
 
 
 @pytest.fixture
-def notebook(tmp_path):
+def notebook(tmp_path: Path) -> Path:
     path = tmp_path / "a notebook.ipynb"
     path.write_text(json.dumps({"cells": [], "metadata": {}, "nbformat": 4, "nbformat_minor": 5}))
     return path
 
 
-def test_options_after_two_dashes_are_jupyters(ask, notebook):
+def test_options_after_two_dashes_are_jupyters(ask: Ask, notebook: Path) -> None:
     for words in ([notebook], []):
         code, out, _ = ask(
             "lab",
@@ -38,25 +41,27 @@ def test_options_after_two_dashes_are_jupyters(ask, notebook):
     assert "--LabApp.news_url=None" in command
 
 
-def test_a_folder_is_opened_as_such(ask, notebook):
+def test_a_folder_is_opened_as_such(ask: Ask, notebook: Path) -> None:
     command = json.loads(ask("lab", "--json", notebook.parent)[1])["command"]
     assert f"--ServerApp.root_dir={notebook.parent}" in command and not any(
         "default_url" in word for word in command
     )
 
 
-def test_root_is_told_what_to_say(ask, notebook, monkeypatch):
+def test_root_is_told_what_to_say(
+    ask: Ask, notebook: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     code, _, err = ask("lab", notebook)
     assert code == 2 and "as root" in err and "-- --allow-root" in err
 
 
-def test_what_does_not_exist_is_refused(ask, tmp_path):
+def test_what_does_not_exist_is_refused(ask: Ask, tmp_path: Path) -> None:
     code, _, err = ask("lab", tmp_path / "none.ipynb")
     assert code == 2 and "none.ipynb' does not exist" in err
 
 
-def fetched(address, seconds=20.0):
+def fetched(address: str, seconds: float = 20.0) -> Any:
     """What the server answers, which prints its address a moment before it listens."""
     deadline = time.monotonic() + seconds
     while True:
@@ -68,7 +73,7 @@ def fetched(address, seconds=20.0):
 
 
 @pytest.mark.slow
-def test_the_address_that_is_printed_opens_the_notebook(notebook, tmp_path):
+def test_the_address_that_is_printed_opens_the_notebook(notebook: Path, tmp_path: Path) -> None:
     """And no pop-up asks about news."""
     own = {
         name: str(tmp_path / name)
@@ -82,6 +87,7 @@ def test_the_address_that_is_printed_opens_the_notebook(notebook, tmp_path):
         text=True,
     )
     try:
+        assert server.stderr is not None
         printed = (re.search(r"http://localhost:\S+token=\S+", line) for line in server.stderr)
         address = next(found[0] for found in printed if found)
         assert "/lab/tree/a%20notebook.ipynb?" in address

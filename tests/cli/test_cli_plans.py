@@ -2,6 +2,7 @@
 absent.
 """
 
+import importlib.metadata
 import json
 import re
 import signal
@@ -10,11 +11,13 @@ import sys
 import time
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 import yaml
 
+from tests.conftest import Ask
 from workbench.cli import app
 from workbench.cli.commands import doctor
 
@@ -22,12 +25,12 @@ LOCAL = ["--model", "tiny", "--gpu", "local", "--gpus", "1", "--strategy", "sing
 TINY = ["--model", "tiny", "--gpu", "h100-sxm-80gb", "--gpus", "4"]
 
 
-def test_importing_the_command_loads_no_torch():
+def test_importing_the_command_loads_no_torch() -> None:
     program = "import sys, workbench.cli, workbench.verbs; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 
-def test_strategies_list_the_four_keys_that_scripts_rely_on(ask):
+def test_strategies_list_the_four_keys_that_scripts_rely_on(ask: Ask) -> None:
     code, out, _ = ask("strategies", "--json")
     rows = json.loads(out)
     assert code == 0 and all(set(row) == {"name", "title", "source", "runnable"} for row in rows)
@@ -49,23 +52,27 @@ def test_strategies_list_the_four_keys_that_scripts_rely_on(ask):
         (["--strategy", "ddp", "--set", "strategy={}"], "strategy", "--strategy"),
     ],
 )
-def test_a_field_given_whole_twice_is_refused_by_both_names(ask, words, field, option):
+def test_a_field_given_whole_twice_is_refused_by_both_names(
+    ask: Ask, words: list[str], field: str, option: str
+) -> None:
     code, _, err = ask("estimate", *TINY, *words)
     assert code == 2 and f"--set: {field}=... gives all of `{field}`, and so does {option}" in err
 
 
 @pytest.mark.parametrize("field", ["self", "changes", "plan"])
-def test_a_field_that_no_plan_has_is_an_unknown_key_whatever_it_is_called(ask, field):
+def test_a_field_that_no_plan_has_is_an_unknown_key_whatever_it_is_called(
+    ask: Ask, field: str
+) -> None:
     code, _, err = ask("estimate", *TINY, "--set", f"{field}=1")
     assert code == 2 and f"{field}: unknown key; legal: version" in err
 
 
-def test_a_search_takes_its_strategy_as_a_field(ask):
+def test_a_search_takes_its_strategy_as_a_field(ask: Ask) -> None:
     code, _, err = ask("search", *TINY, "--top", "1", "--set", "strategy={precision: fp16}")
     assert (code, err) == (0, "")
 
 
-def test_a_search_refuses_a_strategy_and_says_how_to_keep_one(ask):
+def test_a_search_refuses_a_strategy_and_says_how_to_keep_one(ask: Ask) -> None:
     code, _, err = ask("search", *TINY, "--strategy", "zero-3")
     assert code == 2 and "--strategy: is 'zero-3'" in err and "--where strategy.data.zero=3" in err
 
@@ -76,8 +83,8 @@ def _broken() -> None:
 
 @pytest.mark.parametrize("shown", [False, True])
 def test_an_internal_error_is_one_sentence_that_says_where_its_traceback_is(
-    monkeypatch, capsys, tmp_path, shown
-):
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, shown: bool
+) -> None:
     monkeypatch.setattr(app, "answer", lambda words: _broken())
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setenv("WORKBENCH_TRACEBACK", "1" if shown else "")
@@ -99,13 +106,13 @@ def test_an_internal_error_is_one_sentence_that_says_where_its_traceback_is(
 @pytest.mark.parametrize(
     "verb, name", [("models", "llama-3-8b"), ("gpus", "ascend-910"), ("gpus", "local")]
 )
-def test_catalog_lists(ask, verb, name):
+def test_catalog_lists(ask: Ask, verb: str, name: str) -> None:
     code, out, _ = ask(verb, "--json")
     assert code == 0 and name in [row["name"] for row in json.loads(out)]
     assert name in ask(verb)[1]
 
 
-def test_plan_writes_a_file_that_reads_back(ask, tmp_path):
+def test_plan_writes_a_file_that_reads_back(ask: Ask, tmp_path: Path) -> None:
     path = tmp_path / "plan.yaml"
     code, out, _ = ask(
         "plan",
@@ -124,7 +131,9 @@ def test_plan_writes_a_file_that_reads_back(ask, tmp_path):
     assert code == 0 and json.loads(out)["plan"]["strategy"]["preset"] == "dapple"
 
 
-def test_a_strategy_given_beside_a_file_is_not_held_back_by_the_file(ask, tmp_path):
+def test_a_strategy_given_beside_a_file_is_not_held_back_by_the_file(
+    ask: Ask, tmp_path: Path
+) -> None:
     path = tmp_path / "plan.yaml"
     ask("plan", *TINY, "--strategy", "dapple", "--complete", "-o", path)
     code, out, _ = ask("plan", path, "--strategy", "megatron-tp", "--json")
@@ -141,7 +150,7 @@ def test_a_strategy_given_beside_a_file_is_not_held_back_by_the_file(ask, tmp_pa
     assert full["cluster"]["fabric"]["name"] == "dgx-a100" and full["cluster"]["gpus_per_node"] == 2
 
 
-def test_differences_between_two_plans(ask, tmp_path):
+def test_differences_between_two_plans(ask: Ask, tmp_path: Path) -> None:
     path = tmp_path / "plan.yaml"
     ask("plan", *TINY, "-o", path, "--strategy", "ddp")
     code, out, _ = ask("plan", path, "--set", "training.steps=7", "--diff", path, "--json")
@@ -205,7 +214,9 @@ def test_differences_between_two_plans(ask, tmp_path):
         (["compare", "no-such-run"], "is no run directory"),
     ],
 )
-def test_bad_input_is_said_in_words_with_exit_code_2(ask, tmp_path, monkeypatch, words, says):
+def test_bad_input_is_said_in_words_with_exit_code_2(
+    ask: Ask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], says: str
+) -> None:
     monkeypatch.setenv("WORKBENCH_RUNS", str(tmp_path / "runs"))
     code, out, err = ask(*words)
     assert code == 2 and says in " ".join(err.split()) and out == "" and "Traceback" not in err
@@ -218,26 +229,26 @@ def test_bad_input_is_said_in_words_with_exit_code_2(ask, tmp_path, monkeypatch,
 @pytest.mark.parametrize(
     "words", [["no-such-verb"], ["plan", "--gpus", "two"], ["plan", "--no-such-option"], ["stop"]]
 )
-def test_a_wrong_command_line_exits_with_2(ask, words):
+def test_a_wrong_command_line_exits_with_2(ask: Ask, words: list[str]) -> None:
     code, _, err = ask(*words)
     assert code == 2 and "Traceback" not in err
 
 
-def test_a_folder_that_cannot_be_written(ask, tmp_path):
+def test_a_folder_that_cannot_be_written(ask: Ask, tmp_path: Path) -> None:
     code, _, err = ask("plan", *TINY, "--strategy", "ddp", "-o", tmp_path / "no" / "plan.yaml")
     assert code == 2 and "--output" in err
     code, _, err = ask("export", *TINY, "--strategy", "ddp", "--to", "/dev/null/x")
     assert code == 2 and "--to" in err
 
 
-def test_export_writes_four_files(ask, tmp_path):
+def test_export_writes_four_files(ask: Ask, tmp_path: Path) -> None:
     code, out, _ = ask("export", *TINY, "--strategy", "ddp", "--to", tmp_path / "out", "--json")
     assert code == 0 and len(json.loads(out)["files"]) == 4 == len(
         list((tmp_path / "out").iterdir())
     )
 
 
-def test_doctor_answers_machines(ask):
+def test_doctor_answers_machines(ask: Ask) -> None:
     code, out, _ = ask("doctor", "--json")
     found = {row["what"]: row for row in json.loads(out)}
     assert code in (0, 1) and found["torch"]["ok"] and found["devices"]["ok"]
@@ -250,12 +261,14 @@ def test_doctor_answers_machines(ask):
     )  # of extras, which a run does not need
 
 
-def test_doctor_reads_what_a_checkout_declares_and_else_what_was_installed(monkeypatch, tmp_path):
+def test_doctor_reads_what_a_checkout_declares_and_else_what_was_installed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     installed = [
         "torch>=2",
         "wandb; extra == 'trackers'",
     ]  # made before the checkout declared numpy
-    monkeypatch.setattr(doctor.importlib.metadata, "requires", lambda name: installed)
+    monkeypatch.setattr(importlib.metadata, "requires", lambda name: installed)
     monkeypatch.setattr(doctor, "SOURCE", tmp_path / "pyproject.toml")
     assert doctor.needed() == ["torch"]
     doctor.SOURCE.write_text(
@@ -264,13 +277,13 @@ def test_doctor_reads_what_a_checkout_declares_and_else_what_was_installed(monke
     assert doctor.needed() == ["torch", "numpy"]
 
 
-def test_no_runs(ask, tmp_path):
+def test_no_runs(ask: Ask, tmp_path: Path) -> None:
     code, out, _ = ask("runs", "--root", tmp_path, "--json")
     assert code == 0 and json.loads(out) == []
 
 
 @pytest.mark.parametrize("words", [["runs"], ["attach", "x"], ["run", *LOCAL]])
-def test_a_file_is_no_folder_of_runs(ask, tmp_path, words):
+def test_a_file_is_no_folder_of_runs(ask: Ask, tmp_path: Path, words: list[str]) -> None:
     (tmp_path / "file").write_text("")
     code, out, err = ask(*words, "--root", tmp_path / "file")
     assert (
@@ -283,7 +296,7 @@ def test_a_file_is_no_folder_of_runs(ask, tmp_path, words):
     assert code == 2 and "--root" in json.loads(out)["error"]
 
 
-def test_rehearse_answers_with_the_keys_of_a_profile(ask):
+def test_rehearse_answers_with_the_keys_of_a_profile(ask: Ask) -> None:
     code, out, err = ask(
         "rehearse", *TINY, "--strategy", "dapple", "--set", "training.global_batch=4", "--json"
     )
@@ -297,7 +310,7 @@ def test_rehearse_answers_with_the_keys_of_a_profile(ask):
     assert found["memory"]["by_category"]["parameters"] > 0
 
 
-def test_verify_passes_and_says_how_far(ask):
+def test_verify_passes_and_says_how_far(ask: Ask) -> None:
     code, out, err = ask(
         "verify",
         *TINY[:-1],
@@ -318,7 +331,7 @@ def test_verify_passes_and_says_how_far(ask):
 
 
 @pytest.mark.parametrize("precision", ["fp64", "fp32"])
-def test_verify_says_which_precision_replaced_the_plans(ask, precision):
+def test_verify_says_which_precision_replaced_the_plans(ask: Ask, precision: str) -> None:
     plan = [*TINY[:-1], "2", "--strategy", "ddp", "--set", "strategy.precision=bf16"]
     fields = ["strategy.precision", "training.optimizer.moments", "training.optimizer.name"]
     code, out, err = ask("verify", *plan, "--precision", precision, "--json")
@@ -336,7 +349,7 @@ def test_verify_says_which_precision_replaced_the_plans(ask, precision):
     assert f"strategy.precision bf16 → {precision}" in text
 
 
-def test_estimate_says_what_would_fit(ask):
+def test_estimate_says_what_would_fit(ask: Ask) -> None:
     plan = [
         "--model",
         "gpt-7.5b",
@@ -363,7 +376,7 @@ def test_estimate_says_what_would_fit(ask):
     assert code == 0 and "smallest change that fits" in out and "NO" in out
 
 
-def test_ctrl_c_ends_a_rehearsal_and_its_child():
+def test_ctrl_c_ends_a_rehearsal_and_its_child() -> None:
     command = [
         sys.executable,
         "-m",
@@ -380,7 +393,8 @@ def test_ctrl_c_ends_a_rehearsal_and_its_child():
         stderr=subprocess.PIPE,
         text=True,
     )
-    deadline, children = time.monotonic() + 30, []
+    children: list[Any] = []
+    deadline = time.monotonic() + 30
     while not children and time.monotonic() < deadline:
         children = psutil.Process(process.pid).children(recursive=True)
         time.sleep(0.05)
@@ -393,13 +407,13 @@ def test_ctrl_c_ends_a_rehearsal_and_its_child():
 @pytest.mark.parametrize(
     "words", [("estimat",), ("estimate", "--gpus", "x"), ("estimate", "--bogus"), ("export",)]
 )
-def test_a_wrong_command_line_is_json_for_machines_too(ask, words):
+def test_a_wrong_command_line_is_json_for_machines_too(ask: Ask, words: tuple[Any, ...]) -> None:
     code, out, err = ask(*words, "--json")
     assert code == 2 and json.loads(out)["exit_code"] == 2
     assert json.loads(out)["error"] in err.replace("Error: ", "")
 
 
-def test_a_plan_that_cannot_be_written_leaves_no_draft(ask, tmp_path):
+def test_a_plan_that_cannot_be_written_leaves_no_draft(ask: Ask, tmp_path: Path) -> None:
     folder = tmp_path / "taken"
     folder.mkdir()
     code, _, err = ask("plan", *TINY, "-o", folder)
@@ -408,7 +422,7 @@ def test_a_plan_that_cannot_be_written_leaves_no_draft(ask, tmp_path):
 
 
 @pytest.mark.parametrize("words", [("gpus",), ("gpus", "--json")])
-def test_an_answer_that_cannot_be_printed_is_a_failure_in_one_line(words):
+def test_an_answer_that_cannot_be_printed_is_a_failure_in_one_line(words: tuple[Any, ...]) -> None:
     with open("/dev/full", "w") as full:
         command = [sys.executable, "-m", "workbench", *words]
         done = subprocess.run(
@@ -419,7 +433,7 @@ def test_an_answer_that_cannot_be_printed_is_a_failure_in_one_line(words):
     )
 
 
-def test_ctrl_c_while_the_command_is_loaded_is_one_word(tmp_path):
+def test_ctrl_c_while_the_command_is_loaded_is_one_word(tmp_path: Path) -> None:
     (tmp_path / "typer.py").write_text("raise KeyboardInterrupt\n")
     program = (
         f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from workbench.__main__ import "

@@ -8,6 +8,8 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -31,13 +33,13 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
-def shell(tmp_path):
+def shell(tmp_path: Path) -> Any:
     """Run one command line in a process of its own, runs kept in a folder of the test; the finished
     process.
     """
     environment = {**os.environ, "WORKBENCH_RUNS": str(tmp_path / "runs")}
 
-    def ask(*words, code=0):
+    def ask(*words: object, code: int = 0) -> Any:
         done = subprocess.run(
             [*COMMAND, *map(str, words)],
             capture_output=True,
@@ -50,11 +52,11 @@ def shell(tmp_path):
         assert "Traceback" not in done.stderr
         return done
 
-    ask.environment = environment
+    ask.environment = environment  # type: ignore[attr-defined]
     return ask
 
 
-def workers(folder):
+def workers(folder: Path) -> list[Any]:
     """Processes that work on a run below `folder`."""
     return [
         p
@@ -63,7 +65,7 @@ def workers(folder):
     ]
 
 
-def until_it_trains(shell, run):
+def until_it_trains(shell: Any, run: Any) -> None:
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         found = json.loads(shell("attach", run, "--once", "--json").stdout)
@@ -74,7 +76,7 @@ def until_it_trains(shell, run):
     raise AssertionError("no step in a minute")
 
 
-def test_run_to_its_end_then_compare(shell, tmp_path):
+def test_run_to_its_end_then_compare(shell: Any, tmp_path: Path) -> None:
     plan = tmp_path / "plan.yaml"
     shell("plan", *PLAN, "--strategy", "ddp", "--set", "training.steps=8", "-o", plan)
     done = shell("run", plan, "--wait", "--json")
@@ -97,7 +99,7 @@ def test_run_to_its_end_then_compare(shell, tmp_path):
     assert "<svg" in page.read_text() and "http-equiv" not in page.read_text()
 
 
-def test_start_follow_from_elsewhere_and_stop(shell, tmp_path):
+def test_start_follow_from_elsewhere_and_stop(shell: Any, tmp_path: Path) -> None:
     started = json.loads(shell("run", *FOREVER, "--strategy", "dapple", "--json").stdout)
     until_it_trains(shell, started["run"])
     stopped = json.loads(shell("stop", started["run"], "--json").stdout)
@@ -105,7 +107,7 @@ def test_start_follow_from_elsewhere_and_stop(shell, tmp_path):
     assert "stopped" in shell("attach", started["run_dir"]).stdout
 
 
-def test_ctrl_c_stops_a_run_that_is_waited_for(shell, tmp_path):
+def test_ctrl_c_stops_a_run_that_is_waited_for(shell: Any, tmp_path: Path) -> None:
     command = [*COMMAND, "run", *FOREVER, "--strategy", "megatron-tp", "--wait", "--json"]
     waiting = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=shell.environment
@@ -123,7 +125,7 @@ def test_ctrl_c_stops_a_run_that_is_waited_for(shell, tmp_path):
     assert json.loads(out)["phase"] == "stopped" and not workers(tmp_path)
 
 
-def test_a_run_that_does_not_fit_is_refused_until_forced(shell, tmp_path):
+def test_a_run_that_does_not_fit_is_refused_until_forced(shell: Any, tmp_path: Path) -> None:
     plan = ["--model", "llama-3-8b", "--gpu", "local", "--gpus", "2", "--strategy", "ddp"]
     estimate = json.loads(shell("estimate", *plan, "--json").stdout)
     assert estimate["fits"] is False
@@ -132,7 +134,7 @@ def test_a_run_that_does_not_fit_is_refused_until_forced(shell, tmp_path):
     assert not (tmp_path / "runs").exists() or not list((tmp_path / "runs").iterdir())
 
 
-def test_a_run_that_fails_says_why_and_exits_with_1(shell, tmp_path):
+def test_a_run_that_fails_says_why_and_exits_with_1(shell: Any, tmp_path: Path) -> None:
     corpus = tmp_path / "short.txt"
     corpus.write_text("long enough to train on it, too short to hold out a twentieth of it " * 2)
     words = ["--set", f"corpus={corpus}", "--set", "training.evaluation.every=1"]

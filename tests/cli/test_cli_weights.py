@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.engine.test_session_checkpoint import save
+from tests.checkpoint.test_session_checkpoint import save
 from tests.parallel.small import GPT, LLAMA, plan
 from workbench import verbs
 from workbench.cli.app import answer

@@ -20,7 +20,7 @@ TAKES_A_PLAN = (
 )
 
 
-def test_every_verb_stands_in_one_family(capsys):
+def test_every_verb_stands_in_one_family(capsys: pytest.CaptureFixture[str]) -> None:
     assert answer(["--help"]) == 0
     said = [
         line.split()[0]
@@ -31,7 +31,7 @@ def test_every_verb_stands_in_one_family(capsys):
     assert len(verbs) == 24 and all(said.count(verb) == 1 for verb in verbs)
 
 
-def test_families_are_headings_and_words_are_whole(capsys):
+def test_families_are_headings_and_words_are_whole(capsys: pytest.CaptureFixture[str]) -> None:
     answer(["--help"])
     said = capsys.readouterr().out
     assert all(
@@ -42,7 +42,7 @@ def test_families_are_headings_and_words_are_whole(capsys):
 
 
 @pytest.mark.parametrize("verb", [*TAKES_A_PLAN, "search"])
-def test_a_verb_on_a_plan_asks_for_it_first(capsys, verb):
+def test_a_verb_on_a_plan_asks_for_it_first(capsys: pytest.CaptureFixture[str], verb: str) -> None:
     assert answer([verb, "--help"]) == 0
     said = capsys.readouterr().out
     assert "[PLAN]" in said and "Plan file; or choose with the options." in said
@@ -53,20 +53,20 @@ def test_a_verb_on_a_plan_asks_for_it_first(capsys, verb):
     assert ("--strategy" in said) == (verb != "search") and "**" not in said
 
 
-def test_help_of_a_verb_is_its_docstring(capsys):
+def test_help_of_a_verb_is_its_docstring(capsys: pytest.CaptureFixture[str]) -> None:
     assert answer(["verify", "--help"]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert "Verify that a plan computes what one device does." in said
     assert "Numerical equivalence in fp64 or fp32" in said and "Args:" not in said
 
 
-def test_every_command_has_a_text_and_a_function(capsys):
+def test_every_command_has_a_text_and_a_function(capsys: pytest.CaptureFixture[str]) -> None:
     for name in (name for family in COMMANDS.values() for name in family):
         assert answer([name, "--help"]) == 0
         assert capsys.readouterr().out.startswith(f"Usage: workbench {name} ")
         assert help_text(name).partition("\n")[0].endswith(".")
 
 
-def test_a_wrong_name_suggests_the_nearest(capsys):
+def test_a_wrong_name_suggests_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
     assert answer(["estmate"]) == 2
     assert "Did you mean 'estimate'?" in capsys.readouterr().err

@@ -8,13 +8,18 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+
+from tests.conftest import Ask
 
 SEARCH = ["search", "--model", "gpt2", "--gpu", "h100-sxm-80gb", "--gpus", "2", "--top", "1"]
 
 
-def test_a_plan_written_to_a_pipe_or_through_a_link_replaces_neither(ask, tmp_path):
+def test_a_plan_written_to_a_pipe_or_through_a_link_replaces_neither(
+    ask: Ask, tmp_path: Path
+) -> None:
     pipe, link, target = tmp_path / "pipe", tmp_path / "link.yaml", tmp_path / "target.yaml"
     os.mkfifo(pipe)
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
@@ -26,13 +31,13 @@ def test_a_plan_written_to_a_pipe_or_through_a_link_replaces_neither(ask, tmp_pa
     assert link.is_symlink() and target.read_text().startswith("model: gpt2")
 
 
-def test_a_calibration_is_not_measured_for_a_pipe(ask, tmp_path):
+def test_a_calibration_is_not_measured_for_a_pipe(ask: Ask, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     code, _, err = ask("calibrate", "-o", tmp_path / "pipe")
     assert code == 2 and "cannot be written; legal: a file" in err and (tmp_path / "pipe").is_fifo()
 
 
-def test_closed_streams_are_no_traceback_and_do_not_end_in_the_plan(tmp_path):
+def test_closed_streams_are_no_traceback_and_do_not_end_in_the_plan(tmp_path: Path) -> None:
     output = tmp_path / "best.yaml"
     command = f'exec "{sys.executable}" -m workbench {" ".join(SEARCH)} -o "{output}" <&- >&-'
     done = subprocess.run(
@@ -45,7 +50,7 @@ def test_closed_streams_are_no_traceback_and_do_not_end_in_the_plan(tmp_path):
 @pytest.mark.parametrize(
     "ranks", ["9" * 5000, "0," * 50_000, ",".join(["9"] * 50_000), "x" * 100_000]
 )
-def test_a_long_word_of_a_command_line_is_not_said_back_whole(ask, ranks):
+def test_a_long_word_of_a_command_line_is_not_said_back_whole(ask: Ask, ranks: str) -> None:
     code, _, err = ask("rehearse", *SEARCH[1:7], "--strategy", "ddp", "--ranks", ranks)
     assert code == 2 and "legal: " in err and len(err) < 3_000
     code, _, err = ask("operators", *SEARCH[1:7], "--strategy", "ddp", "--ranks", ranks)
@@ -53,7 +58,9 @@ def test_a_long_word_of_a_command_line_is_not_said_back_whole(ask, ranks):
 
 
 @pytest.mark.parametrize("verb", ["plan", "import", "attach", "compare"])
-def test_what_is_no_text_file_is_told_of_in_plain_words(ask, tmp_path, verb):
+def test_what_is_no_text_file_is_told_of_in_plain_words(
+    ask: Ask, tmp_path: Path, verb: str
+) -> None:
     (tmp_path / "binary").write_bytes(b"ab\xff\xfe")
     for name in ("binary", ".", "nowhere", "x" * 300):
         code, out, err = ask(verb, f"{tmp_path}/{name}", "--json")
@@ -72,7 +79,9 @@ FIELDS = [
 
 @pytest.mark.parametrize("field", FIELDS)
 @pytest.mark.parametrize("name", ["no\\0file.csv", "half\\ud800.csv", "folder"])
-def test_a_field_that_names_no_file_is_told_of_in_plain_words(ask, tmp_path, field, name):
+def test_a_field_that_names_no_file_is_told_of_in_plain_words(
+    ask: Ask, tmp_path: Path, field: str, name: str
+) -> None:
     (tmp_path / "folder").mkdir()
     code, out, err = ask(
         "run",
@@ -94,14 +103,18 @@ def test_a_field_that_names_no_file_is_told_of_in_plain_words(ask, tmp_path, fie
 
 
 @pytest.mark.parametrize("content", [b"a,b\n1,2\n", b"\x89PNG\r\n\x00\xff\x00\n\x01\x02\xfe\n"])
-def test_what_is_no_table_of_measurements_is_refused_with_the_columns(ask, tmp_path, content):
+def test_what_is_no_table_of_measurements_is_refused_with_the_columns(
+    ask: Ask, tmp_path: Path, content: bytes
+) -> None:
     (tmp_path / "other.csv").write_bytes(content)
     code, out, err = ask("validate", tmp_path / "other.csv")
     assert code == 2 and out == ""
     assert "other.csv" in err and "model, layers, hidden" in err
 
 
-def test_a_table_without_a_row_that_can_be_said_shows_the_reason_only(ask, tmp_path):
+def test_a_table_without_a_row_that_can_be_said_shows_the_reason_only(
+    ask: Ask, tmp_path: Path
+) -> None:
     (tmp_path / "rows.csv").write_text("model,gpu,layers\ngpt2,H100,nan\n")
     code, out, _ = ask("validate", tmp_path / "rows.csv")
     assert code == 0 and "missing layers" in out and "Standing" not in out

@@ -5,9 +5,11 @@ not be.
 import os
 import stat
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.conftest import Ask
 from workbench.errors import PlanError
 from workbench.safe_io import yaml_files
 from workbench.safe_io.files import known_file, replace_file
@@ -20,13 +22,15 @@ def bomb(levels: int) -> str:
     return "\n".join([*lines, f"model: *a{levels - 1}"]) + "\n"
 
 
-def test_aliases_that_unfold_to_millions_are_refused_before_anything_reads_them():
+def test_aliases_that_unfold_to_millions_are_refused_before_anything_reads_them() -> None:
     with pytest.raises(PlanError, match="more than 100,000 values"):
         yaml_files.parse(bomb(30), "plan.yaml")
     assert yaml_files.parse(bomb(3))["model"][0][0] == ["x"] * 9
 
 
-def test_more_values_than_a_document_may_hold_are_refused_while_they_are_read(monkeypatch):
+def test_more_values_than_a_document_may_hold_are_refused_while_they_are_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(yaml_files, "MOST_VALUES", 10)
     assert yaml_files.parse("{a: 1, b: 1, c: 1, d: 1, e: 1, f: 1, g: 1, h: 1, i: 1}")["i"] == 1
     monkeypatch.setattr(
@@ -37,13 +41,13 @@ def test_more_values_than_a_document_may_hold_are_refused_while_they_are_read(mo
             yaml_files.parse(text, "plan.yaml")
 
 
-def test_a_long_document_is_refused_before_it_is_read():
+def test_a_long_document_is_refused_before_it_is_read() -> None:
     with pytest.raises(PlanError, match=r"holds more than 4,194,304 characters"):
         yaml_files.parse("x " * 2**21 + "x", "plan.yaml")
 
 
-def test_a_value_is_cut_before_it_is_written_out():
-    value = "x"
+def test_a_value_is_cut_before_it_is_written_out() -> None:
+    value: Any = "x"
     for _ in range(40):
         value = [value] * 9
     assert len(shown(value)) <= 60
@@ -51,7 +55,7 @@ def test_a_value_is_cut_before_it_is_written_out():
 
 
 @pytest.mark.parametrize("file", ["state.json", "calibration"])
-def test_a_pipe_is_no_file_to_wait_for(ask, tmp_path, file):
+def test_a_pipe_is_no_file_to_wait_for(ask: Ask, tmp_path: Path, file: str) -> None:
     folder = tmp_path / "runs" / "odd"
     folder.mkdir(parents=True)
     os.mkfifo(folder / file)
@@ -75,12 +79,12 @@ def test_a_pipe_is_no_file_to_wait_for(ask, tmp_path, file):
         assert code == 2 and "pipe or a device" in err
 
 
-def test_a_plan_without_end_is_refused(ask):
+def test_a_plan_without_end_is_refused(ask: Ask) -> None:
     code, _, err = ask("plan", "/dev/zero")
     assert code == 2 and "holds more than 16,777,216 bytes" in err
 
 
-def test_a_device_is_written_to_and_a_link_stays_a_link(tmp_path: Path):
+def test_a_device_is_written_to_and_a_link_stays_a_link(tmp_path: Path) -> None:
     # A pipe stands for a device: to replace one would be felt by every process of the machine.
     pipe, target, link = tmp_path / "pipe", tmp_path / "target", tmp_path / "link"
     os.mkfifo(pipe)

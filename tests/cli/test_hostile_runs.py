@@ -33,7 +33,10 @@ Damage = Callable[[Path], None]
 
 
 def written(path: Path | str, content: bytes) -> Damage:
-    return lambda run: (run / path).write_bytes(content) and None
+    def damage(run: Path) -> None:
+        (run / path).write_bytes(content)
+
+    return damage
 
 
 def told(*records: Any) -> Damage:

@@ -3,25 +3,30 @@
 import ast
 import functools
 import io
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
 import workbench
+from tests.conftest import Ask
 from workbench.cli import tables
 from workbench.cli.commands import compare as cli_compare
 from workbench.cli.commands import doctor, explain, kernels, operators, search, validate
 from workbench.cli.commands.doctor import Finding
 from workbench.cli.commands.interop import notes
-from workbench.cli.progress import RunError, run_to_end
+from workbench.cli.progress import run_to_end
 from workbench.cli.terminal import Grid
+from workbench.errors import RunError
 from workbench.interop import KeyNote
 from workbench.lab.comparison.compare import Comparison
 from workbench.lab.comparison.entries import ComparisonEntry
 from workbench.lab.palette import key_label
+from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.schema import Plan
 from workbench.planner.autoshard import choose_for_plan
 from workbench.profile import Profile
@@ -39,7 +44,9 @@ from workbench.untrusted_text import visible
         (None, "the launcher was killed by SIGKILL", "the launcher was killed by SIGKILL"),
     ],
 )
-def test_a_failure_names_its_rank_once(tmp_path, rank, message, says):
+def test_a_failure_names_its_rank_once(
+    tmp_path: Path, rank: int | None, message: str, says: str
+) -> None:
     cause = Cause(rank, message, "Mend it.", "last line")
     write_state(tmp_path, replace(first_state(16, 20), phase="failed", cause=cause))
     run = Run(tmp_path)
@@ -49,10 +56,14 @@ def test_a_failure_names_its_rank_once(tmp_path, rank, message, says):
     assert str(error.value) == f"run {run.id} failed: {says}. Mend it.\nlast line"
 
 
-def test_notes_have_labels_and_keep_their_keys():
+def notes_of(found: Profile) -> Any:
+    return tables.notes_table(found)
+
+
+def test_notes_have_labels_and_keep_their_keys() -> None:
     time = {"tensor_comm": 0.0163, "bubble": 7e-18}
     found = Profile("tiny", "estimated", 1, notes={"time": time, "model_flops_utilisation": 0.25})
-    told = dict(zip(*(map(str, column.cells) for column in tables.notes_table(found).columns)))
+    told = dict(zip(*(map(str, column.cells) for column in notes_of(found).columns)))
     assert told == {
         "time: exposed tensor communication": "16.3 ms",
         "time: bubble": "0 ms",
@@ -70,14 +81,14 @@ def test_notes_have_labels_and_keep_their_keys():
         ("timeline_microbatches", "timeline microbatches"),
     ],
 )
-def test_keys_in_words(key, says):
+def test_keys_in_words(key: str, says: str) -> None:
     assert key_label(key) == says
 
 
-def test_an_interval_is_shown_by_its_ends():
+def test_an_interval_is_shown_by_its_ends() -> None:
     need = {"p50": 2.0**31, "p95": 3.0 * 2**30, "probability_of_running_out": 0.0123}
     found = Profile("tiny", "estimated", 1, notes={"step_seconds_90": [0.1, 0.25], "memory": need})
-    told = dict(zip(*(map(str, column.cells) for column in tables.notes_table(found).columns)))
+    told = dict(zip(*(map(str, column.cells) for column in notes_of(found).columns)))
     assert told == {
         "step time, 90 % interval": "100 ms to 250 ms",
         "memory: median": "2.00 GiB",
@@ -95,13 +106,13 @@ ESCAPES = "\x1b[31m\x1b]0;title\x07\x9b2J\u202e\u2066red\u2069\r\x00"
 HOSTILE = f"[/x] [bold]{ESCAPES} {GLOO} \\"
 
 
-def shown(table, width=400) -> str:
+def shown(table: Grid, width: int = 400) -> str:
     stream = io.StringIO()
     Console(file=stream, width=width, highlight=False).print(table)
     return stream.getvalue()
 
 
-def hostile_plan() -> Plan:
+def hostile_plan() -> ResolvedPlan:
     return Plan.of("tiny-gpt", gpus=1, set={"name": HOSTILE}).resolve()
 
 
@@ -129,7 +140,7 @@ SIZES = dict.fromkeys(
 RATES = {"tflops": {"bf16": 1.0}, "bandwidth_gbs": 1, "link_gbs": 1, "watts": 1}
 KERNEL = {"gpu": HOSTILE, "cpu": HOSTILE, "reference": HOSTILE, "measured": [], "ahead": []}
 DIFFERENCES = dict.fromkeys(("loss", "gradients", "weights"), 0.0)
-VERIFICATION = {
+VERIFICATION: dict[str, Any] = {
     "passed": True,
     "precision": "fp64",
     "tolerance": 0.0,
@@ -158,7 +169,9 @@ TABLES = [
 
 
 @pytest.mark.parametrize("build", TABLES, ids=range(len(TABLES)))
-def test_every_table_shows_text_as_it_is_without_what_a_terminal_acts_on(tmp_path, build):
+def test_every_table_shows_text_as_it_is_without_what_a_terminal_acts_on(
+    tmp_path: Path, build: Callable[..., Any]
+) -> None:
     text = shown(build(tmp_path))
     assert "[/x] [bold][31m]0;title2Jred " in text and not set(text) & set(
         "\x1b\x07\x9b\u202e\u2066\u2069\r\x00"
@@ -302,17 +315,17 @@ ORDINARY = [
 ]
 
 
-def words_of(text):
+def words_of(text: str) -> set[str]:
     return {word for word in text.split() if set(word) != {"─"}}
 
 
-def left_out(table, width):
+def left_out(table: Grid, width: int) -> set[str]:
     names = table.optional
     return set(f"left out at {width} columns: {', '.join(names)} {' '.join(names)}".split())
 
 
 @pytest.mark.parametrize("build", ORDINARY, ids=range(len(ORDINARY)))
-def test_lines_break_at_spaces_at_80_columns(tmp_path, build):
+def test_lines_break_at_spaces_at_80_columns(tmp_path: Path, build: Callable[..., Any]) -> None:
     table = build(tmp_path)
     text = shown(table, 80)
     assert max(map(len, text.splitlines())) <= 80
@@ -320,7 +333,9 @@ def test_lines_break_at_spaces_at_80_columns(tmp_path, build):
 
 
 @pytest.mark.parametrize("build", [*TABLES, *ORDINARY], ids=range(len(TABLES + ORDINARY)))
-def test_a_word_that_no_screen_holds_loses_its_middle_and_is_not_broken(tmp_path, build):
+def test_a_word_that_no_screen_holds_loses_its_middle_and_is_not_broken(
+    tmp_path: Path, build: Callable[..., Any]
+) -> None:
     table = build(tmp_path)
     text = shown(table, 40)
     whole = words_of(shown(table, 4000)) | left_out(table, 40)
@@ -332,7 +347,7 @@ def test_a_word_that_no_screen_holds_loses_its_middle_and_is_not_broken(tmp_path
         )
 
 
-def test_what_is_left_out_is_named_and_only_where_it_must_be():
+def test_what_is_left_out_is_named_and_only_where_it_must_be() -> None:
     table = tables.gpus_table([COMMON])
     assert "left out" not in shown(table, 160) and "Rajbhandari" in shown(table, 160)
     assert "left out at 80 columns: source\n" in shown(table, 80) and "frontier-mi250x" in shown(
@@ -341,11 +356,13 @@ def test_what_is_left_out_is_named_and_only_where_it_must_be():
     assert "left out at 60 columns: source, fabric\n" in shown(table, 60)
 
 
-def test_figures_stay_with_their_units():
-    assert "16.9 GiB" in shown(tables.stages_table(estimated()), 80)
+def test_figures_stay_with_their_units() -> None:
+    stages = tables.stages_table(estimated())
+    assert stages is not None
+    assert "16.9 GiB" in shown(stages, 80)
 
 
-def test_indents_and_wide_characters_are_measured():
+def test_indents_and_wide_characters_are_measured() -> None:
     table = tables.table("t", ("what", "value"))
     table.add_row("  activations, peak", "显存显存显存显存显存显存")
     text = shown(table, 34)
@@ -355,18 +372,22 @@ def test_indents_and_wide_characters_are_measured():
 
 
 @pytest.mark.parametrize("columns", [60, 80, 200])
-def test_piped_tables_are_as_wide_as_columns_says(ask, monkeypatch, columns):
+def test_piped_tables_are_as_wide_as_columns_says(
+    ask: Ask, monkeypatch: pytest.MonkeyPatch, columns: int
+) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))
     code, out, _ = ask("gpus")
     assert code == 0 and columns - 25 < max(map(len, out.splitlines())) <= columns
 
 
-def test_ids_of_runs_keep_to_one_line(tmp_path):
+def test_ids_of_runs_keep_to_one_line(tmp_path: Path) -> None:
     run = listed_run(tmp_path)
     assert run.id in shown(tables.runs_table([run]), 80)
 
 
-def test_runs_of_one_name_are_compared_with_the_fields_that_differ(ask, tmp_path):
+def test_runs_of_one_name_are_compared_with_the_fields_that_differ(
+    ask: Ask, tmp_path: Path
+) -> None:
     for name, seed in (("a", 0), ("b", 5)):
         ask(
             "plan",
@@ -390,7 +411,7 @@ def test_runs_of_one_name_are_compared_with_the_fields_that_differ(ask, tmp_path
     assert code == 0 and told == [["training.seed", "0", "5"]] and "not run" in out
 
 
-def test_tables_are_made_in_one_place():
+def test_tables_are_made_in_one_place() -> None:
     for path in Path(workbench.__file__).parent.joinpath("cli").rglob("*.py"):
         names = {
             node.module
@@ -404,7 +425,7 @@ def test_tables_are_made_in_one_place():
         }, path.name
 
 
-def test_a_run_that_failed_in_gloo_is_listed_and_hides_no_other(ask, tmp_path):
+def test_a_run_that_failed_in_gloo_is_listed_and_hides_no_other(ask: Ask, tmp_path: Path) -> None:
     for name in ("broken", "fine"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "plan.yaml").write_text(
@@ -422,16 +443,16 @@ def test_a_run_that_failed_in_gloo_is_listed_and_hides_no_other(ask, tmp_path):
 
 
 @pytest.mark.parametrize("verb", ["estimate", "explain", "plan"])
-def test_a_plan_may_have_any_name(ask, verb):
+def test_a_plan_may_have_any_name(ask: Ask, verb: str) -> None:
     code, out, _ = ask(verb, "--model", "tiny-gpt", "--set", 'name="[/x]\\e[31m"')
     assert code == 0 and "[/x]" in out and "\x1b" not in out
 
 
-def test_an_unknown_key_is_named_without_its_escapes(ask):
+def test_an_unknown_key_is_named_without_its_escapes(ask: Ask) -> None:
     code, _, err = ask("estimate", "--model", "tiny-gpt", "--set", "training.st\x1b[2Jeps=3")
     assert code == 2 and "st[2Jeps" in err and "\x1b" not in err
 
 
-def test_text_keeps_lines_tabs_and_other_scripts():
+def test_text_keeps_lines_tabs_and_other_scripts() -> None:
     assert visible("a\n\tb שלום ۱۲ é") == "a\n\tb שלום ۱۲ é"
     assert visible("name-\udcff") == "name-\ufffd"

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -18,20 +19,20 @@ sys.exit(f"loaded {loaded}" if loaded else 0)
 
 
 @pytest.mark.parametrize("name", wb.__all__)
-def test_names(name):
+def test_names(name: str) -> None:
     assert getattr(wb, name) is not None and name in dir(wb)
 
 
-def test_planning_and_estimating_load_neither_torch_nor_widgets():
+def test_planning_and_estimating_load_neither_torch_nor_widgets() -> None:
     assert subprocess.run([sys.executable, "-c", PROGRAM], check=False).returncode == 0
 
 
-def test_an_unknown_name_says_what_there_is():
+def test_an_unknown_name_says_what_there_is() -> None:
     with pytest.raises(AttributeError, match="it has Plan"):
         wb.simulate  # noqa: B018
 
 
-def test_plans_and_plan_files_are_the_same_to_a_verb(tmp_path):
+def test_plans_and_plan_files_are_the_same_to_a_verb(tmp_path: Path) -> None:
     plan = wb.Plan.of("tiny", gpu="h100-sxm-80gb", gpus=4, strategy="dapple")
     (tmp_path / "plan.yaml").write_text(plan.to_yaml())
     assert (
@@ -41,7 +42,7 @@ def test_plans_and_plan_files_are_the_same_to_a_verb(tmp_path):
     assert "preset: dapple" in plan._repr_html_() and "'preset': 'dapple'" in repr(plan)
 
 
-def test_what_cannot_be_done_is_refused_by_name():
+def test_what_cannot_be_done_is_refused_by_name() -> None:
     plan = wb.Plan.of(
         "tiny", gpu="h100-sxm-80gb", gpus=4, strategy="ddp", set={"strategy.stack": "deepspeed-3d"}
     )
@@ -52,7 +53,7 @@ def test_what_cannot_be_done_is_refused_by_name():
             verb(plan)
 
 
-def test_compare_leaves_out_what_cannot_be_rehearsed():
+def test_compare_leaves_out_what_cannot_be_rehearsed() -> None:
     plan = wb.Plan.of(
         "tiny", gpu="h100-sxm-80gb", gpus=4, strategy="ddp", set={"strategy.stack": "deepspeed-3d"}
     )
@@ -60,7 +61,7 @@ def test_compare_leaves_out_what_cannot_be_rehearsed():
     assert set(found.summary.source) == {"estimated"}
 
 
-def test_a_report_takes_what_compare_takes(tmp_path):
+def test_a_report_takes_what_compare_takes(tmp_path: Path) -> None:
     file = tmp_path / "plan.yaml"
     file.write_text(wb.Plan.of("tiny", gpus=2, strategy="ddp").to_yaml())
     page = wb.report(
@@ -70,7 +71,7 @@ def test_a_report_takes_what_compare_takes(tmp_path):
     assert "ddp" in text and "zero-1" in text
 
 
-def test_a_profile_shows_itself():
+def test_a_profile_shows_itself() -> None:
     found = wb.estimate(wb.Plan.of("tiny", gpu="h100-sxm-80gb", gpus=4, strategy="dapple"))
     assert "estimated" in repr(found) and "fits yes" in repr(found)
     assert (

@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -112,7 +113,7 @@ def test_it_is_followed_to_its_end(found: Calibration) -> None:
     }
 
 
-def test_the_file_gives_curves(found: Calibration, tmp_path) -> None:
+def test_the_file_gives_curves(found: Calibration, tmp_path: Path) -> None:
     write_calibration(found, tmp_path / "calibration.yaml")
     assert read_calibration(tmp_path / "calibration.yaml") == found
     curves = MeasuredCurves(found, 2)

@@ -12,6 +12,7 @@ import pytest
 
 from workbench.engine.data import tokenized_corpus as corpora
 from workbench.plan import schema
+from workbench.plan.corpus_files import corpus_sha256, files
 
 TEXTS = {
     "a.txt": "the quick brown fox jumps over the lazy dog. " * 40,
@@ -37,7 +38,7 @@ def test_bytes_are_the_files(source: Path, tmp_path: Path) -> None:
     tokens = corpora.load_corpus(
         schema.Corpus(source=str(source), holdout=0.25), 300, folder=tmp_path / "cache"
     )
-    paths = corpora.files(str(source))
+    paths = files(str(source))
     assert bytes(whole(tokens)) == b"".join(p.read_bytes() + b"\0" for p in paths)
     assert len(tokens.holdout) == len(whole(tokens)) // 4
     assert isinstance(tokens.train, np.memmap)
@@ -57,13 +58,13 @@ def test_bpe_round_trips_and_is_deterministic(source: Path, tmp_path: Path) -> N
     assert len(whole(first)) < sum(len(text.encode()) for text in TEXTS.values()) / 2
     assert first.tokenizer_file is not None
     decoded = Tokenizer.from_file(str(first.tokenizer_file)).decode(whole(first))
-    assert decoded == "".join(p.read_text() for p in corpora.files(str(source)))
+    assert decoded == "".join(p.read_text() for p in files(str(source)))
 
 
 def test_cache_is_used_without_reading_the_text(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    setting = schema.Corpus(source=str(source), sha256=corpora.corpus_sha256(str(source)))
+    setting = schema.Corpus(source=str(source), sha256=corpus_sha256(str(source)))
     before = whole(corpora.load_corpus(setting, 256, folder=tmp_path))
 
     def fail(*_: object) -> None:
@@ -97,7 +98,7 @@ def test_damaged_tokens_are_encoded_again(
 def test_a_cache_that_was_copied_is_used(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    setting = schema.Corpus(source=str(source), sha256=corpora.corpus_sha256(str(source)))
+    setting = schema.Corpus(source=str(source), sha256=corpus_sha256(str(source)))
     before = whole(corpora.load_corpus(setting, 256, folder=tmp_path / "cache"))
     shutil.copytree(tmp_path / "cache", tmp_path / "copy", copy_function=shutil.copyfile)
     monkeypatch.setattr(corpora, "_build", None)

@@ -15,13 +15,14 @@ from workbench.engine import gpu_binding as gpus
 from workbench.engine import worker_lifecycle
 from workbench.engine.verify.forked_ranks import run_ranks
 from workbench.errors import PlanError
+from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.schema import Plan
 from workbench.runs.launch.rendezvous_ports import free_port
 
 H100 = "NVIDIA H100 80GB HBM3"
 
 
-def plan(gpus: int = 2, gpu: Any = "h100-sxm-80gb") -> Plan:
+def plan(gpus: int = 2, gpu: Any = "h100-sxm-80gb") -> ResolvedPlan:
     return Plan.of("tiny", gpu=gpu, gpus=gpus, strategy="ddp").resolve()
 
 

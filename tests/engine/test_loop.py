@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from workbench.checkpoint import checkpoint_format
+from workbench.checkpoint.resume_point import finished_checkpoints
 from workbench.engine.worker_lifecycle import train
 from workbench.plan.schema import Plan
 from workbench.runs import Reader
@@ -220,9 +221,9 @@ def test_dying_while_saving_leaves_the_former_checkpoint(
     monkeypatch.setattr(checkpoint_format, "commit_checkpoint", die_at_two)
     code, _ = trained(tmp_path / "run", text, checkpoint__every=1)
     folder = tmp_path / "run" / "checkpoints"
-    assert code == -signal.SIGKILL and [
-        path.name for path in checkpoint_format.finished_checkpoints(folder)
-    ] == ["step-00000001"]
+    assert code == -signal.SIGKILL and [path.name for path in finished_checkpoints(folder)] == [
+        "step-00000001"
+    ]
     monkeypatch.undo()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     again = {"checkpoint__load": str(folder / "step-00000001"), "checkpoint__every": 1}

@@ -24,7 +24,7 @@ from workbench.engine.session import Session, StepResult
 from workbench.engine.verify.forked_ranks import run_ranks
 from workbench.parallel.data.zero_shards import ParamAndGradStore
 from workbench.parallel.mesh import build_mesh
-from workbench.plan.schema import Plan
+from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.rehearsal.rehearse import rehearse
 
 CPU = torch.device("cpu")
@@ -42,7 +42,9 @@ MESHES: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
 }
 
 
-def made(mesh: Sequence[int], changes: dict[str, Any], shape: dict[str, Any] = LLAMA) -> Plan:
+def made(
+    mesh: Sequence[int], changes: dict[str, Any], shape: dict[str, Any] = LLAMA
+) -> ResolvedPlan:
     half = {"strategy.precision": "fp16", "training.optimizer.weight_decay": 0.5}
     return plan(*mesh, shape=shape, changes=half | changes, layers=2, microbatches=2).resolve()
 
@@ -81,7 +83,7 @@ def numbers(result: StepResult) -> tuple[float, ...]:
     )
 
 
-def steps(plan: Plan, planted: dict[int, int], rank: int) -> list[Seen]:
+def steps(plan: ResolvedPlan, planted: dict[int, int], rank: int) -> list[Seen]:
     """Three steps; before the optimizer, step -> rank that gets an infinity into its last
     gradient.
     """
@@ -193,7 +195,7 @@ def test_fp16_trains_as_fp32(mesh: str, shape: dict[str, Any]) -> None:
             assert seen.numbers[1] == pytest.approx(norm, rel=2e-2)
 
 
-def unscaled(plan: Plan, rank: int) -> list[tuple[float, float]]:
+def unscaled(plan: ResolvedPlan, rank: int) -> list[tuple[float, float]]:
     """Loss and norm of three steps."""
     session = Session.build(plan, build_mesh(plan, rank), CPU)
     data = session.mesh["data"]

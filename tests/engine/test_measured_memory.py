@@ -16,6 +16,7 @@ from workbench.engine.measure.live_memory import LiveBytes
 from workbench.engine.session import Session
 from workbench.engine.verify.forked_ranks import run_ranks
 from workbench.parallel.mesh import build_mesh
+from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.schema import Plan
 
 
@@ -68,10 +69,11 @@ def test_memory_that_no_counter_sees_is_in_the_total() -> None:
 
 
 def _totals(plan: Plan, hidden: int) -> dict[str, int]:
-    return run_ranks(1, partial(_measured, plan.resolve(), hidden))[0]
+    totals: dict[str, int] = run_ranks(1, partial(_measured, plan.resolve(), hidden))[0]
+    return totals
 
 
-def _measured(plan: Plan, hidden: int, rank: int) -> dict[str, int]:
+def _measured(plan: ResolvedPlan, hidden: int, rank: int) -> dict[str, int]:
     device = torch.device("cpu")
     gauge = memory_meter(device)
     gauge.start()

@@ -1,6 +1,7 @@
 """The optimizer equals torch's, keeps master weights, and needs no values."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -41,7 +42,7 @@ def fill(into: dict[str, torch.Tensor], values: dict[str, torch.Tensor]) -> None
         into[name].copy_(value)
 
 
-def config(**changes: object) -> schema.Optimizer:
+def config(**changes: Any) -> schema.Optimizer:
     return schema.Optimizer.model_validate({"learning_rate": 1e-2, "decay": "constant", **changes})
 
 
@@ -57,7 +58,9 @@ def test_equals_torch(dtype: torch.dtype, name: str) -> None:
         {"params": [p for p in theirs.values() if p.ndim < 2], "weight_decay": 0.0},
     ]
     if name == "adamw":
-        reference = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95), eps=1e-8, foreach=False)
+        reference: torch.optim.Optimizer = torch.optim.AdamW(
+            groups, lr=1e-2, betas=(0.9, 0.95), eps=1e-8, foreach=False
+        )
     else:
         reference = torch.optim.SGD(
             [{**g, "weight_decay": 0.0} for g in groups], lr=1e-2, momentum=0.9, foreach=False

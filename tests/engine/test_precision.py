@@ -25,6 +25,7 @@ from workbench.models.weight_init import initial_value
 from workbench.parallel.layout import Layout
 from workbench.parallel.mesh import build_mesh
 from workbench.plan.model.model_shape import Shape
+from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.rules.supported import require
 from workbench.plan.schema import Plan
 
@@ -44,7 +45,7 @@ def made(
     data: int = 1,
     gradients: str = "fp32",
     microbatches: int = 4,
-) -> Plan:
+) -> ResolvedPlan:
     changes = {
         "strategy.precision": "bf16",
         "strategy.gradient_dtype": gradients,
@@ -55,14 +56,14 @@ def made(
     ).resolve()
 
 
-def text_of(made: Plan) -> Tensor:
+def text_of(made: ResolvedPlan) -> Tensor:
     """All microbatches of a step [M x data, B, T + 1]."""
     t = made.training
     shape = (t.global_batch // t.micro_batch, t.micro_batch, t.sequence_length + 1)
     return torch.randint(made.shape.vocab, shape, generator=torch.Generator().manual_seed(1))
 
 
-def plain_gradients(made: Plan) -> list[dict[str, Tensor]]:
+def plain_gradients(made: ResolvedPlan) -> list[dict[str, Tensor]]:
     """The 16-bit gradients of every microbatch, each by itself, from a plain model."""
     model = Transformer(made.shape).to(NARROW)
     with torch.no_grad():
@@ -92,13 +93,13 @@ class Trained(NamedTuple):
     norm: float
 
 
-def trained(made: Plan) -> list[Trained]:
+def trained(made: ResolvedPlan) -> list[Trained]:
     """A step of every rank."""
     answers = run_ranks(made.world_size, partial(_trained, made))
     return [Trained(**torch.load(io.BytesIO(answer))) for answer in answers]
 
 
-def _trained(made: Plan, rank: int) -> bytes:
+def _trained(made: ResolvedPlan, rank: int) -> bytes:
     session = Session.build(made, build_mesh(made, rank), torch.device("cpu"))
     data, recorder = session.mesh["data"], _Recorder(session)
     text = text_of(made).chunk(data.size)[data.index]
@@ -165,7 +166,7 @@ def test_cpu_ranks_have_no_narrow_products(precision: str) -> None:
         plan(changes={"strategy.precision": precision}).resolve()
 
 
-def on_a_card(precision: str) -> Plan:
+def on_a_card(precision: str) -> ResolvedPlan:
     return Plan.of(
         "tiny", gpu="h100-sxm-80gb", gpus=1, set={"strategy.precision": precision}
     ).resolve()
@@ -209,7 +210,7 @@ NARROW_MESHES: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
 }
 
 
-def clipped(mesh: str, precision: str) -> Plan:
+def clipped(mesh: str, precision: str) -> ResolvedPlan:
     """Four sequences in microbatches of one; the clip bites in every step, and SGD shows by how
     much.
     """
@@ -229,7 +230,7 @@ def clipped(mesh: str, precision: str) -> Plan:
     return plan(*sizes, shape=shape, layers=2, changes=changes).resolve()
 
 
-def moved(made: Plan, rank: int) -> bytes:
+def moved(made: ResolvedPlan, rank: int) -> bytes:
     """How far two steps have moved the masters of a rank."""
     session = Session.build(made, build_mesh(made, rank), torch.device("cpu"))
     store, states, data = session.part.store, session.optimizer.state(), session.mesh["data"]

@@ -14,13 +14,14 @@ import torch
 import workbench
 from workbench.engine import rendezvous
 from workbench.engine.verify.forked_ranks import run_ranks
+from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.schema import Plan
 from workbench.runs.launch.rendezvous_ports import free_port
 
 SOON = timedelta(seconds=10)
 
 
-def listening(port=None):
+def listening(port: int | None = None) -> list[str]:
     """Addresses on which this process listens."""
     found = [
         c
@@ -30,12 +31,12 @@ def listening(port=None):
     return [c.laddr.ip for c in found if port in (None, c.laddr.port)]
 
 
-def plan(nodes=1):
+def plan(nodes: int = 1) -> ResolvedPlan:
     changes = {"cluster.nodes": nodes} if nodes > 1 else {}
     return Plan.of("tiny", gpu="local", gpus=2, strategy="ddp", set=changes).resolve()
 
 
-def test_the_store_of_one_node_listens_on_the_loopback_address_alone():
+def test_the_store_of_one_node_listens_on_the_loopback_address_alone() -> None:
     port = free_port()
     store = rendezvous.loopback_store(port, 2, SOON, listens=True)
     assert listening(port) == ["127.0.0.1"]
@@ -44,7 +45,7 @@ def test_the_store_of_one_node_listens_on_the_loopback_address_alone():
     assert other.get("key") == b"value"
 
 
-def test_a_port_in_use_is_named():
+def test_a_port_in_use_is_named() -> None:
     port = free_port()
     first = rendezvous.loopback_store(port, 1, SOON, listens=True)
     with pytest.raises(
@@ -57,7 +58,9 @@ def test_a_port_in_use_is_named():
 @pytest.mark.parametrize(
     "nodes, agent, own", [(1, None, True), (1, "False", True), (1, "True", False), (2, None, False)]
 )
-def test_a_store_that_the_launcher_made_is_taken(monkeypatch, nodes, agent, own):
+def test_a_store_that_the_launcher_made_is_taken(
+    monkeypatch: pytest.MonkeyPatch, nodes: int, agent: str | None, own: bool
+) -> None:
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
     if agent:
         monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", agent)
@@ -65,7 +68,7 @@ def test_a_store_that_the_launcher_made_is_taken(monkeypatch, nodes, agent, own)
     assert rendezvous.rank_0_makes_store(made) is own
 
 
-def test_ranks_gather_plain_data_of_any_length():
+def test_ranks_gather_plain_data_of_any_length() -> None:
     given = [None, "a word of rank 1 – é", ["step-1/rank00000.safetensors"] * 300]
     for told in run_ranks(
         3, lambda rank: rendezvous.all_gather_json(given[rank], torch.device("cpu"))
@@ -73,15 +76,15 @@ def test_ranks_gather_plain_data_of_any_length():
         assert told == given
 
 
-def test_forked_ranks_listen_on_the_loopback_address_alone():
-    def heard(rank):
+def test_forked_ranks_listen_on_the_loopback_address_alone() -> None:
+    def heard(rank: int) -> list[str]:
         torch.distributed.barrier()
         return listening()
 
     assert {ip for ips in run_ranks(2, heard) for ip in ips} == {"127.0.0.1"}
 
 
-def test_no_rank_is_sent_a_pickle():
+def test_no_rank_is_sent_a_pickle() -> None:
     """torch's collectives of objects run whatever a peer sends."""
     for path in Path(workbench.__file__).parent.rglob("*.py"):
         assert not re.search(

@@ -1,6 +1,7 @@
 """Trackers get the numbers of the steps, and a missing package is named before anything starts."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from accelerate import Accelerator
@@ -45,7 +46,7 @@ def test_tensorboard_holds_the_numbers(tmp_path: Path) -> None:
 
 
 def test_without_trackers_nothing_is_asked_of_accelerate() -> None:
-    trackers = Trackers(None, plan([]))  # type: ignore[arg-type]
+    trackers = Trackers(None, plan([]))
     trackers.log({"loss": 1.0}, 0)
     trackers.close()
 
@@ -56,7 +57,7 @@ def test_a_failing_tracker_is_let_go_once(
     accelerator = Accelerator(cpu=True, log_with=["tensorboard"], project_dir=str(tmp_path))
     trackers = Trackers(accelerator, plan(["tensorboard"]))
 
-    def fail(*_: object, **__: object) -> None:
+    def fail(*_: object, **__: Any) -> None:
         raise ConnectionError("away")
 
     accelerator.log = fail

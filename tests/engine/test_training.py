@@ -205,7 +205,8 @@ def test_bf16_learns_and_a_stop_leaves_a_checkpoint(home: Path) -> None:
     running = start(
         plan(home, "ddp", 2, training__evaluation__every=0, **changes), root=home / "runs"
     )
-    reader, seen = Reader(running.dir), []
+    seen: list[Any] = []
+    reader = Reader(running.dir)
     deadline = time.monotonic() + 90
     while len(losses(seen)) < 30 and time.monotonic() < deadline and not running.state.final:
         seen += reader.poll()

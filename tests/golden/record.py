@@ -71,7 +71,8 @@ def schema() -> dict[str, Any]:
     """The JSON schema of a plan without its prose, which may be reworded."""
     from workbench.plan.schema import Plan
 
-    return _bare(Plan.model_json_schema())
+    found: dict[str, Any] = _bare(Plan.model_json_schema())
+    return found
 
 
 def _bare(node: Any, named: bool = False) -> Any:

@@ -4,6 +4,7 @@ checkpoints.
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,30 +15,30 @@ from workbench.plan.schema import Plan
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory):
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("golden")
     record.prepared(folder)
     return folder
 
 
 @pytest.mark.parametrize("case", cases(), ids=lambda case: case.name)
-def test_answers_are_as_recorded(case: Case, root: Path):
+def test_answers_are_as_recorded(case: Case, root: Path) -> None:
     recorded = json.loads(record.path_of(case).read_text())
     assert list(differences(recorded, record.outcome(case.words, root), case.exact)) == []
 
 
-def test_refusals_keep_their_exit_codes_and_fields(root: Path):
+def test_refusals_keep_their_exit_codes_and_fields(root: Path) -> None:
     recorded = json.loads(record.REFUSALS.read_text())
     assert [tuple(row["words"]) for row in recorded] == list(REFUSED)
     now = [{"words": list(words), **record.outcome(words, root)} for words in REFUSED]
     assert list(differences(recorded, now)) == []
 
 
-def test_the_schema_reads_every_plan_it_has_read():
+def test_the_schema_reads_every_plan_it_has_read() -> None:
     assert list(differences(json.loads(record.SCHEMA.read_text()), record.schema())) == []
 
 
-def test_every_recorded_answer_has_its_case():
+def test_every_recorded_answer_has_its_case() -> None:
     files = set(record.RECORDED.rglob("*.json"))
     assert files == {record.path_of(case) for case in cases()} | {record.REFUSALS, record.SCHEMA}
 
@@ -52,14 +53,14 @@ def test_every_recorded_answer_has_its_case():
         {"a": "1", "b": [1, 2, 3]},
     ],
 )
-def test_a_change_of_an_answer_is_seen(changed):
+def test_a_change_of_an_answer_is_seen(changed: dict[str, Any]) -> None:
     assert list(differences({"a": 1.0, "b": [1, 2, 3]}, changed))
     assert not list(
         differences({"a": 1.0, "b": [1, 2, 3]}, {"a": 1.0 + 1e-12, "b": [1, 2, 3], "added": None})
     )
 
 
-def test_a_recorded_checkpoint_resumes(root: Path):
+def test_a_recorded_checkpoint_resumes(root: Path) -> None:
     """The last three steps again, from the checkpoint of step 3: the losses that were recorded."""
     import workbench as wb
 

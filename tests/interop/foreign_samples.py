@@ -1,12 +1,14 @@
 """Samples of foreign configurations, and what tests ask of an import."""
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from workbench import interop
 from workbench.errors import PlanError
-from workbench.interop.translation import ImportOptions
+from workbench.interop.translation import Imported, ImportOptions
 
 SAMPLES = Path(__file__).parent / "foreign"
 
@@ -15,21 +17,21 @@ GPU_NAME = "h100-sxm-80gb"
 ON_16 = ImportOptions("llama-3-8b", GPU_NAME, 16)
 
 
-def problems(call, *arguments, **named):
+def problems(call: Callable[..., Any], *arguments: Any, **named: Any) -> dict[str, Any]:
     with pytest.raises(PlanError) as caught:
         call(*arguments, **named)
     return {problem.field: problem.message for problem in caught.value.problems}
 
 
-def load(name, **given):
+def load(name: str, **given: Any) -> Imported:
     return interop.load(SAMPLES / name, gpu=GPU_NAME, **given)
 
 
-def left(found):
+def left(found: Imported) -> dict[str, Any]:
     return {note.field: note.value for note in found.untranslated}
 
 
-def assumed(found):
+def assumed(found: Imported) -> dict[str, Any]:
     return {note.field: note.value for note in found.assumed}
 
 

@@ -1,5 +1,8 @@
 """accelerate's YAML: FSDP, DeepSpeed and plain data parallelism."""
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 
 from tests.interop.foreign_samples import GPU_NAME, ON_16, assumed, left, load, problems
@@ -10,7 +13,7 @@ from workbench.interop.translation import ImportOptions
 from workbench.plan.schema import Plan
 
 
-def test_an_accelerate_yaml_with_fsdp():
+def test_an_accelerate_yaml_with_fsdp() -> None:
     found = load("accelerate.yaml", model="llama-3-8b")
     plan, data = found.plan, found.plan.strategy.data
     assert (plan.cluster.gpus, plan.cluster.nodes, plan.strategy.stack) == (16, 2, "fsdp")
@@ -23,7 +26,7 @@ def test_an_accelerate_yaml_with_fsdp():
     "word, zero",
     [("FULL_SHARD", 3), ("SHARD_GRAD_OP", 2), ("NO_SHARD", 0), (1, 3), ("full_shard", 3)],
 )
-def test_sharding_strategies(word, zero):
+def test_sharding_strategies(word: int | str, zero: int) -> None:
     config = {
         "distributed_type": "FSDP",
         "num_processes": 8,
@@ -35,7 +38,7 @@ def test_sharding_strategies(word, zero):
     )
 
 
-def test_the_second_version_keeps_or_frees_gathered_parameters():
+def test_the_second_version_keeps_or_frees_gathered_parameters() -> None:
     section = {"fsdp_version": 2, "fsdp_reshard_after_forward": False}
     data = read_fsdp.read(
         {"distributed_type": "FSDP", "fsdp_config": section}, ON_16
@@ -44,7 +47,7 @@ def test_the_second_version_keeps_or_frees_gathered_parameters():
 
 
 @pytest.mark.parametrize("kind, gpus", [("MULTI_GPU", 8), ("MULTI_NPU", 8), ("NO", 1)])
-def test_an_accelerate_yaml_without_sharding(kind, gpus):
+def test_an_accelerate_yaml_without_sharding(kind: str, gpus: int) -> None:
     text = (
         f"distributed_type: {kind}\nmixed_precision: bf16\ngpu_ids: all\nfsdp_config: "
         f"{{fsdp_version: 2}}\n"
@@ -63,7 +66,7 @@ def test_an_accelerate_yaml_without_sharding(kind, gpus):
     assert {"training.global_batch", "strategy.recompute"} <= set(assumed(found))
 
 
-def test_the_launchers_half_of_an_export_is_the_plan_beside_it(tmp_path):
+def test_the_launchers_half_of_an_export_is_the_plan_beside_it(tmp_path: Path) -> None:
     plan = Plan.of("tiny", gpu=GPU_NAME, gpus=4, strategy="zero-3", set={"training.steps": 7})
     export(plan, tmp_path)
     found = interop.load(tmp_path / "accelerate.yaml")
@@ -97,7 +100,7 @@ def test_the_launchers_half_of_an_export_is_the_plan_beside_it(tmp_path):
         ),
     ],
 )
-def test_older_names_of_fsdp(section, overlap, zero):
+def test_older_names_of_fsdp(section: dict[str, Any], overlap: bool, zero: int) -> None:
     config = {
         "distributed_type": "FSDP",
         "num_processes": 8,
@@ -121,7 +124,7 @@ def test_older_names_of_fsdp(section, overlap, zero):
         ("SHARD_GRAD_OP", "optimizer", "optimizer's states"),
     ],
 )
-def test_what_fsdp_offloads(word, offload, told):
+def test_what_fsdp_offloads(word: str, offload: str, told: str) -> None:
     section = {"fsdp_sharding_strategy": word, "fsdp_offload_params": True}
     config = {"distributed_type": "FSDP", "num_processes": 8, "fsdp_config": section}
     found = read_fsdp.read(config, ImportOptions("tiny", GPU_NAME))

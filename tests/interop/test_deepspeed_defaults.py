@@ -1,29 +1,31 @@
 """What a ds_config.json leaves out: DeepSpeed's own defaults are taken, and told."""
 
+from typing import Any
+
 import pytest
 
 from workbench.errors import PlanError
 from workbench.interop.accelerate import read_accelerate
 from workbench.interop.deepspeed import read_deepspeed
-from workbench.interop.translation import ImportOptions
+from workbench.interop.translation import Imported, ImportOptions
 
 ON_16 = ImportOptions("llama-3-8b", "h100-sxm-80gb", 16, sets={"training.steps": 5000})
 ADAM = {"type": "AdamW", "params": {"lr": 3e-4}}
 
 
-def read(**config):
+def read(**config: Any) -> Imported:
     return read_deepspeed.read({"train_batch_size": 16, **config}, ON_16)
 
 
-def assumed(found):
+def assumed(found: Imported) -> dict[str, Any]:
     return {note.field.rpartition(".")[2]: note.value for note in found.assumed}
 
 
-def left(found):
+def left(found: Imported) -> dict[str, Any]:
     return {note.field: note.why for note in found.untranslated}
 
 
-def test_missing_betas_are_the_optimizers_own():
+def test_missing_betas_are_the_optimizers_own() -> None:
     found = read(optimizer=ADAM)
     optimizer = found.plan.training.optimizer
     assert (optimizer.beta1, optimizer.beta2) == (0.9, 0.999)
@@ -33,7 +35,7 @@ def test_missing_betas_are_the_optimizers_own():
     assert said.plan.training.optimizer.beta2 == 0.9 and "beta2" not in assumed(said)
 
 
-def test_the_schedule_says_the_peak():
+def test_the_schedule_says_the_peak() -> None:
     params = {"warmup_max_lr": 1e-4, "warmup_num_steps": 10, "warmup_type": "linear"}
     found = read(optimizer=ADAM, scheduler={"type": "WarmupLR", "params": params})
     assert found.plan.training.optimizer.learning_rate == 1e-4
@@ -51,7 +53,7 @@ def test_the_schedule_says_the_peak():
     )  # a share of the optimizer's own rate
 
 
-def test_a_constant_schedule_rises_to_the_optimizers_own_rate():
+def test_a_constant_schedule_rises_to_the_optimizers_own_rate() -> None:
     found = read(optimizer=ADAM, scheduler={"type": "WarmupLR", "params": {"warmup_num_steps": 10}})
     assert found.plan.training.optimizer.learning_rate == 3e-4
     (note,) = (note for note in found.assumed if note.field == "training.optimizer.learning_rate")
@@ -69,7 +71,7 @@ def test_a_constant_schedule_rises_to_the_optimizers_own_rate():
     )
 
 
-def test_a_cosine_that_names_no_end_falls_to_deepspeeds_own():
+def test_a_cosine_that_names_no_end_falls_to_deepspeeds_own() -> None:
     found = read(
         optimizer=ADAM, scheduler={"type": "WarmupCosineLR", "params": {"total_num_steps": 5000}}
     )
@@ -81,13 +83,13 @@ def test_a_cosine_that_names_no_end_falls_to_deepspeeds_own():
 
 
 @pytest.mark.parametrize("kind", ["WarmupLR", "WarmupDecayLR", "WarmupCosineLR"])
-def test_a_warm_up_of_unsaid_length_takes_1000_steps(kind):
+def test_a_warm_up_of_unsaid_length_takes_1000_steps(kind: str) -> None:
     found = read(optimizer=ADAM, scheduler={"type": kind, "params": {}})
     assert found.plan.training.optimizer.warmup_steps == assumed(found)["warmup_steps"] == 1000
 
 
 @pytest.mark.parametrize("kind", ["WarmupLR", "WarmupDecayLR", "WarmupCosineLR"])
-def test_a_logarithmic_warm_up_is_told_said_or_not(kind):
+def test_a_logarithmic_warm_up_is_told_said_or_not(kind: str) -> None:
     unsaid = read(scheduler={"type": kind, "params": {"warmup_num_steps": 10}})
     assert "logarithmically" in left(unsaid)["scheduler.type"]
     linear = read(
@@ -102,7 +104,7 @@ def test_a_logarithmic_warm_up_is_told_said_or_not(kind):
     assert "linearly" in left(logarithmic)["scheduler.params.warmup_type"]
 
 
-def test_fp16_that_alone_is_left_to_the_trainer_is_taken():
+def test_fp16_that_alone_is_left_to_the_trainer_is_taken() -> None:
     found = read(fp16={"enabled": "auto"})
     assert found.plan.strategy.precision == assumed(found)["precision"] == "fp16"
     assert "fp16 was taken" in left(found)["fp16.enabled"]
@@ -110,7 +112,7 @@ def test_fp16_that_alone_is_left_to_the_trainer_is_taken():
     assert both.plan.resolve().strategy.precision == "bf16"
 
 
-def test_a_warm_up_without_a_length_asks_for_the_length():
+def test_a_warm_up_without_a_length_asks_for_the_length() -> None:
     config = {
         "train_batch_size": 16,
         "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 1000}},
@@ -124,14 +126,14 @@ def test_a_warm_up_without_a_length_asks_for_the_length():
 
 
 @pytest.mark.parametrize("name", ["bf16", "fp16"])
-def test_master_weights_in_16_bits_are_none_beside_the_parameters(name):
+def test_master_weights_in_16_bits_are_none_beside_the_parameters(name: str) -> None:
     found = read(**{name: {"enabled": True, f"{name}_master_weights_and_grads": True}})
     assert found.plan.training.optimizer.master == "none"
     assert f"{name}.{name}_master_weights_and_grads" in found.translated
     assert read(**{name: {"enabled": True}}).plan.training.optimizer.master == "auto"
 
 
-def test_what_the_rest_of_the_file_says_is_not_called_the_plans_default():
+def test_what_the_rest_of_the_file_says_is_not_called_the_plans_default() -> None:
     found = read_deepspeed.read(
         {"train_batch_size": "auto", "gradient_accumulation_steps": 32, "optimizer": ADAM}, ON_16
     )
@@ -142,7 +144,7 @@ def test_what_the_rest_of_the_file_says_is_not_called_the_plans_default():
     assert "the plan's default of training.global_batch stands" in left(alone)["train_batch_size"]
 
 
-def test_accelerate_leaves_the_bucket_to_deepspeed():
+def test_accelerate_leaves_the_bucket_to_deepspeed() -> None:
     config = {"distributed_type": "DEEPSPEED", "num_processes": 16, "mixed_precision": "bf16"}
     found = read_accelerate.read({**config, "deepspeed_config": {"zero_stage": 3}}, ON_16)
     assert found.plan.strategy.data.bucket_mib == assumed(found)["bucket_mib"] == 5e8 * 2 / 2**20
@@ -154,6 +156,6 @@ def test_accelerate_leaves_the_bucket_to_deepspeed():
 @pytest.mark.parametrize(
     "name, stage, gradients", [("bf16", 0, "fp32"), ("bf16", 1, "bf16"), ("fp16", 0, "fp16")]
 )
-def test_bf16_gradients_add_up_in_fp32_without_zero(name, stage, gradients):
+def test_bf16_gradients_add_up_in_fp32_without_zero(name: str, stage: int, gradients: str) -> None:
     found = read(**{name: {"enabled": True}, "zero_optimization": {"stage": stage}})
     assert found.plan.strategy.gradient_dtype == assumed(found)["gradient_dtype"] == gradients

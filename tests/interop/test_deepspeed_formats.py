@@ -1,6 +1,8 @@
 """DeepSpeed's ds_config.json, read as a plan and written from one."""
 
 import json
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,7 +27,7 @@ from workbench.interop.translation import ImportOptions
 from workbench.plan.schema import Plan
 
 
-def test_a_ds_config_says_sharding_batch_optimizer_and_so_how_many_gpus():
+def test_a_ds_config_says_sharding_batch_optimizer_and_so_how_many_gpus() -> None:
     found = load("ds_config.json", model="llama-3-8b")
     plan = found.plan
     assert (found.format, plan.strategy.stack) == ("deepspeed", "deepspeed-zero")
@@ -63,7 +65,7 @@ def test_a_ds_config_says_sharding_batch_optimizer_and_so_how_many_gpus():
     assert set(assumed(found)) == {"strategy.recompute", "training.sequence_length"}
 
 
-def test_every_key_of_a_file_is_either_translated_or_told():
+def test_every_key_of_a_file_is_either_translated_or_told() -> None:
     for name, more in (
         ("ds_config.json", {"model": "tiny"}),
         ("accelerate.yaml", {"model": "tiny"}),
@@ -98,14 +100,16 @@ def test_every_key_of_a_file_is_either_translated_or_told():
         ((64, None, 2), 64, 2),
     ],
 )
-def test_two_batch_sizes_give_the_third(sizes, global_batch, micro):
+def test_two_batch_sizes_give_the_third(
+    sizes: tuple[Any, ...], global_batch: int, micro: int
+) -> None:
     names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     config = {name: size for name, size in zip(names, sizes, strict=True) if size is not None}
     training = read_deepspeed.read(config, ON_16).plan.training
     assert (training.global_batch, training.micro_batch) == (global_batch, micro)
 
 
-def test_batch_sizes_that_contradict_each_other():
+def test_batch_sizes_that_contradict_each_other() -> None:
     config = {
         "train_batch_size": 60,
         "train_micro_batch_size_per_gpu": 2,
@@ -127,7 +131,7 @@ def test_batch_sizes_that_contradict_each_other():
     )
 
 
-def test_axes_of_a_ds_config_share_the_gpus():
+def test_axes_of_a_ds_config_share_the_gpus() -> None:
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "tensor_parallel": {"autotp_size": 2},
@@ -139,7 +143,7 @@ def test_axes_of_a_ds_config_share_the_gpus():
     assert full.strategy.context.algorithm == "ulysses" and full.strategy.recompute == "full"
 
 
-def test_auto_is_left_to_the_trainer_and_told():
+def test_auto_is_left_to_the_trainer_and_told() -> None:
     config = {
         "train_batch_size": "auto",
         "zero_optimization": {"stage": 3, "reduce_bucket_size": "auto"},
@@ -150,7 +154,7 @@ def test_auto_is_left_to_the_trainer_and_told():
     }
 
 
-def test_auto_leaves_the_plans_own_default():
+def test_auto_leaves_the_plans_own_default() -> None:
     found = read_deepspeed.read(TRAINERS, ON_16)
     full, plain = (
         found.plan.resolve(),
@@ -171,7 +175,7 @@ def test_auto_leaves_the_plans_own_default():
     assert sum(value == "auto" for value in left(found).values()) == 16
 
 
-def test_auto_beside_what_the_file_says():
+def test_auto_beside_what_the_file_says() -> None:
     wide = {
         "zero_optimization": {"stage": 2, "reduce_bucket_size": 2**20},
         "bf16": {"enabled": "auto"},
@@ -209,7 +213,7 @@ def test_auto_beside_what_the_file_says():
     assert "'auto'; must be an integer" in refused["zero_optimization.stage"]
 
 
-def test_offload_by_its_older_switches():
+def test_offload_by_its_older_switches() -> None:
     zero = {"stage": 3, "cpu_offload": True, "cpu_offload_params": True}
     assert (
         read_deepspeed.read({"zero_optimization": zero}, ON_16).plan.strategy.data.offload
@@ -220,7 +224,7 @@ def test_offload_by_its_older_switches():
     assert left(found) == {"zero_optimization.cpu_offload_params": True}
 
 
-def test_what_is_nearest_is_told_too():
+def test_what_is_nearest_is_told_too() -> None:
     config = {
         "zero_optimization": {
             "stage": 3,
@@ -241,7 +245,7 @@ def test_what_is_nearest_is_told_too():
     assert "optimizer.type" not in found.translated
 
 
-def test_yaml_in_braces_is_yaml():
+def test_yaml_in_braces_is_yaml() -> None:
     text = '{ # flow style\n  "train_batch_size": 16,\n  "zero_optimization": {"stage": 1,},\n}\n'
     found = interop.read(text, model="tiny", gpu=GPU_NAME, gpus=16)
     assert found.format == "deepspeed" and found.plan.strategy.data.zero == 1
@@ -253,7 +257,7 @@ def test_yaml_in_braces_is_yaml():
     )
 
 
-def test_an_accelerate_yaml_with_deepspeed_in_its_own_keys():
+def test_an_accelerate_yaml_with_deepspeed_in_its_own_keys() -> None:
     found = interop.read(THROUGH_DEEPSPEED, model="llama-3-8b", gpu=GPU_NAME)
     full = found.plan.resolve()
     assert (found.format, full.strategy.stack, full.cluster.gpus, full.cluster.nodes) == (
@@ -289,7 +293,7 @@ def test_an_accelerate_yaml_with_deepspeed_in_its_own_keys():
     assert fewer.plan.strategy.data.zero == 2 and assumed(fewer)["strategy.data.zero"] == 2
 
 
-def test_an_accelerate_yaml_that_names_a_ds_config(tmp_path):
+def test_an_accelerate_yaml_that_names_a_ds_config(tmp_path: Path) -> None:
     text = (
         "distributed_type: DEEPSPEED\nnum_processes: 8\nmixed_precision: fp16\ndeepspeed_config:\n"
     )
@@ -320,7 +324,7 @@ def test_an_accelerate_yaml_that_names_a_ds_config(tmp_path):
     )
 
 
-def test_unknown_keys_may_be_told_instead():
+def test_unknown_keys_may_be_told_instead() -> None:
     found = interop.read(
         DS.replace("16,", '16, "house_style": {"a": 1},'),
         model="tiny",
@@ -339,7 +343,7 @@ def test_unknown_keys_may_be_told_instead():
         ("gpus", "megatron.yaml", "--gpus"),
     ],
 )
-def test_what_a_file_lacks_is_asked_for_by_name(lack, name, words):
+def test_what_a_file_lacks_is_asked_for_by_name(lack: str, name: str, words: str) -> None:
     given = {"model": "tiny", "gpu": GPU_NAME, "gpus": 16}
     if name == "ds_config.json":
         given.pop("gpus")
@@ -357,19 +361,17 @@ def test_what_a_file_lacks_is_asked_for_by_name(lack, name, words):
         ({"format": "nemo"}, "format"),
     ],
 )
-def test_what_is_given_beside_is_checked(given, field):
+def test_what_is_given_beside_is_checked(given: dict[str, Any], field: str) -> None:
     found = problems(interop.read, DS, **({"model": "tiny", "gpu": GPU_NAME, "gpus": 16} | given))
     assert "ds_config" not in found[field]
 
 
-def test_a_refusal_says_which_numbers_are_the_files():
+def test_a_refusal_says_which_numbers_are_the_files() -> None:
     beside = ImportOptions("tiny", GPU_NAME, 16, sets={"training.optimizer.warmup_steps": 10**7})
     ours = problems(read_deepspeed.read, json.loads(DS), beside)["training.optimizer.warmup_steps"]
     assert "says it" not in ours and "assumed" not in ours
-    short, slow = (
-        ImportOptions("tiny", GPU_NAME, 16, sets={"training.steps": 50}),
-        {"type": "WarmupLR"},
-    )
+    short = ImportOptions("tiny", GPU_NAME, 16, sets={"training.steps": 50})
+    slow: dict[str, Any] = {"type": "WarmupLR"}
     assumes = problems(read_deepspeed.read, {**json.loads(DS), "scheduler": slow}, short)[
         "training.optimizer.warmup_steps"
     ]
@@ -381,14 +383,14 @@ def test_a_refusal_says_which_numbers_are_the_files():
     assert says.endswith("(as DeepSpeed ds_config.json says it)")
 
 
-def test_a_file_of_a_known_format_without_a_key_in_use_is_refused():
+def test_a_file_of_a_known_format_without_a_key_in_use_is_refused() -> None:
     found = problems(
         read_deepspeed.read, {"steps_per_print": 5, "wall_clock_breakdown": False}, ON_16
     )
     assert "steps_per_print, wall_clock_breakdown, none of which a plan can use" in found["file"]
 
 
-def test_unknown_keys_have_a_list_of_their_own():
+def test_unknown_keys_have_a_list_of_their_own() -> None:
     found = interop.read(
         DS.replace("16,", '16, "house_style": 1,'),
         model="tiny",
@@ -403,7 +405,7 @@ def test_unknown_keys_have_a_list_of_their_own():
     assert titles["Unknown"] == ["house_style"] and "house_style" not in titles["Not translated"]
 
 
-def test_fields_that_are_set_stand_above_the_file():
+def test_fields_that_are_set_stand_above_the_file() -> None:
     sets = {"cluster.gpus": 8, "training.global_batch": 64, "training.steps": 7}
     found = interop.read(DS, model="tiny", gpu=GPU_NAME, set=sets)
     plan = found.plan
@@ -415,7 +417,7 @@ def test_fields_that_are_set_stand_above_the_file():
     )
 
 
-def test_a_vocabulary_may_be_given_where_the_arguments_have_none():
+def test_a_vocabulary_may_be_given_where_the_arguments_have_none() -> None:
     words = [word for word in LLAMA if word not in ("--vocab-size", 512)]
     found = interop.read(json.dumps(words), gpu=GPU_NAME, gpus=8, vocab_size=700)
     assert found.plan.resolve().shape.vocab == 700 and assumed(found)["model.vocab"] == 700
@@ -437,7 +439,7 @@ def test_a_vocabulary_may_be_given_where_the_arguments_have_none():
     )
 
 
-def test_an_import_shows_itself_in_a_notebook():
+def test_an_import_shows_itself_in_a_notebook() -> None:
     shown = load("ds_config.json", model="llama-3-8b")._repr_html_()
     assert "steps_per_print" in shown and "<table>" in shown and "stack: deepspeed-zero" in shown
     assert "sequence_length" in interop.write(Plan.of("tiny", gpu=GPU_NAME), "fsdp")._repr_html_()

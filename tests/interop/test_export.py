@@ -3,21 +3,25 @@
 import os
 import shutil
 import subprocess
+from pathlib import Path
+from subprocess import CompletedProcess
+from typing import Any
 
 import pytest
 import yaml
 
 from workbench.errors import PlanError
 from workbench.interop.export import accelerate_config, contents, environment, export
+from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.schema import Plan
 
 
-def plan(**fields):
+def plan(**fields: Any) -> Plan:
     base = {"model": "tiny", "cluster": {"gpu": "local", "gpus": 2}, "strategy": {"preset": "ddp"}}
     return Plan.model_validate(base).replace(**fields)
 
 
-def test_files_and_their_agreement(tmp_path):
+def test_files_and_their_agreement(tmp_path: Path) -> None:
     paths = export(plan(), tmp_path / "out")
     assert sorted(p.name for p in paths) == [
         "accelerate.yaml",
@@ -32,7 +36,7 @@ def test_files_and_their_agreement(tmp_path):
     assert config == accelerate_config(written.resolve()) and config["mixed_precision"] == "no"
 
 
-def test_cpu_ranks_avoid_the_launcher_that_starts_one_process():
+def test_cpu_ranks_avoid_the_launcher_that_starts_one_process() -> None:
     full = plan().resolve()
     if full.gpu.device != "cpu":
         pytest.skip("GPUs are attached")
@@ -42,21 +46,21 @@ def test_cpu_ranks_avoid_the_launcher_that_starts_one_process():
     assert env["OMP_WAIT_POLICY"] == "passive"
 
 
-def test_a_launch_by_hand_is_as_quiet_as_a_run():
+def test_a_launch_by_hand_is_as_quiet_as_a_run() -> None:
     assert (
         'export KINETO_LOG_LEVEL="${KINETO_LOG_LEVEL:-6}"'
         in contents(plan().resolve())["launch.sh"]
     )
 
 
-def test_accelerate_accepts_every_key():
+def test_accelerate_accepts_every_key() -> None:
     from accelerate.commands.config.config_args import ClusterConfig
 
     known = {*ClusterConfig.__dataclass_fields__}
     assert set(accelerate_config(plan().resolve())) <= known
 
 
-def test_several_nodes_are_one_launch_each():
+def test_several_nodes_are_one_launch_each() -> None:
     full = plan(**{"cluster.gpu": "a100-sxm-80gb", "cluster.gpus": 16}).resolve()
     files = contents(full)
     assert (
@@ -70,7 +74,7 @@ def test_several_nodes_are_one_launch_each():
 
 @pytest.mark.parametrize("name", ["launch.sh", "job.sbatch"])
 @pytest.mark.parametrize("gpus", [1, 16])
-def test_scripts_are_valid_shell(tmp_path, name, gpus):
+def test_scripts_are_valid_shell(tmp_path: Path, name: str, gpus: int) -> None:
     full = plan(
         **{"cluster.gpu": "a100-sxm-80gb", "cluster.gpus": gpus, "name": 'it\'s "$(quoted)"\nhere'}
     ).resolve()
@@ -84,7 +88,13 @@ def test_scripts_are_valid_shell(tmp_path, name, gpus):
     assert "\nhere" not in contents(full)[name]
 
 
-def job(folder, full, given=(), scontrol="echo first; echo second", node="0"):
+def job(
+    folder: Path,
+    full: ResolvedPlan,
+    given: Any = (),
+    scontrol: str = "echo first; echo second",
+    node: str = "0",
+) -> CompletedProcess[str]:
     """Run `full`'s batch file as Slurm would, with stand-ins for its commands; what each was called
     with is printed.
     """
@@ -115,7 +125,7 @@ def job(folder, full, given=(), scontrol="echo first; echo second", node="0"):
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 
 
-def test_a_job_gives_a_node_whole_to_its_ranks(tmp_path):
+def test_a_job_gives_a_node_whole_to_its_ranks(tmp_path: Path) -> None:
     full = plan(**{"cluster.gpu": "a100-sxm-80gb", "cluster.gpus": 16}).resolve()
     done = job(tmp_path, full, node="1")
     assert done.returncode == 0, done.stderr
@@ -130,7 +140,9 @@ def test_a_job_gives_a_node_whole_to_its_ranks(tmp_path):
 
 
 @pytest.mark.parametrize("scontrol", ["exit 3", "exit 0"], ids=["fails", "lists nothing"])
-def test_a_job_whose_nodes_nobody_lists_says_so_and_starts_nothing(tmp_path, scontrol):
+def test_a_job_whose_nodes_nobody_lists_says_so_and_starts_nothing(
+    tmp_path: Path, scontrol: str
+) -> None:
     full = plan(**{"cluster.gpu": "a100-sxm-80gb", "cluster.gpus": 16}).resolve()
     done = job(tmp_path, full, scontrol=scontrol)
     assert done.returncode == 1 and not done.stdout
@@ -140,7 +152,7 @@ def test_a_job_whose_nodes_nobody_lists_says_so_and_starts_nothing(tmp_path, sco
 @pytest.mark.skipif(not shutil.which("shellcheck"), reason="shellcheck is not installed")
 @pytest.mark.parametrize("gpu", ["a100-sxm-80gb", "local"])
 @pytest.mark.parametrize("name", ["launch.sh", "job.sbatch"])
-def test_shellcheck_finds_nothing(tmp_path, name, gpu):
+def test_shellcheck_finds_nothing(tmp_path: Path, name: str, gpu: str) -> None:
     (tmp_path / name).write_text(contents(plan(**{"cluster.gpu": gpu}).resolve())[name])
     done = subprocess.run(
         ["shellcheck", tmp_path / name], capture_output=True, text=True, check=False
@@ -148,7 +160,7 @@ def test_shellcheck_finds_nothing(tmp_path, name, gpu):
     assert done.returncode == 0, done.stdout
 
 
-def test_ranks_on_gpus_share_the_nodes_cores():
+def test_ranks_on_gpus_share_the_nodes_cores() -> None:
     """torchrun gives a rank one thread where nothing is said, and an offloaded optimizer steps on
     the host.
     """
@@ -159,7 +171,7 @@ def test_ranks_on_gpus_share_the_nodes_cores():
     assert "$(( $(nproc) / 8 ))" in contents(full)["launch.sh"]
 
 
-def test_ranks_stay_near_their_gpus_where_accelerate_can_bind_them():
+def test_ranks_stay_near_their_gpus_where_accelerate_can_bind_them() -> None:
     assert (
         accelerate_config(plan(**{"cluster.gpu": "a100-sxm-80gb"}).resolve())["enable_cpu_affinity"]
         is True
@@ -170,7 +182,9 @@ def test_ranks_stay_near_their_gpus_where_accelerate_can_bind_them():
 
 @pytest.mark.parametrize("given", [[], ["--allow-code"]])
 @pytest.mark.parametrize("name", ["launch.sh", "job.sbatch"])
-def test_scripts_hand_on_the_users_consent_and_never_give_it(tmp_path, name, given):
+def test_scripts_hand_on_the_users_consent_and_never_give_it(
+    tmp_path: Path, name: str, given: list[Any]
+) -> None:
     model = {"python": "tests.parallel.users_model:build", "vocab": 260}
     full = plan(model=model).resolve()
     files = contents(full)
@@ -191,7 +205,7 @@ def test_scripts_hand_on_the_users_consent_and_never_give_it(tmp_path, name, giv
     assert done.stdout.split()[-1 - len(given) :] == ["plan.yaml", *given]
 
 
-def test_unwritable_folder_leaves_nothing(tmp_path):
+def test_unwritable_folder_leaves_nothing(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(PlanError, match=r"--to: .*cannot be written"):
         export(plan(), tmp_path / "file" / "out")

@@ -8,6 +8,7 @@ import math
 import random
 import tomllib
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from hypothesis import given, settings
@@ -78,7 +79,7 @@ VALUES = [
 
 
 @pytest.mark.parametrize("reader", DATA, ids=lambda module: module.__name__.rpartition(".")[2])
-def test_any_key_may_hold_anything(reader):
+def test_any_key_may_hold_anything(reader: ModuleType) -> None:
     pick, read, refused = random.Random(reader.__name__), 0, 0
     for _ in range(500):
         written, gpus = DATA[reader]
@@ -105,7 +106,7 @@ def test_any_key_may_hold_anything(reader):
 
 
 @pytest.mark.parametrize("name", TEXTS)
-def test_a_file_cut_off_or_with_letters_changed(name):
+def test_a_file_cut_off_or_with_letters_changed(name: str) -> None:
     pick, text = random.Random(name), TEXTS[name]
     for _ in range(80):
         place = pick.randrange(len(text))
@@ -133,7 +134,7 @@ def test_a_file_cut_off_or_with_letters_changed(name):
         ["", "--num-layers ", '{"train_batch_size": ', "[training]\n", "distributed_type: "]
     ),
 )
-def test_any_text_is_a_configuration_or_a_plan_error(text, start):
+def test_any_text_is_a_configuration_or_a_plan_error(text: str, start: str) -> None:
     try:
         interop.read(start + text, model="tiny", gpu=GPU_NAME, gpus=8)
     except PlanError as error:
@@ -162,7 +163,7 @@ def test_any_text_is_a_configuration_or_a_plan_error(text, start):
         "[model]\n[training]\n",
     ],
 )
-def test_odd_texts_are_refused_with_a_message(text):
+def test_odd_texts_are_refused_with_a_message(text: str) -> None:
     with pytest.raises(PlanError) as caught:
         interop.read(text, gpu=GPU_NAME, gpus=8)
     assert str(caught.value)

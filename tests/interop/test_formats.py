@@ -2,6 +2,7 @@
 name."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -28,7 +29,7 @@ from workbench.interop.gpt_neox import read_gpt_neox
 @pytest.mark.parametrize(
     "name", ["ds_config.json", "accelerate.yaml", "megatron.sh", "torchtitan.toml"]
 )
-def test_the_stack_is_one_that_the_planner_knows(name):
+def test_the_stack_is_one_that_the_planner_knows(name: str) -> None:
     more = {} if name in ("megatron.sh", "torchtitan.toml") else {"model": "tiny"}
     assert load(name, **more).plan.strategy.stack in data_files.read_data_file("data/stacks.yaml")
     assert read_deepspeed.read(
@@ -36,7 +37,7 @@ def test_the_stack_is_one_that_the_planner_knows(name):
     ).plan.strategy.stack in data_files.read_data_file("data/stacks.yaml")
 
 
-def test_what_is_set_decides_where_the_file_says_auto():
+def test_what_is_set_decides_where_the_file_says_auto() -> None:
     sets = {
         "strategy.precision": "fp16",
         "training.optimizer.learning_rate": 2e-5,
@@ -49,7 +50,7 @@ def test_what_is_set_decides_where_the_file_says_auto():
     assert not set(sets) & set(assumed(found))
 
 
-def test_precision_that_no_key_says_is_assumed():
+def test_precision_that_no_key_says_is_assumed() -> None:
     assert (
         assumed(read_deepspeed.read({"train_batch_size": 16}, ON_16))["strategy.precision"]
         == "fp32"
@@ -68,7 +69,7 @@ def test_precision_that_no_key_says_is_assumed():
         ("<<: *BASE", "<<: 3", "<<", "an anchor"),
     ],
 )
-def test_recipes_refused_by_name(old, new, field, words):
+def test_recipes_refused_by_name(old: str, new: str, field: str, words: str) -> None:
     assert (
         words
         in problems(interop.read, RECIPE.replace(old, new), gpu=GPU_NAME, vocab_size=512)[field]
@@ -170,7 +171,7 @@ def test_recipes_refused_by_name(old, new, field, words):
         ("", "file", "DeepSpeed ds_config.json (train_batch_size"),
     ],
 )
-def test_refused_by_name(text, field, words):
+def test_refused_by_name(text: str, field: str, words: str) -> None:
     given = {"gpu": GPU_NAME, "gpus": 16} | (
         {} if "flavor" in text or "--num" in text else {"model": "tiny"}
     )
@@ -178,7 +179,7 @@ def test_refused_by_name(text, field, words):
     assert words in found[field], found
 
 
-def test_files_that_cannot_be_read(tmp_path):
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     assert (
         "cannot be read" in problems(interop.load, tmp_path / "no.json")[str(tmp_path / "no.json")]
     )
@@ -186,7 +187,7 @@ def test_files_that_cannot_be_read(tmp_path):
     assert "cannot be read" in problems(interop.load, tmp_path / "bin")[str(tmp_path / "bin")]
 
 
-def test_a_model_alone_is_pointed_to_the_option_that_takes_it():
+def test_a_model_alone_is_pointed_to_the_option_that_takes_it() -> None:
     with pytest.raises(PlanError, match=r"config\.json.*--model"):
         interop.read(
             '{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64}'

@@ -1,5 +1,7 @@
 """gpt-neox's YAML, read as a plan."""
 
+from typing import Any
+
 import pytest
 
 from tests.interop.foreign_samples import GPU_NAME, NEOX, ON_8, SAMPLES, left, load, problems
@@ -9,7 +11,7 @@ from workbench.interop.gpt_neox import read_gpt_neox
 from workbench.safe_io import yaml_files
 
 
-def test_a_gpt_neox_yaml_holds_shape_strategy_and_training():
+def test_a_gpt_neox_yaml_holds_shape_strategy_and_training() -> None:
     found = load("gpt_neox.yml", gpus=16)
     full, optimizer = found.plan.resolve(), found.plan.training.optimizer
     assert (found.format, full.strategy.stack) == ("gpt-neox", "deepspeed-3d")
@@ -73,11 +75,11 @@ def test_a_gpt_neox_yaml_holds_shape_strategy_and_training():
         ({"activation": "geglu", "intermediate_size": 768}, 256),
     ],
 )
-def test_widths_of_gpt_neox(more, width):
+def test_widths_of_gpt_neox(more: dict[str, Any], width: int) -> None:
     assert read_gpt_neox.read({**NEOX, **more}, ON_8).plan.resolve().shape.ffn == width
 
 
-def test_what_gpt_neox_computes_beyond_a_shape_is_told():
+def test_what_gpt_neox_computes_beyond_a_shape_is_told() -> None:
     odd = {"gpt_j_residual": True, "rotary_pct": 0.25, "use_bias_in_attn_linear": False}
     words = read_gpt_neox.read({**NEOX, **odd}, ON_8).plan.resolve().shape.unmodelled
     assert (
@@ -103,11 +105,11 @@ def test_what_gpt_neox_computes_beyond_a_shape_is_told():
         ),
     ],
 )
-def test_gpt_neox_refused_by_name(more, field, words):
+def test_gpt_neox_refused_by_name(more: dict[str, Any], field: str, words: str) -> None:
     assert words in problems(read_gpt_neox.read, {**NEOX, **more}, ON_8)[field]
 
 
-def test_gpt_neox_takes_a_vocabulary_or_a_model_from_beside():
+def test_gpt_neox_takes_a_vocabulary_or_a_model_from_beside() -> None:
     text = yaml_files.dump(
         {key: value for key, value in NEOX.items() if key != "padded_vocab_size"}
     )

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import workbench as wb
+from tests.conftest import Ask
 from workbench import interop
 from workbench.plan.schema import Plan
 
@@ -16,7 +17,7 @@ GPU_NAME = "h100-sxm-80gb"
 BESIDE = ["--model", "llama-3-8b", "--gpu", GPU_NAME]
 
 
-def test_import_writes_a_plan_and_tells_what_it_left(ask, tmp_path):
+def test_import_writes_a_plan_and_tells_what_it_left(ask: Ask, tmp_path: Path) -> None:
     path = tmp_path / "plan.yaml"
     code, out, _ = ask("import", SAMPLES / "ds_config.json", *BESIDE, "-o", path, "--json")
     data = json.loads(out)
@@ -38,7 +39,7 @@ def test_import_writes_a_plan_and_tells_what_it_left(ask, tmp_path):
     )
 
 
-def test_import_sets_fields_and_takes_a_vocabulary(ask, tmp_path):
+def test_import_sets_fields_and_takes_a_vocabulary(ask: Ask, tmp_path: Path) -> None:
     file = tmp_path / "args"
     file.write_text("--num-layers 4 --hidden-size 64 --num-attention-heads 4 --micro-batch-size 1")
     words = ["--vocab-size", 512, "--set", "strategy.tensor.size=2", "--set", "cluster.gpus=4"]
@@ -57,7 +58,7 @@ def test_import_sets_fields_and_takes_a_vocabulary(ask, tmp_path):
     assert code == 0 and "Ignored" in out and "Unknown" not in out
 
 
-def test_import_shows_tables(ask):
+def test_import_shows_tables(ask: Ask) -> None:
     code, out, _ = ask("import", SAMPLES / "torchtitan.toml", "--gpu", GPU_NAME)
     assert code == 0 and "torchtitan job TOML" in out and "stack: torchtitan" in out
     assert (
@@ -67,12 +68,12 @@ def test_import_shows_tables(ask):
     )
 
 
-def test_what_is_missing_is_asked_for(ask):
+def test_what_is_missing_is_asked_for(ask: Ask) -> None:
     code, out, err = ask("import", SAMPLES / "ds_config.json", "--gpu", GPU_NAME, "--json")
     assert code == 2 and json.loads(out)["problems"][0]["field"] == "model" and "--model" in err
 
 
-def test_unknown_keys_are_refused_or_told(ask, tmp_path):
+def test_unknown_keys_are_refused_or_told(ask: Ask, tmp_path: Path) -> None:
     file = tmp_path / "ds.json"
     file.write_text('{"train_batch_size": 8, "zero_optimisation": {"stage": 1}}')
     code, _, err = ask("import", file, *BESIDE, "--gpus", 8)
@@ -82,7 +83,7 @@ def test_unknown_keys_are_refused_or_told(ask, tmp_path):
 
 
 @pytest.mark.parametrize("format", interop.FORMATS)
-def test_translate_writes_each_format(ask, tmp_path, format):
+def test_translate_writes_each_format(ask: Ask, tmp_path: Path, format: str) -> None:
     path, plan = tmp_path / "out", tmp_path / "plan.yaml"
     plan.write_text(Plan.of("llama-3-8b", gpu=GPU_NAME, gpus=16, strategy="zero-3").to_yaml())
     code, out, _ = ask("translate", plan, "--as", format, "-o", path, "--json")
@@ -93,7 +94,9 @@ def test_translate_writes_each_format(ask, tmp_path, format):
     assert code == 0 and "Not translated" in out and GPU_NAME in out
 
 
-def test_translate_refuses_an_unknown_format_and_an_unwritable_file(ask, tmp_path):
+def test_translate_refuses_an_unknown_format_and_an_unwritable_file(
+    ask: Ask, tmp_path: Path
+) -> None:
     choice = ["--model", "tiny", "--gpu", GPU_NAME, "--gpus", "4", "--strategy", "ddp"]
     code, _, err = ask("translate", *choice, "--as", "nemo")
     assert code == 2 and "legal: deepspeed, megatron, torchtitan, fsdp" in err
@@ -101,7 +104,7 @@ def test_translate_refuses_an_unknown_format_and_an_unwritable_file(ask, tmp_pat
     assert code == 2 and "--output" in err
 
 
-def test_the_notebook_speaks_the_same_words(tmp_path):
+def test_the_notebook_speaks_the_same_words(tmp_path: Path) -> None:
     found = wb.import_config(SAMPLES / "megatron.sh", gpu=GPU_NAME)
     assert found.plan.world_size == 32 and found.format == "megatron"
     text, lost = wb.translate(found.plan, "torchtitan")

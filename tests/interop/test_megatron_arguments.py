@@ -2,12 +2,14 @@
 plan.
 """
 
+from typing import Any
+
 import pytest
 
 from tests.interop.foreign_samples import GPU_NAME, assumed, left, problems
 from workbench import interop
 from workbench.interop.megatron import read_megatron
-from workbench.interop.translation import ImportOptions
+from workbench.interop.translation import Imported, ImportOptions
 
 SMALL = """torchrun --nproc_per_node 8 pretrain_gpt.py --num-layers 4
  --hidden-size 256 --num-attention-heads 4 --seq-length 512 --max-position-embeddings 512
@@ -15,7 +17,7 @@ SMALL = """torchrun --nproc_per_node 8 pretrain_gpt.py --num-layers 4
  --vocab-size 1000 """.replace("\n", "")
 
 
-def read(more, front=""):
+def read(more: str, front: str = "") -> Imported:
     return read_megatron.read(front + SMALL + more, ImportOptions(None, GPU_NAME))
 
 
@@ -28,7 +30,7 @@ def read(more, front=""):
         ("--train-iters 1000", 1000, 100),
     ],
 )
-def test_a_warm_up_is_a_share_of_the_decay(words, steps, warmup):
+def test_a_warm_up_is_a_share_of_the_decay(words: str, steps: int, warmup: int) -> None:
     found = read(words + " --lr-warmup-fraction 0.1")
     assert (found.plan.training.steps, found.plan.training.optimizer.warmup_steps) == (
         steps,
@@ -37,11 +39,11 @@ def test_a_warm_up_is_a_share_of_the_decay(words, steps, warmup):
     assert ("--lr-warmup-fraction" in left(found)) == ("20000" in words)
 
 
-def test_samples_that_fill_no_batch_are_not_trained():
+def test_samples_that_fill_no_batch_are_not_trained() -> None:
     assert read("--train-samples 1001").plan.training.steps == 125
 
 
-def test_gradients_and_master_weights_have_a_dtype_of_their_own():
+def test_gradients_and_master_weights_have_a_dtype_of_their_own() -> None:
     words = "--train-iters 10 --use-precision-aware-optimizer --use-distributed-optimizer"
     found = read(f"{words} --main-grads-dtype bf16 --main-params-dtype fp16")
     assert found.plan.strategy.gradient_dtype == "bf16" and "--main-grads-dtype" in found.translated
@@ -52,7 +54,7 @@ def test_gradients_and_master_weights_have_a_dtype_of_their_own():
     assert "--main-grads-dtype" in problems(read, both)
 
 
-def test_dropout_is_megatrons_own_unless_the_file_says_it():
+def test_dropout_is_megatrons_own_unless_the_file_says_it() -> None:
     silent = read("--train-iters 10")
     assert silent.plan.training.dropout == assumed(silent)["training.dropout"] == 0.1
     assert assumed(silent)["--attention-dropout"] == 0.1
@@ -61,7 +63,7 @@ def test_dropout_is_megatrons_own_unless_the_file_says_it():
 
 
 @pytest.mark.parametrize("load", ["", " --load old", " --load ckpt"])
-def test_where_checkpoints_go_is_told(load):
+def test_where_checkpoints_go_is_told(load: str) -> None:
     found = read("--train-iters 10 --save ckpt" + load)
     assert left(found)["--save"] == "ckpt" and "--save" not in found.translated
 
@@ -80,7 +82,7 @@ def test_where_checkpoints_go_is_told(load):
         "--glu-activation reglu",
     ],
 )
-def test_what_the_model_computes_beyond_a_shape_is_unmodelled(words):
+def test_what_the_model_computes_beyond_a_shape_is_unmodelled(words: str) -> None:
     found = read("--train-iters 10 --position-embedding-type rope " + words)
     assert words.removesuffix(" reglu") in (found.plan.resolve().shape.unmodelled or "")
     assert words.split()[0] in left(found)
@@ -92,7 +94,7 @@ def test_what_the_model_computes_beyond_a_shape_is_unmodelled(words):
     assert read("--train-iters 10 --rotary-percent 1.0").plan.resolve().shape.unmodelled is None
 
 
-def test_slurms_options_are_no_comment():
+def test_slurms_options_are_no_comment() -> None:
     script = "#!/bin/bash\n#SBATCH --nodes=2\n#SBATCH --time=10\n# --bf16 is faster\n"
     why = {note.field: note.why for note in read("--train-iters 10", script).ignored}
     assert (
@@ -105,13 +107,15 @@ def test_slurms_options_are_no_comment():
 @pytest.mark.parametrize(
     "words, offload", [("--zero-stage 2 --cpu-optimizer", "optimizer"), ("--cpu-optimizer", "none")]
 )
-def test_megatron_deepspeeds_optimizer_on_the_host_is_offloaded_where_it_is_sharded(words, offload):
+def test_megatron_deepspeeds_optimizer_on_the_host_is_offloaded_where_it_is_sharded(
+    words: str, offload: str
+) -> None:
     found = read("--train-iters 10 --deepspeed " + words)
     assert found.plan.resolve().strategy.data.offload == offload
     assert ("--cpu-optimizer" in left(found)) == (offload == "none")
 
 
-def test_a_public_file_of_words_below_a_variable_is_known_by_its_name():
+def test_a_public_file_of_words_below_a_variable_is_known_by_its_name() -> None:
     script = "BASE=$PWD/data\n" + SMALL.replace(
         "--vocab-size 1000", "--vocab-file $BASE/gpt2-vocab.json"
     )
@@ -122,7 +126,7 @@ def test_a_public_file_of_words_below_a_variable_is_known_by_its_name():
 PIPED = "--train-iters 10 --pipeline-model-parallel-size 4 --num-layers {} "
 
 
-def stages(more, layers):
+def stages(more: str, layers: int) -> list[int]:
     words = SMALL.replace("--num-layers 4 ", "") + PIPED.format(layers) + more
     return (
         read_megatron.read(words, ImportOptions(None, GPU_NAME))
@@ -164,11 +168,13 @@ def stages(more, layers):
         ),
     ],
 )
-def test_layers_of_uneven_stages_are_as_megatron_builds_them(words, layers, held):
+def test_layers_of_uneven_stages_are_as_megatron_builds_them(
+    words: str, layers: int, held: list[int]
+) -> None:
     assert stages(words, layers) == held
 
 
-def test_stages_that_the_layers_do_not_fill_are_refused():
+def test_stages_that_the_layers_do_not_fill_are_refused() -> None:
     more = PIPED.format(33) + "--account-for-loss-in-pipeline-split"
     assert "34 of 33" in problems(read_piped, more)["--account-for-loss-in-pipeline-split"]
     odd = PIPED.format(31) + (
@@ -177,13 +183,13 @@ def test_stages_that_the_layers_do_not_fill_are_refused():
     assert "7 layers" in problems(read_piped, odd)["--decoder-first-pipeline-num-layers"]
 
 
-def read_piped(more):
+def read_piped(more: str) -> Any:
     return read_megatron.read(
         SMALL.replace("--num-layers 4 ", "") + more, ImportOptions(None, GPU_NAME)
     )
 
 
-def test_a_launcher_that_says_nodes_alone_spreads_the_gpus_over_them():
+def test_a_launcher_that_says_nodes_alone_spreads_the_gpus_over_them() -> None:
     words = (
         SMALL.replace("torchrun --nproc_per_node 8", "deepspeed --num_nodes=2") + "--train-iters 10"
     )
@@ -195,13 +201,13 @@ def test_a_launcher_that_says_nodes_alone_spreads_the_gpus_over_them():
     )
 
 
-def test_fsdp2_may_keep_what_it_gathered():
+def test_fsdp2_may_keep_what_it_gathered() -> None:
     words = "--train-iters 10 --use-torch-fsdp2 "
     assert read(words + "--torch-fsdp2-no-reshard-after-forward").plan.strategy.data.keep_gathered
     assert not read(words).plan.strategy.data.keep_gathered
 
 
-def test_deepspeed_decides_overlap_and_bucket_where_its_arguments_are_given():
+def test_deepspeed_decides_overlap_and_bucket_where_its_arguments_are_given() -> None:
     found = read("--train-iters 10 --deepspeed --deepspeed_config ds.json --zero-stage 3")
     data = found.plan.strategy.data
     assert data.overlap and data.bucket_mib == 5e8 * 4 / 2**20
@@ -211,7 +217,7 @@ def test_deepspeed_decides_overlap_and_bucket_where_its_arguments_are_given():
     assert not read("--train-iters 10 --deepspeed --zero-stage 1").plan.strategy.data.overlap
 
 
-def test_fp8_beside_fp32_parameters_is_told():
+def test_fp8_beside_fp32_parameters_is_told() -> None:
     words = SMALL.replace("--bf16 ", "") + "--train-iters 10 --fp8-format hybrid"
     found = read_megatron.read(words, ImportOptions(None, "h100-sxm-80gb"))
     assert found.plan.strategy.precision == "fp8" and "--fp8-format" in left(found)
@@ -221,7 +227,7 @@ def test_fp8_beside_fp32_parameters_is_told():
     assert "--fp8-format" in both.translated
 
 
-def test_newer_arguments_are_known():
+def test_newer_arguments_are_known() -> None:
     assert {"--use-nccl-ub", "--tokenizer-library"} <= set(
         left(read("--train-iters 10 --use-nccl-ub --tokenizer-library sentencepiece"))
     )
@@ -238,20 +244,20 @@ def test_newer_arguments_are_known():
         "--multi-latent-attention --rotary-scaling-factor 40",
     ],
 )
-def test_another_kind_of_layer_is_unmodelled(words):
+def test_another_kind_of_layer_is_unmodelled(words: str) -> None:
     found = read("--train-iters 10 --position-embedding-type rope " + words)
     said = words.removeprefix("--multi-latent-attention ").split()[0]
     assert said in (found.plan.resolve().shape.unmodelled or "") and said in left(found)
 
 
-def test_latent_attention_with_plain_rotary_positions_is_modelled():
+def test_latent_attention_with_plain_rotary_positions_is_modelled() -> None:
     words = (
         "--train-iters 10 --position-embedding-type rope --multi-latent-attention --rope-type rope"
     )
     assert read(words + " --rotary-scaling-factor 40").plan.resolve().shape.unmodelled is None
 
 
-def test_a_recipe_s_quoting_is_undone_twice_as_by_its_harness():
+def test_a_recipe_s_quoting_is_undone_twice_as_by_its_harness() -> None:
     arguments = {
         "num-layers": 5,
         "hidden-size": 64,
@@ -268,7 +274,7 @@ def test_a_recipe_s_quoting_is_undone_twice_as_by_its_harness():
     assert found.plan.strategy.pipeline.partition == [1, 1, 1, 2]
 
 
-def test_the_names_of_2020_are_read():
+def test_the_names_of_2020_are_read() -> None:
     words = SMALL.replace("--micro-batch-size 1 --global-batch-size 8", "--batch-size 2")
     found = read_megatron.read(
         f"{words}--train-iters 100 --model-parallel-size 4 --warmup 0.1",

@@ -5,6 +5,8 @@ command.
 import random
 import shutil
 import subprocess
+from random import Random
+from typing import Any
 
 import pytest
 
@@ -19,7 +21,7 @@ export -f train
 """
 
 
-def passed_by_bash(texts):
+def passed_by_bash(texts: list[str]) -> list[list[list[Any]]]:
     """The words of each script's `train` commands, all scripts run by one bash."""
     script = "set -f\n" + SHOW + "".join(f"(\n{text}\n)\nprintf 'NEXT\\0'\n" for text in texts)
     run = subprocess.run(
@@ -29,7 +31,7 @@ def passed_by_bash(texts):
     return [[call.split("\0")[:-1] for call in answer.split("END\0")[:-1]] for answer in answers]
 
 
-def read_here(text):
+def read_here(text: str) -> list[list[str]]:
     found = [command.words[1:] for command in commands(text).commands if command.name == "train"]
     assert all(
         isinstance(word, tuple) and literal(word) is not None for words in found for word in words
@@ -67,11 +69,11 @@ FORMS = [
 
 
 @pytest.mark.parametrize("text", FORMS)
-def test_bash_passes_the_same_words(text):
+def test_bash_passes_the_same_words(text: str) -> None:
     assert read_here(text) == passed_by_bash([text])[0]
 
 
-def word(pick, names):
+def word(pick: Random, names: list[str]) -> str:
     name = pick.choice(names)
     forms = [
         f"${name}",
@@ -88,7 +90,7 @@ def word(pick, names):
     return pick.choice(forms)
 
 
-def statement(pick, names, depth=0):
+def statement(pick: Random, names: list[str], depth: int = 0) -> str:
     name, kind = pick.choice(names), pick.randrange(8 if depth < 2 else 5)
     inner = [statement(pick, names, depth + 1) for _ in range(2)] if kind > 4 else []
     return [
@@ -106,7 +108,7 @@ def statement(pick, names, depth=0):
     ][kind]()
 
 
-def test_bash_passes_the_same_words_of_drawn_scripts():
+def test_bash_passes_the_same_words_of_drawn_scripts() -> None:
     pick, names, texts = random.Random(5), ["A", "B", "C", "D"], []
     for _ in range(150):
         start = [f"{name}={pick.choice(['1', 'x', '7'])}" for name in names]
@@ -118,11 +120,11 @@ def test_bash_passes_the_same_words_of_drawn_scripts():
         assert read_here(text) == passed, text
 
 
-def test_a_piece_knows_its_line():
+def test_a_piece_knows_its_line() -> None:
     script = commands('A="--x 1\n  --y 2"\ntrain $A z')
     lines = {
         shown_value(word): word[0].line
         for word in script.commands[0].words
-        if isinstance(word[0], Text)
+        if isinstance(word, tuple) and isinstance(word[0], Text)
     }
     assert (lines["--x"], lines["--y"], lines["z"]) == (1, 2, 3)

@@ -2,11 +2,13 @@
 loss, and capacity.
 """
 
+from typing import Any
+
 import pytest
 
 from tests.interop.foreign_samples import GPU_NAME, assumed, left
 from workbench.interop.megatron import read_megatron
-from workbench.interop.translation import ImportOptions
+from workbench.interop.translation import Imported, ImportOptions
 
 WORDS = """torchrun --nproc_per_node 8 pretrain_gpt.py --num-layers 4
  --hidden-size 256 --num-attention-heads 4 --seq-length 512 --max-position-embeddings 512
@@ -14,11 +16,15 @@ WORDS = """torchrun --nproc_per_node 8 pretrain_gpt.py --num-layers 4
  --vocab-size 1000 --train-iters 10 --num-experts 8 """.replace("\n", "")
 
 
-def read(more, model=None):
+def read(more: str, model: None = None) -> Imported:
     return read_megatron.read(WORDS + more, ImportOptions(model, GPU_NAME))
 
 
-def moe(more):
+def experts_of(found: Any) -> Any:
+    return found.plan.resolve().shape.moe
+
+
+def moe(more: str) -> Any:
     return read(more).plan.resolve().shape.moe
 
 
@@ -32,35 +38,30 @@ def moe(more):
         ("--moe-router-load-balancing-type sinkhorn", False),
     ],
 )
-def test_gates_add_up_to_one_unless_the_softmax_is_over_all_experts(words, renormalised):
+def test_gates_add_up_to_one_unless_the_softmax_is_over_all_experts(
+    words: str, renormalised: bool
+) -> None:
     assert moe(words).renormalise == renormalised
     assert "--moe-router-pre-softmax" not in left(read(words))
 
 
-def test_the_auxiliary_loss_is_the_files_or_megatrons_default_of_none():
+def test_the_auxiliary_loss_is_the_files_or_megatrons_default_of_none() -> None:
     assert moe("--moe-aux-loss-coeff 1e-3").auxiliary_loss == 1e-3
     assert (
         moe("--moe-aux-loss-coeff 1e-3 --moe-router-load-balancing-type none").auxiliary_loss == 0
     )
     silent = read("")
-    assert (
-        silent.plan.resolve().shape.moe.auxiliary_loss
-        == assumed(silent)["model.moe.auxiliary_loss"]
-        == 0
-    )
+    assert experts_of(silent).auxiliary_loss == assumed(silent)["model.moe.auxiliary_loss"] == 0
     several = read(
         "--moe-router-load-balancing-type seq_aux_loss global_aux_loss "
         "--moe-aux-loss-coeff 1e-3 1e-4"
     )
-    assert (
-        several.plan.resolve().shape.moe.auxiliary_loss == 1e-3
-        and "--moe-aux-loss-coeff" in left(several)
-    )
+    assert experts_of(several).auxiliary_loss == 1e-3 and "--moe-aux-loss-coeff" in left(several)
 
 
-def test_capacity_is_taken_and_what_differs_is_told():
+def test_capacity_is_taken_and_what_differs_is_told() -> None:
     found = read("--moe-expert-capacity-factor 1.25")
-    assert found.plan.resolve().shape.moe.capacity == 1.25
+    assert experts_of(found).capacity == 1.25
     assert (
         "in each micro-batch"
         in {n.field: n.why for n in found.untranslated}["--moe-expert-capacity-factor"]
@@ -68,9 +69,9 @@ def test_capacity_is_taken_and_what_differs_is_told():
     assert moe("--moe-expert-capacity-factor -1").capacity is None and moe("").capacity is None
 
 
-def test_megatron_deepspeed_has_its_own_names_and_defaults():
+def test_megatron_deepspeed_has_its_own_names_and_defaults() -> None:
     found = read("--deepspeed")
-    experts = found.plan.resolve().shape.moe
+    experts = experts_of(found)
     assert (experts.top_k, experts.capacity, experts.auxiliary_loss, experts.renormalise) == (
         1,
         1.0,
@@ -82,7 +83,7 @@ def test_megatron_deepspeed_has_its_own_names_and_defaults():
     )
     assert assumed(found)["--expert-interval"] == 2
     said = read("--topk 2 --moe-loss-coeff 0.01 --disable-moe-token-dropping --expert-interval 1")
-    experts = said.plan.resolve().shape.moe
+    experts = experts_of(said)
     assert (experts.top_k, experts.capacity, experts.auxiliary_loss, experts.renormalise) == (
         2,
         None,
@@ -93,7 +94,7 @@ def test_megatron_deepspeed_has_its_own_names_and_defaults():
     assert "--expert-interval" in left(read("--topk 1 --expert-interval 2"))
 
 
-def test_a_model_that_is_given_is_held_against_what_the_arguments_say_of_experts():
+def test_a_model_that_is_given_is_held_against_what_the_arguments_say_of_experts() -> None:
     same = "--moe-router-topk 2 --num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336"
     words = WORDS.replace("--num-layers 4 --hidden-size 256 ", "") + same
     assert "--num-experts" not in left(
@@ -109,7 +110,7 @@ def test_a_model_that_is_given_is_held_against_what_the_arguments_say_of_experts
 @pytest.mark.parametrize(
     "change", [{}, {"renormalise": False}, {"auxiliary_loss": 0.0}, {"capacity": 1.5}]
 )
-def test_experts_come_back_from_the_arguments_that_are_written(change):
+def test_experts_come_back_from_the_arguments_that_are_written(change: dict[str, Any]) -> None:
     plan = read("--moe-aux-loss-coeff 0.01").plan
     plan = plan.replace(**{f"model.moe.{field}": value for field, value in change.items()})
     written = read_megatron.write(plan)
@@ -128,14 +129,14 @@ def test_experts_come_back_from_the_arguments_that_are_written(change):
         "--moe-shared-expert-gate",
     ],
 )
-def test_another_router_is_unmodelled(words):
+def test_another_router_is_unmodelled(words: str) -> None:
     found = read(words)
     assert words in (found.plan.resolve().shape.unmodelled or "") and words.split()[0] in left(
         found
     )
 
 
-def test_a_router_that_says_the_usual_is_modelled():
+def test_a_router_that_says_the_usual_is_modelled() -> None:
     usual = (
         "--moe-router-score-function softmax --moe-router-topk-scaling-factor 1.0 "
         "--moe-router-num-groups 1"

@@ -1,6 +1,8 @@
 """Megatron-LM's arguments, read as a plan and written from one."""
 
 import json
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -21,7 +23,7 @@ from workbench.interop.translation import ImportOptions
 from workbench.plan.schema import Plan
 
 
-def test_a_megatron_script_holds_shape_cluster_and_strategy():
+def test_a_megatron_script_holds_shape_cluster_and_strategy() -> None:
     found = load("megatron.sh")
     full = found.plan.resolve()
     assert full.strategy.stack == found.format == "megatron"
@@ -55,9 +57,10 @@ def test_a_megatron_script_holds_shape_cluster_and_strategy():
     assert assumed(found)["training.optimizer.epsilon"] == 1e-8
 
 
-def test_a_mapping_of_arguments_with_experts():
+def test_a_mapping_of_arguments_with_experts() -> None:
     full = load("megatron.yaml", gpus=16).plan.resolve()
     moe = full.shape.moe
+    assert moe is not None
     assert (moe.experts, moe.top_k, moe.ffn, moe.shared, moe.first_dense) == (8, 2, 128, 2, 1)
     assert full.strategy.expert.size == 4 and full.strategy.context.algorithm == "ulysses"
     assert full.strategy.precision == "fp8" and full.shape.biases == "none"
@@ -67,7 +70,7 @@ A2A_P2P = ["--context-parallel-size", 8, "--cp-comm-type", "a2a+p2p"]
 LEVELS = "--hierarchical-context-parallel-sizes"
 
 
-def test_hierarchical_context_parallelism_is_usp():
+def test_hierarchical_context_parallelism_is_usp() -> None:
     found = read_megatron.read([*LLAMA, *A2A_P2P, LEVELS, 2, 4], ImportOptions(None, GPU_NAME, 8))
     context = found.plan.strategy.context
     assert (context.size, context.algorithm, context.ulysses_size) == (8, "usp", 2)
@@ -76,12 +79,12 @@ def test_hierarchical_context_parallelism_is_usp():
 
 
 @pytest.mark.parametrize("levels", [[], [LEVELS, 2], [LEVELS, 2, 2], [LEVELS, "two", 4]])
-def test_levels_of_another_product_are_refused(levels):
+def test_levels_of_another_product_are_refused(levels: list[Any]) -> None:
     with pytest.raises(PlanError, match="two sizes whose product is --context-parallel-size = 8"):
         read_megatron.read([*LLAMA, *A2A_P2P, *levels], ImportOptions(None, GPU_NAME, 8))
 
 
-def test_a_recipe_of_megatrons_tests():
+def test_a_recipe_of_megatrons_tests() -> None:
     found = interop.read(RECIPE, gpu=GPU_NAME, vocab_size=512)
     full = found.plan.resolve()
     assert (found.format, full.cluster.gpus, full.sizes["tensor"], full.strategy.precision) == (
@@ -90,6 +93,7 @@ def test_a_recipe_of_megatrons_tests():
         2,
         "bf16",
     )
+    assert full.shape.moe is not None
     assert (full.shape.moe.first_dense, full.shape.mlp, full.training.optimizer.learning_rate) == (
         1,
         "gelu",
@@ -121,12 +125,12 @@ def test_a_recipe_of_megatrons_tests():
     "spell",
     [list, json.dumps, lambda w: " ".join(map(str, w)), lambda w: "\n".join(f"- {x}" for x in w)],
 )
-def test_arguments_may_be_a_list_text_json_or_yaml(spell):
+def test_arguments_may_be_a_list_text_json_or_yaml(spell: Callable[..., Any]) -> None:
     plan = read_megatron.read(spell(LLAMA), ImportOptions(None, GPU_NAME, 8)).plan
     assert plan.resolve().shape.ffn == 256 and plan.strategy.precision == "bf16"
 
 
-def test_the_rest_of_a_script_is_no_argument():
+def test_the_rest_of_a_script_is_no_argument() -> None:
     script = """set -e
 ROOT=/data  # where it all is
 if [ "$RANK" == 0 ]; then echo "starts --now"; fi
@@ -163,7 +167,7 @@ echo done
         (["--transformer-impl", "local"], "kernels", "eager"),
     ],
 )
-def test_words_of_a_strategy(more, field, value):
+def test_words_of_a_strategy(more: list[Any], field: str, value: Any) -> None:
     found = read_megatron.read([*LLAMA, *more], ImportOptions(None, GPU_NAME, 8))
     assert getattr(found.plan.strategy, field) == value
 
@@ -177,7 +181,7 @@ def test_words_of_a_strategy(more, field, value):
         (["--pp-partition-method", "type:transformer|embedding"], [2, 2]),
     ],
 )
-def test_uneven_stages(more, counts):
+def test_uneven_stages(more: list[Any], counts: list[int] | None) -> None:
     words = [*LLAMA, "--pipeline-model-parallel-size", 2, *more]
     if counts is None:
         assert "--pipeline-model-parallel-layout" in problems(
@@ -192,7 +196,7 @@ def test_uneven_stages(more, counts):
         )
 
 
-def test_a_model_that_is_given_wins_and_what_differs_is_told():
+def test_a_model_that_is_given_wins_and_what_differs_is_told() -> None:
     found = read_megatron.read(LLAMA, ImportOptions("tiny", GPU_NAME, 8))
     assert found.plan.model == "tiny"
     assert left(found) == {"--hidden-size": 64}
@@ -210,15 +214,16 @@ def test_a_model_that_is_given_wins_and_what_differs_is_told():
         ("[1]*4+x", None),
     ],
 )
-def test_which_layers_have_experts(text, dense):
+def test_which_layers_have_experts(text: str, dense: int | None) -> None:
     found = read_megatron.read(
         [*LLAMA, "--num-experts", 4, "--moe-layer-freq", text], ImportOptions(None, GPU_NAME, 8)
     )
-    assert found.plan.resolve().shape.moe.first_dense == (dense or 0)
+    moe = found.plan.resolve().shape.moe
+    assert moe is not None and moe.first_dense == (dense or 0)
     assert ("--moe-layer-freq" in left(found)) == (dense is None)
 
 
-def test_a_warm_up_longer_than_the_run_is_cut_and_told():
+def test_a_warm_up_longer_than_the_run_is_cut_and_told() -> None:
     found = read_megatron.read(
         [*LLAMA, "--train-iters", 10, "--lr-warmup-samples", 3200], ImportOptions(None, GPU_NAME, 8)
     )
@@ -228,7 +233,7 @@ def test_a_warm_up_longer_than_the_run_is_cut_and_told():
     )
 
 
-def test_a_list_says_a_value_twice():
+def test_a_list_says_a_value_twice() -> None:
     assert (
         read_megatron.read([*LLAMA, "--num-layers", 4], ImportOptions(None, GPU_NAME, 8))
         .plan.resolve()
@@ -241,7 +246,7 @@ def test_a_list_says_a_value_twice():
     assert found["--num-layers"].startswith("is 4 and 5, written twice")
 
 
-def test_without_a_shape_each_missing_argument_is_named():
+def test_without_a_shape_each_missing_argument_is_named() -> None:
     found = problems(
         read_megatron.read, "--bf16 --micro-batch-size 1", ImportOptions(None, GPU_NAME, 8)
     )
@@ -276,7 +281,7 @@ def test_without_a_shape_each_missing_argument_is_named():
         (["--sequence-parallel", 3], "--sequence-parallel", "true, false"),
     ],
 )
-def test_arguments_refused_by_name(more, field, words):
+def test_arguments_refused_by_name(more: list[Any], field: str, words: str) -> None:
     assert (
         words
         in problems(read_megatron.read, [*LLAMA, *more], ImportOptions(None, GPU_NAME, 8))[field]
@@ -292,12 +297,14 @@ def test_arguments_refused_by_name(more, field, words):
         ('{"steps_per_print": 5}', "steps_per_print"),
     ],
 )
-def test_a_file_in_which_nothing_was_read_is_refused_with_what_it_holds(text, held):
+def test_a_file_in_which_nothing_was_read_is_refused_with_what_it_holds(
+    text: str, held: str
+) -> None:
     message = problems(interop.read, text, model="tiny", gpu=GPU_NAME, gpus=8)["file"]
     assert held in message and "Megatron-LM arguments (--num-layers)" in message
 
 
-def test_what_a_format_cannot_say_is_named_with_value_and_reason():
+def test_what_a_format_cannot_say_is_named_with_value_and_reason() -> None:
     plan = Plan.of(
         "bloom-7b1",
         gpu=GPU_NAME,
@@ -317,7 +324,7 @@ def test_what_a_format_cannot_say_is_named_with_value_and_reason():
     assert not any(field.startswith("model") for field in set(lost["megatron"]) - NOT_MEGATRONS)
 
 
-def test_a_plan_with_nothing_near_it_is_refused_with_the_field():
+def test_a_plan_with_nothing_near_it_is_refused_with_the_field() -> None:
     plan = Plan.of("tiny", gpu=GPU_NAME, gpus=16, strategy="colossal-2d")
     assert (
         "cannot be written as Megatron-LM"

@@ -2,12 +2,15 @@
 leaves open.
 """
 
+from typing import Any
+
 import pytest
 
 from workbench import interop
 from workbench.errors import PlanError
 from workbench.interop.foreign_keys import UndecidedValue
 from workbench.interop.megatron.argument_words import arguments, flags
+from workbench.interop.translation import Imported
 
 GPU_NAME = "h100-sxm-80gb"
 OPEN = "left open by the file"
@@ -16,25 +19,25 @@ SHAPE = (
 )
 
 
-def script(*lines):
+def script(*lines: str) -> str:
     return "\n".join(["#!/bin/bash", *lines, ""])
 
 
-def read(*lines, **given):
+def read(*lines: str, **given: Any) -> Imported:
     return interop.read(script(*lines), "megatron", **{"gpu": GPU_NAME, "gpus": 8, **given})
 
 
-def problems(*lines, **given):
+def problems(*lines: str, **given: Any) -> dict[str, Any]:
     with pytest.raises(PlanError) as caught:
         read(*lines, **given)
     return {problem.field: problem.message for problem in caught.value.problems}
 
 
-def told(notes):
+def told(notes: list[Any]) -> dict[str, Any]:
     return {note.field: (note.value, note.why) for note in notes}
 
 
-def test_a_comment_that_ends_in_a_backslash_is_one_line():
+def test_a_comment_that_ends_in_a_backslash_is_one_line() -> None:
     found = read(
         f'GPT_ARGS="{SHAPE}"',
         "#    --universal-checkpoint \\",
@@ -172,7 +175,7 @@ def test_a_comment_that_ends_in_a_backslash_is_one_line():
         ),
     ],
 )
-def test_what_the_shell_would_pass(lines, passed):
+def test_what_the_shell_would_pass(lines: list[str], passed: dict[str, Any]) -> None:
     found = {
         flag: OPEN if isinstance(value, UndecidedValue) else value
         for flag, value in flags(script(*lines)).items()
@@ -180,7 +183,7 @@ def test_what_the_shell_would_pass(lines, passed):
     assert found == passed
 
 
-def test_words_that_a_line_does_not_go_on_to_are_no_arguments():
+def test_words_that_a_line_does_not_go_on_to_are_no_arguments() -> None:
     found = arguments(
         script(f"torchrun pretrain_gpt.py {SHAPE} \\", "  # --seq-length 8 \\", "  --bf16")
     )
@@ -188,7 +191,7 @@ def test_words_that_a_line_does_not_go_on_to_are_no_arguments():
     assert "the line before does not go on" in told(found.ignored)["line 4"][1]
 
 
-def test_arguments_that_no_command_uses_are_told():
+def test_arguments_that_no_command_uses_are_told() -> None:
     found = read(f"torchrun pretrain_gpt.py {SHAPE}", 'MOE="--num-experts 8"', "mkdir -p logs")
     assert found.plan.resolve().shape.moe is None
     assert told(found.ignored)["$MOE"] == (
@@ -198,7 +201,7 @@ def test_arguments_that_no_command_uses_are_told():
     assert told(found.ignored)["line 4"] == ("mkdir -p logs", "another command")
 
 
-def test_a_value_written_twice():
+def test_a_value_written_twice() -> None:
     found = read(f"python pretrain_gpt.py {SHAPE} \\", "  --num-layers 4")
     assert told(found.ignored)["--num-layers"] == (
         4,
@@ -223,7 +226,7 @@ BRANCHES = [
 ]
 
 
-def test_branches_that_differ_are_refused_with_both_lines():
+def test_branches_that_differ_are_refused_with_both_lines() -> None:
     message = problems(*BRANCHES)["--tensor-model-parallel-size"]
     assert "4 (line 3) or 2 (line 5)" in message and '[ "$SIZE" == big ]' in message
     assert message.endswith(
@@ -240,24 +243,24 @@ def test_branches_that_differ_are_refused_with_both_lines():
         ({"SIZE": "small"}, 2),
     ],
 )
-def test_branches_are_decided_from_outside(given, size):
+def test_branches_are_decided_from_outside(given: dict[str, Any], size: int) -> None:
     plan = read(*BRANCHES, set=given).plan
     assert plan.strategy.tensor.size == size and plan.training.sequence_length == 64
 
 
-def test_what_is_set_is_known_to_the_script():
+def test_what_is_set_is_known_to_the_script() -> None:
     assert "FOO is no variable that the file reads" in problems(*BRANCHES, set={"FOO": 1})["--set"]
     found = read(*BRANCHES, set={"SIZE": "big", "bf16": True, "seed": 5})
     assert (found.plan.strategy.precision, found.plan.training.seed) == ("bf16", 5)
     assert "--seed" not in told(found.ignored)
 
 
-def test_a_condition_that_the_file_decides():
+def test_a_condition_that_the_file_decides() -> None:
     assert read("SIZE=big", *BRANCHES).plan.strategy.tensor.size == 4
     assert read("SIZE=small", *BRANCHES).plan.strategy.tensor.size == 2
 
 
-def test_a_flag_in_one_branch_only_is_open_where_a_plan_needs_it():
+def test_a_flag_in_one_branch_only_is_open_where_a_plan_needs_it() -> None:
     lines = [
         "if [ $FP8 = 1 ]; then",
         "  X='--bf16 --log-interval 5'",
@@ -270,7 +273,7 @@ def test_a_flag_in_one_branch_only_is_open_where_a_plan_needs_it():
     assert told(found.untranslated)["--log-interval"][0] == "5 (line 3) or not given"
 
 
-def test_what_only_a_run_would_know_is_named():
+def test_what_only_a_run_would_know_is_named() -> None:
     lines = [
         "TP=$1",
         "DIR=$(pwd)/x",
@@ -287,13 +290,13 @@ def test_what_only_a_run_would_know_is_named():
     assert "no argument that the file gives" in told(found.untranslated)["$EXTRA_ARGS"][1]
 
 
-def test_a_model_that_is_given_fills_an_open_shape():
+def test_a_model_that_is_given_fills_an_open_shape() -> None:
     lines = ["python pretrain_gpt.py --num-layers $LAYERS --hidden-size $1 --num-attention-heads 4"]
     assert set(problems(*lines)) >= {"--num-layers", "--hidden-size"}
     assert read(*lines, model="tiny").plan.model == "tiny"
 
 
-def test_the_environment_s_default_is_no_word_of_the_file():
+def test_the_environment_s_default_is_no_word_of_the_file() -> None:
     launcher = "torchrun --nproc_per_node ${GPUS:-8} --nnodes ${SLURM_NNODES:-1}"
     line = f"{launcher} pretrain_gpt.py {SHAPE} --seed ${{SEED:-7}}"
     found = read(line, gpus=32)
@@ -305,18 +308,18 @@ def test_the_environment_s_default_is_no_word_of_the_file():
     assert read(line, gpus=None).plan.resolve().cluster.gpus == 8
 
 
-def test_the_default_of_an_argument_of_the_script_is_told_as_such():
+def test_the_default_of_an_argument_of_the_script_is_told_as_such() -> None:
     found = read(f"torchrun --nproc_per_node 8 pretrain_gpt.py {SHAPE} --seed ${{1:-7}}", gpus=None)
     assert told(found.assumed)["--seed"] == (7, "default of the script's argument $1")
 
 
-def test_slurm_s_own_lines_say_how_many_nodes():
+def test_slurm_s_own_lines_say_how_many_nodes() -> None:
     line = f"torchrun --nproc_per_node 8 --nnodes $SLURM_NNODES pretrain_gpt.py {SHAPE}"
     found = read("#SBATCH --nodes=4", line, gpus=None)
     assert found.plan.resolve().cluster.gpus == 32
 
 
-def test_what_a_script_asks_of_its_environment_is_taken_as_given():
+def test_what_a_script_asks_of_its_environment_is_taken_as_given() -> None:
     lines = [
         'if [[ -z "$TOKENIZER" ]]; then',
         "  echo 'set TOKENIZER'; exit 1",
@@ -326,12 +329,12 @@ def test_what_a_script_asks_of_its_environment_is_taken_as_given():
     assert read(*lines).plan.resolve().shape.layers == 4
 
 
-def test_another_file_that_is_sourced_is_named():
+def test_another_file_that_is_sourced_is_named() -> None:
     found = read("source config.sh", f"python pretrain_gpt.py {SHAPE}")
     assert told(found.ignored)["line 2"] == ("source config.sh", "another file, which is not read")
 
 
-def test_a_script_without_a_vocabulary_asks_for_one():
+def test_a_script_without_a_vocabulary_asks_for_one() -> None:
     bare = SHAPE.replace("--vocab-size 512", "")
     assert "--vocab-size" in problems(f"python pretrain_gpt.py {bare}")["--vocab-size"]
     assert read(f"python pretrain_gpt.py {bare}", vocab_size=512).plan.resolve().shape.vocab == 512
@@ -355,7 +358,7 @@ def test_a_script_without_a_vocabulary_asks_for_one():
         "A=$A$A\nif x; then A=1$A; else A=2$A; fi\n" * 40 + "python x.py --num-layers $A",
     ],
 )
-def test_odd_scripts_end_in_a_plan_error(text):
+def test_odd_scripts_end_in_a_plan_error(text: str) -> None:
     with pytest.raises(PlanError) as caught:
         interop.read(text, "megatron", gpu=GPU_NAME, gpus=8)
     assert str(caught.value)

@@ -50,13 +50,13 @@ SHAPE = (
         ("distributed_type: MULTI_GPU\n", {"model", "gpus", "gpu"}),
     ],
 )
-def test_everything_that_a_file_lacks_is_asked_for_at_once(text, fields):
+def test_everything_that_a_file_lacks_is_asked_for_at_once(text: str, fields: set[str]) -> None:
     found = problems(interop.read, text)
     assert set(found) == fields
     assert all("(--" in message or "--set" in message for message in found.values())
 
 
-def test_only_what_is_lacking_is_asked_for():
+def test_only_what_is_lacking_is_asked_for() -> None:
     given = {"gpu": GPU_NAME, "gpus": 16, "model": "tiny"}
     for name in given:
         rest = {key: value for key, value in given.items() if key != name}
@@ -64,6 +64,6 @@ def test_only_what_is_lacking_is_asked_for():
     assert set(problems(interop.load, SAMPLES / "ds_config.json", model="tiny", gpus=16)) == {"gpu"}
 
 
-def test_another_refusal_stands_beside_what_is_lacking():
+def test_another_refusal_stands_beside_what_is_lacking() -> None:
     found = problems(interop.read, json.dumps({"train_batch_size": "many"}))
     assert "must be an integer" in found["train_batch_size"]

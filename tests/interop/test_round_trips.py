@@ -5,7 +5,9 @@ plan.
 import json
 import math
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -15,6 +17,7 @@ from tests.fuzz import examples
 from workbench import interop
 from workbench.interop.foreign_keys import flat
 from workbench.interop.megatron.argument_words import flags
+from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.schema import Plan, build_plan, written_fields
 from workbench.safe_io import yaml_files
 
@@ -150,7 +153,7 @@ SCHEDULES = [
 
 
 @st.composite
-def plans(draw):
+def plans(draw: Callable[..., Any]) -> Plan:
     """A small legal plan with every field that some format can say drawn."""
     tensor, context, pipeline, data = (
         draw(st.sampled_from(sizes)) for sizes in ([1, 2], [1, 2], [1, 2], [1, 2, 4])
@@ -229,17 +232,17 @@ def plans(draw):
     )
 
 
-def leaves(plan):
+def leaves(plan: ResolvedPlan) -> dict[str, Any]:
     return flat(written_fields(plan))
 
 
-def same(ours, theirs):
+def same(ours: Any, theirs: Any) -> bool:
     if isinstance(ours, float | int) and isinstance(theirs, float | int):
         return math.isclose(ours, theirs, rel_tol=1e-11)
-    return ours == theirs
+    return bool(ours == theirs)
 
 
-def said(field, names):
+def said(field: str, names: list[str]) -> bool:
     return not any(
         field == name or field.startswith(name + ".") or name.startswith(field + ".")
         for name in names
@@ -258,7 +261,7 @@ OWN = ("version", "strategy.stack")
     derandomize=True,
 )
 @given(plan=plans())
-def test_a_plan_survives_or_its_loss_is_named(format, plan):
+def test_a_plan_survives_or_its_loss_is_named(format: Any, plan: Plan) -> None:
     full = plan.resolve()
     text, lost = interop.write(plan, format)
     names = [note.field for note in lost]
@@ -286,7 +289,7 @@ def test_a_plan_survives_or_its_loss_is_named(format, plan):
             )
 
 
-FILES = {
+FILES: dict[str, dict[str, Any]] = {
     "ds_config.json": {"model": "llama-3-8b", "gpu": GPU_NAME},
     "megatron.sh": {"gpu": GPU_NAME},
     "megatron.yaml": {"gpu": GPU_NAME, "gpus": 16},
@@ -295,7 +298,7 @@ FILES = {
 }
 
 
-def keys_of(text, format):
+def keys_of(text: str, format: Any) -> dict[str, Any]:
     if format == "megatron":
         return {f"--{key}": value for key, value in flags(text).items()}
     parse = {"deepspeed": json.loads, "torchtitan": tomllib.loads, "fsdp": yaml_files.parse}[format]
@@ -315,7 +318,7 @@ REWORDED = {
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_file_keeps_its_translated_keys(name):
+def test_a_file_keeps_its_translated_keys(name: str) -> None:
     first = interop.load(SAMPLES / name, **FILES[name])
     text, lost = interop.write(first.plan, first.format)
     lacks = {
@@ -343,7 +346,7 @@ def test_a_file_keeps_its_translated_keys(name):
     }
 
 
-def test_a_plan_of_a_catalog_model_keeps_its_name():
+def test_a_plan_of_a_catalog_model_keeps_its_name() -> None:
     text, lost = interop.write(
         Plan.of("llama-3-8b", gpu=GPU_NAME, gpus=16, strategy="megatron-3d"), "megatron"
     )
@@ -352,7 +355,7 @@ def test_a_plan_of_a_catalog_model_keeps_its_name():
 
 
 @pytest.mark.parametrize("format", ["deepspeed", "fsdp"])
-def test_a_partition_that_is_written_and_lost_is_named(format):
+def test_a_partition_that_is_written_and_lost_is_named(format: Any) -> None:
     pipeline = {"size": 2, "schedule": "interleaved", "chunks": 2}
     named = {}
     for partition in ({}, {"partition": [2, 1, 1, 2]}):
@@ -371,7 +374,7 @@ def test_a_partition_that_is_written_and_lost_is_named(format):
     )
 
 
-def test_what_is_written_is_named_even_where_it_decides_nothing():
+def test_what_is_written_is_named_even_where_it_decides_nothing() -> None:
     data = {"zero": 3, "overlap": False, "reduce": "step"}
     plan = build_plan(
         {"model": "tiny", "cluster": {"gpu": GPU_NAME, "gpus": 1}, "strategy": {"data": data}}

@@ -7,7 +7,7 @@ from workbench.interop.torchtitan import read_torchtitan
 from workbench.interop.translation import ImportOptions
 
 
-def test_a_torchtitan_job():
+def test_a_torchtitan_job() -> None:
     found = load("torchtitan.toml")
     plan, data = found.plan, found.plan.strategy.data
     assert (plan.model, plan.name, plan.cluster.gpus, plan.strategy.stack) == (
@@ -49,7 +49,7 @@ def test_a_torchtitan_job():
         ("deepseek_v3", "236B", "deepseek-v2"),
     ],
 )
-def test_flavors_of_torchtitan_that_the_catalog_holds(name, flavor, model):
+def test_flavors_of_torchtitan_that_the_catalog_holds(name: str, flavor: str, model: str) -> None:
     found = read_torchtitan.read(
         {"model": {"name": name, "flavor": flavor}}, ImportOptions(None, GPU_NAME, 8)
     )
@@ -60,7 +60,7 @@ def test_flavors_of_torchtitan_that_the_catalog_holds(name, flavor, model):
 @pytest.mark.parametrize(
     "name, flavor", [("llama3", "debugmodel"), ("llama2", "26B"), ("qwen3", "32B"), ("flux", "dev")]
 )
-def test_other_flavors_are_refused_with_the_remedy(name, flavor):
+def test_other_flavors_are_refused_with_the_remedy(name: str, flavor: str) -> None:
     words = problems(
         read_torchtitan.read,
         {"model": {"name": name, "flavor": flavor}},
@@ -73,7 +73,7 @@ def test_other_flavors_are_refused_with_the_remedy(name, flavor):
     )
 
 
-def test_an_optimizer_that_a_plan_does_not_know_is_refused_unless_one_is_set():
+def test_an_optimizer_that_a_plan_does_not_know_is_refused_unless_one_is_set() -> None:
     job = {"model": {"flavor": "8B"}, "optimizer": {"name": "Muon", "lr": 1e-3}}
     words = problems(read_torchtitan.read, job, ImportOptions(None, GPU_NAME, 8))["optimizer.name"]
     assert "'Muon'" in words and "--set training.optimizer.name" in words
@@ -86,7 +86,7 @@ def test_an_optimizer_that_a_plan_does_not_know_is_refused_unless_one_is_set():
     )
 
 
-def test_a_torchtitan_job_of_2024_has_its_degrees_elsewhere():
+def test_a_torchtitan_job_of_2024_has_its_degrees_elsewhere() -> None:
     text = """[model]\nflavor = "8B"\n[training]\nbatch_size = 1\ntensor_parallel_degree = 2
 warmup_steps = 7
 data_parallel_degree = -1\n[experimental]\npipeline_parallel_degree = 2\n"""
@@ -95,7 +95,7 @@ data_parallel_degree = -1\n[experimental]\npipeline_parallel_degree = 2\n"""
     assert full.training.optimizer.warmup_steps == 7
 
 
-def test_every_second_layer_is_a_list_of_layers():
+def test_every_second_layer_is_a_list_of_layers() -> None:
     text = (
         '[model]\nflavor = "8B"\n[activation_checkpoint]\nmode = '
         '"selective"\nselective_ac_option = "2"\n'
@@ -105,7 +105,7 @@ def test_every_second_layer_is_a_list_of_layers():
     ).plan.strategy.recompute == list(range(1, 32, 2))
 
 
-def test_a_pipeline_of_torchtitan_counts_its_own_microbatches():
+def test_a_pipeline_of_torchtitan_counts_its_own_microbatches() -> None:
     text = """[model]\nflavor = "8B"\n[training]\nlocal_batch_size = 8\n
 [parallelism]\npipeline_parallel_degree = 4\npipeline_parallel_schedule = "ZBVZeroBubble"\n"""
     full = read_torchtitan.read(text, ImportOptions(None, GPU_NAME, 8)).plan.resolve()

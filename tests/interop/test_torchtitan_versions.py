@@ -2,30 +2,32 @@
 is told.
 """
 
+from typing import Any
+
 import pytest
 
 from workbench.errors import PlanError
 from workbench.interop.torchtitan import read_torchtitan
-from workbench.interop.translation import ImportOptions
+from workbench.interop.translation import Imported, ImportOptions
 
 ON_8 = ImportOptions(None, "h100-sxm-80gb", 8)
 
 
-def read(model=None, **sections):
+def read(model: dict[str, Any] | None = None, **sections: Any) -> Imported:
     return read_torchtitan.read({"model": {"flavor": "8B", **(model or {})}, **sections}, ON_8)
 
 
-def left(found):
+def left(found: Imported) -> dict[str, Any]:
     return {note.field: note.why for note in found.untranslated}
 
 
-def problems(**sections):
+def problems(**sections: Any) -> dict[str, Any]:
     with pytest.raises(PlanError) as caught:
         read(**sections)
     return {problem.field: problem.message for problem in caught.value.problems}
 
 
-def test_the_older_switch_of_float8_is_fp8():
+def test_the_older_switch_of_float8_is_fp8() -> None:
     found = read(float8={"enable_float8_linear": True})
     assert (
         found.plan.strategy.precision == "fp8" and "float8.enable_float8_linear" in found.translated
@@ -38,14 +40,14 @@ def test_the_older_switch_of_float8_is_fp8():
     )
 
 
-def test_two_names_of_the_local_batch_must_agree():
+def test_two_names_of_the_local_batch_must_agree() -> None:
     message = problems(training={"batch_size": 1, "local_batch_size": 2})["training.batch_size"]
     assert "is 1" in message and "local_batch_size, its newer name, is 2" in message
     same = read(training={"batch_size": 2, "local_batch_size": 2})
     assert same.plan.training.micro_batch == 2
 
 
-def test_a_warm_up_longer_than_the_run_is_cut_and_told():
+def test_a_warm_up_longer_than_the_run_is_cut_and_told() -> None:
     found = read(training={"steps": 100}, lr_scheduler={"warmup_steps": 200})
     assert found.plan.training.optimizer.warmup_steps == 100
     assert "100 were taken, of 200" in left(found)["lr_scheduler.warmup_steps"]
@@ -56,7 +58,7 @@ def test_a_warm_up_longer_than_the_run_is_cut_and_told():
     ]
 
 
-def test_a_degree_that_two_sections_say_otherwise_names_both():
+def test_a_degree_that_two_sections_say_otherwise_names_both() -> None:
     message = problems(
         training={"tensor_parallel_degree": 2}, parallelism={"tensor_parallel_degree": 4}
     )
@@ -64,7 +66,7 @@ def test_a_degree_that_two_sections_say_otherwise_names_both():
     assert "4 in [parallelism] and 2 in [training]" in words and "{" not in words
 
 
-def test_without_an_option_every_second_layer_is_recomputed():
+def test_without_an_option_every_second_layer_is_recomputed() -> None:
     for section in ({}, {"mode": "selective"}):
         found = read(activation_checkpoint=section)
         assert found.plan.strategy.recompute == list(range(1, 32, 2))
@@ -87,13 +89,15 @@ def test_without_an_option_every_second_layer_is_recomputed():
         (["loss"], "eager"),
     ],
 )
-def test_layers_are_compiled_where_the_model_is_among_the_parts(parts, kernels):
+def test_layers_are_compiled_where_the_model_is_among_the_parts(
+    parts: list[str] | None, kernels: str
+) -> None:
     found = read(compile={"enable": True} | ({} if parts is None else {"components": parts}))
     assert found.plan.strategy.kernels == kernels
     assert ("compile.components" in left(found)) == (kernels == "eager")
 
 
-def test_a_job_wholly_in_bf16_has_no_master_weights_and_bf16_moments():
+def test_a_job_wholly_in_bf16_has_no_master_weights_and_bf16_moments() -> None:
     optimizer = read(training={"dtype": "bfloat16"}).plan.training.optimizer
     assert (optimizer.master, optimizer.moments) == ("none", "bf16")
     usual = read(training={"dtype": "float32"}).plan.training.optimizer
@@ -102,7 +106,7 @@ def test_a_job_wholly_in_bf16_has_no_master_weights_and_bf16_moments():
     assert mixed.plan.training.optimizer.master == "auto" and "training.dtype" in left(mixed)
 
 
-def test_a_plan_wholly_in_bf16_is_written_as_such_a_job():
+def test_a_plan_wholly_in_bf16_is_written_as_such_a_job() -> None:
     plan = read(training={"dtype": "bfloat16"}).plan
     written = read_torchtitan.write(plan)
     assert 'dtype = "bfloat16"' in written.text

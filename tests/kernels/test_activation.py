@@ -155,7 +155,7 @@ def test_refusals_name_the_tensor(
     for name, of in change.items():
         given[name] = of({"gate": gate, "up": up, "bias": bias}[name])
     with pytest.raises(ValueError, match=message):
-        activate(kind, **given)  # type: ignore[arg-type]
+        activate(kind, **given)
 
 
 def test_forward_mode_is_refused() -> None:

@@ -3,6 +3,7 @@ taken.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -47,7 +48,7 @@ def test_reference_is_torchs_adamw() -> None:
             torch.testing.assert_close(x, y, rtol=1e-13, atol=1e-14)
 
 
-def stepped(device: str = "cuda", **changes: object) -> AdamWTensor:
+def stepped(device: str = "cuda", **changes: Any) -> AdamWTensor:
     """A bf16 tensor with a master that nothing is wrong with, but for `changes`."""
     wide = {name: torch.empty(8, 3, device=device) for name in ("moment1", "moment2", "master")}
     narrow = {
@@ -55,7 +56,7 @@ def stepped(device: str = "cuda", **changes: object) -> AdamWTensor:
         for name in ("parameter", "gradient")
     }
     whole = {**wide, **narrow, "steps": torch.empty((), device=device), "decay": 0.1, **changes}
-    return AdamWTensor(**whole)  # type: ignore[arg-type]
+    return AdamWTensor(**whole)
 
 
 @needs_triton
@@ -84,7 +85,11 @@ def test_nothing_has_an_address_among_fake_tensors() -> None:
         ("moment1", lambda: torch.empty(8, 3), "moment1 is on cpu, but parameter on cuda"),
         ("gradient", lambda: on_gpu(8, 4), r"gradient has shape \(8, 4\); legal: \(8, 3\)"),
         ("gradient", lambda: on_gpu(8, 3).long(), "gradient is int64; legal: float64"),
-        ("gradient", lambda: on_gpu(8, 3).cfloat(), "gradient is complex64; legal: float64"),
+        (
+            "gradient",
+            lambda: on_gpu(8, 3).to(torch.complex64),
+            "gradient is complex64; legal: float64",
+        ),
         ("steps", lambda: on_gpu(1), r"steps has shape \(1,\); legal: \(\)"),
         ("steps", lambda: on_gpu().double(), "steps is float64; legal: float32"),
         ("moment2", lambda: on_gpu(8, 3).bfloat16(), "moment2 is bfloat16; legal: float32"),

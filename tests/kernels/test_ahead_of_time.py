@@ -120,7 +120,7 @@ def test_every_triton_function_that_is_launched_is_in_the_table() -> None:
 )
 def test_an_exceeded_limit_is_reported(changed: dict[str, int], said: str) -> None:
     assert exceeded_limits(GOOD) == []
-    bad = replace(GOOD, **changed)  # type: ignore[arg-type]
+    bad = replace(GOOD, **changed)
     assert exceeded_limits(bad) == [f"add_norm_forward (bf16 x 4096, forward, sm_{bad.sm}) {said}"]
 
 

@@ -4,6 +4,7 @@ refused.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -160,7 +161,7 @@ def test_nothing_in_nothing_out() -> None:
         ({"rate": -0.1}, r"rate is -0.1; legal: 0 to 1 - 2\^-32"),
     ],
 )
-def test_unsupported_arguments_are_refused_by_name(changed: dict, message: str) -> None:
+def test_unsupported_arguments_are_refused_by_name(changed: dict[str, Any], message: str) -> None:
     x, bias, residual, rows = inputs((4, 8), torch.float32)
     given = {
         "x": x,

@@ -23,7 +23,7 @@ from workbench.kernels.weight_only_gemv import reference as matvec_reference
 from workbench.kernels.weight_only_gemv import weight_only_gemv
 from workbench.kernels.weight_quantization import QuantizedWeight, quantize_weight
 from workbench.models import Transformer
-from workbench.models.seams import rotary_positions
+from workbench.models.seams import IGNORE_INDEX, rotary_positions
 from workbench.plan.model.model_shape import Shape
 
 pytestmark = [
@@ -105,18 +105,18 @@ def _activation(kind: str) -> Operator:
     def inputs(width: int) -> list[Tensor]:
         return [normal(ROWS, width), normal(width) if kind == "gelu" else normal(ROWS, width)]
 
-    def arrange(x: Tensor, other: Tensor) -> tuple[Any, ...]:
+    def arrange(x: Tensor, other: Tensor) -> Any:
         return (kind, x, None, other) if kind == "gelu" else (kind, x, other)
 
     def run(kernels: str, *inputs: Tensor) -> Any:
-        return activation.activate(*arrange(*inputs), kernels=kernels)
+        return activation.activate(*arrange(*inputs), kernels=kernels)  # type: ignore[misc]
 
     return Operator(inputs, run, lambda *inputs: activation.reference(*arrange(*inputs)))
 
 
 def targets(vocab: int, rows: int = ROWS) -> Tensor:
     found = torch.randint(vocab, (rows,))
-    found[::7] = cross_entropy.IGNORE_INDEX
+    found[::7] = IGNORE_INDEX
     return found
 
 

@@ -84,18 +84,19 @@ def attention(x: Tensor, project: Callable[[Tensor], Tensor], turn: Any) -> Tens
     _, _, cos, sin = inputs(x.dtype)
     joint = project(x).unflatten(-1, (-1, D))
     q, k = turn(joint[:, :, :H], joint[:, :, H : H + HK], cos, sin)
-    return (q * k * joint[:, :, H + HK :]).square().sum()
+    loss: Tensor = (q * k * joint[:, :, H + HK :]).square().sum()
+    return loss
 
 
 def test_joint_products_checkpoints_and_functional_gradients_are_as_with_plain_operators(
     uncompiled: None,
 ) -> None:
     project, x = nn.Linear(4, (H + 2 * HK) * D), torch.randn(B, T, 4)
-    true = torch.autograd.grad(attention(x, project, reference), project.parameters())
+    true = torch.autograd.grad(attention(x, project, reference), list(project.parameters()))
     for found in (
-        torch.autograd.grad(attention(x, project, rope), project.parameters()),
+        torch.autograd.grad(attention(x, project, rope), list(project.parameters())),
         torch.autograd.grad(
-            checkpoint(attention, x, project, rope, use_reentrant=False), project.parameters()
+            checkpoint(attention, x, project, rope, use_reentrant=False), list(project.parameters())
         ),
         torch.func.grad(
             lambda p: attention(x, lambda x: torch.func.functional_call(project, p, x), rope)

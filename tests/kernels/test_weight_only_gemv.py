@@ -146,7 +146,7 @@ def test_illegal_arguments_are_refused_by_name(
 ) -> None:
     x, weight = drawn(2, 5, 192, 4, 64, torch.float32)
     with pytest.raises(ValueError, match=f"weight_only_gemv: {message}"):
-        weight_only_gemv(x, weight._replace(**change(weight)))  # type: ignore[arg-type]
+        weight_only_gemv(x, weight._replace(**change(weight)))
 
 
 def test_weights_that_cannot_be_quantised_are_refused() -> None:

@@ -2,6 +2,8 @@
 
 import re
 
+import pytest
+
 from workbench.lab.live import bundle
 
 
@@ -9,7 +11,7 @@ def test_the_shipped_script_was_built_from_the_present_sources() -> None:
     assert bundle.is_current(), "run: python -m workbench.lab.live.bundle"
 
 
-def test_a_change_of_the_sources_is_noticed(monkeypatch) -> None:
+def test_a_change_of_the_sources_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bundle, "source", lambda: "export default {}")
     assert not bundle.is_current()
 

@@ -269,7 +269,9 @@ def test_a_picture_of_a_whole_run_fits_a_cell_and_cuts_no_title() -> None:
         charts.timeline(m),
     ]
     drawn = snapshot.snapshot_bundle(figures, "Finished: 30 steps")
-    width = int(re.search(r'<svg[^>]*? width="(\d+)', drawn["image/svg+xml"])[1])
+    width_of = re.search(r'<svg[^>]*? width="(\d+)', drawn["image/svg+xml"])
+    assert width_of is not None
+    width = int(width_of[1])
     assert width <= 830 and "…" not in drawn["image/svg+xml"]
     assert all(figure.title in html.unescape(drawn["image/svg+xml"]) for figure in figures)
     assert "labelColor" not in str(drawn[VEGA_MIME]["config"]), (

@@ -2,6 +2,7 @@ import errno
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,7 +15,7 @@ from workbench.runs.store.run_state import first_state
 from . import fake_run, synthetic
 
 
-def three(run: str = "plan", world: int = 2) -> list:
+def three(run: str = "plan", world: int = 2) -> list[Any]:
     sources = ("estimated", "rehearsed", "measured")
     return [
         synthetic.profile(
@@ -106,7 +107,7 @@ def test_long_names_wrap_ids_do_not_and_a_wide_table_scrolls_by_itself(tmp_path:
     )
 
 
-def sharded(**changes: object) -> Plan:
+def sharded(**changes: Any) -> Plan:
     return Plan.of(
         "tiny", gpu="a100-sxm-80gb", gpus=4, strategy="zero-1", set={"name": "zero-1", **changes}
     )

@@ -1,3 +1,5 @@
+from typing import Any
+
 from workbench.lab.charts import line_series
 from workbench.lab.live.live_series import BoundedSeries, LatestSamples
 
@@ -43,7 +45,7 @@ def test_many_ranks_are_drawn_at_most_once_a_second() -> None:
 def test_the_last_sample_of_each_rank_is_stored() -> None:
     latest = LatestSamples()
     profile = synthetic.profile("measured", 2)
-    rows = profile.memory.to_dict("records")
+    rows: list[Any] = profile.memory.to_dict("records")
     latest.add("memory", rows)
     latest.add("memory", [row | {"step": 7} for row in rows if row["rank"] == 0])
     kept = latest.profile("run", 2, None).memory

@@ -2,8 +2,13 @@
 asked for it.
 """
 
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
 import pytest
 
+from tests.conftest import Ask
 from workbench.lab.comparison.compare import compare
 from workbench.lab.live.figure import Figure, mime_bundle
 from workbench.lab.pictures import pictures
@@ -19,7 +24,7 @@ SPEC = {
 
 
 @pytest.fixture
-def child(monkeypatch):
+def child(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
     """Start the drawing process as the test says; one of its own for each test."""
     made = _Child()
     monkeypatch.setattr(pictures, "_CHILD", made)
@@ -31,7 +36,7 @@ def limited() -> list[str]:
     return ["sh", "-c", 'ulimit -v 4000000; exec "$0" "$@"', *pictures.DRAW_COMMAND]
 
 
-def test_one_child_draws_all_pictures_and_outlives_a_bad_one(child):
+def test_one_child_draws_all_pictures_and_outlives_a_bad_one(child: Callable[..., Any]) -> None:
     first = pictures.render_svg(SPEC)
     process = pictures._CHILD.process
     with pytest.raises(PictureError):
@@ -40,7 +45,9 @@ def test_one_child_draws_all_pictures_and_outlives_a_bad_one(child):
     assert process is not None and pictures._CHILD.process is process and process.poll() is None
 
 
-def test_a_limit_on_address_space_costs_pictures_and_nothing_else(child, tmp_path):
+def test_a_limit_on_address_space_costs_pictures_and_nothing_else(
+    child: Callable[..., Any], tmp_path: Path
+) -> None:
     child(*limited())
     comparison = compare(synthetic.profile("estimated", 2))
     text = comparison.to_html(tmp_path / "report.html").read_text()
@@ -62,7 +69,9 @@ def test_a_limit_on_address_space_costs_pictures_and_nothing_else(child, tmp_pat
         (["/no/such"], "cannot be started"),
     ],
 )
-def test_a_child_that_draws_nothing_is_given_up(child, monkeypatch, command, says):
+def test_a_child_that_draws_nothing_is_given_up(
+    child: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, command: list[str], says: str
+) -> None:
     child(*command)
     monkeypatch.setattr(pictures, "DRAW_TIMEOUT_SECONDS", 0.2)
     for _ in range(2):  # the second time no other child is tried
@@ -70,7 +79,9 @@ def test_a_child_that_draws_nothing_is_given_up(child, monkeypatch, command, say
             Figure("a", "title", "", SPEC, [{"a": 1}]).svg()
 
 
-def test_the_shell_says_which_charts_are_left_out(ask, child, tmp_path):
+def test_the_shell_says_which_charts_are_left_out(
+    ask: Ask, child: Callable[..., Any], tmp_path: Path
+) -> None:
     child(*limited())
     plan = tmp_path / "plan.yaml"
     plan.write_text("model: gpt2\ncluster: {gpu: h100-sxm-80gb, gpus: 2}\n")

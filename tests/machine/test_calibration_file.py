@@ -14,6 +14,7 @@ from workbench.machine import calibration_file
 from workbench.machine.attached import attached, local_cluster
 from workbench.machine.calibration_file import Calibration
 from workbench.plan.schema import Plan
+from workbench.safe_io import yaml_files
 
 
 def machine(**changes: Any) -> dict[str, Any]:
@@ -193,7 +194,5 @@ def test_the_fingerprint_names_no_host_and_tells_machines_apart() -> None:
 def test_a_calibration_is_parsed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = named(written(tmp_path))
     plan.resolve()
-    monkeypatch.setattr(
-        calibration_file.yaml_files, "parse", lambda *_, **__: pytest.fail("parsed again")
-    )
+    monkeypatch.setattr(yaml_files, "parse", lambda *_, **__: pytest.fail("parsed again"))
     plan.resolve()

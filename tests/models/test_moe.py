@@ -52,7 +52,8 @@ def visit(shape: Shape, part: nn.Module, expert: int | None, x: Tensor) -> Tenso
         weight, bias = (
             p if p is None or expert is None else p[expert] for p in (layer.weight, layer.bias)
         )
-        return weight @ x if bias is None else weight @ x + bias
+        output: Tensor = weight @ x if bias is None else weight @ x + bias
+        return output
 
     up = linear("up", x)
     gelu = nn.functional.gelu(up, approximate="tanh")

@@ -167,10 +167,13 @@ def test_loss_and_every_gradient_equal_the_oracle(written: dict[str, Any]) -> No
 def test_a_loss_does_not_see_later_tokens(written: dict[str, Any]) -> None:
     model, (tokens, targets) = built(written), text()
     place, losses, embedded = 5, [], []
+
+    def retain(module: Any, inputs: Any, x: Tensor) -> None:
+        embedded.append(x)
+        x.retain_grad()
+
     assert model.embedding is not None
-    model.embedding.register_forward_hook(
-        lambda module, inputs, x: embedded.append(x) or x.retain_grad()
-    )
+    model.embedding.register_forward_hook(retain)
     early = targets.clone()
     early[:, place:] = IGNORE_INDEX
     for change in (0, 1):

@@ -18,7 +18,11 @@ from workbench.engine.verify.forked_ranks import run_ranks
 from workbench.models.seams import Attend, Positions
 from workbench.parallel.context import ring_attention, ulysses_attention
 from workbench.parallel.context.apply_context import token_indices
-from workbench.parallel.context.attention_block import AttentionBlock, attend_block_backward
+from workbench.parallel.context.attention_block import (
+    AttentionBlock,
+    attend_block,
+    attend_block_backward,
+)
 from workbench.parallel.context.ring_attention import RingAttend
 from workbench.parallel.context.ulysses_attention import UlyssesAttend
 from workbench.parallel.mesh import MeshAxis
@@ -99,7 +103,7 @@ def test_ring_and_ulysses_equal_plain_attention(
 
     def work(rank: int) -> list[Any]:
         ring, ulysses = sub_axes(ranks, rank, num_ulysses, connected=True)
-        attend = RingAttend(ring) if ring.size > 1 else Attend()
+        attend: Any = RingAttend(ring) if ring.size > 1 else Attend()
         if ulysses.size > 1:
             attend = UlyssesAttend(attend, ulysses)
         mine = token_indices(length, ring, ulysses, torch.device("cpu"))
@@ -141,9 +145,8 @@ def test_repeated_gqa_heads_change_no_number() -> None:
 def test_bf16_ring_attention_merges_blocks_in_fp32() -> None:
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, 64, 2, 8, generator=generator) for _ in range(3))
-    exact = F.scaled_dot_product_attention(
-        *(x.bfloat16().double().transpose(1, 2) for x in (q, k, v)), is_causal=True
-    )
+    exact_q, exact_k, exact_v = (x.bfloat16().double().transpose(1, 2) for x in (q, k, v))
+    exact = F.scaled_dot_product_attention(exact_q, exact_k, exact_v, is_causal=True)
 
     def work(rank: int) -> float:
         ring, ulysses = sub_axes(4, rank, 1, connected=True)
@@ -168,7 +171,7 @@ def test_heads_returned_to_the_wrong_rank(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_keys_of_later_tokens_that_are_not_masked(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = ring_attention.attend_block
+    original = attend_block
     monkeypatch.setattr(
         ring_attention, "attend_block", lambda q, k, v, causal: original(q, k, v, causal=False)
     )

@@ -59,7 +59,7 @@ def test_unsharded_params_that_are_stale(monkeypatch: pytest.MonkeyPatch) -> Non
         if not hasattr(self, "fresh"):  # the weights that verification starts from
             self.fresh = True  # type: ignore[attr-defined]
             for bucket in self._all_buckets():
-                bucket.params.is_unsharded = False  # type: ignore[union-attr]
+                bucket.params.is_unsharded = False
 
     monkeypatch.setattr(ParamAndGradStore, "gather_updated_params", gather)
     answer = verify(sharded(TWO, "llama", 2, {"zero": 3}))

@@ -11,12 +11,12 @@ from tests.parallel.test_expert import moe_plan
 from tests.parallel.test_mutations import failure_of
 from workbench.engine.session import Session
 from workbench.engine.verify.equivalence import verify
-from workbench.models import moe as moe_module
 from workbench.models.moe import MoE
-from workbench.models.moe_routing import ExpertRows
+from workbench.models.moe_routing import ExpertRows, capacity_rows
 from workbench.parallel import apply_strategy
 from workbench.parallel.expert import apply_expert as expert_apply
 from workbench.parallel.expert import token_dispatch
+from workbench.parallel.expert.apply_expert import gradient_reduction_axes
 from workbench.parallel.expert.aux_loss import AuxLossCarrier
 
 
@@ -55,7 +55,7 @@ def test_expert_gradients_averaged_over_all_replicas(monkeypatch: pytest.MonkeyP
 
 
 def test_expert_gradients_not_summed_over_expert_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = apply_strategy.gradient_reduction_axes
+    original = gradient_reduction_axes
 
     def wrong(layouts: Any, tensor: Any, mesh: Any) -> Any:
         sums = original(layouts, tensor, mesh)
@@ -87,7 +87,7 @@ def test_gates_not_applied(monkeypatch: pytest.MonkeyPatch) -> None:
             found, gates_NK = original(choice)
             return found, torch.ones_like(gates_NK)
 
-        module.rows = rows  # type: ignore[method-assign]
+        module.rows = rows  # type: ignore[method-assign, assignment]
 
     on_ranks(monkeypatch, ungated)
     assert failure_of(verify(moe_plan(data=2, expert=2)))["tensor"]
@@ -108,7 +108,7 @@ def test_aux_loss_by_rank_instead_of_by_sequence(monkeypatch: pytest.MonkeyPatch
 
 
 def test_capacity_of_a_rank_instead_of_a_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = moe_module.capacity_rows
+    original = capacity_rows
 
     def by_rank(module: MoE) -> None:
         def rows(choice: Any) -> tuple[ExpertRows, Tensor]:
@@ -116,7 +116,7 @@ def test_capacity_of_a_rank_instead_of_a_sequence(monkeypatch: pytest.MonkeyPatc
             assert found.kept_NK is not None
             return found, choice.gates_BTK.flatten(0, 1) * found.kept_NK
 
-        module.rows = rows  # type: ignore[method-assign]
+        module.rows = rows  # type: ignore[method-assign, assignment]
 
     on_ranks(monkeypatch, by_rank)
     assert failure_of(verify(moe_plan(data=2, expert=2, moe={"capacity": 0.75})))["tensor"]
@@ -126,7 +126,7 @@ def test_router_gradient_not_summed_over_tensor_ranks(monkeypatch: pytest.Monkey
     def wrong(layouts: Any, tensor: Any, mesh: Any) -> Any:
         return {name: axes[-1:] for name, axes in original(layouts, tensor, mesh).items()}
 
-    original = apply_strategy.gradient_reduction_axes
+    original = gradient_reduction_axes
     monkeypatch.setattr(apply_strategy, "gradient_reduction_axes", wrong)
     assert failure_of(verify(moe_plan(tensor=2)))["tensor"].endswith("route.weight")
 

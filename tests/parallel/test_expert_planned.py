@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from tests.costmodel.test_against_rehearsal import small, traffic
 from tests.parallel.test_expert import moe_plan
-from tests.planner.test_against_rehearsal import small, traffic
 from workbench.plan.rules.check import check
 from workbench.plan.rules.supported import unsupported
 from workbench.plan.schema import Plan

@@ -18,7 +18,7 @@ from workbench.engine.measure.live_memory import _group
 from workbench.engine.session import Session
 from workbench.engine.verify.forked_ranks import run_ranks
 from workbench.parallel.mesh import build_mesh
-from workbench.plan.schema import Plan
+from workbench.plan.resolved_plan import ResolvedPlan
 
 Use = dict[tuple[int, ...], list[str]]
 CPU = torch.device("cpu")
@@ -38,13 +38,14 @@ class FirstUse(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def first_use(plan: Plan, rank: int) -> dict[tuple[str, tuple[int, ...]], str]:
+def first_use(plan: ResolvedPlan, rank: int) -> dict[tuple[str, tuple[int, ...]], str]:
     """Of a rank that joins the mesh and trains a step."""
     with FirstUse() as use:
         session = Session.build(plan, build_mesh(plan, rank, CPU), CPU)
         shape = (plan.num_microbatches, plan.training.micro_batch, plan.training.sequence_length)
         session.step(0, torch.zeros(shape, dtype=torch.long), torch.zeros(shape, dtype=torch.long))
-    return use.seen
+    seen: dict[tuple[str, tuple[int, ...]], str] = use.seen
+    return seen
 
 
 PLANS = {

@@ -67,6 +67,7 @@ def test_flat_shards_of_padded_slices_make_the_tensor(
         for shard in range(shards):
             layout = local.flattened(min(shard * piece, size), min((shard + 1) * piece, size))
             mine = layout.take(whole)
+            assert layout.flat is not None
             assert torch.equal(mine, local.take(whole).flatten()[layout.flat[0] : layout.flat[1]])
             layout.put(mine, rebuilt)
             held += layout.num_elements()

@@ -16,6 +16,7 @@ from workbench.parallel.pipeline.schedule_executor import ScheduleExecutor
 from workbench.parallel.tensor import row_parallel, vocab_parallel
 from workbench.parallel.tensor.column_parallel import ColumnParallelBackward
 from workbench.parallel.tensor.row_parallel import RowParallelLinear
+from workbench.parallel.tensor.tensor_collectives import reduce_from_tensor_region
 from workbench.schedules import Action
 
 
@@ -46,9 +47,7 @@ def test_missing_all_reduce_of_column_parallel_input_gradients(
 
 def test_bias_added_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     def forward(self: RowParallelLinear, x: Tensor) -> Tensor:
-        return row_parallel.reduce_from_tensor_region(
-            F.linear(x, self.weight, self.bias), self.axis
-        )
+        return reduce_from_tensor_region(F.linear(x, self.weight, self.bias), self.axis)
 
     monkeypatch.setattr(RowParallelLinear, "forward", forward)
     assert failure_of(verify(plan(2, shape=GPT)))["tensor"]

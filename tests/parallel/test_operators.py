@@ -211,7 +211,7 @@ def test_a_missing_redistribution_is_found(monkeypatch: pytest.MonkeyPatch) -> N
     """Ranks that should shard the sequences all take the first shard."""
     original = OperatorSharding.to_local
 
-    def to_local(self: OperatorSharding, x: Tensor, **dims: int) -> Tensor:
+    def to_local(self: OperatorSharding, x: Tensor, **dims: Any) -> Tensor:
         local = original(self, x, **dims)
         return x[: len(local)] if type(x) is Tensor and "rows" in self.placement else local
 

@@ -125,7 +125,7 @@ def test_zero_3_all_gathers_the_model_once_a_step() -> None:
 def test_a_partial_sum_of_heads_that_is_not_reduced_is_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def reduce_partial(self: OperatorSharding, y: Tensor, **dims: int) -> Tensor:
+    def reduce_partial(self: OperatorSharding, y: Tensor, **dims: Any) -> Tensor:
         return y if "heads" in self.placement else original(self, y, **dims)
 
     original = OperatorSharding.reduce_partial

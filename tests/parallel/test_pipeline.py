@@ -21,6 +21,7 @@ from workbench.engine.verify.single_device import verification_weight
 from workbench.errors import PlanError
 from workbench.models import Transformer
 from workbench.parallel.mesh import build_mesh
+from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.schema import Plan
 from workbench.schedules import Action, Table, validate, write_csv
 
@@ -210,7 +211,7 @@ def test_evaluation_with_several_stages_a_rank(name: str) -> None:
     assert [loss for loss in losses if loss is not None] == [pytest.approx(expected, rel=1e-12)]
 
 
-def _evaluate(found: Plan, text: torch.Tensor, rank: int) -> float | None:
+def _evaluate(found: ResolvedPlan, text: torch.Tensor, rank: int) -> float | None:
     session = Session.build(found, build_mesh(found, rank), torch.device("cpu"), torch.float64)
     store = session.part.store
     for name, layout in store.layouts.items():
@@ -240,7 +241,7 @@ def test_bf16_split_gradients_accumulate_as_full_backwards_do(name: str) -> None
         assert gradient.dtype == torch.float32 and torch.equal(gradient, expected[path]), path
 
 
-def _gradients(found: Plan) -> dict[str, torch.Tensor]:
+def _gradients(found: ResolvedPlan) -> dict[str, torch.Tensor]:
     return {
         path: torch.from_numpy(x)
         for part in run_ranks(2, partial(_step, found))
@@ -248,7 +249,7 @@ def _gradients(found: Plan) -> dict[str, torch.Tensor]:
     }
 
 
-def _step(found: Plan, rank: int) -> dict[str, Any]:
+def _step(found: ResolvedPlan, rank: int) -> dict[str, Any]:
     session = Session.build(found, build_mesh(found, rank), torch.device("cpu"))
     text = torch.randint(257, (4, 2, 17), generator=torch.Generator().manual_seed(0))
     session.part.store.zero_grads()

@@ -14,6 +14,7 @@ from workbench.parallel import apply_strategy
 from workbench.parallel.data.zero_shards import ParamAndGradStore
 from workbench.parallel.pipeline import schedule_executor as module
 from workbench.parallel.pipeline.schedule_executor import MicrobatchState, ScheduleExecutor
+from workbench.parallel.pipeline.zero_bubble import compute_deferred_weight_grads
 from workbench.schedules import Action
 
 LINEAR = (".q.", ".k.", ".v.", ".o.", ".gate.", ".up.", ".down.")
@@ -42,7 +43,7 @@ def test_a_dropped_weight_gradient(monkeypatch: pytest.MonkeyPatch, name: str) -
 
 
 def test_a_weight_gradient_that_is_never_computed(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = module.compute_deferred_weight_grads
+    original = compute_deferred_weight_grads
 
     def compute(deferred: list[Any], accumulate: Any) -> None:
         del deferred[0]

@@ -21,7 +21,7 @@ from tests.schedules.test_against_torch import multi_stage_order, table_from
 from workbench.engine.session import Session
 from workbench.engine.verify.forked_ranks import run_ranks
 from workbench.parallel.mesh import build_mesh
-from workbench.plan.schema import Plan
+from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.schedules import generate, write_csv
 
 
@@ -39,12 +39,12 @@ def test_a_table_that_no_generator_makes(tmp_path: Path) -> None:
     assert_same_gradients(found, tmp_path / "table.csv")
 
 
-def assert_same_gradients(found: Plan, table: Path) -> None:
+def assert_same_gradients(found: ResolvedPlan, table: Path) -> None:
     for differences in run_ranks(2, partial(_compare, found, str(table))):
         assert differences and max(differences.values()) < 1e-12, differences
 
 
-def _compare(found: Plan, table: str, rank: int) -> dict[str, float]:
+def _compare(found: ResolvedPlan, table: str, rank: int) -> dict[str, float]:
     """Name -> largest difference of a gradient from torch's, relative to its largest entry."""
     session = Session.build(found, build_mesh(found, rank), torch.device("cpu"), torch.float64)
     theirs = {stage: copy.deepcopy(model) for stage, model in session.part.stages.items()}

@@ -21,6 +21,7 @@ from workbench.engine.verify.forked_ranks import run_ranks
 from workbench.models.seams import AddNorm
 from workbench.parallel import apply_strategy
 from workbench.parallel.mesh import GRADIENT_GROUP_SUFFIX, Mesh, MeshAxis, build_mesh
+from workbench.parallel.tensor.apply_tensor import tensor_reduction_axes
 from workbench.parallel.tensor.grid import grid_norm, summa, tensor_3d
 from workbench.parallel.tensor.grid.grid_collectives import PendingMove
 from workbench.parallel.tensor.grid.grid_norm import GridParallelNorm
@@ -190,7 +191,7 @@ def test_planted_faults_are_found(monkeypatch: pytest.MonkeyPatch, fault: str) -
 def test_gradients_not_summed_along_a_grid_axis_are_found(
     monkeypatch: pytest.MonkeyPatch, grid: tuple[str, list[int]], side: str
 ) -> None:
-    original = apply_strategy.tensor_reduction_axes
+    original = tensor_reduction_axes
 
     def without(layouts: Any, plan: Any, mesh: Mesh) -> dict[str, tuple[MeshAxis, ...]]:
         summed = original(layouts, plan, mesh)

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from tests.parallel.small import GPT, LLAMA, plan
 from workbench.engine.verify.equivalence import verify
-from workbench.parallel.tensor import row_parallel, shard_range
+from workbench.parallel.tensor import shard_range
 from workbench.parallel.tensor.row_parallel import RowParallelLinear
+from workbench.parallel.tensor.tensor_collectives import reduce_from_tensor_region
 from workbench.plan.model.head_split import HeadShard, head_shard, padded_heads_per_rank
 from workbench.plan.model.model_shape import Shape
 
@@ -116,7 +117,7 @@ def test_padding_counted_in_the_norm(monkeypatch: pytest.MonkeyPatch) -> None:
     """
 
     def forward(self: RowParallelLinear, x: Tensor) -> Tensor:
-        return row_parallel.reduce_from_tensor_region(F.linear(x, self.weight), self.axis)
+        return reduce_from_tensor_region(F.linear(x, self.weight), self.axis)
 
     monkeypatch.setattr(RowParallelLinear, "forward", forward)
     clipped = {"training.optimizer.name": "sgd", "training.optimizer.clip": 0.05}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from workbench.engine.verify.forked_ranks import run_ranks
 from workbench.kernels.cross_entropy import cross_entropy
 from workbench.models.seams import IGNORE_INDEX, HeadLoss
 from workbench.parallel.mesh import MeshAxis, build_mesh
-from workbench.parallel.tensor import vocab_parallel
+from workbench.parallel.tensor import tensor_collectives, vocab_parallel
 from workbench.parallel.tensor.grid.grid_head import GridParallelHeadLoss
 from workbench.parallel.tensor.vocab_parallel import VocabParallelHeadLoss
 
@@ -135,20 +136,19 @@ def reduced(axis: MeshAxis, kernels: str) -> list[Any]:
         calls.append((tuple(x.shape), str(x.dtype), str(op)))
         return original(x, axis, op)
 
-    original, vocab_parallel.all_reduce = (
-        vocab_parallel.all_reduce,
-        all_reduce,
-    )  # of this forked rank alone
+    original = tensor_collectives.all_reduce
+    vocab_parallel.all_reduce = all_reduce  # type: ignore[attr-defined]  # in this forked rank
     furthest(axis, 257, kernels)
     return calls
 
 
 def test_fused_kernels_all_reduce_what_plain_operators_do() -> None:
     full = plan(2).resolve()
-    eager, fused = (
-        run_ranks(2, lambda rank, k=kernels: reduced(build_mesh(full, rank)["tensor"], k))
-        for kernels in ("eager", "fused")
-    )
+
+    def calls_on(kernels: str, rank: int) -> list[Any]:
+        return reduced(build_mesh(full, rank)["tensor"], kernels)
+
+    eager, fused = (run_ranks(2, partial(calls_on, kernels)) for kernels in ("eager", "fused"))
     assert eager == fused and [shape for shape, _, _ in fused[0]] == [(B * T,), (2, B * T)]
 
 
@@ -157,7 +157,7 @@ def test_a_missing_reduction_is_found(monkeypatch: pytest.MonkeyPatch, missing: 
     def all_reduce(x: Tensor, axis: MeshAxis, op: Any = dist.ReduceOp.SUM) -> Tensor:
         return x if op == missing else original(x, axis, op)
 
-    original = vocab_parallel.all_reduce
+    original = tensor_collectives.all_reduce
     monkeypatch.setattr(vocab_parallel, "all_reduce", all_reduce)
     full = plan(2).resolve()
     gaps = run_ranks(2, lambda rank: furthest(build_mesh(full, rank)["tensor"], 257, "fused"))

@@ -34,7 +34,8 @@ class LanguageModel(nn.Module):
         length = tokens.shape[1]
         mask = nn.Transformer.generate_square_subsequent_mask(length, dtype=self.places.dtype)
         x = self.tokens(tokens) + self.places[:length]
-        return self.output(self.norm(self.encoder(x, mask=mask, is_causal=True)))
+        logits: Tensor = self.output(self.norm(self.encoder(x, mask=mask, is_causal=True)))
+        return logits
 
 
 def build(width: int = 32, heads: int = 4, norm_first: bool = True) -> nn.Module:

@@ -4,6 +4,8 @@ answered.
 
 import copy
 import random
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -15,12 +17,12 @@ from workbench.plan.model.model_shape import Shape
 from workbench.plan.schema import Plan, build_plan, written_fields
 
 
-def numbers(schema):
+def numbers(schema: dict[str, Any]) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
     """(path, node) of every integer and number of a JSON schema; [] stands for an entry of a list
     or a mapping.
     """
 
-    def walk(node, path):
+    def walk(node: dict[str, Any], path: tuple[Any, ...]) -> Iterator[Any]:
         if "$ref" in node:
             yield from walk(schema["$defs"][node["$ref"].rpartition("/")[2]], path)
         if node.get("type") in ("integer", "number") and not {"const", "enum"} & node.keys():
@@ -40,7 +42,7 @@ OF_A_PLAN = numbers(Plan.model_json_schema())
 
 
 @pytest.mark.parametrize("declared", [Plan, Calibration])
-def test_every_number_has_an_upper_bound_with_a_reason(declared):
+def test_every_number_has_an_upper_bound_with_a_reason(declared: type[Any]) -> None:
     found = numbers(declared.model_json_schema())
     assert len(found) > 40
     for path, node in found:
@@ -80,14 +82,16 @@ def test_every_number_has_an_upper_bound_with_a_reason(declared):
         ("strategy.data.bucket_mib", 1e-300, "must be at least 9.5367431640625e-07"),
     ],
 )
-def test_a_number_beyond_its_bound_is_refused_by_field_bound_and_reason(field, value, says):
+def test_a_number_beyond_its_bound_is_refused_by_field_bound_and_reason(
+    field: str, value: float | list[int], says: str
+) -> None:
     with pytest.raises(PlanError) as error:
         Plan.of("gpt2", gpu="h100-sxm-80gb", gpus=8, strategy="ddp", set={field: value})
     assert [problem.field.startswith(field) for problem in error.value.problems] == [True]
     assert says in str(error.value)
 
 
-def test_bounds_are_ten_times_what_is_published():
+def test_bounds_are_ten_times_what_is_published() -> None:
     fields = {path[0]: node for path, node in numbers(Shape.model_json_schema()) if len(path) == 1}
     for name, entry in catalog.models().items():
         for field, value in entry.shape.model_dump().items():
@@ -103,7 +107,7 @@ STARTS = [
 
 @pytest.mark.filterwarnings("error::RuntimeWarning")
 @pytest.mark.parametrize("seed", range(2))
-def test_a_plan_of_numbers_at_their_bounds_is_estimated_or_refused(seed):
+def test_a_plan_of_numbers_at_their_bounds_is_estimated_or_refused(seed: int) -> None:
     pick, answered = random.Random(seed), 0
     for _ in range(80):
         data = copy.deepcopy(written_fields(pick.choice(STARTS)))
@@ -114,7 +118,7 @@ def test_a_plan_of_numbers_at_their_bounds_is_estimated_or_refused(seed):
                 node.get("maximum", 0.5),
                 node.get("minimum", 1e-300 if node["type"] == "number" else 1),
             )
-            at = data
+            at: Any = data
             for key in path[:-1]:
                 at = at.get(key) if isinstance(at.get(key), dict) else at.setdefault(key, {}) or {}
             at[path[-1]] = (

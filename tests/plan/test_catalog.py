@@ -3,6 +3,8 @@ GPUs.
 """
 
 import json
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -34,14 +36,14 @@ RELIED_ON = {
 
 
 @pytest.mark.parametrize("kind", RELIED_ON)
-def test_names_that_scripts_rely_on(kind):
+def test_names_that_scripts_rely_on(kind: str) -> None:
     assert set(RELIED_ON[kind]) <= set(
         (gpu_catalog if kind == "gpus" else catalog).__dict__[kind]()
     )
 
 
 @pytest.mark.parametrize("name", catalog.models())
-def test_closed_form_count_is_the_published_one(name):
+def test_closed_form_count_is_the_published_one(name: str) -> None:
     entry = catalog.models()[name]
     assert entry.source
     found = parameters(entry.shape)
@@ -51,19 +53,19 @@ def test_closed_form_count_is_the_published_one(name):
         assert min(abs(count / entry.active_parameters - 1) for count in counts) < 0.03
 
 
-def test_dense_models_are_all_active():
+def test_dense_models_are_all_active() -> None:
     found = parameters(catalog.models()["llama-3-8b"].shape)
     assert found.active == found.total == 8030261248
 
 
 @pytest.mark.parametrize("name", gpu_catalog.gpus())
-def test_gpus_have_a_source_and_a_known_fabric(name):
+def test_gpus_have_a_source_and_a_known_fabric(name: str) -> None:
     entry = gpu_catalog.gpus()[name]
     assert entry.gpu.source and entry.fabric in gpu_catalog.clusters()
     assert all(entry.gpu.tflops.values()) and entry.gpu.bandwidth_gbs > entry.gpu.pcie_gbs
 
 
-def test_an_80_gb_gpu_has_79_3_gib():
+def test_an_80_gb_gpu_has_79_3_gib() -> None:
     assert gpu_catalog.gpus()["h100-sxm-80gb"].gpu.memory_gib == 79.3
 
 
@@ -88,7 +90,7 @@ none.
         ("mixtral-8x7b", "gb200", 128),
     ],
 )
-def test_presets_need_only_a_number_of_gpus(preset, model, gpu, gpus):
+def test_presets_need_only_a_number_of_gpus(preset: str, model: str, gpu: str, gpus: int) -> None:
     if preset == "single" and gpus > 1:
         return
     if (model, preset) in SPLIT_NOTHING:
@@ -116,13 +118,13 @@ def test_presets_need_only_a_number_of_gpus(preset, model, gpu, gpus):
         ("megatron-3d", (2, 1, 2)),
     ],
 )
-def test_sizes_on_four_ranks(preset, sizes):
+def test_sizes_on_four_ranks(preset: str, sizes: tuple[int, int, int]) -> None:
     found = Plan.of("tiny", gpu="h100-sxm-80gb", gpus=4, strategy=preset).resolve().sizes
     assert (found["tensor"], found["data"], found["pipeline"]) == sizes
     assert runnable(preset)
 
 
-def test_pangu_on_its_own_cluster():
+def test_pangu_on_its_own_cluster() -> None:
     full = Plan.of("pangu-200b", gpu="ascend-910", gpus=2048, strategy="pangu-5d").resolve()
     assert full.sizes == {"tensor": 8, "context": 1, "data": 16, "pipeline": 16}
     assert full.strategy.precision == "fp16" and full.strategy.placement[:2] == [
@@ -131,7 +133,7 @@ def test_pangu_on_its_own_cluster():
     ]
 
 
-def test_a_written_size_wins_over_a_rule_and_the_rest_follows():
+def test_a_written_size_wins_over_a_rule_and_the_rest_follows() -> None:
     plan = Plan.of(
         "llama-3-8b",
         gpu="h100-sxm-80gb",
@@ -143,7 +145,7 @@ def test_a_written_size_wins_over_a_rule_and_the_rest_follows():
 
 
 @pytest.mark.parametrize("gpus, nodes, each", [(64, 8, 8), (12, 2, 6), (4, 1, 4)])
-def test_nodes_hold_the_same_number_of_gpus(gpus, nodes, each):
+def test_nodes_hold_the_same_number_of_gpus(gpus: int, nodes: int, each: int) -> None:
     cluster = Plan.of("tiny", gpu="h100-sxm-80gb", gpus=gpus, strategy="ddp").resolve().cluster
     assert (cluster.nodes, cluster.gpus_per_node) == (nodes, each)
 
@@ -195,25 +197,25 @@ DEEPSEEK = {
 @pytest.mark.parametrize(
     "config, name", [(LLAMA, "llama-3-8b"), (GPT2, "gpt2"), (DEEPSEEK, "deepseek-v3")]
 )
-def test_hugging_face_configurations(tmp_path, config, name):
+def test_hugging_face_configurations(tmp_path: Path, config: dict[str, Any], name: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     full = Plan.of(str(tmp_path), gpu="h100-sxm-80gb", gpus=1).resolve()
     known = catalog.models()[name].shape
     assert full.shape.model_copy(update={"name": name}) == known
 
 
-def test_unknown_family_is_refused_by_name():
+def test_unknown_family_is_refused_by_name() -> None:
     with pytest.raises(PlanError, match="model_type 'mamba'; legal: bloom, deepseek_v2"):
         huggingface_config.shape_of({"model_type": "mamba"})
 
 
-def test_missing_key_of_a_configuration_is_named():
+def test_missing_key_of_a_configuration_is_named() -> None:
     with pytest.raises(PlanError, match="has no hidden_size"):
         huggingface_config.shape_of({"model_type": "llama", "num_hidden_layers": 2})
 
 
 @pytest.mark.parametrize("text", ["[1]", "{", "[" * 100_000, "\x00"])
-def test_a_file_that_is_no_configuration_is_told_of(tmp_path, text):
+def test_a_file_that_is_no_configuration_is_told_of(tmp_path: Path, text: str) -> None:
     file = tmp_path / "config.json"
     file.write_text(text)
     with pytest.raises(PlanError, match=r"is not JSON|is no model configuration") as caught:

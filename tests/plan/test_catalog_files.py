@@ -1,5 +1,7 @@
 """Catalog files of the package, read by libyaml, equal what the strict reader of plans reads."""
 
+from pathlib import Path
+
 import pytest
 
 from workbench import data_files
@@ -16,7 +18,9 @@ def test_both_readers_say_the_same(name: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["a: 1\na: 2\n", "a: [1\n"])
-def test_a_broken_catalog_file_is_refused_by_name(text, tmp_path, monkeypatch) -> None:
+def test_a_broken_catalog_file_is_refused_by_name(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(data_files, "assets", lambda: tmp_path)
     (tmp_path / "x.yaml").write_text(text)
     with pytest.raises(PlanError):

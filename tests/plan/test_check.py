@@ -2,20 +2,26 @@
 accepts the rest.
 """
 
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
 import pytest
+from pydantic.fields import FieldInfo
 
 from workbench.errors import PlanError
 from workbench.machine import attached as machine
 from workbench.plan import corpus_files
 from workbench.plan.catalog.catalog import models
 from workbench.plan.rules.check import check
-from workbench.plan.rules.supported import BUILT, VALUED
+from workbench.plan.rules.supported import ENGINE_LIMITS, RUN_LIMITS
 from workbench.plan.schema import Plan
 from workbench.plan.stage_partition import balanced, costs
 
 
-def plan(model="tiny", gpus=8, strategy=None, **fields):
-    sections: dict = {"model": model, "cluster": {"gpu": "h100-sxm-80gb", "gpus": gpus}}
+def plan(model: str = "tiny", gpus: int = 8, strategy: str | None = None, **fields: Any) -> Plan:
+    sections: dict[str, Any] = {"model": model, "cluster": {"gpu": "h100-sxm-80gb", "gpus": gpus}}
     built = Plan.model_validate(sections | ({"strategy": {"preset": strategy}} if strategy else {}))
     return built.replace(**{key.replace("__", "."): value for key, value in fields.items()})
 
@@ -120,7 +126,7 @@ ILLEGAL = [
 @pytest.mark.parametrize(
     "field, words, fields", ILLEGAL, ids=[f"{i}-{case[0]}" for i, case in enumerate(ILLEGAL)]
 )
-def test_illegal(field, words, fields):
+def test_illegal(field: str, words: str, fields: dict[str, Any]) -> None:
     found = {problem.field: problem.message for problem in check(plan(**fields))}
     assert words in found.get(field, f"not refused; {found}")
 
@@ -147,25 +153,25 @@ def test_illegal(field, words, fields):
         {"training__sequence_length": 4096},
     ],
 )
-def test_legal(fields):
+def test_legal(fields: dict[str, Any]) -> None:
     assert check(plan(**fields)) == []
 
 
-def test_learned_positions_bound_the_sequence():
+def test_learned_positions_bound_the_sequence() -> None:
     found = check(plan(model="tiny-gpt", training__sequence_length=257))
     assert found[0].field == "training.sequence_length" and "legal: 1 to 256" in found[0].message
 
 
-def test_bf16_needs_a_gpu_that_has_it():
+def test_bf16_needs_a_gpu_that_has_it() -> None:
     found = check(plan(cluster__gpu="v100-sxm2-32gb", strategy__precision="bf16"))
     assert found[0].field == "strategy.precision" and "legal: fp32, fp16" in found[0].message
 
 
-def test_key_value_heads_may_be_replicated():
+def test_key_value_heads_may_be_replicated() -> None:
     assert plan(strategy__tensor__size=4).resolve().shape.kv_heads == 2
 
 
-def test_several_problems_are_listed_together():
+def test_several_problems_are_listed_together() -> None:
     with pytest.raises(PlanError) as caught:
         plan(strategy__tensor__size=8, strategy__recompute=[9], training__global_batch=12).resolve()
     assert len(caught.value.problems) == 2 and str(caught.value).startswith(
@@ -173,7 +179,7 @@ def test_several_problems_are_listed_together():
     )
 
 
-def test_single_is_one_device():
+def test_single_is_one_device() -> None:
     assert "another preset" in check(plan(strategy="single"))[0].message
 
 
@@ -187,12 +193,12 @@ def test_single_is_one_device():
         ({"strategy__precision": "fp32"}, "fp32", "fp32"),
     ],
 )
-def test_auto_precision(fields, precision, gradients):
+def test_auto_precision(fields: dict[str, Any], precision: str, gradients: str) -> None:
     full = plan(**fields).resolve().strategy
     assert (full.precision, full.gradient_dtype) == (precision, gradients)
 
 
-def test_defaults_follow_model_and_world():
+def test_defaults_follow_model_and_world() -> None:
     full = plan(gpus=8).resolve().training
     assert (full.sequence_length, full.global_batch) == (256, 32)
 
@@ -201,11 +207,11 @@ class TestLocal:
     """`gpu: local`, with a machine of two cores."""
 
     @pytest.fixture(autouse=True)
-    def two_cores(self, monkeypatch):
+    def two_cores(self, monkeypatch: pytest.MonkeyPatch) -> None:
         found = machine.Attached("cpu", 8, "CPU, 2 cores", 16 * 2**30, 2)
         monkeypatch.setattr("workbench.plan.resolution.attached", lambda: found)
 
-    def test_memory_is_shared_by_the_ranks(self):
+    def test_memory_is_shared_by_the_ranks(self) -> None:
         full = plan(cluster__gpu="local", gpus=4).resolve()
         assert (
             full.gpu.memory_gib == 4.0
@@ -213,17 +219,17 @@ class TestLocal:
             and full.strategy.precision == "fp32"
         )
 
-    def test_more_ranks_than_are_attached(self):
+    def test_more_ranks_than_are_attached(self) -> None:
         message = check(plan(cluster__gpu="local", gpus=9))[0].message
         assert "is 9" in message and "1 to 8" in message
 
-    def test_a_card_named_by_its_driver(self, monkeypatch):
+    def test_a_card_named_by_its_driver(self, monkeypatch: pytest.MonkeyPatch) -> None:
         found = machine.Attached("cuda", 4, "NVIDIA A100-SXM4-80GB", 79 * 2**30, 16)
         monkeypatch.setattr("workbench.plan.resolution.attached", lambda: found)
         full = plan(cluster__gpu="local", gpus=4).resolve()
         assert full.gpu.name == "a100-sxm-80gb" and full.fabric.gpus_per_node == 4
 
-    def test_an_unknown_card_says_what_to_write(self, monkeypatch):
+    def test_an_unknown_card_says_what_to_write(self, monkeypatch: pytest.MonkeyPatch) -> None:
         found = machine.Attached("cuda", 1, "NVIDIA A1000 Laptop", 6 * 2**30, 16)
         monkeypatch.setattr("workbench.plan.resolution.attached", lambda: found)
         assert "A1000" in check(plan(cluster__gpu="local", gpus=1))[0].message
@@ -232,13 +238,13 @@ class TestLocal:
 @pytest.mark.parametrize(
     "kernels, end", [("eager", "megatron-tp"), ("fused", "megatron-tp, fused")]
 )
-def test_a_plan_without_a_name_is_called_what_it_is(kernels, end):
+def test_a_plan_without_a_name_is_called_what_it_is(kernels: str, end: str) -> None:
     made = plan(strategy="megatron-tp", strategy__kernels=kernels)
     assert made.resolve().name == f"tiny on 8 h100-sxm-80gb, {end}"
     assert made.replace(name="mine").resolve().name == "mine"
 
 
-def test_this_machine_has_something_attached():
+def test_this_machine_has_something_attached() -> None:
     found = machine.attached()
     assert found.count >= 1 and found.memory_bytes > 2**28
 
@@ -246,11 +252,11 @@ def test_this_machine_has_something_attached():
 @pytest.mark.parametrize(
     "name, stages", [("llama-3-8b", 4), ("llama-3.2-1b", 4), ("gpt3-175b", 16), ("deepseek-v3", 8)]
 )
-def test_balanced_partition_beats_an_even_one(name, stages):
+def test_balanced_partition_beats_an_even_one(name: str, stages: int) -> None:
     shape = models()[name].shape
     _, blocks, head = costs(shape, 4096)
 
-    def worst(counts):
+    def worst(counts: list[int]) -> float:
         load, first = [], 0
         for count in counts:
             load.append(sum(blocks[first : first + count]))
@@ -265,12 +271,12 @@ def test_balanced_partition_beats_an_even_one(name, stages):
     assert counts[-1] <= max(counts)
 
 
-def test_a_large_head_takes_layers_off_the_last_stage():
+def test_a_large_head_takes_layers_off_the_last_stage() -> None:
     counts = balanced(models()["llama-3.2-1b"].shape, 4, 4096)
     assert counts[-1] < min(counts[:-1])
 
 
-def test_corpus_of_a_folder_is_stable_and_hashed_by_content(tmp_path):
+def test_corpus_of_a_folder_is_stable_and_hashed_by_content(tmp_path: Path) -> None:
     (tmp_path / "b.txt").write_text("two")
     (tmp_path / "a.md").write_text("one")
     (tmp_path / "empty.txt").write_text("")
@@ -282,21 +288,23 @@ def test_corpus_of_a_folder_is_stable_and_hashed_by_content(tmp_path):
 
 
 @pytest.mark.parametrize("source", ["no/such/text", "{empty}"])
-def test_missing_corpus_names_the_field(tmp_path, source):
+def test_missing_corpus_names_the_field(tmp_path: Path, source: str) -> None:
     with pytest.raises(PlanError, match=r"corpus\.source: .*(does not exist|holds no text)"):
         corpus_files.files(source.format(empty=tmp_path))
 
 
-def test_resolved_names_the_text_and_notices_when_it_changes(tmp_path):
+def test_resolved_names_the_text_and_notices_when_it_changes(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("one")
     full = plan(corpus=str(tmp_path)).pin()
-    assert len(full.corpus.sha256) == 64 and full.pin() == full
+    assert len(str(full.corpus.sha256)) == 64 and full.pin() == full
     (tmp_path / "a.txt").write_text("two")
     with pytest.raises(PlanError, match=r"corpus\.sha256"):
         full.pin()
 
 
-def test_resolved_paths_do_not_depend_on_where_one_stands(tmp_path, monkeypatch):
+def test_resolved_paths_do_not_depend_on_where_one_stands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "a.txt").write_text("one")
     monkeypatch.chdir(tmp_path)
     full = plan(corpus="a.txt", checkpoint__load="runs/one").pin()
@@ -319,7 +327,9 @@ def test_resolved_paths_do_not_depend_on_where_one_stands(tmp_path, monkeypatch)
         ("7", []),
     ],
 )
-def test_gpus_that_torch_would_see(monkeypatch, chosen, seen):
+def test_gpus_that_torch_would_see(
+    monkeypatch: pytest.MonkeyPatch, chosen: str | None, seen: list[Any]
+) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if chosen is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", chosen)
@@ -329,14 +339,16 @@ def test_gpus_that_torch_would_see(monkeypatch, chosen, seen):
 @pytest.mark.parametrize(
     "limit, cores", [("max 100000", 8), ("200000 100000", 2), ("50000 100000", 1), ("", 8)]
 )
-def test_a_container_may_use_fewer_cores_than_there_are(monkeypatch, tmp_path, limit, cores):
+def test_a_container_may_use_fewer_cores_than_there_are(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, limit: str, cores: int
+) -> None:
     (tmp_path / "cpu.max").write_text(limit)
     monkeypatch.setattr(machine, "CGROUP", tmp_path)
-    monkeypatch.setattr(machine.os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
     assert machine.host_cores() == cores
 
 
-def fields(model, above=""):
+def fields(model: type[Any], above: str = "") -> Iterator[tuple[str, FieldInfo]]:
     for name, field in model.model_fields.items():
         yield f"{above}{name}", field
         for inner in (field.annotation, *getattr(field.annotation, "__args__", ())):
@@ -344,7 +356,7 @@ def fields(model, above=""):
                 yield from fields(inner, f"{above}{name}.")
 
 
-def test_every_field_says_what_it_is_in_one_line():
+def test_every_field_says_what_it_is_in_one_line() -> None:
     told = dict(fields(Plan))
     assert "strategy.pipeline.schedule" in told and "model.moe.top_k" in told
     for name, field in told.items():
@@ -353,13 +365,13 @@ def test_every_field_says_what_it_is_in_one_line():
         ), name
 
 
-def test_a_field_that_nothing_runs_says_so():
+def test_a_field_that_nothing_runs_says_so() -> None:
     told = dict(fields(Plan))
-    assert "strategy.pipeline.replicas" in {name for name, _, _ in BUILT}
-    for name, _, can in BUILT:
-        assert "estimated only" in told[name].description, f"{name}: only {can} can run"
-    for name, _, can in VALUED:
-        assert "estimated and rehearsed only" in told[name].description, (
+    assert "strategy.pipeline.replicas" in {name for name, _, _ in ENGINE_LIMITS}
+    for name, _, can in ENGINE_LIMITS:
+        assert "estimated only" in str(told[name].description), f"{name}: only {can} can run"
+    for name, _, can in RUN_LIMITS:
+        assert "estimated and rehearsed only" in str(told[name].description), (
             f"{name}: only {can} can run"
         )
 

@@ -60,7 +60,7 @@ VALUES = [
 ]
 
 
-def test_what_a_mutation_added_may_be_mutated_again():
+def test_what_a_mutation_added_may_be_mutated_again() -> None:
     keys, pick = set(), random.Random(0)
     for _ in range(500):
         data = {3: 1}
@@ -70,7 +70,7 @@ def test_what_a_mutation_added_may_be_mutated_again():
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_any_field_may_hold_anything(seed):
+def test_any_field_may_hold_anything(seed: int) -> None:
     pick, legal = random.Random(seed), 0
     for _ in range(150):
         data = copy.deepcopy(pick.choice(WRITTEN))
@@ -88,6 +88,6 @@ def test_any_field_may_hold_anything(seed):
 
 
 @given(st.text(max_size=80))
-def test_any_text_is_a_plan_or_a_plan_error(text):
+def test_any_text_is_a_plan_or_a_plan_error(text: str) -> None:
     with pytest.raises(PlanError):
         parse_plan(text)

@@ -5,9 +5,12 @@ whatever stands there.
 import copy
 import json
 import random
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.conftest import Ask
 from tests.mutation import mutate
 from tests.plan.test_catalog import DEEPSEEK, GPT2, LLAMA
 from workbench.errors import PlanError
@@ -69,7 +72,7 @@ VALUES = [
 ]
 
 
-def message(config):
+def message(config: dict[str, Any]) -> str:
     with pytest.raises(PlanError) as caught:
         huggingface_config.shape_of(config)
     return str(caught.value)
@@ -79,7 +82,7 @@ def message(config):
 @pytest.mark.parametrize(
     "key", ["num_hidden_layers", "hidden_size", "num_key_value_heads", "vocab_size"]
 )
-def test_a_value_of_the_wrong_type_is_refused_by_its_key(key, value):
+def test_a_value_of_the_wrong_type_is_refused_by_its_key(key: str, value: Any) -> None:
     assert f"{key} of 'config.json' is" in message({**LLAMA, key: value})
 
 
@@ -98,12 +101,12 @@ def test_a_value_of_the_wrong_type_is_refused_by_its_key(key, value):
         ("rope_parameters", {"rope_theta": 1e4}, "is 500000, but in rope_parameters 10000"),
     ],
 )
-def test_other_values_are_refused_by_their_key(key, value, words):
+def test_other_values_are_refused_by_their_key(key: str, value: Any, words: str) -> None:
     found = message({**LLAMA, key: value})
     assert key in found and words in found
 
 
-def test_deepseeks_own_code_is_the_model_that_is_known_here():
+def test_deepseeks_own_code_is_the_model_that_is_known_here() -> None:
     own = {
         "AutoConfig": "configuration_deepseek.DeepseekV3Config",
         "AutoModelForCausalLM": "modeling_deepseek.DeepseekV3ForCausalLM",
@@ -120,7 +123,7 @@ def test_deepseeks_own_code_is_the_model_that_is_known_here():
 
 
 @pytest.mark.parametrize("config", ALL, ids=lambda config: config["model_type"])
-def test_any_key_may_hold_anything(config):
+def test_any_key_may_hold_anything(config: dict[str, Any]) -> None:
     pick, read, refused = random.Random(config["model_type"]), 0, 0
     for _ in range(500):
         data = copy.deepcopy(config) | {
@@ -177,8 +180,8 @@ def test_any_key_may_hold_anything(config):
     ],
 )
 def test_what_a_shape_cannot_say_is_planned_told_and_refused_where_it_would_run(
-    tmp_path, more, words
-):
+    tmp_path: Path, more: dict[str, Any], words: str
+) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**LLAMA, **more}))
     full = Plan.of(str(tmp_path), gpu="h100-sxm-80gb", gpus=1).resolve()
     assert words in full.shape.unmodelled
@@ -191,7 +194,7 @@ def test_what_a_shape_cannot_say_is_planned_told_and_refused_where_it_would_run(
     assert words in "; ".join(huggingface_config.account(str(tmp_path)).not_modelled.values())
 
 
-def test_the_catalog_says_the_same_of_a_model_as_its_configuration():
+def test_the_catalog_says_the_same_of_a_model_as_its_configuration() -> None:
     config = {
         **LLAMA,
         "num_hidden_layers": 16,
@@ -227,17 +230,17 @@ def test_the_catalog_says_the_same_of_a_model_as_its_configuration():
         {"num_hidden_layers": 40},
     ],
 )
-def test_what_changes_nothing_is_not_called_lost(more):
+def test_what_changes_nothing_is_not_called_lost(more: dict[str, Any]) -> None:
     assert huggingface_config.shape_of({**LLAMA, **more}).unmodelled is None
 
 
-def test_the_base_of_transformers_5():
+def test_the_base_of_transformers_5() -> None:
     config = {**LLAMA, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
     del config["rope_theta"]
     assert huggingface_config.shape_of(config).rope_theta == 1e6
 
 
-def test_windows_by_family():
+def test_windows_by_family() -> None:
     assert (
         huggingface_config.shape_of(
             {k: v for k, v in MISTRAL.items() if k != "sliding_window"}
@@ -256,7 +259,7 @@ def test_windows_by_family():
     assert huggingface_config.shape_of({**on, "max_window_layers": 0}).unmodelled is None
 
 
-def test_gates_of_deepseek_add_up_to_one_as_its_configuration_says():
+def test_gates_of_deepseek_add_up_to_one_as_its_configuration_says() -> None:
     assert huggingface_config.shape_of(DEEPSEEK).moe.renormalise
     assert not huggingface_config.shape_of({**DEEPSEEK, "norm_topk_prob": False}).moe.renormalise
     assert not huggingface_config.shape_of(
@@ -269,7 +272,7 @@ def test_gates_of_deepseek_add_up_to_one_as_its_configuration_says():
 
 
 @pytest.mark.parametrize("config", ALL, ids=lambda config: config["model_type"])
-def test_every_key_is_accounted_for_once(tmp_path, config):
+def test_every_key_is_accounted_for_once(tmp_path: Path, config: dict[str, Any]) -> None:
     more = {
         "torch_dtype": "bfloat16",
         "house_style": 3,
@@ -285,7 +288,7 @@ def test_every_key_is_accounted_for_once(tmp_path, config):
     assert {"torch_dtype", "use_cache", "scale_attn_weights"} == set(made.ignored)
 
 
-def test_a_key_written_twice_is_refused(tmp_path):
+def test_a_key_written_twice_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(
         '{"model_type": "llama", "hidden_size": 8, "hidden_size": 16}'
     )
@@ -293,7 +296,9 @@ def test_a_key_written_twice_is_refused(tmp_path):
         huggingface_config.read_huggingface_config(str(tmp_path))
 
 
-def test_a_rehearsal_is_that_of_the_model_without_what_is_not_modelled_and_says_so(tmp_path):
+def test_a_rehearsal_is_that_of_the_model_without_what_is_not_modelled_and_says_so(
+    tmp_path: Path,
+) -> None:
     from workbench.rehearsal.rehearse import rehearse
 
     small = {
@@ -312,7 +317,9 @@ def test_a_rehearsal_is_that_of_the_model_without_what_is_not_modelled_and_says_
     assert "not_modelled" not in plain.summary() and scaled.memory.equals(plain.memory)
 
 
-def test_plan_lists_every_key_estimate_says_what_it_leaves_out_and_verify_refuses(ask, tmp_path):
+def test_plan_lists_every_key_estimate_says_what_it_leaves_out_and_verify_refuses(
+    ask: Ask, tmp_path: Path
+) -> None:
     (tmp_path / "config.json").write_text(
         json.dumps({**LLAMA, "rope_scaling": SCALED[1], "house_style": 1})
     )

@@ -128,7 +128,12 @@ def test_keys_close_to_an_unknown_one_are_looked_for_only_where_they_are_shown(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     looked: list[str] = []
-    monkeypatch.setattr(foreign_keys, "_close", lambda key, words: looked.append(key) or [])
+
+    def close(key: str, words: Any) -> list[str]:
+        looked.append(key)
+        return []
+
+    monkeypatch.setattr(foreign_keys, "_close", close)
     text = json.dumps({"train_batch_size": 8, **{f"k{i}": i for i in range(200)}})
     assert "and 180 more" in told(
         lambda: interop.read(text, gpu="h100-sxm-80gb", gpus=8, model="tiny")

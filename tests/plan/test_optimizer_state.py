@@ -2,6 +2,8 @@
 names.
 """
 
+from typing import Any
+
 import pytest
 
 from workbench.plan.optimizer_state import StateBytes, state_bytes
@@ -26,7 +28,9 @@ from workbench.plan.schema import Plan
         ),
     ],
 )
-def test_state_bytes_follow_the_dtypes_of_the_plan(changes, expected):
+def test_state_bytes_follow_the_dtypes_of_the_plan(
+    changes: dict[str, Any], expected: StateBytes
+) -> None:
     plan = Plan.of("llama-3-8b", gpu="h100-sxm-80gb", gpus=1, strategy="ddp")
     plan = plan.replace(**{"training.global_batch": 64, **changes}).resolve()
     found = state_bytes(plan)

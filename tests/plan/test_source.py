@@ -1,5 +1,7 @@
 """Plans in and out: YAML, changes by dotted path, and errors that name the field."""
 
+from typing import Any
+
 import pytest
 import yaml
 from hypothesis import given
@@ -25,7 +27,7 @@ def problems(text: str) -> dict[str, str]:
     return {problem.field: problem.message for problem in caught.value.problems}
 
 
-def test_exponent_without_a_point_is_a_number():
+def test_exponent_without_a_point_is_a_number() -> None:
     assert parse_plan(SHORT).training.optimizer.learning_rate == 3e-4
 
 
@@ -33,7 +35,7 @@ def test_exponent_without_a_point_is_a_number():
     "text, value",
     [("yes", "yes"), ("010", 10), ("1:30", "1:30"), ("", None), ("true", True), ("1.", 1.0)],
 )
-def test_core_schema_of_yaml_1_2(text, value):
+def test_core_schema_of_yaml_1_2(text: str, value: Any) -> None:
     assert yaml_files.parse(f"key: {text}") == {"key": value}
 
 
@@ -53,57 +55,57 @@ scalars = (
         max_leaves=8,
     )
 )
-def test_whatever_is_dumped_reads_back_equal(value):
+def test_whatever_is_dumped_reads_back_equal(value: Any) -> None:
     assert yaml_files.parse(yaml_files.dump(value)) == value
 
 
-def test_files_read_alike_by_yaml_1_1():
+def test_files_read_alike_by_yaml_1_1() -> None:
     value = {"mixed": "no", "number": "1e5", "rate": 3e-4, "octal": "010", "small": 1e-8}
     assert yaml.safe_load(yaml_files.dump(value)) == value
 
 
-def test_duplicate_keys_are_refused_with_their_lines():
+def test_duplicate_keys_are_refused_with_their_lines() -> None:
     found = problems(
         "model: tiny\ncluster: {gpu: local, gpus: 1}\ntraining:\n  steps: 3\n  steps: 4\n"
     )
     assert "lines 4 and 5" in found["steps"]
 
 
-def test_broken_yaml_names_file_and_line():
+def test_broken_yaml_names_file_and_line() -> None:
     assert "line 2" in problems("model: [tiny\ncluster: 3")["plan"]
 
 
-def test_unsafe_yaml_is_refused():
+def test_unsafe_yaml_is_refused() -> None:
     assert "plan" in problems("model: !!python/object/apply:os.getcwd []")
 
 
-def test_short_plan_round_trips_exactly():
+def test_short_plan_round_trips_exactly() -> None:
     plan = parse_plan(SHORT)
     assert parse_plan(plan.to_yaml()) == plan
     assert "sequence_length" not in plan.to_yaml()
 
 
-def test_complete_plan_round_trips_exactly():
+def test_complete_plan_round_trips_exactly() -> None:
     full = parse_plan(SHORT).resolve()
     assert parse_plan(full.to_yaml()) == full
     assert full.resolve() == full
 
 
-def test_unknown_key_says_what_was_meant_and_what_is_legal():
+def test_unknown_key_says_what_was_meant_and_what_is_legal() -> None:
     message = problems("model: tiny\ncluster: {gpu: local, gpus: 1}\ntraining: {step: 3}")[
         "training.step"
     ]
     assert "did you mean steps?" in message and "global_batch" in message
 
 
-def test_several_problems_come_together():
+def test_several_problems_come_together() -> None:
     text = (
         "model: tiny\ncluster: {gpu: local, gpus: two}\ntraining: {micro_batch: -1, steps: 1.5}\n"
     )
     assert set(problems(text)) == {"cluster.gpus", "training.micro_batch", "training.steps"}
 
 
-def test_wrong_value_is_shown_with_every_legal_kind():
+def test_wrong_value_is_shown_with_every_legal_kind() -> None:
     found = problems(
         "model: tiny\ncluster: {gpu: local, gpus: 1}\nstrategy: {pipeline: {partition: even}}"
     )
@@ -111,48 +113,48 @@ def test_wrong_value_is_shown_with_every_legal_kind():
     assert "'even'" in message and "'balanced'" in message and "a list" in message
 
 
-def test_inline_model_errors_do_not_mention_other_kinds_of_model():
+def test_inline_model_errors_do_not_mention_other_kinds_of_model() -> None:
     found = problems(
         "model: {layers: 2, hidden: 64, heads: 4, ffn: 128}\ncluster: {gpu: local, gpus: 1}"
     )
     assert found == {"model.vocab": "is missing"}
 
 
-def test_a_list_is_no_plan():
+def test_a_list_is_no_plan() -> None:
     assert "mapping" in problems("- tiny")["plan"]
 
 
-def test_corpus_may_be_a_bare_string():
+def test_corpus_may_be_a_bare_string() -> None:
     assert (
         parse_plan("model: tiny\ncluster: {gpu: local, gpus: 1}\ncorpus: stdlib").corpus.source
         == "stdlib"
     )
 
 
-def test_replace_below_a_catalog_name_writes_the_entry_out():
+def test_replace_below_a_catalog_name_writes_the_entry_out() -> None:
     plan = parse_plan(SHORT).replace(**{"model.hidden": 256, "cluster.gpu.memory_gib": 40.0})
     assert plan.resolve().shape.head_dim == 64
     assert plan.resolve().gpu.memory_gib == 40.0
 
 
-def test_replace_through_a_value_that_has_no_fields():
+def test_replace_through_a_value_that_has_no_fields() -> None:
     with pytest.raises(PlanError, match=r"training\.steps is 100"):
         parse_plan(SHORT).resolve().replace(**{"training.steps.first": 1})
 
 
-def test_assignments_are_yaml():
+def test_assignments_are_yaml() -> None:
     assert assignments(["a.b=3e-4", "c=[2, 2]", "d=null"]) == {"a.b": 3e-4, "c": [2, 2], "d": None}
     with pytest.raises(PlanError, match="key=value"):
         assignments(["steps"])
 
 
-def test_diff_names_fields():
+def test_diff_names_fields() -> None:
     a = parse_plan(SHORT).resolve()
     b = a.replace(**{"training.steps": 7})
     assert diff(a, b) == [("training.steps", 100, 7)]
 
 
-def test_load_missing_file():
+def test_load_missing_file() -> None:
     with pytest.raises(PlanError, match=r"nowhere\.yaml: cannot be read"):
         Plan.load("nowhere.yaml")
 
@@ -168,19 +170,19 @@ def test_load_missing_file():
         "a: " + "[" * 3000,
     ],
 )
-def test_yaml_that_means_nothing_is_told_of_its_file(text):
+def test_yaml_that_means_nothing_is_told_of_its_file(text: str) -> None:
     with pytest.raises(PlanError, match=r"^plan: not valid YAML"):
         parse_plan(text)
 
 
-def test_a_grid_without_sides_is_refused():
+def test_a_grid_without_sides_is_refused() -> None:
     text = (
         "model: tiny\ncluster: {gpu: local, gpus: 1}\nstrategy: {tensor: {size: [], algorithm: 2d}}"
     )
     assert "is []; " in problems(text)["strategy.tensor.size"]
 
 
-def test_a_key_that_is_no_text_is_refused():
+def test_a_key_that_is_no_text_is_refused() -> None:
     assert (
         "is 1; must be text" in problems("1: 2\nmodel: tiny\ncluster: {gpu: local, gpus: 1}")["1"]
     )

@@ -75,7 +75,7 @@ def test_a_node_under_full_load_draws_what_was_measured() -> None:
 def test_energy_grows_with_the_share_that_computes_and_never_leaves_the_ratings() -> None:
     card = gpu_catalog.gpus()["a100-sxm-80gb"].gpu
     drawn = [watts_per_gpu(card, share) for share in (0.0, 0.5, 1.0, 2.0)]
-    assert drawn[0] is not None and 0 < drawn[0] < drawn[1] < drawn[2] == drawn[3]  # type: ignore[operator]
+    assert drawn[0] is not None and 0 < drawn[0] < drawn[1] < drawn[2] == drawn[3]
     found = priced(tokens=10**9)
     assert found.watts is not None and found.kwh == pytest.approx(
         found.gpu_hours * found.watts / 1000

@@ -17,7 +17,7 @@ from workbench.profile import Profile
 
 
 def dapple(replicas: list[int] | None, stages: int = 2, gpus: int = 16, **changes: Any) -> Plan:
-    asked = {
+    asked: dict[str, Any] = {
         "strategy.pipeline.size": stages,
         "training.global_batch": 240,
         "training.sequence_length": 1024,

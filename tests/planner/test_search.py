@@ -150,7 +150,7 @@ def test_the_largest_space_holds_every_legal_grid() -> None:
     }
     same = {(name, grid) for name, grid in every if grid[0] == 1 or grid[2:] == (1,)}
     found = {
-        (cell.fixed.algorithm, tuple(split.size(cell.fixed.algorithm)))  # type: ignore[arg-type]
+        (cell.fixed.algorithm, tuple(split.size(cell.fixed.algorithm)))
         for cell in search_cells(space)
         for split in cell.values["split"]
     }

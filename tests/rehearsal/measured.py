@@ -15,6 +15,7 @@ from workbench.engine.measure.step_sampler import StepSampler, allocated_rows
 from workbench.engine.session import Session
 from workbench.engine.verify.forked_ranks import run_ranks
 from workbench.parallel.mesh import build_mesh
+from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.schema import Plan
 
 STEPS = 2
@@ -26,7 +27,7 @@ def measure(plan: Plan) -> list[tuple[Rows, Rows, Rows]]:
     return run_ranks(plan.world_size, partial(_measure_rank, plan.resolve()))
 
 
-def _measure_rank(plan: Plan, rank: int) -> tuple[Rows, Rows, Rows]:
+def _measure_rank(plan: ResolvedPlan, rank: int) -> tuple[Rows, Rows, Rows]:
     device, t = torch.device("cpu"), plan.training
     mesh = build_mesh(plan, rank)
     gauge = memory_meter(device)

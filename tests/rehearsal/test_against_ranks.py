@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.rehearsal.measured import STEPS, Rows, measure, total, traffic
+from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.schema import Plan
 from workbench.profile import Profile
 from workbench.rehearsal.rehearse import rehearse
@@ -32,7 +33,7 @@ ALL = pytest.mark.parametrize("precision", ["fp32", "bf16"])
 EACH = pytest.mark.parametrize("case", CASES)
 
 
-def plan(case: str, precision: str) -> Plan:
+def plan(case: str, precision: str) -> ResolvedPlan:
     model, gpus, strategy = CASES[case]
     changes: dict[str, Any] = {
         "strategy.precision": precision,
@@ -54,7 +55,8 @@ def both(case: str, precision: str) -> tuple[Profile, list[tuple[Rows, Rows, Row
 def of_rank(profile: Profile, kind: str, rank: int) -> Rows:
     """Rows of the rank that was rehearsed for `rank`."""
     frame = getattr(profile, kind)
-    return frame[frame["rank"] == profile.representative[rank]].to_dict("records")
+    rows: Rows = frame[frame["rank"] == profile.representative[rank]].to_dict("records")
+    return rows
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,6 +17,7 @@ from workbench.errors import PlanError
 from workbench.plan.catalog import catalog
 from workbench.plan.custom_schedule import executed
 from workbench.plan.model.parameter_count import parameters
+from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.rules.legal_sizes import token_parts
 from workbench.plan.rules.supported import runnable
 from workbench.plan.schema import Plan
@@ -53,7 +55,7 @@ def warm() -> None:
     )
 
 
-def large(strategy: str, gpus: int, **changes: object) -> Plan:
+def large(strategy: str, gpus: int, **changes: Any) -> ResolvedPlan:
     """One micro-batch a pipeline stage; two at least. A grid gets a sequence for each part that it
     splits them into.
     """
@@ -80,7 +82,7 @@ def large(strategy: str, gpus: int, **changes: object) -> Plan:
     return plan.replace(**batch).resolve()
 
 
-def last_stage(plan: Plan) -> int:
+def last_stage(plan: ResolvedPlan) -> int:
     """Parameters on a rank of the last pipeline rank, which is split over the tensor axis but for
     the norms.
     """

@@ -5,7 +5,9 @@ behind.
 import os
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -13,12 +15,13 @@ import pytest
 from workbench.plan.schema import Plan
 from workbench.runs.launch.accelerate_command import Recipe
 from workbench.runs.launch.checked_launch import start
+from workbench.runs.run import Run
 
 REPOSITORY = Path(__file__).parents[2]
 
 
 @pytest.fixture
-def plan(tmp_path):
+def plan(tmp_path: Path) -> Plan:
     text = tmp_path / "corpus.txt"
     text.write_text("to be or not to be " * 100)
     changes = {"training.steps": 5, "corpus.source": str(text)}
@@ -26,7 +29,7 @@ def plan(tmp_path):
 
 
 @pytest.fixture
-def go(plan, tmp_path, monkeypatch):
+def go(plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
     """`go(fault, steps, world)` starts a run of stub workers; afterwards nothing of it may be
     alive.
     """
@@ -34,14 +37,14 @@ def go(plan, tmp_path, monkeypatch):
     runs = []
 
     def launch(
-        fault="none",
-        steps=5,
-        hello_seconds=20.0,
-        progress_seconds=20.0,
-        module="tests.runs.stub_worker",
-        root=None,
-        world=plan.world_size,
-    ):
+        fault: str = "none",
+        steps: int = 5,
+        hello_seconds: float = 20.0,
+        progress_seconds: float = 20.0,
+        module: str = "tests.runs.stub_worker",
+        root: Path | None = None,
+        world: int = plan.world_size,
+    ) -> Run:
         launcher = (sys.executable, "-m", "tests.runs.light_launcher", str(world), fault)
         recipe = Recipe(module, launcher, hello_seconds, progress_seconds)
         changes = {"training.steps": steps, "cluster.gpus": world}
@@ -64,7 +67,7 @@ def go(plan, tmp_path, monkeypatch):
     assert not left
 
 
-def processes_of(run):
+def processes_of(run: Run) -> list[Any]:
     """Every live process of a run: each has the run directory on its command line."""
     found = []
     for process in psutil.process_iter():
@@ -79,7 +82,7 @@ def processes_of(run):
     return found
 
 
-def until(condition, seconds=20.0):
+def until(condition: Callable[..., Any], seconds: float = 20.0) -> Any:
     """Wait until `condition()` is true and give it back; fail at the deadline."""
     deadline = time.monotonic() + seconds
     while not (value := condition()):

@@ -16,7 +16,7 @@ REPORT = """  rank      : {rank} (local_rank: {rank})
   exitcode  : {code} (pid: {pid})"""
 
 
-def start(rank, world, fault, command):
+def start(rank: int, world: int, fault: str, command: list[str]) -> subprocess.Popen[bytes]:
     env = {
         **os.environ,
         "RANK": str(rank),
@@ -32,7 +32,7 @@ def start(rank, world, fault, command):
         )
 
 
-def end(processes):
+def end(processes: list[subprocess.Popen[bytes]]) -> None:
     for process in processes:
         process.terminate()
     deadline = time.monotonic() + 3
@@ -43,13 +43,13 @@ def end(processes):
         process.wait()
 
 
-def asked_to_end(number, processes):
+def asked_to_end(number: int, processes: list[subprocess.Popen[bytes]]) -> None:
     end(processes)
     print(f"Received {number} death signal, shutting down workers", flush=True)
     sys.exit(1)
 
 
-def main():
+def main() -> None:
     world, fault, command = int(sys.argv[1]), sys.argv[2], sys.argv[3:]
     processes = [start(rank, world, fault, command) for rank in range(world)]
     signal.signal(signal.SIGTERM, lambda number, _: asked_to_end(number, processes))

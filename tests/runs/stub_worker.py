@@ -7,6 +7,8 @@ of the kind that gloo gives. STUB_FAULT says how one rank misbehaves: `raise:RAN
 (leaves a process of its own behind), `loop:RANK:STEP` (works for ever).
 """
 
+from typing import Any
+
 from workbench.runs.launch.parent_death import die_with_parent
 
 die_with_parent()
@@ -29,30 +31,30 @@ PACE = 0.02
 
 
 class Stub:
-    def __init__(self, plan_file):
+    def __init__(self, plan_file: str) -> None:
         self.run = Path(plan_file).parent
         self.rank, self.world = (
             int(os.environ.get("RANK", "0")),
             int(os.environ.get("WORLD_SIZE", "1")),
         )
-        self.steps = yaml.safe_load(Path(plan_file).read_text())["training"]["steps"]
+        self.steps: int = yaml.safe_load(Path(plan_file).read_text())["training"]["steps"]
         self.file = os.open(self.path(self.rank), os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-        self.step = None
+        self.step: int | None = None
 
-    def path(self, rank):
+    def path(self, rank: int) -> Path:
         return self.run / "telemetry" / f"rank{rank:05d}.jsonl"
 
-    def fault(self, kind, step=None):
+    def fault(self, kind: str, step: int | None = None) -> bool:
         return FAULT[:2] == [kind, str(self.rank)] and (step is None or int(FAULT[2]) == step)
 
-    def write(self, kind, **fields):
+    def write(self, kind: str, **fields: Any) -> None:
         with suppress(OSError):  # a full disk costs records, not the run
             os.write(
                 self.file,
                 json.dumps({"kind": kind, "t": time.monotonic(), **fields}).encode() + b"\n",
             )
 
-    def hello(self):
+    def hello(self) -> None:
         self.write(
             "hello",
             rank=self.rank,
@@ -68,7 +70,7 @@ class Stub:
             versions={},
         )
 
-    def peer_step(self, rank):
+    def peer_step(self, rank: int) -> int:
         """The last step that a peer wrote; None where it is gone."""
         try:
             records = [json.loads(line) for line in self.path(rank).read_bytes().splitlines()]
@@ -81,7 +83,7 @@ class Stub:
             return 10**9
         return max((r["step"] for r in records if r["kind"] == "step"), default=-1)
 
-    def meet(self, step):
+    def meet(self, step: int) -> None:
         deadline = time.monotonic() + 60
         while any(
             self.peer_step(rank) < step - 1 for rank in range(self.world) if rank != self.rank
@@ -90,7 +92,7 @@ class Stub:
                 raise TimeoutError("Timed out waiting 60000ms for a peer")
             time.sleep(PACE / 2)
 
-    def last_step(self, step):
+    def last_step(self, step: int) -> int:
         """Rank 0 heeds the request to stop and tells the others after which step."""
         agreed = self.run / "stub-last-step"
         if (
@@ -107,7 +109,7 @@ class Stub:
             draft.rename(agreed)
         return int(agreed.read_text()) if agreed.exists() else self.steps - 1
 
-    def train(self):
+    def train(self) -> None:
         self.hello()
         for step in range(self.steps):
             if step > self.last_step(step):
@@ -151,7 +153,7 @@ class Stub:
         if not self.fault("nobye"):
             self.write("bye", step=self.step)
 
-    def leave_error(self, error):
+    def leave_error(self, error: BaseException) -> None:
         content = {
             "rank": self.rank,
             "step": self.step,
@@ -164,7 +166,7 @@ class Stub:
         (self.run / "errors" / f"rank{self.rank:05d}.json").write_text(json.dumps(content))
 
 
-def main():
+def main() -> None:
     stub = Stub(sys.argv[1])
     if stub.fault("silent"):
         print("waiting for a device that never comes", file=sys.stderr, flush=True)

@@ -3,6 +3,8 @@ folder is touched.
 """
 
 import json
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -29,7 +31,9 @@ TENSOR = {
 FILE = {"file": "rank00000.safetensors", "bytes": 8, "sha256": "0" * 64, "tensors": [TENSOR]}
 
 
-def whole(folder, meta=None, files=(FILE,)):
+def whole(
+    folder: Path, meta: None = None, files: list[dict[str, Any]] | tuple[dict[str, Any]] = (FILE,)
+) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     body = {"version": VERSION, "meta": {} if meta is None else meta, "files": list(files)}
     (folder / "manifest.json").write_text(manifest_text(body))
@@ -37,7 +41,7 @@ def whole(folder, meta=None, files=(FILE,)):
 
 
 @pytest.fixture
-def run(tmp_path):
+def run(tmp_path: Path) -> Path:
     """A run directory whose telemetry is lost."""
     folder = tmp_path / "run"
     (folder / "checkpoints").mkdir(parents=True)
@@ -46,7 +50,7 @@ def run(tmp_path):
     return folder
 
 
-def test_the_latest_whole_checkpoint_is_found_without_telemetry(run):
+def test_the_latest_whole_checkpoint_is_found_without_telemetry(run: Path) -> None:
     with pytest.raises(PlanError, match=r"resume: .*holds no checkpoint; set checkpoint\.every"):
         checkpoint_of(run)
     for step in (9, 100):
@@ -72,8 +76,8 @@ def test_the_latest_whole_checkpoint_is_found_without_telemetry(run):
 
 
 def test_a_run_that_died_before_its_first_checkpoint_leads_back_to_the_one_it_went_on_from(
-    run, tmp_path
-):
+    run: Path, tmp_path: Path
+) -> None:
     former = whole(tmp_path / "former/checkpoints/step-00000007")
     plan = Plan.load(run / "plan.yaml").replace(**{"checkpoint.load": str(former)})
     (run / "plan.yaml").write_text(plan.to_yaml())
@@ -86,13 +90,13 @@ def test_a_run_that_died_before_its_first_checkpoint_leads_back_to_the_one_it_we
         checkpoint_of(run)
 
 
-def test_a_run_whose_plan_is_damaged_says_so(run):
+def test_a_run_whose_plan_is_damaged_says_so(run: Path) -> None:
     (run / "plan.yaml").write_text("model: [")
     with pytest.raises(PlanError, match="holds no checkpoint, and its plan cannot be read"):
         checkpoint_of(run)
 
 
-def test_links_are_no_checkpoints(run, tmp_path):
+def test_links_are_no_checkpoints(run: Path, tmp_path: Path) -> None:
     outside = whole(tmp_path / "outside/step-00000005")
     (run / "checkpoints/step-00000005").symlink_to(outside)
     assert finished_checkpoints(run / "checkpoints") == []
@@ -117,7 +121,7 @@ def test_links_are_no_checkpoints(run, tmp_path):
         5,
     ],
 )
-def test_a_file_outside_of_the_checkpoint_is_refused(tmp_path, name):
+def test_a_file_outside_of_the_checkpoint_is_refused(tmp_path: Path, name: int | str) -> None:
     whole(tmp_path, files=[FILE, {**FILE, "file": name}])
     with pytest.raises(
         ValueError, match=r"manifest.json is damaged: files\[1\] .*checkpoint\.load"
@@ -125,8 +129,8 @@ def test_a_file_outside_of_the_checkpoint_is_refused(tmp_path, name):
         read_manifest(tmp_path)
 
 
-def test_a_link_to_a_file_outside_is_refused(tmp_path):
-    (tmp_path / FILE["file"]).symlink_to("/etc/hostname")
+def test_a_link_to_a_file_outside_is_refused(tmp_path: Path) -> None:
+    (tmp_path / str(FILE["file"])).symlink_to("/etc/hostname")
     with pytest.raises(
         ValueError, match=r"rank00000.safetensors is a link; legal: a file in the checkpoint's own"
     ):
@@ -174,7 +178,7 @@ def test_a_link_to_a_file_outside_is_refused(tmp_path):
     ],
     ids=json.dumps,
 )
-def test_a_manifest_of_another_form_is_refused(tmp_path, files):
+def test_a_manifest_of_another_form_is_refused(tmp_path: Path, files: Any) -> None:
     body = {"version": VERSION, "meta": {}, "files": files}
     (tmp_path / "manifest.json").write_text(manifest_text(body))
     with pytest.raises(ValueError, match=r"manifest.json is damaged: .*; take another checkpoint"):
@@ -182,7 +186,7 @@ def test_a_manifest_of_another_form_is_refused(tmp_path, files):
 
 
 @pytest.mark.parametrize("meta", [5, [], "text", None])
-def test_a_manifest_whose_meta_is_no_object_is_refused(tmp_path, meta):
+def test_a_manifest_whose_meta_is_no_object_is_refused(tmp_path: Path, meta: Any) -> None:
     body = {"version": VERSION, "meta": meta, "files": []}
     (tmp_path / "manifest.json").write_text(manifest_text(body))
     with pytest.raises(ValueError, match="meta is no object"):
@@ -200,7 +204,9 @@ def test_a_manifest_whose_meta_is_no_object_is_refused(tmp_path, meta):
         ("optimizer", None),
     ],
 )
-def test_a_manifest_that_does_not_say_of_what_it_is_is_refused(tmp_path, field, value):
+def test_a_manifest_that_does_not_say_of_what_it_is_is_refused(
+    tmp_path: Path, field: str, value: int | str | None
+) -> None:
     full = Plan.of("tiny", gpu="local", gpus=1).resolve()
     meta = checkpoint_meta(full, 3) | {field: value}
     for read in (
@@ -214,7 +220,7 @@ def test_a_manifest_that_does_not_say_of_what_it_is_is_refused(tmp_path, field, 
     assert steps_done(tmp_path, checkpoint_meta(full, 3), full) == 3
 
 
-def test_a_manifest_whose_model_is_no_shape_is_told_by_its_first_fault(tmp_path):
+def test_a_manifest_whose_model_is_no_shape_is_told_by_its_first_fault(tmp_path: Path) -> None:
     meta = checkpoint_meta(Plan.of("tiny", gpu="local", gpus=1).resolve(), 3) | {
         "model": {"hidden": "wide"}
     }

@@ -6,6 +6,8 @@ import csv
 import io
 import json
 import os
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -45,11 +47,11 @@ HELLO = {
 STEP = {"step": 0, "loss": 1.0, "seconds": 0.5, "tokens": 8, "bytes": 70}
 
 
-def sampled(kind, /, **changes):
+def sampled(kind: str, /, **changes: Any) -> dict[str, Any]:
     return {"kind": kind, "t": 1.0, "step": 0, "rows": [{**ROWS[kind], **changes}]}
 
 
-def step(**changes):
+def step(**changes: Any) -> dict[str, Any]:
     return {"kind": "step", "t": 1.0, **STEP, **changes}
 
 
@@ -116,18 +118,18 @@ DAMAGED = [
 
 
 @pytest.fixture
-def run(tmp_path):
+def run(tmp_path: Path) -> Path:
     (tmp_path / "telemetry").mkdir()
     return tmp_path
 
 
-def write(run, rank, *records):
+def write(run: Path, rank: int, *records: Any) -> None:
     lines = (json.dumps(record).encode() + b"\n" for record in records)
     (run / "telemetry" / f"rank{rank:05d}.jsonl").write_bytes(b"".join(lines))
 
 
 @pytest.mark.parametrize("damaged", DAMAGED, ids=json.dumps)
-def test_a_damaged_record_is_left_out_and_told(run, damaged):
+def test_a_damaged_record_is_left_out_and_told(run: Path, damaged: Any) -> None:
     write(run, 0, *SOUND)
     write(run, 1, *SOUND[:2], damaged, *SOUND[2:], damaged, damaged)
     found = MeasuredFrames("a", 2).read(Reader(run))
@@ -144,18 +146,18 @@ def test_a_damaged_record_is_left_out_and_told(run, damaged):
     )
 
 
-def test_sound_records_leave_nothing_out(run):
+def test_sound_records_leave_nothing_out(run: Path) -> None:
     write(run, 0, *SOUND, {"kind": "of a later version", "t": 1, "what": [1]})
     found = MeasuredFrames("a", 1).read(Reader(run))
     assert found.left_out == [] and "left_out" not in found.profile().notes
 
 
-def test_a_rank_that_the_run_does_not_have_is_not_in_its_frames(run):
+def test_a_rank_that_the_run_does_not_have_is_not_in_its_frames(run: Path) -> None:
     write(run, 99999, *SOUND)
     assert MeasuredFrames("a", 2).read(Reader(run)).profile().steps.empty
 
 
-def test_what_cannot_be_read_is_told_and_waited_for_by_nobody(run):
+def test_what_cannot_be_read_is_told_and_waited_for_by_nobody(run: Path) -> None:
     (run / "telemetry" / "rank00000.jsonl").mkdir()
     os.mkfifo(run / "telemetry" / "rank00001.jsonl")
     (run / "telemetry" / "rank00002.jsonl").symlink_to("/dev/zero")
@@ -168,7 +170,9 @@ def test_what_cannot_be_read_is_told_and_waited_for_by_nobody(run):
     ]
 
 
-def test_a_line_without_end_is_given_up_and_the_next_one_read(run, monkeypatch):
+def test_a_line_without_end_is_given_up_and_the_next_one_read(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(reading, "LONGEST_BYTES", 100_000)
     monkeypatch.setattr(reading, "POLL_BYTES", 70_000)
     file = run / "telemetry" / "rank00000.jsonl"
@@ -182,7 +186,9 @@ def test_a_line_without_end_is_given_up_and_the_next_one_read(run, monkeypatch):
     assert [record["step"] for record in reader.poll()] == [0] and reader.damaged == {0: 1}
 
 
-def test_one_poll_takes_a_part_and_batches_take_all(run, monkeypatch):
+def test_one_poll_takes_a_part_and_batches_take_all(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(reading, "POLL_BYTES", 2 * reading.LEAST_BYTES)
     for rank in range(2):
         write(run, rank, *(step(step=number) for number in range(3000)))
@@ -192,7 +198,9 @@ def test_one_poll_takes_a_part_and_batches_take_all(run, monkeypatch):
     assert [r["step"] for r in every if r["rank"] == 1] == list(range(3000))
 
 
-def test_a_long_history_is_thinned_without_losing_peak_first_or_last(run, monkeypatch):
+def test_a_long_history_is_thinned_without_losing_peak_first_or_last(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(reading, "WHOLE_BYTES", 20_000)
     records = []
     for number in range(1000):
@@ -215,7 +223,9 @@ def test_a_long_history_is_thinned_without_losing_peak_first_or_last(run, monkey
     assert len(profile.notes["checkpoints"]) == 1
 
 
-def test_kept_frames_have_every_step_though_a_part_at_a_time(run, monkeypatch):
+def test_kept_frames_have_every_step_though_a_part_at_a_time(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(reading, "WHOLE_BYTES", 20_000)
     monkeypatch.setattr(reading, "POLL_BYTES", reading.LEAST_BYTES)
     write(run, 0, *SOUND[:-1], {"kind": "step"}, *(step(step=number) for number in range(2, 2000)))
@@ -229,7 +239,7 @@ def test_kept_frames_have_every_step_though_a_part_at_a_time(run, monkeypatch):
         )
 
 
-def test_kept_frames_are_what_the_csv_writer_makes_of_the_same_rows(run):
+def test_kept_frames_are_what_the_csv_writer_makes_of_the_same_rows(run: Path) -> None:
     odd = 'a,"b"\nc\rd; é'
     steps = [step(step=n, loss=x) for n, x in enumerate((1e-7, 1e16, 0.1 + 0.2, 3, -0.0, None))]
     shared = {"stage": None, "microbatch": 0, "start": 0, "end": 1.5}
@@ -270,11 +280,13 @@ def test_kept_frames_are_what_the_csv_writer_makes_of_the_same_rows(run):
         (b"", False, GRACE_SECONDS),
     ],
 )
-def test_a_damaged_request_to_stop_asks_for_the_defaults(tmp_path, content, checkpoint, grace):
+def test_a_damaged_request_to_stop_asks_for_the_defaults(
+    tmp_path: Path, content: bytes, checkpoint: bool, grace: float
+) -> None:
     (tmp_path / "stop").write_bytes(content)
     assert read_stop(tmp_path) == Stop(checkpoint, grace)
 
 
-def test_a_request_to_stop_that_cannot_be_read_is_one(tmp_path):
+def test_a_request_to_stop_that_cannot_be_read_is_one(tmp_path: Path) -> None:
     (tmp_path / "stop").mkdir()
     assert read_stop(tmp_path) == Stop()

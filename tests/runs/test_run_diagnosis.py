@@ -1,25 +1,36 @@
 """The first cause, from evidence alone."""
 
 import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from workbench.plan.rules.supported import unsupported
+from workbench.plan.schema.written_plan import Plan
 from workbench.runs.diagnose.first_cause import RankStatus, first_cause, read_errors
 from workbench.runs.store.rank_logs import failure_lines, last_lines, log_tail
+from workbench.runs.store.run_state import Cause
 
 CLOSED = "[pair.cc:547] Connection closed by peer [127.0.0.1]:1234"
 TIMED_OUT = "[unbound_buffer.cc:78] Timed out waiting 60000ms for recv operation to complete"
 
 
 @pytest.fixture
-def blame(plan, tmp_path):
+def blame(plan: Plan, tmp_path: Path) -> Callable[..., Any]:
     """`blame(ranks, errors, log)`: the cause of a run with these remains."""
     (tmp_path / "errors").mkdir()
     (tmp_path / "logs").mkdir()
     (tmp_path / "plan.yaml").write_text(plan.replace(**{"training.micro_batch": 4}).pin().to_yaml())
 
-    def judge(ranks, errors=(), log="", exit_code=1, out_of_memory=False):
+    def judge(
+        ranks: list[RankStatus],
+        errors: list[tuple[Any, ...]] | tuple[Any, ...] = (),
+        log: str = "",
+        exit_code: int = 1,
+        out_of_memory: bool = False,
+    ) -> Cause:
         for rank, when, kind, message in errors:
             content = {
                 "rank": rank,
@@ -38,11 +49,11 @@ def blame(plan, tmp_path):
     return judge
 
 
-def seen(rank, **more):
+def seen(rank: int, **more: Any) -> RankStatus:
     return RankStatus(rank, pid=100 + rank, step=6, phase="training", gone=1000.0, **more)
 
 
-def report(*failures):
+def report(*failures: tuple[int, int]) -> str:
     blocks = [
         f"  rank      : {rank} (local_rank: {rank})\n  exitcode  : {code} (pid: 1)\n"
         for rank, code in failures
@@ -50,7 +61,7 @@ def report(*failures):
     return "Failures:\n" + "\n".join(blocks)
 
 
-def test_the_earliest_real_error_wins(blame):
+def test_the_earliest_real_error_wins(blame: Callable[..., Any]) -> None:
     errors = [
         (0, 50.0, "RuntimeError", CLOSED),
         (1, 90.0, "ValueError", "late"),
@@ -62,14 +73,14 @@ def test_the_earliest_real_error_wins(blame):
     )
 
 
-def test_what_a_rank_refused_stands_alone(blame):
+def test_what_a_rank_refused_stands_alone(blame: Callable[..., Any]) -> None:
     words = "step-00000002/rank00001.safetensors is damaged: its checksum timed out"
     errors = [(0, 50.0, "PlanError", words), (1, 50.1, "PlanError", words)]
     cause = blame([seen(0), seen(1)], errors, report((0, 1), (1, 1)))
     assert (cause.message, cause.log_tail) == (f"rank 0: {words}", "")
 
 
-def test_a_killed_rank_before_its_survivors(blame):
+def test_a_killed_rank_before_its_survivors(blame: Callable[..., Any]) -> None:
     errors = [
         (0, 50.0, "RuntimeError", CLOSED),
         (2, 50.1, "DistNetworkError", "Connection reset by peer"),
@@ -78,25 +89,29 @@ def test_a_killed_rank_before_its_survivors(blame):
     assert cause.rank == 1 and "killed by SIGKILL" in cause.message and "outside" in cause.advice
 
 
-def test_a_killed_rank_is_the_cause_where_the_launcher_names_a_survivor_first(blame):
+def test_a_killed_rank_is_the_cause_where_the_launcher_names_a_survivor_first(
+    blame: Callable[..., Any],
+) -> None:
     errors = [(0, 999.5, "RuntimeError", CLOSED)]
     cause = blame([seen(0), seen(1)], errors, report((1, -9), (0, 1)))
     assert cause.rank == 1 and "killed by SIGKILL" in cause.message and "outside" in cause.advice
 
 
-def test_a_rank_that_the_launcher_killed_in_the_end_did_not_answer(blame):
+def test_a_rank_that_the_launcher_killed_in_the_end_did_not_answer(
+    blame: Callable[..., Any],
+) -> None:
     errors = [(0, 970.0, "RuntimeError", TIMED_OUT)]
     cause = blame([seen(0), seen(1)], errors, report((1, -9), (0, 1)))
     assert cause.rank == 1 and "stopped answering" in cause.message
 
 
-def test_a_rank_that_the_launcher_killed_is_not_the_cause(blame):
+def test_a_rank_that_the_launcher_killed_is_not_the_cause(blame: Callable[..., Any]) -> None:
     errors = [(2, 50.0, "ValueError", "bad batch")]
     cause = blame([seen(0), seen(1), seen(2)], errors, report((0, -9), (1, -15), (2, 1)))
     assert cause.rank == 2
 
 
-def test_a_silent_rank_before_those_that_waited_for_it(blame):
+def test_a_silent_rank_before_those_that_waited_for_it(blame: Callable[..., Any]) -> None:
     errors = [(0, 50.0, "RuntimeError", TIMED_OUT), (2, 50.1, "RuntimeError", TIMED_OUT)]
     cause = blame([seen(0), seen(1), seen(2)], errors, report((1, -15), (2, 1), (0, 1)))
     assert (
@@ -106,24 +121,26 @@ def test_a_silent_rank_before_those_that_waited_for_it(blame):
     )
 
 
-def test_a_rank_that_somebody_ended_is_the_cause(blame):
+def test_a_rank_that_somebody_ended_is_the_cause(blame: Callable[..., Any]) -> None:
     errors = [(0, 50.0, "RuntimeError", CLOSED)]
     cause = blame([seen(0), seen(1)], errors, report((0, 1), (1, -15)))
     assert cause.rank == 1 and "killed by SIGTERM" in cause.message
 
 
-def test_a_frozen_rank_before_those_that_waited_for_it(blame):
+def test_a_frozen_rank_before_those_that_waited_for_it(blame: Callable[..., Any]) -> None:
     errors = [(0, 50.0, "RuntimeError", TIMED_OUT)]
     cause = blame([seen(0), seen(1, stopped=True)], errors, report((0, 1)))
     assert cause.rank == 1 and "frozen" in cause.message
 
 
-def test_only_consequences_blame_the_first_of_them(blame):
+def test_only_consequences_blame_the_first_of_them(blame: Callable[..., Any]) -> None:
     errors = [(0, 51.0, "RuntimeError", CLOSED), (1, 50.0, "RuntimeError", CLOSED)]
     assert blame([seen(0), seen(1)], errors, report((0, 1), (1, 1))).rank == 1
 
 
-def test_out_of_memory_says_what_this_plan_can_still_change(blame, plan):
+def test_out_of_memory_says_what_this_plan_can_still_change(
+    blame: Callable[..., Any], plan: Plan
+) -> None:
     cause = blame(
         [seen(0)], [(0, 1.0, "OutOfMemoryError", "CUDA out of memory. Tried to allocate 2 GiB")]
     )
@@ -136,13 +153,13 @@ def test_out_of_memory_says_what_this_plan_can_still_change(blame, plan):
     )
 
 
-def test_the_kernels_killing_for_memory_is_told_from_another(blame):
+def test_the_kernels_killing_for_memory_is_told_from_another(blame: Callable[..., Any]) -> None:
     ranks, log = [seen(0), seen(1)], report((1, -9))
     assert "out of memory" in blame(ranks, log=log, out_of_memory=True).advice
     assert "out of memory" not in blame(ranks, log=log).advice
 
 
-def test_a_launcher_that_fails_alone_shows_its_last_words(blame):
+def test_a_launcher_that_fails_alone_shows_its_last_words(blame: Callable[..., Any]) -> None:
     cause = blame(
         [RankStatus(0), RankStatus(1)],
         log="Traceback\nValueError: unknown key `nprocs`",
@@ -155,7 +172,7 @@ def test_a_launcher_that_fails_alone_shows_its_last_words(blame):
     )
 
 
-def test_a_broken_error_file_is_no_obstacle(blame, tmp_path):
+def test_a_broken_error_file_is_no_obstacle(blame: Callable[..., Any], tmp_path: Path) -> None:
     (tmp_path / "errors" / "rank00000.json").write_text('{"rank": 0')
     assert blame([seen(0)], log=report((0, 3))).rank == 0
 
@@ -172,7 +189,7 @@ def test_a_broken_error_file_is_no_obstacle(blame, tmp_path):
         b'{"rank": 0, "type": "E", "message": "m"}',
     ],
 )
-def test_a_damaged_error_file_is_none(tmp_path, content):
+def test_a_damaged_error_file_is_none(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "errors").mkdir()
     (tmp_path / "errors" / "rank00000.json").write_bytes(content)
     (tmp_path / "errors" / "rank00001.json").mkdir()
@@ -204,7 +221,7 @@ REMARKS = [
 
 
 @pytest.mark.parametrize("prefix", ["", "[rank0]: ", "[default0]:[rank0]: "])
-def test_an_extract_is_what_went_wrong_not_a_harmless_warning(tmp_path, prefix):
+def test_an_extract_is_what_went_wrong_not_a_harmless_warning(tmp_path: Path, prefix: str) -> None:
     logs = tmp_path / "logs"
     logs.mkdir()
     lines = ["building", *REMARKS, *RAISED, *REMARKS]
@@ -214,7 +231,7 @@ def test_an_extract_is_what_went_wrong_not_a_harmless_warning(tmp_path, prefix):
     assert last_lines(tmp_path, 0, 1) == f"{prefix}{REMARKS[-1]}"
 
 
-def test_a_stream_that_holds_warnings_alone_is_passed_over(tmp_path):
+def test_a_stream_that_holds_warnings_alone_is_passed_over(tmp_path: Path) -> None:
     streams = tmp_path / "logs" / "none_abc" / "attempt_0" / "0"
     streams.mkdir(parents=True)
     (streams / "stderr.log").write_text("\n".join(REMARKS))
@@ -223,7 +240,7 @@ def test_a_stream_that_holds_warnings_alone_is_passed_over(tmp_path):
     assert log_tail(tmp_path, 0) == "native code gave up"
 
 
-def test_lines_that_speak_of_warnings_are_not_warnings(tmp_path):
+def test_lines_that_speak_of_warnings_are_not_warnings(tmp_path: Path) -> None:
     said = (
         "Error: 3 warnings were treated as errors\n  in line 5\nWarnings.h:5 "
         "failed\nInformation is missing"
@@ -231,7 +248,7 @@ def test_lines_that_speak_of_warnings_are_not_warnings(tmp_path):
     assert failure_lines(said) == said
 
 
-def test_a_checkpoint_that_could_not_be_written_is_known_until_one_is():
+def test_a_checkpoint_that_could_not_be_written_is_known_until_one_is() -> None:
     seen = RankStatus(0)
     seen.take({"kind": "unsaved", "step": 2, "message": "checkpoint: cannot write"})
     assert seen.unsaved == "checkpoint: cannot write"

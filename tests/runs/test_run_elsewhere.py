@@ -9,16 +9,21 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from tests.runs.conftest import until
 from workbench.interop.export import export
+from workbench.plan.schema import Plan
 from workbench.runs import Reader, attach
 from workbench.runs.launch.accelerate_command import launch_environment
 from workbench.runs.launch.external_launcher import ExternalRun
 from workbench.runs.launch.rendezvous_ports import free_port
+from workbench.runs.run import Run
 from workbench.runs.store.run_state import (
+    Cause,
     first_state,
     stored_state,
     with_heartbeat,
@@ -29,7 +34,7 @@ from workbench.runs.store.stop_request import request_stop
 
 
 @pytest.fixture
-def folder(plan, tmp_path):
+def folder(plan: Plan, tmp_path: Path) -> Path:
     """An exported plan's folder, as ranks find it."""
     export(plan, tmp_path / "exported")
     for name in ("telemetry", "logs", "errors"):
@@ -38,7 +43,7 @@ def folder(plan, tmp_path):
 
 
 @pytest.fixture
-def begun(plan, folder):
+def begun(plan: Plan, folder: Path) -> Iterator[ExternalRun]:
     """What rank 0 keeps, from its start on."""
     (folder / "stop").write_bytes(b"")  # of a former launch
     kept = ExternalRun(folder, 0)
@@ -47,7 +52,7 @@ def begun(plan, folder):
     kept.end(0)
 
 
-def test_rank_0_keeps_a_run_directory(begun, folder, plan):
+def test_rank_0_keeps_a_run_directory(begun: ExternalRun, folder: Path, plan: Plan) -> None:
     run = attach(folder)
     assert (run.state.phase, run.state.world_size, run.plan.world_size) == ("starting", 3, 3)
     begun.running()
@@ -58,7 +63,7 @@ def test_rank_0_keeps_a_run_directory(begun, folder, plan):
     assert run.wait(1).phase == "finished"
 
 
-def test_a_stop_is_told(begun, folder):
+def test_a_stop_is_told(begun: ExternalRun, folder: Path) -> None:
     begun.running()
     run = attach(folder)
     run.stop()
@@ -71,7 +76,12 @@ def test_a_stop_is_told(begun, folder):
     assert run.state.phase == "stopped"
 
 
-def tell(folder, rank, pid):
+def cause_of(run: Run) -> Cause:
+    assert run.state.cause is not None
+    return run.state.cause
+
+
+def tell(folder: Path, rank: int, pid: int) -> None:
     hello = {
         "kind": "hello",
         "t": 0.0,
@@ -90,7 +100,9 @@ def tell(folder, rank, pid):
     (folder / "telemetry" / f"rank{rank:05d}.jsonl").write_text(json.dumps(hello) + "\n")
 
 
-def test_a_failure_blames_the_rank_that_is_gone_not_its_survivors(begun, folder):
+def test_a_failure_blames_the_rank_that_is_gone_not_its_survivors(
+    begun: ExternalRun, folder: Path
+) -> None:
     for rank, pid in enumerate((os.getpid(), 2**22 + 1, os.getpid())):
         tell(folder, rank, pid)
     error = {
@@ -104,13 +116,14 @@ def test_a_failure_blames_the_rank_that_is_gone_not_its_survivors(begun, folder)
     )
     begun.end(1)
     state = attach(folder).state
-    assert (state.phase, state.cause.rank) == (
+    cause = cause_of(attach(folder))
+    assert (state.phase, cause.rank) == (
         "failed",
         1,
-    ) and "rank 1 stopped answering" in state.cause.message
+    ) and "rank 1 stopped answering" in cause.message
 
 
-def test_a_rank_0_that_is_gone_leaves_what_ranks_said(plan, folder):
+def test_a_rank_0_that_is_gone_leaves_what_ranks_said(plan: Plan, folder: Path) -> None:
     code = f"""
 import os, sys
 from pathlib import Path
@@ -124,7 +137,7 @@ os._exit(1)
     subprocess.run([sys.executable, "-c", code], timeout=60)
     assert stored_state(folder).phase == "running"
     assert (
-        attach(folder).state.cause.message
+        cause_of(attach(folder)).message
         == "rank 0 of this run, which was launched elsewhere, is gone"
     )
     error = {
@@ -137,10 +150,10 @@ os._exit(1)
         "t_epoch": 1,
     }
     (folder / "errors" / "rank00002.json").write_text(json.dumps(error))
-    assert attach(folder).state.cause.message == "rank 2 raised ValueError: no in step 4"
+    assert cause_of(attach(folder)).message == "rank 2 raised ValueError: no in step 4"
 
 
-def test_other_ranks_and_supervised_runs_are_left_alone(plan, folder):
+def test_other_ranks_and_supervised_runs_are_left_alone(plan: Plan, folder: Path) -> None:
     ExternalRun(folder, 1).begin(plan.resolve())
     assert not (folder / "state.json").exists()
     write_state(folder, with_heartbeat(with_this_supervisor(first_state(3, 5))))
@@ -151,7 +164,7 @@ def test_other_ranks_and_supervised_runs_are_left_alone(plan, folder):
 
 @pytest.mark.slow
 @pytest.mark.slow
-def test_a_torchrun_by_hand_is_attached_to_and_stopped(plan, tmp_path):
+def test_a_torchrun_by_hand_is_attached_to_and_stopped(plan: Plan, tmp_path: Path) -> None:
     plan = plan.replace(
         **{"cluster.gpus": 2, "training.steps": 100000, "training.sequence_length": 32}
     )

@@ -4,28 +4,34 @@ import json
 import os
 import signal
 import subprocess
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from pathlib import Path
+from signal import Signals
+from typing import Any
 
 import psutil
 import pytest
 
 from tests.runs.conftest import processes_of, until
 from workbench.runs import Reader
+from workbench.runs.run import Run
 
 
-def pids(run):
+def pids(run: Run) -> dict[int, Any]:
     """Process ids by rank, once every rank has said hello and taken a step."""
 
-    def all_stepping():
+    def all_stepping() -> dict[int, Any] | None:
         records = Reader(run.dir).poll()
         if {r["rank"] for r in records if r["kind"] == "step"} == {0, 1, 2}:
             return {r["rank"]: r["pid"] for r in records if r["kind"] == "hello"}
         return None
 
-    return until(all_stepping)
+    pids: dict[int, Any] = until(all_stepping)
+    return pids
 
 
-def test_a_killed_rank_is_blamed_not_its_survivors(go):
+def test_a_killed_rank_is_blamed_not_its_survivors(go: Callable[..., Any]) -> None:
     run = go(steps=500)
     os.kill(pids(run)[1], signal.SIGKILL)
     state = run.wait(30)
@@ -37,7 +43,7 @@ def test_a_killed_rank_is_blamed_not_its_survivors(go):
     assert state.cause.advice
 
 
-def test_a_raising_rank_is_blamed_with_its_words(go):
+def test_a_raising_rank_is_blamed_with_its_words(go: Callable[..., Any]) -> None:
     run = go("raise:2:3", steps=500)
     state = run.wait(30)
     assert (state.phase, state.cause.rank) == ("failed", 2)
@@ -49,7 +55,7 @@ def test_a_raising_rank_is_blamed_with_its_words(go):
     assert "RuntimeError" in state.cause.log_tail
 
 
-def test_survivors_say_connection_closed_and_are_not_blamed(go):
+def test_survivors_say_connection_closed_and_are_not_blamed(go: Callable[..., Any]) -> None:
     run = go("raise:2:3", steps=500)
     state = run.wait(30)
     others = [
@@ -58,13 +64,13 @@ def test_survivors_say_connection_closed_and_are_not_blamed(go):
     assert state.cause.rank == 2 and len(others) <= 2
 
 
-def test_an_exit_without_a_word_is_explained_by_the_log(go):
+def test_an_exit_without_a_word_is_explained_by_the_log(go: Callable[..., Any]) -> None:
     state = go("exit:1:2", steps=500).wait(30)
     assert (state.phase, state.cause.rank) == ("failed", 1)
     assert "exit code 7" in state.cause.message and "native code gave up" in state.cause.message
 
 
-def test_a_frozen_rank_is_named(go):
+def test_a_frozen_rank_is_named(go: Callable[..., Any]) -> None:
     run = go(steps=5000, progress_seconds=2.5)
     os.kill(pids(run)[2], signal.SIGSTOP)
     until(lambda: "rank 2 is frozen: its process is stopped (SIGSTOP)" in run.state.warning)
@@ -74,19 +80,19 @@ def test_a_frozen_rank_is_named(go):
     assert "rank 2 is frozen" in state.cause.message
 
 
-def test_a_rank_that_never_says_hello_is_named(go):
+def test_a_rank_that_never_says_hello_is_named(go: Callable[..., Any]) -> None:
     state = go("silent:1", hello_seconds=2.0).wait(30)
     assert (state.phase, state.cause.rank) == ("failed", 1)
     assert "rank 1 of 3 never said hello within" in state.cause.message
     assert "a device that never comes" in state.cause.log_tail
 
 
-def test_an_end_without_bye_is_no_success(go):
+def test_an_end_without_bye_is_no_success(go: Callable[..., Any]) -> None:
     state = go("nobye:1").wait(30)
     assert (state.phase, state.exit_code, state.cause.rank) == ("failed", 0, 1)
 
 
-def test_nothing_outlives_a_killed_supervisor(go):
+def test_nothing_outlives_a_killed_supervisor(go: Callable[..., Any]) -> None:
     run = go(steps=5000)
     pids(run)
     os.kill(run.state.supervisor_pid, signal.SIGKILL)
@@ -99,7 +105,7 @@ def test_nothing_outlives_a_killed_supervisor(go):
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_nothing_outlives_a_killed_launcher(go, number):
+def test_nothing_outlives_a_killed_launcher(go: Callable[..., Any], number: Signals) -> None:
     run = go(steps=5000)
     pids(run)
     os.kill(run.state.launcher_pid, number)
@@ -109,7 +115,7 @@ def test_nothing_outlives_a_killed_launcher(go, number):
     )
 
 
-def test_a_launcher_that_does_not_end_is_ended(go):
+def test_a_launcher_that_does_not_end_is_ended(go: Callable[..., Any]) -> None:
     run = go(steps=60, progress_seconds=2.5)
     pids(run)
     os.kill(run.state.launcher_pid, signal.SIGSTOP)
@@ -117,7 +123,7 @@ def test_a_launcher_that_does_not_end_is_ended(go):
     assert run.wait(30).phase == "finished"
 
 
-def test_a_frozen_launcher_does_not_hide_a_killed_rank(go):
+def test_a_frozen_launcher_does_not_hide_a_killed_rank(go: Callable[..., Any]) -> None:
     run = go(steps=5000, progress_seconds=2.5)
     numbers = pids(run)
     os.kill(run.state.launcher_pid, signal.SIGSTOP)
@@ -127,7 +133,7 @@ def test_a_frozen_launcher_does_not_hide_a_killed_rank(go):
     assert "rank 1 was killed by SIGKILL" in state.cause.message
 
 
-def test_what_was_frozen_and_goes_on_is_warned_of_no_more(go):
+def test_what_was_frozen_and_goes_on_is_warned_of_no_more(go: Callable[..., Any]) -> None:
     run = go(steps=5000)
     numbers = pids(run)
     for pid, words in (
@@ -143,7 +149,7 @@ def test_what_was_frozen_and_goes_on_is_warned_of_no_more(go):
     assert run.wait(30).phase == "stopped"
 
 
-def test_a_frozen_supervisor_is_told_and_woken_by_stop(go):
+def test_a_frozen_supervisor_is_told_and_woken_by_stop(go: Callable[..., Any]) -> None:
     run = go(steps=5000)
     until(lambda: run.state.phase == "running")
     os.kill(run.state.supervisor_pid, signal.SIGSTOP)
@@ -153,7 +159,7 @@ def test_a_frozen_supervisor_is_told_and_woken_by_stop(go):
     assert run.wait(30).phase == "stopped"
 
 
-def test_a_stop_reaches_ranks_and_a_launcher_that_are_frozen(go):
+def test_a_stop_reaches_ranks_and_a_launcher_that_are_frozen(go: Callable[..., Any]) -> None:
     run = go(steps=5000)
     numbers = pids(run)
     for pid in (numbers[1], run.state.launcher_pid):
@@ -164,7 +170,7 @@ def test_a_stop_reaches_ranks_and_a_launcher_that_are_frozen(go):
 
 
 @pytest.mark.parametrize("world", [1, 3])
-def test_a_rank_in_an_endless_loop_is_named(go, world):
+def test_a_rank_in_an_endless_loop_is_named(go: Callable[..., Any], world: int) -> None:
     state = go("loop:0:4", steps=5000, progress_seconds=1.5, world=world).wait(30)
     assert (state.phase, state.cause.rank) == ("failed", 0)
     assert (
@@ -174,7 +180,7 @@ def test_a_rank_in_an_endless_loop_is_named(go, world):
 
 
 @pytest.fixture
-def small_disk(tmp_path):
+def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 2 MiB."""
     folder = tmp_path / "disk"
     folder.mkdir()
@@ -185,13 +191,13 @@ def small_disk(tmp_path):
     subprocess.run(["umount", "--lazy", folder], check=True)
 
 
-def fill(disk):
+def fill(disk: Path) -> None:
     with (disk / "other").open("ab", buffering=0) as stream, suppress(OSError):
         while True:
             stream.write(bytes(4096))
 
 
-def test_a_full_disk_does_not_end_a_run(go, small_disk):
+def test_a_full_disk_does_not_end_a_run(go: Callable[..., Any], small_disk: Path) -> None:
     run = go(steps=150, world=1, progress_seconds=1.0, root=small_disk)
     until(lambda: run.state.phase == "running")
     fill(small_disk)
@@ -201,7 +207,7 @@ def test_a_full_disk_does_not_end_a_run(go, small_disk):
     assert state.heartbeat > beat and "the disk was full" in state.warning
 
 
-def test_a_failure_on_a_full_disk_names_the_disk(go, small_disk):
+def test_a_failure_on_a_full_disk_names_the_disk(go: Callable[..., Any], small_disk: Path) -> None:
     run = go("raise:0:150", steps=5000, world=1, root=small_disk)
     until(lambda: run.state.phase == "running")
     fill(small_disk)
@@ -210,7 +216,7 @@ def test_a_failure_on_a_full_disk_names_the_disk(go, small_disk):
     assert "Free disk space" in state.cause.advice
 
 
-def test_a_run_on_a_full_disk_can_be_stopped(go, small_disk):
+def test_a_run_on_a_full_disk_can_be_stopped(go: Callable[..., Any], small_disk: Path) -> None:
     run = go(steps=5000, world=1, root=small_disk)
     until(lambda: run.state.phase == "running")
     fill(small_disk)
@@ -218,20 +224,20 @@ def test_a_run_on_a_full_disk_can_be_stopped(go, small_disk):
     assert run.wait(30).phase == "stopped"
 
 
-def test_what_a_rank_left_behind_is_ended(go):
+def test_what_a_rank_left_behind_is_ended(go: Callable[..., Any]) -> None:
     run = go("helper:1", steps=2)
     assert run.wait(30).phase == "finished"
     until(lambda: not processes_of(run), seconds=2)
 
 
-def test_a_terminated_supervisor_stops_the_run(go):
+def test_a_terminated_supervisor_stops_the_run(go: Callable[..., Any]) -> None:
     run = go(steps=5000)
     pids(run)
     os.kill(run.state.supervisor_pid, signal.SIGTERM)
     assert run.wait(30).phase == "stopped"
 
 
-def test_a_number_that_another_process_has_now_is_not_believed(go):
+def test_a_number_that_another_process_has_now_is_not_believed(go: Callable[..., Any]) -> None:
     run = go(steps=5000)
     pids(run)
     state = json.loads((run.dir / "state.json").read_bytes())
@@ -245,7 +251,7 @@ def test_a_number_that_another_process_has_now_is_not_believed(go):
     assert run.state.phase == "failed"
 
 
-def test_a_torn_last_record_is_left_out(go):
+def test_a_torn_last_record_is_left_out(go: Callable[..., Any]) -> None:
     run = go("torn:1", steps=3)
     assert run.wait(30).phase == "failed"
     assert [
@@ -253,14 +259,14 @@ def test_a_torn_last_record_is_left_out(go):
     ] == [0, 1, 2]
 
 
-def test_a_worker_that_cannot_be_imported_is_told_as_such(go):
+def test_a_worker_that_cannot_be_imported_is_told_as_such(go: Callable[..., Any]) -> None:
     state = go(module="tests.runs.absent").wait(30)
     assert state.phase == "failed"
     assert "No module named" in state.cause.message and "doctor" in state.cause.advice
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b'{"unknown": 1}'])
-def test_a_stop_file_made_by_hand_works(go, content):
+def test_a_stop_file_made_by_hand_works(go: Callable[..., Any], content: bytes) -> None:
     run = go(steps=5000)
     until(lambda: run.state.phase == "running")
     (run.dir / "stop").write_bytes(content)

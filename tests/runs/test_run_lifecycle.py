@@ -6,14 +6,18 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.runs.conftest import REPOSITORY, processes_of, until
+from workbench.plan.schema.written_plan import Plan
 from workbench.runs import Reader, attach, list_runs
 
 
-def test_a_run_returns_at_once_and_finishes(go):
+def test_a_run_returns_at_once_and_finishes(go: Callable[..., Any]) -> None:
     before = time.monotonic()
     run = go()
     assert time.monotonic() - before < 3
@@ -26,9 +30,9 @@ def test_a_run_returns_at_once_and_finishes(go):
     until(lambda: not processes_of(run))
 
 
-def test_the_profile_is_what_the_ranks_wrote(go):
+def test_the_profile_is_what_the_ranks_wrote(go: Callable[..., Any]) -> None:
     run = go(steps=4)
-    seen = []
+    seen: list[Any] = []
     run.wait(30, progress=seen.extend)
     profile = run.profile()
     assert profile.source == "measured" and profile.run == run.id
@@ -40,7 +44,7 @@ def test_the_profile_is_what_the_ranks_wrote(go):
     assert sum(record["kind"] == "step" for record in seen) == 12
 
 
-def test_another_process_attaches(go):
+def test_another_process_attaches(go: Callable[..., Any]) -> None:
     run = go(steps=100)
     code = (
         f"from workbench.runs import attach; r = attach({str(run.dir)!r}); r.stop(); "
@@ -53,7 +57,9 @@ def test_another_process_attaches(go):
     assert attach(run.dir).state.phase == "stopped"
 
 
-def test_a_run_outlives_whoever_started_it(plan, tmp_path, monkeypatch):
+def test_a_run_outlives_whoever_started_it(
+    plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As after a kernel restart: the process that started the run is killed with its whole
     group.
     """
@@ -77,6 +83,7 @@ time.sleep(60)
         text=True,
         start_new_session=True,
     )
+    assert starter.stdout is not None
     run = attach(starter.stdout.readline().strip())
     until(lambda: run.state.phase == "running")
     os.killpg(starter.pid, signal.SIGKILL)
@@ -87,7 +94,7 @@ time.sleep(60)
     until(lambda: not processes_of(run))
 
 
-def test_runs_are_listed_latest_first(go, tmp_path):
+def test_runs_are_listed_latest_first(go: Callable[..., Any], tmp_path: Path) -> None:
     runs = [go(steps=1), go(steps=1)]
     for run in runs:
         run.wait(30)
@@ -96,7 +103,7 @@ def test_runs_are_listed_latest_first(go, tmp_path):
     )
 
 
-def test_stop_ends_after_a_step(go):
+def test_stop_ends_after_a_step(go: Callable[..., Any]) -> None:
     run = go(steps=500)
     until(lambda: any(r["kind"] == "step" for r in Reader(run.dir).poll()))
     run.stop()
@@ -111,7 +118,7 @@ def test_stop_ends_after_a_step(go):
     assert sum(r["kind"] == "bye" for r in records) == 3
 
 
-def test_a_rank_that_heeds_no_stop_is_ended(go):
+def test_a_rank_that_heeds_no_stop_is_ended(go: Callable[..., Any]) -> None:
     run = go("deaf", steps=5000)
     until(lambda: run.state.phase == "running")
     run.stop(grace_seconds=0.5)
@@ -121,7 +128,7 @@ def test_a_rank_that_heeds_no_stop_is_ended(go):
     ]
 
 
-def test_waiting_has_a_deadline(go):
+def test_waiting_has_a_deadline(go: Callable[..., Any]) -> None:
     run = go(steps=500)
     with pytest.raises(TimeoutError, match=r"after 0\.2 s"):
         run.wait(0.2)
@@ -129,7 +136,7 @@ def test_waiting_has_a_deadline(go):
     run.wait(30)
 
 
-def test_a_run_shows_itself(go):
+def test_a_run_shows_itself(go: Callable[..., Any]) -> None:
     run = go("raise:1:0")
     run.wait(30)
     assert "CUDA out of memory" in run._repr_html_() and "Traceback" not in repr(run)

@@ -7,10 +7,14 @@ import os
 import socket
 import subprocess
 import sys
+from os import stat_result
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from tests.conftest import Ask
 from workbench.checkpoint.checksums import refuse_damaged
 from workbench.checkpoint.manifest import VERSION, manifest_text
 from workbench.checkpoint.resume_point import checkpoint_meta
@@ -26,15 +30,15 @@ from workbench.runs.store import run_directory
 from workbench.runs.store.run_state import first_state, write_state
 
 
-def messages(plan, **more):
+def messages(plan: Plan, **more: Any) -> list[Any]:
     return [str(problem) for problem in preflight(plan, **more)]
 
 
-def test_a_plan_for_this_machine_may_run(plan, tmp_path):
+def test_a_plan_for_this_machine_may_run(plan: Plan, tmp_path: Path) -> None:
     assert messages(plan, root=tmp_path) == []
 
 
-def test_gpus_that_are_not_attached_are_refused(plan):
+def test_gpus_that_are_not_attached_are_refused(plan: Plan) -> None:
     told = messages(
         plan.replace(**{"cluster.gpu": "h100-sxm-80gb", "cluster.gpus": 4}), root="/tmp"
     )
@@ -44,29 +48,33 @@ def test_gpus_that_are_not_attached_are_refused(plan):
     assert "cluster.gpu: local" in told[0]
 
 
-def machine(monkeypatch, found, free=80 * 2**30):
+def machine(monkeypatch: pytest.MonkeyPatch, found: Attached, free: int = 80 * 2**30) -> None:
     monkeypatch.setattr(sys.modules["workbench.runs.launch.preflight"], "attached", lambda: found)
     monkeypatch.setattr("workbench.runs.launch.free_memory.free_gpu_bytes", lambda ranks: free)
 
 
-def h100s(gpus):
+def h100s(gpus: int) -> Plan:
     return Plan.of("tiny", gpu="h100-sxm-80gb", gpus=gpus, strategy="ddp")
 
 
-def test_more_ranks_than_gpus_are_refused(monkeypatch, tmp_path):
+def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     machine(monkeypatch, Attached("cuda", 2, "NVIDIA H100 80GB HBM3", 80 * 2**30, 8))
     (told,) = messages(h100s(4), root=tmp_path)
     assert told.startswith("cluster.gpus: is 4, more than is attached") and "from 1 to 2" in told
     assert messages(h100s(2), root=tmp_path) == []
 
 
-def test_a_smaller_gpu_is_not_the_planned_one(monkeypatch, tmp_path):
+def test_a_smaller_gpu_is_not_the_planned_one(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     machine(monkeypatch, Attached("cuda", 2, "NVIDIA A100 40GB", 40 * 2**30, 8))
     (told,) = messages(h100s(2), root=tmp_path)
     assert told.startswith("cluster.gpu: h100-sxm-80gb has") and "40.0 GiB" in told
 
 
-def test_another_model_of_the_same_memory_is_not_the_planned_one(monkeypatch, tmp_path):
+def test_another_model_of_the_same_memory_is_not_the_planned_one(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     machine(monkeypatch, Attached("cuda", 2, "NVIDIA A100-SXM4-80GB", 80 * 2**30, 8))
     for force in (False, True):  # an estimate of another GPU is of another run, whatever the memory
         (told,) = messages(h100s(2), root=tmp_path, force=force)
@@ -81,26 +89,28 @@ def test_another_model_of_the_same_memory_is_not_the_planned_one(monkeypatch, tm
     assert messages(h100s(2).replace(**{"cluster.gpu": figures}), root=tmp_path) == []
 
 
-def test_several_nodes_are_for_export(monkeypatch, tmp_path):
+def test_several_nodes_are_for_export(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     machine(monkeypatch, Attached("cuda", 8, "NVIDIA H100 80GB HBM3", 80 * 2**30, 8))
     (told,) = messages(h100s(16), root=tmp_path)
     assert told.startswith("cluster.nodes: is 2") and "export" in told
 
 
-def test_what_this_version_cannot_run_is_refused_by_field(plan, tmp_path):
+def test_what_this_version_cannot_run_is_refused_by_field(plan: Plan, tmp_path: Path) -> None:
     other = plan.replace(**{"strategy.stack": "torchtitan"})
     assert any("strategy.stack" in told for told in messages(other, root=tmp_path))
 
 
-def test_a_missing_corpus_is_refused(plan, tmp_path):
+def test_a_missing_corpus_is_refused(plan: Plan, tmp_path: Path) -> None:
     (told,) = messages(plan.replace(**{"corpus.source": str(tmp_path / "none")}), root=tmp_path)
     assert told.startswith("corpus.source") and "does not exist" in told
 
 
-def test_a_folder_that_may_not_be_entered_is_told_by_field(plan, monkeypatch, tmp_path):
+def test_a_folder_that_may_not_be_entered_is_told_by_field(
+    plan: Plan, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     real = os.stat
 
-    def stat(path, *more, **words):
+    def stat(path: Path | str, *more: Any, **words: Any) -> stat_result:
         if "locked" in str(path):
             raise PermissionError(13, "Permission denied", str(path))
         return real(path, *more, **words)
@@ -112,7 +122,7 @@ def test_a_folder_that_may_not_be_entered_is_told_by_field(plan, monkeypatch, tm
     assert len(told) == 1 and told[0].startswith("corpus.source") and "may not be read" in told[0]
 
 
-def test_a_corpus_shorter_than_a_sequence_is_refused(plan, tmp_path):
+def test_a_corpus_shorter_than_a_sequence_is_refused(plan: Plan, tmp_path: Path) -> None:
     text = tmp_path / "short.txt"
     short = plan.replace(
         **{"corpus.source": str(text), "corpus.holdout": 0.0, "training.sequence_length": 16}
@@ -125,21 +135,23 @@ def test_a_corpus_shorter_than_a_sequence_is_refused(plan, tmp_path):
 
 
 @pytest.mark.parametrize("below", ["file", "file/deeper/runs"])
-def test_an_unwritable_root_is_refused_and_nothing_is_written(plan, tmp_path, below):
+def test_an_unwritable_root_is_refused_and_nothing_is_written(
+    plan: Plan, tmp_path: Path, below: str
+) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(PlanError, match="runs cannot be written in"):
         start(plan, root=tmp_path / below)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["corpus.txt", "file"]
 
 
-def test_a_root_that_turns_out_unwritable_is_named(tmp_path):
+def test_a_root_that_turns_out_unwritable_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(PlanError, match="root: runs cannot be written in"):
         run_directory.create(tmp_path / "file", "x", lambda folder, final: None)
 
 
-def test_a_failure_while_filling_leaves_nothing(tmp_path):
-    def fill(folder, final):
+def test_a_failure_while_filling_leaves_nothing(tmp_path: Path) -> None:
+    def fill(folder: Path, final: Path) -> None:
         (folder / "plan.yaml").write_text("half")
         raise RuntimeError("no")
 
@@ -148,7 +160,7 @@ def test_a_failure_while_filling_leaves_nothing(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_runs_of_one_second_get_names_of_their_own(tmp_path):
+def test_runs_of_one_second_get_names_of_their_own(tmp_path: Path) -> None:
     made = {
         run_directory.create(tmp_path, "A b/../c", lambda folder, final: None).name
         for _ in range(5)
@@ -156,7 +168,7 @@ def test_runs_of_one_second_get_names_of_their_own(tmp_path):
     assert len(made) == 5 and all("a-b-c" in name and "/" not in name for name in made)
 
 
-def test_a_port_in_use_is_refused(plan, tmp_path):
+def test_a_port_in_use_is_refused(plan: Plan, tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -170,7 +182,9 @@ def test_a_port_in_use_is_refused(plan, tmp_path):
     assert "outside 1024..65535" in messages(plan, root=tmp_path, port=80)[0]
 
 
-def test_a_full_disk_is_refused_unless_forced(plan, tmp_path, monkeypatch):
+def test_a_full_disk_is_refused_unless_forced(
+    plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=2**20))
     (told,) = messages(plan.replace(**{"checkpoint.every": 5}), root=tmp_path)
     assert told.startswith("checkpoint.keep: 3 checkpoints") and "0.00 GiB are free" in told
@@ -181,7 +195,9 @@ def test_a_full_disk_is_refused_unless_forced(plan, tmp_path, monkeypatch):
     )
 
 
-def test_a_gpu_that_others_have_filled_is_refused_unless_forced(monkeypatch, tmp_path):
+def test_a_gpu_that_others_have_filled_is_refused_unless_forced(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     machine(monkeypatch, Attached("cuda", 2, "NVIDIA H100 80GB HBM3", 80 * 2**30, 8), free=2**20)
     (told,) = messages(h100s(2), root=tmp_path)
     assert (
@@ -191,7 +207,7 @@ def test_a_gpu_that_others_have_filled_is_refused_unless_forced(monkeypatch, tmp
     assert messages(h100s(2), root=tmp_path, force=True) == []
 
 
-def test_the_visible_gpu_with_the_least_free_memory_counts(monkeypatch):
+def test_the_visible_gpu_with_the_least_free_memory_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     free = [5, 30, 20, 40]
     driver = SimpleNamespace(
         nvmlInit=lambda: None,
@@ -207,8 +223,8 @@ def test_the_visible_gpu_with_the_least_free_memory_counts(monkeypatch):
     assert free_gpu_bytes(2) == 30
 
 
-def test_the_least_that_a_rank_holds():
-    def least(**changes):
+def test_the_least_that_a_rank_holds() -> None:
+    def least(**changes: Any) -> int:
         return least_bytes(h100s(4).replace(**changes).resolve())
 
     whole = parameters(h100s(4).resolve().shape).total
@@ -230,8 +246,8 @@ def test_the_least_that_a_rank_holds():
 )
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_the_least_is_below_the_estimate_of_what_stays_from_step_to_step(
-    zero, offload, optimizer, precision
-):
+    zero: int, offload: str, optimizer: dict[str, Any], precision: str
+) -> None:
     changes = {f"training.optimizer.{name}": value for name, value in optimizer.items()}
     changes |= {
         "strategy.precision": precision,
@@ -251,7 +267,7 @@ def test_the_least_is_below_the_estimate_of_what_stays_from_step_to_step(
         assert least_bytes(plan) >= estimated * 0.95
 
 
-def test_every_problem_is_told_at_once(plan, tmp_path):
+def test_every_problem_is_told_at_once(plan: Plan, tmp_path: Path) -> None:
     bad = plan.replace(
         **{"cluster.gpu": "h100-sxm-80gb", "corpus.source": "/none", "strategy.precision": "fp8"}
     )
@@ -262,7 +278,7 @@ def test_every_problem_is_told_at_once(plan, tmp_path):
     }
 
 
-def test_the_command_is_accelerate_launch(plan, tmp_path):
+def test_the_command_is_accelerate_launch(plan: Plan, tmp_path: Path) -> None:
     full = plan.resolve()
     folder = tmp_path / "a run; rm -rf"
     command = accelerate_command.compose(full, folder, 29999, accelerate_command.Recipe())
@@ -282,7 +298,9 @@ def test_the_command_is_accelerate_launch(plan, tmp_path):
     assert int(command.env["OMP_NUM_THREADS"]) >= 1
 
 
-def test_another_launch_does_not_leak_in(plan, tmp_path, monkeypatch):
+def test_another_launch_does_not_leak_in(
+    plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
     command = accelerate_command.compose(
@@ -292,7 +310,9 @@ def test_another_launch_does_not_leak_in(plan, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("left", [7, 0, 9, None])
-def test_a_checkpoint_whose_file_is_cut_is_refused_before_launch_by_its_name(plan, tmp_path, left):
+def test_a_checkpoint_whose_file_is_cut_is_refused_before_launch_by_its_name(
+    plan: Plan, tmp_path: Path, left: int | None
+) -> None:
     made = plan.resolve().replace(**{"checkpoint.load": str(tmp_path)})
     files = [{"file": "rank00000.safetensors", "bytes": 8, "sha256": "", "tensors": []}]
     body = {"version": VERSION, "meta": checkpoint_meta(made.resolve(), 1), "files": files}
@@ -307,7 +327,9 @@ def test_a_checkpoint_whose_file_is_cut_is_refused_before_launch_by_its_name(pla
     assert any(f"checkpoint.load: {file} {why}" in told for told in messages(made, root=tmp_path))
 
 
-def test_a_checkpoint_with_a_flipped_byte_is_refused_before_launch_by_its_file(ask, plan, tmp_path):
+def test_a_checkpoint_with_a_flipped_byte_is_refused_before_launch_by_its_file(
+    ask: Ask, plan: Plan, tmp_path: Path
+) -> None:
     full, content = plan.resolve(), bytearray(range(256))
     at = tmp_path / "step-00000001"
     at.mkdir()
@@ -317,7 +339,7 @@ def test_a_checkpoint_with_a_flipped_byte_is_refused_before_launch_by_its_file(a
         manifest_text({"version": VERSION, "meta": checkpoint_meta(full, 1), "files": files})
     )
     (at / "rank00000.safetensors").write_bytes(content)
-    told = []
+    told: list[Any] = []
     refuse_damaged(at, told.append)
     assert told == ["checking checkpoint, 0 of 0 MiB"]
     content[100] ^= 1
@@ -334,7 +356,9 @@ def test_a_checkpoint_with_a_flipped_byte_is_refused_before_launch_by_its_file(a
 
 
 @pytest.mark.parametrize("is_run", [True, False])
-def test_what_a_killed_run_was_writing_goes_when_another_goes_on_from_it(plan, tmp_path, is_run):
+def test_what_a_killed_run_was_writing_goes_when_another_goes_on_from_it(
+    plan: Plan, tmp_path: Path, is_run: bool
+) -> None:
     done, half = (
         tmp_path / "checkpoints" / name for name in ("step-00000001", "step-00000002.writing-abc")
     )
@@ -349,7 +373,7 @@ def test_what_a_killed_run_was_writing_goes_when_another_goes_on_from_it(plan, t
 @pytest.mark.parametrize(
     "module,allowed", [("launch.parent_death", ""), ("launch.supervisor", ""), ("run", "pydantic")]
 )
-def test_nothing_slow_is_imported(module, allowed):
+def test_nothing_slow_is_imported(module: str, allowed: str) -> None:
     code = (
         f"import sys, workbench.runs.{module}; print(*{{'torch', 'pandas', 'pydantic'}} & "
         f"set(sys.modules))"
@@ -358,6 +382,6 @@ def test_nothing_slow_is_imported(module, allowed):
     assert told.returncode == 0 and set(told.stdout.split()) <= set(allowed.split()), told.stderr
 
 
-def test_a_run_directory_is_its_owners_alone(tmp_path):
+def test_a_run_directory_is_its_owners_alone(tmp_path: Path) -> None:
     folder = run_directory.create(tmp_path, "a run", lambda draft, final: None)
     assert folder.stat().st_mode & 0o777 == 0o700

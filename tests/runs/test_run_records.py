@@ -2,7 +2,10 @@
 
 import json
 import time
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -24,12 +27,12 @@ from workbench.runs.store.telemetry_reader import Reader
 
 
 @pytest.fixture
-def telemetry(tmp_path):
+def telemetry(tmp_path: Path) -> Path:
     (tmp_path / "telemetry").mkdir()
     return tmp_path / "telemetry"
 
 
-def step(number, **more):
+def step(number: int, **more: Any) -> bytes:
     told = {
         "kind": "step",
         "t": 0.5,
@@ -42,7 +45,7 @@ def step(number, **more):
     return json.dumps(told).encode() + b"\n"
 
 
-def test_a_torn_line_is_kept_until_it_is_whole(telemetry):
+def test_a_torn_line_is_kept_until_it_is_whole(telemetry: Path) -> None:
     reader = Reader(telemetry.parent)
     assert reader.poll() == []
     file, line = telemetry / "rank00003.jsonl", step(1)
@@ -55,7 +58,7 @@ def test_a_torn_line_is_kept_until_it_is_whole(telemetry):
     assert reader.poll() == [] and reader.damaged == {}
 
 
-def test_every_cut_of_the_file_gives_the_same_records(telemetry):
+def test_every_cut_of_the_file_gives_the_same_records(telemetry: Path) -> None:
     whole = b"".join(step(n, action="é" * n) for n in range(4))
     for cut in range(len(whole) + 1):
         file = telemetry / "rank00000.jsonl"
@@ -66,19 +69,19 @@ def test_every_cut_of_the_file_gives_the_same_records(telemetry):
         assert [r["step"] for r in first + reader.poll()] == [0, 1, 2, 3]
 
 
-def test_damaged_lines_are_left_out_and_counted(telemetry):
+def test_damaged_lines_are_left_out_and_counted(telemetry: Path) -> None:
     (telemetry / "rank00000.jsonl").write_bytes(step(0) + b'{"kind": "ste\n' + b"[1]\n\n" + step(1))
     reader = Reader(telemetry.parent)
     assert [r["step"] for r in reader.poll()] == [0, 1]
     assert reader.damaged == {0: 2} and reader.left_out == ["2 damaged records of rank 0"]
 
 
-def test_other_files_are_not_telemetry(telemetry):
+def test_other_files_are_not_telemetry(telemetry: Path) -> None:
     (telemetry / "rank00000.jsonl.swp").write_bytes(step(0))
     assert Reader(telemetry.parent).poll() == []
 
 
-def test_reading_keeps_up_with_64_ranks(telemetry):
+def test_reading_keeps_up_with_64_ranks(telemetry: Path) -> None:
     for rank in range(64):
         (telemetry / f"rank{rank:05d}.jsonl").write_bytes(b"".join(step(n) for n in range(500)))
     before = time.process_time()
@@ -86,7 +89,7 @@ def test_reading_keeps_up_with_64_ranks(telemetry):
     assert time.process_time() - before < 1.0
 
 
-def test_frames_grow_by_what_is_new():
+def test_frames_grow_by_what_is_new() -> None:
     measured = MeasuredFrames("a", 1, capacity_bytes=100)
     hello = {"kind": "hello", "rank": 0, "stage": 1}
     first = {
@@ -111,14 +114,14 @@ def test_frames_grow_by_what_is_new():
     assert profile.notes["evaluation"] == [{"step": 1, "loss": 1.5}]
 
 
-def test_a_profile_without_records_is_empty_and_shows_itself():
+def test_a_profile_without_records_is_empty_and_shows_itself() -> None:
     assert MeasuredFrames("a", 2).profile().summary()["memory"] == {
         "peak_bytes_by_rank": {},
         "by_category": {},
     }
 
 
-def test_sampled_rows_carry_run_rank_and_step():
+def test_sampled_rows_carry_run_rank_and_step() -> None:
     measured = MeasuredFrames("a", 4)
     rows = [
         {
@@ -159,7 +162,7 @@ def test_sampled_rows_carry_run_rank_and_step():
         {"ended": "now"},
     ],
 )
-def test_a_damaged_state_is_no_run(tmp_path, change):
+def test_a_damaged_state_is_no_run(tmp_path: Path, change: dict[str, Any]) -> None:
     write_state(tmp_path, State(**{**vars(first_state(4, 10)), **change}))
     assert not is_run(tmp_path)
     with pytest.raises(ValueError, match=r"is not a run directory: state\.json is damaged"):
@@ -167,20 +170,20 @@ def test_a_damaged_state_is_no_run(tmp_path, change):
 
 
 @pytest.mark.parametrize("content", ["", "{}", "[1]", '{"phase": 1, "cause": {"x": 1}}', "\xff"])
-def test_a_state_that_is_none_is_damaged_in_those_words(tmp_path, content):
+def test_a_state_that_is_none_is_damaged_in_those_words(tmp_path: Path, content: str) -> None:
     (tmp_path / "state.json").write_text(content, encoding="latin-1")
     with pytest.raises(ValueError, match=r"is not a run directory: state\.json is damaged$"):
         read_state(tmp_path)
 
 
-def test_a_state_is_replaced_whole(tmp_path):
+def test_a_state_is_replaced_whole(tmp_path: Path) -> None:
     state = first_state(4, 10)
     write_state(tmp_path, state)
     assert read_state(tmp_path) == state
     assert [path.name for path in tmp_path.iterdir()] == ["state.json"]
 
 
-def test_a_run_on_another_host_is_judged_by_its_heartbeat(tmp_path):
+def test_a_run_on_another_host_is_judged_by_its_heartbeat(tmp_path: Path) -> None:
     state = State(
         "running",
         2,
@@ -197,10 +200,10 @@ def test_a_run_on_another_host_is_judged_by_its_heartbeat(tmp_path):
 
 
 @pytest.fixture
-def mine(tmp_path):
+def mine(tmp_path: Path) -> Callable[..., Any]:
     """The state of a run whose supervisor is this process."""
 
-    def keep(**changes):
+    def keep(**changes: Any) -> State:
         state = replace(
             with_heartbeat(with_this_supervisor(replace(first_state(2, 5), phase="running"))),
             **changes,
@@ -211,7 +214,7 @@ def mine(tmp_path):
     return keep
 
 
-def test_a_clock_that_is_set_ends_no_run(tmp_path, mine):
+def test_a_clock_that_is_set_ends_no_run(tmp_path: Path, mine: Callable[..., Any]) -> None:
     """The start of a process in seconds since the epoch moves with the clock, in ticks since boot
     it does not.
     """
@@ -222,15 +225,17 @@ def test_a_clock_that_is_set_ends_no_run(tmp_path, mine):
     assert read_stop(tmp_path) is not None
 
 
-def test_a_later_process_with_the_same_number_is_no_supervisor(tmp_path, mine):
+def test_a_later_process_with_the_same_number_is_no_supervisor(
+    tmp_path: Path, mine: Callable[..., Any]
+) -> None:
     mine(supervisor_ticks=mine().supervisor_ticks - 1)
     assert read_state(tmp_path).phase == "failed"
 
 
 @pytest.mark.parametrize("ago, phase", [(0, "running"), (10, "failed")])
 def test_a_state_without_ticks_is_judged_by_seconds_or_a_fresh_heartbeat(
-    tmp_path, mine, ago, phase
-):
+    tmp_path: Path, mine: Callable[..., Any], ago: int, phase: str
+) -> None:
     """As versions before wrote it."""
     before = {"supervisor_ticks": None, "pid_space": "", "heartbeat_monotonic": None}
     mine(**before, heartbeat=time.time() - 10)
@@ -243,29 +248,31 @@ def test_a_state_without_ticks_is_judged_by_seconds_or_a_fresh_heartbeat(
     assert read_state(tmp_path).phase == phase
 
 
-def test_process_numbers_of_another_boot_are_not_asked(tmp_path, mine):
+def test_process_numbers_of_another_boot_are_not_asked(
+    tmp_path: Path, mine: Callable[..., Any]
+) -> None:
     mine(pid_space="another boot", supervisor_pid=2**22 + 1)
     assert read_state(tmp_path).phase == "running"
     mine(pid_space="another boot", heartbeat=time.time() - 120)
     assert read_state(tmp_path).phase == "failed"
 
 
-def test_a_supervisor_that_does_not_write_is_told(tmp_path, mine):
+def test_a_supervisor_that_does_not_write_is_told(tmp_path: Path, mine: Callable[..., Any]) -> None:
     mine(heartbeat_monotonic=time.monotonic() - 15)
     state = read_state(tmp_path)
     assert state.phase == "running" and "has not written for 15 s" in state.warning
 
 
-def test_no_process_is_none():
+def test_no_process_is_none() -> None:
     assert not is_process(None, None) and not is_process(2**22 + 1, 5.0)
 
 
-def test_what_is_no_run_is_refused(tmp_path):
+def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="not a run directory"):
         read_state(tmp_path)
 
 
-def test_the_first_request_to_stop_holds(tmp_path):
+def test_the_first_request_to_stop_holds(tmp_path: Path) -> None:
     assert read_stop(tmp_path) is None
     request_stop(tmp_path, Stop(checkpoint=True, grace_seconds=2))
     request_stop(tmp_path)

@@ -38,16 +38,17 @@ ALL = [("gpipe", 1), ("1f1b", 1), ("zb-h2", 1), *MULTI]
 
 def order_of(kind: type, ranks: int, microbatches: int) -> dict[int, list[Any]]:
     """The order of one of torch's one-stage schedules, without a process group."""
-    schedule = object.__new__(kind)
+    schedule: Any = object.__new__(kind)
     schedule._num_stages, schedule._n_microbatches = ranks, microbatches
-    return schedule._get_pipeline_order()
+    order: dict[int, list[Any]] = schedule._get_pipeline_order()
+    return order
 
 
 def multi_stage_order(
     kind: type, ranks: int, microbatches: int, chunks: int
 ) -> dict[int, list[Any]]:
     """The order of one of torch's several-stage schedules, without a process group."""
-    schedule = object.__new__(kind)
+    schedule: Any = object.__new__(kind)
     schedule.pp_group_size, schedule._n_microbatches = ranks, microbatches
     schedule._num_stages = schedule.num_stages = ranks * chunks
     schedule.n_local_stages = chunks

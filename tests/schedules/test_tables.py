@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -44,18 +46,20 @@ def test_the_other_end_of_the_other_end_is_the_action(action: Action) -> None:
     assert matching(action).kind[:4] != action.kind[:4]
 
 
-class Counted(tuple):
+class Counted(tuple[Any, ...]):
     """A row that counts how often it is gone through."""
 
     times = 0
 
-    def __iter__(self):
+    def __iter__(self) -> Iterator[Any]:
         Counted.times += 1
         return super().__iter__()
 
 
 @pytest.mark.parametrize("work", [validate, lower])
-def test_checking_goes_through_a_table_as_often_however_many_microbatches_it_has(work) -> None:
+def test_checking_goes_through_a_table_as_often_however_many_microbatches_it_has(
+    work: Callable[..., Any],
+) -> None:
     def passes(microbatches: int) -> int:
         table = generate("1f1b", 4, microbatches)
         counted = Table(
@@ -219,6 +223,6 @@ def test_transfers_in_two_orders_are_found() -> None:
         (("dualpipe-v", 4, 7, 2), "microbatches = 7; .* 2 for each of its 4 ranks, at least 8"),
     ],
 )
-def test_generate_refuses_by_name(arguments: tuple, words: str) -> None:
+def test_generate_refuses_by_name(arguments: tuple[Any, ...], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         generate(*arguments)

@@ -148,11 +148,11 @@ def test_forty_tensors_are_stepped_as_torchs_fused_kernel_does(kind: str) -> Non
                 beta2=BETAS[1],
                 eps=EPSILON,
             )
-    for y, (p, _, m, v, steps) in zip(own, theirs):
-        eps = torch.finfo(p.dtype).eps
-        for mine, his in ((y.parameter, p), (y.moment1, m), (y.moment2, v)):
+    for y, (parameter, _, moment1, moment2, count) in zip(own, theirs):
+        eps = torch.finfo(parameter.dtype).eps
+        for mine, his in ((y.parameter, parameter), (y.moment1, moment1), (y.moment2, moment2)):
             torch.testing.assert_close(mine, his, rtol=4 * eps, atol=eps)
-        assert y.steps == steps == 3
+        assert y.steps == count == 3
 
 
 @pytest.mark.parametrize("master", [False, True])
@@ -201,7 +201,7 @@ def test_storages_that_move_are_found_and_those_that_are_freed_refused() -> None
         for x in own:
             for y in (x.parameter, x.gradient, x.moment1, target(x)):
                 old.append((y.detach(), y.clone()))
-                y.set_(y.clone())
+                y.set_(y.clone())  # type: ignore[call-overload]
         gradients(own, step)
         gradients(fixed, step)
         optimizer.step(RATE)

@@ -1,5 +1,7 @@
 """Cross entropy by the interpreter, against plain operators in fp64."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -7,7 +9,6 @@ from torch import Tensor
 from tests.kernels.canaries import canaries
 from workbench.kernels.cross_entropy import (
     BLOCK,
-    IGNORE_INDEX,
     cross_entropy,
     gradient_op,
     reference,
@@ -15,6 +16,7 @@ from workbench.kernels.cross_entropy import (
     statistics_op,
     token_losses,
 )
+from workbench.models.seams import IGNORE_INDEX
 
 ROUNDED = {torch.float64: 1e-13, torch.float32: 2e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}
 """How far an entry of the gradient may be by its rounding to the logits' dtype; the interpreter
@@ -32,19 +34,19 @@ def drawn(rows: int, columns: int, dtype: torch.dtype = torch.float64) -> tuple[
 
 
 def results(
-    logits: Tensor, targets: Tensor, incoming: float = 0.75, **form: float
+    logits: Tensor, targets: Tensor, incoming: float = 0.75, **form: Any
 ) -> tuple[Tensor, Tensor]:
     """Loss and gradient; the operator is given what lies between canaries."""
     with canaries():
         own = torch.empty(logits.shape, dtype=logits.dtype).copy_(logits).requires_grad_()
-        loss = cross_entropy(own.view_as(own), targets, **form)  # type: ignore[arg-type]
+        loss = cross_entropy(own.view_as(own), targets, **form)
         (loss * incoming).backward()
     assert own.grad is not None
     return loss.detach(), own.grad
 
 
 def truth(
-    logits: Tensor, targets: Tensor, incoming: float = 0.75, **form: float
+    logits: Tensor, targets: Tensor, incoming: float = 0.75, **form: Any
 ) -> tuple[Tensor, Tensor]:
     own = logits.double().requires_grad_()
     loss = reference(own, targets, **form)

@@ -27,9 +27,7 @@ def drawn(tokens: int, vocab: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, 
     return x.to(dtype), weight.to(dtype), targets
 
 
-def results(
-    function: Any, x: Tensor, weight: Tensor, targets: Tensor, **form: float
-) -> list[Tensor]:
+def results(function: Any, x: Tensor, weight: Tensor, targets: Tensor, **form: Any) -> list[Tensor]:
     own = [t.clone().requires_grad_() for t in (x, weight)]
     loss = function(*own, targets, **form)
     return [loss.detach(), *torch.autograd.grad(loss * 0.75, own)]

@@ -19,12 +19,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from workbench.checkpoint import (
-    checkpoint_format,
-    read_tensors,
-    safetensors_writer,
-    tensor_integrity,
-)
+from workbench.checkpoint import checkpoint_format, read_tensors, safetensors_writer
 from workbench.checkpoint.background_writer import CheckpointWriter
 from workbench.checkpoint.checkpoint_format import Shard, checkpoint_path
 from workbench.checkpoint.checkpoint_lock import (
@@ -32,6 +27,7 @@ from workbench.checkpoint.checkpoint_lock import (
     lock_checkpoints,
     unwritable_error,
 )
+from workbench.checkpoint.checksums import file_sha256
 from workbench.checkpoint.manifest import is_finite, manifest_text, read_manifest
 from workbench.checkpoint.read_tensors import LoadingRanks, assign_files
 from workbench.checkpoint.resume_point import checkpoint_of, finished_checkpoints
@@ -164,9 +160,9 @@ def test_files_are_readable_by_the_safetensors_library(tmp_path: Path) -> None:
     size, sha256 = safetensors_writer.write_safetensors(
         tmp_path / "x", entries, tensors.__getitem__, told.append
     )
-    assert size == (tmp_path / "x").stat().st_size == sum(
-        told
-    ) and sha256 == tensor_integrity.file_sha256(tmp_path / "x")
+    assert size == (tmp_path / "x").stat().st_size == sum(told) and sha256 == file_sha256(
+        tmp_path / "x"
+    )
     read = load_file(tmp_path / "x")
     assert read.keys() == tensors.keys() and all(
         torch.equal(read[key], tensors[key]) for key in read
@@ -363,7 +359,7 @@ def test_a_killed_run_leaves_nothing_that_counts(tmp_path: Path) -> None:
     killed = os.fork()
     if killed == 0:
         (writer,) = writers(tmp_path, 1)
-        checkpoint_format.commit_checkpoint = lambda *_: os.kill(os.getpid(), 9)  # type: ignore[assignment]
+        checkpoint_format.commit_checkpoint = lambda *_: os.kill(os.getpid(), 9)
         writer.start(2, cut(0, 1, 0), {})
         writer.wait()
         os._exit(1)

@@ -1,10 +1,11 @@
 """Operator strategies are priced by the cost model: calibration, framework, nodes and racks."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.planner import test_calibrated as calibration
+from tests.costmodel import test_calibrated as calibration
 from workbench.costmodel.communication.collective_cost import collective_seconds
 from workbench.costmodel.rates.constants import constants
 from workbench.machine import calibration_file
@@ -15,12 +16,12 @@ from workbench.planner.autoshard.plan_problem import machine_model, tensor_bytes
 from workbench.planner.calibrated_plan import with_calibration
 
 
-def resolved(gpus: int = 8, **changes: object) -> ResolvedPlan:
+def resolved(gpus: int = 8, **changes: Any) -> ResolvedPlan:
     plan = Plan.of("llama-3-8b", gpu="h100-sxm-80gb", gpus=gpus, strategy="ddp")
     return plan.replace(**{"training.global_batch": 64, **changes}).resolve()
 
 
-def in_racks(plan: ResolvedPlan, **racks: object) -> ResolvedPlan:
+def in_racks(plan: ResolvedPlan, **racks: Any) -> ResolvedPlan:
     fabric = plan.fabric.model_copy(update=racks)
     return plan.model_copy(update={"cluster": plan.cluster.model_copy(update={"fabric": fabric})})
 

@@ -54,11 +54,11 @@ SHAPE = {
 }
 
 
-def cells(**changes: str) -> dict[str, str]:
+def cells(**changes: Any) -> dict[Any, Any]:
     return {**SHAPE, **changes}
 
 
-def said(**changes: str) -> PlannedRow:
+def said(**changes: Any) -> PlannedRow:
     return row_to_plan(parse_row({**cells(**changes)}))
 
 
@@ -156,7 +156,7 @@ def test_flops_are_six_a_weight_and_token() -> None:
     )
 
 
-def consistent(seconds: float, **changes: str) -> PlannedRow:
+def consistent(seconds: float, **changes: Any) -> PlannedRow:
     """A row whose printed rate follows from its time."""
     done = model_flops_per_step(said(**changes).plan, causal=False) / (seconds * 8 * 1e12)
     return said(iter_time_s=str(seconds), tflops_gpu=f"{done:.6f}", **changes)

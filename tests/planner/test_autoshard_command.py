@@ -4,10 +4,14 @@ links by topology.
 
 import json
 import math
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.conftest import Ask
 from workbench.costmodel.rates.constants import constants
+from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.schema import Plan
 from workbench.planner.autoshard import (
     TensorBytes,
@@ -20,13 +24,13 @@ from workbench.planner.autoshard.plan_problem import machine_model
 H100 = ["--model", "llama-3-8b", "--gpu", "h100-sxm-80gb"]
 
 
-def plan(gpus=8, **fields):
+def plan(gpus: int = 8, **fields: Any) -> ResolvedPlan:
     return Plan.of(
         "llama-3-8b", gpu="h100-sxm-80gb", gpus=gpus, strategy="ddp", set=fields
     ).resolve()
 
 
-def test_json_holds_the_rows_the_mapping_and_the_reason(ask):
+def test_json_holds_the_rows_the_mapping_and_the_reason(ask: Ask) -> None:
     code, out, _ = ask("operators", *H100, "--gpus", 4, "--strategy", "megatron-tp", "--json")
     found = json.loads(out)
     assert code == 0 and found["source"] == "estimated" and found["ranks"] == [4]
@@ -40,7 +44,7 @@ def test_json_holds_the_rows_the_mapping_and_the_reason(ask):
     )
 
 
-def test_tables_say_estimated_and_give_the_reason(ask):
+def test_tables_say_estimated_and_give_the_reason(ask: Ask) -> None:
     code, out, _ = ask(
         "operators", *H100, "--gpus", 16, "--strategy", "ddp", "--ranks", "2x8", "--memory", 70
     )
@@ -52,7 +56,7 @@ def test_tables_say_estimated_and_give_the_reason(ask):
     )
 
 
-def test_a_plan_written_with_its_operators_is_read_back_and_kept(ask, tmp_path):
+def test_a_plan_written_with_its_operators_is_read_back_and_kept(ask: Ask, tmp_path: Path) -> None:
     path = tmp_path / "plan.yaml"
     code, out, _ = ask("operators", *H100, "--gpus", 4, "--strategy", "ddp", "-o", path, "--json")
     first = json.loads(out)
@@ -87,7 +91,7 @@ def test_a_plan_written_with_its_operators_is_read_back_and_kept(ask, tmp_path):
         ),
     ],
 )
-def test_what_is_impossible_is_said_in_a_line(ask, words, message):
+def test_what_is_impossible_is_said_in_a_line(ask: Ask, words: list[str], message: str) -> None:
     code, out, err = ask(
         "operators", *H100, "--gpus", 8, "--strategy", "megatron-tp", *words, "--json"
     )
@@ -95,7 +99,7 @@ def test_what_is_impossible_is_said_in_a_line(ask, words, message):
     assert json.loads(out)["exit_code"] == 2
 
 
-def test_more_sequences_turn_tensor_parallel_into_data_parallel(ask):
+def test_more_sequences_turn_tensor_parallel_into_data_parallel(ask: Ask) -> None:
     few, many = (
         json.loads(
             ask(
@@ -115,7 +119,7 @@ def test_more_sequences_turn_tensor_parallel_into_data_parallel(ask):
     assert few["blocks.*.mlp.up"] == "((1,1),(1,8))" and many["blocks.*.mlp.up"] == "((8,1),(1,1))"
 
 
-def test_one_rank_splits_nothing(ask):
+def test_one_rank_splits_nothing(ask: Ask) -> None:
     code, out, _ = ask("operators", "--model", "tiny", "--gpu", "local", "--gpus", 1, "--json")
     found = json.loads(out)
     assert (
@@ -125,13 +129,14 @@ def test_one_rank_splits_nothing(ask):
     )
 
 
-def test_ranks_of_several_nodes_are_a_grid_with_the_network_outside():
+def test_ranks_of_several_nodes_are_a_grid_with_the_network_outside() -> None:
     two = plan(16)
     assert choose_for_plan(two).ranks == (2, 8)
     known = constants(two.gpu, two.strategy.kernels)
     found = machine_model(two, (2, 8))
     network = two.fabric.nic_gbs * 1e9 * known.nic_share / 8
-    assert tuple(link.bandwidth for link in found.links) == (
+    bandwidths: tuple[Any, ...] = tuple(link.bandwidth for link in found.links)
+    assert bandwidths == (
         pytest.approx(network),
         pytest.approx(two.gpu.link_gbs * 1e9 * known.link_share),
     )
@@ -143,7 +148,7 @@ def test_ranks_of_several_nodes_are_a_grid_with_the_network_outside():
     )
 
 
-def test_the_batch_is_the_plan_s_microbatch_over_all_data_ranks():
+def test_the_batch_is_the_plan_s_microbatch_over_all_data_ranks() -> None:
     one = plan(
         8,
         **{

@@ -25,7 +25,7 @@ from workbench.planner.validation.measured_rows import MeasuredRow, parse_row, r
 from workbench.planner.validation.row_shapes import Inexpressible
 from workbench.planner.validation.row_to_plan import PlannedRow, is_complete, row_to_plan
 
-LLAMA = {
+LLAMA: dict[Any, Any] = {
     "id": "a-1",
     "source": "here",
     "table": "one, line 7",
@@ -60,15 +60,15 @@ LLAMA = {
 }
 
 
-def cells(**changes: str) -> dict[str | None, object]:
+def cells(**changes: Any) -> dict[str | None, object]:
     return {**LLAMA, **changes}
 
 
-def said(**changes: str) -> PlannedRow:
+def said(**changes: Any) -> PlannedRow:
     return row_to_plan(parse_row(cells(**changes)))
 
 
-def reason(**changes: str) -> str:
+def reason(**changes: Any) -> str:
     with pytest.raises(Inexpressible) as caught:
         said(**changes)
     return str(caught.value)
@@ -256,7 +256,7 @@ def test_versions_and_recipes_of_a_stack_are_its_own_profiles() -> None:
 def test_cards_by_words(text: str, memory: float | None, name: str, gib: float) -> None:
     found = find_gpu(text, memory)
     assert found is not None
-    assert (found.name, found.memory_gib) == (name, pytest.approx(gib))
+    assert found.name == name and found.memory_gib == pytest.approx(gib)
 
 
 @pytest.mark.parametrize("text", ["", "TPU v5p", "a fast one", "80GB SXM"])
@@ -570,7 +570,7 @@ def write(path: Path, rows: list[dict[str | None, object]]) -> Path:
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, [str(name) for name in rows[0]])
         writer.writeheader()
-        writer.writerows(rows)  # type: ignore[arg-type]
+        writer.writerows(rows)
     return path
 
 

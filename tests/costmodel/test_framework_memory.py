@@ -20,7 +20,7 @@ from workbench.planner.validation.framework_names import find_framework
 from workbench.planner.validation.measured_rows import parse_row
 from workbench.planner.validation.row_to_plan import PlannedRow, row_to_plan
 
-LIT = {
+LIT: dict[Any, Any] = {
     "id": "a-1",
     "source": "here",
     "kind": "measured",
@@ -65,8 +65,8 @@ def live(w: Workload) -> PeakMemory:
     return peak_memory(w, constants(s.gpu, s.kernels, s.stack))
 
 
-def lit(**changes: str) -> PlannedRow:
-    return row_to_plan(parse_row({**LIT, **changes}))
+def lit(**changes: Any) -> PlannedRow:
+    return row_to_plan(parse_row(LIT | changes))
 
 
 @pytest.mark.parametrize(("kernels", "down"), [("fused", 1), ("compiled", 0)])
@@ -185,10 +185,8 @@ def test_gathers_wait_for_a_host_that_runs_ahead() -> None:
             **changes,
         )
         one = w.hidden_activation_bytes
-        return (
-            float(np.max(live_sets.step_buffers(w, w.param_counts)["communication"] - _tables(w)))
-            / one
-        )
+        buffers = live_sets.step_buffers(w, w.param_counts)["communication"]
+        return float(np.max((buffers - _tables(w)) / one))
 
     assert waiting(strategy__tensor__size=8, strategy__pipeline__size=1) == pytest.approx(40)
     assert waiting(strategy__tensor__size=8, strategy__pipeline__size=2) == pytest.approx(0)

@@ -5,7 +5,9 @@ force.
 import itertools
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,7 +27,7 @@ from workbench.planner.autoshard import (
     write_strategies,
 )
 from workbench.planner.autoshard.choice_problem import ReshardingEdge, StrategyProblem
-from workbench.planner.autoshard.device_mesh import logical_mesh
+from workbench.planner.autoshard.device_mesh import LogicalMesh, logical_mesh
 from workbench.planner.autoshard.exact_choice import (
     solve_by_dynamic_programming,
     solve_by_integer_programming,
@@ -37,6 +39,7 @@ from workbench.planner.autoshard.operator_splits import (
     Operator,
     OperatorDim,
     OperatorTensor,
+    ShardingStrategy,
     legal_strategies,
 )
 
@@ -44,7 +47,9 @@ MACHINE = ideal_machine(flops=1e12, bandwidth=1e9, latency=1e-6)
 GPT = Shape(layers=3, hidden=64, heads=4, ffn=256, vocab=500, mlp="gelu", norm="layernorm")
 
 
-def product(rows=8, inner=16, columns=32, units=(8, 16, 32)):
+def product(
+    rows: int = 8, inner: int = 16, columns: int = 32, units: tuple[int, int, int] = (8, 16, 32)
+) -> Operator:
     dims = tuple(
         OperatorDim(n, s, u)
         for n, s, u in zip(("rows", "inner", "columns"), (rows, inner, columns), units)
@@ -63,7 +68,7 @@ def product(rows=8, inner=16, columns=32, units=(8, 16, 32)):
     )
 
 
-def option(operator, grid, text):
+def option(operator: Operator, grid: LogicalMesh, text: str) -> ShardingStrategy:
     return next(s for s in legal_strategies(operator, grid) if strategy_text(s.form) == text)
 
 
@@ -71,7 +76,7 @@ def option(operator, grid, text):
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 6, 8, 12])
-def test_strategies_are_all_divisor_triples_whose_product_divides_the_ranks(ranks):
+def test_strategies_are_all_divisor_triples_whose_product_divides_the_ranks(ranks: int) -> None:
     operator = product(units=(8, 12, 6))
     legal = {
         (a, b, c)
@@ -82,14 +87,14 @@ def test_strategies_are_all_divisor_triples_whose_product_divides_the_ranks(rank
     assert sorted(s.form for s in found) == sorted((((a, b), (b, c))) for a, b, c in legal)
 
 
-def test_a_grid_gives_each_axis_to_one_dimension_or_none():
+def test_a_grid_gives_each_axis_to_one_dimension_or_none() -> None:
     found = legal_strategies(product(units=(2, 16, 32)), logical_mesh((4, 2), MACHINE))
     assert {s.placement for s in found} == {
         (a, b) for a in (None, "inner", "columns") for b in (None, "rows", "inner", "columns")
     }
 
 
-def test_a_dimension_of_one_unit_stays_whole():
+def test_a_dimension_of_one_unit_stays_whole() -> None:
     assert {
         s.form for s in legal_strategies(product(units=(1, 1, 1)), logical_mesh(4, MACHINE))
     } == {((1, 1), (1, 1))}
@@ -106,8 +111,8 @@ def test_a_dimension_of_one_unit_stays_whole():
     ],
 )
 def test_on_plain_ranks_rows_lie_outside_so_that_columns_meet_the_next_inner_dimension(
-    form, placement
-):
+    form: str, placement: tuple[Any, ...]
+) -> None:
     assert option(product(), logical_mesh(8, MACHINE), form).placement == placement
 
 
@@ -123,7 +128,7 @@ def test_on_plain_ranks_rows_lie_outside_so_that_columns_meet_the_next_inner_dim
         ("((1,1),(1,1))", []),
     ],
 )
-def test_the_operator_reduces_what_is_partial(form, moved):
+def test_the_operator_reduces_what_is_partial(form: str, moved: list[Any]) -> None:
     operator, grid = product(), logical_mesh(4, MACHINE)
     cost = operator_cost(
         operator, option(operator, grid, form), grid, MACHINE, TensorBytes(element=2)
@@ -135,7 +140,7 @@ def test_the_operator_reduces_what_is_partial(form, moved):
     assert cost.compute == pytest.approx(3 * 2 * 8 * 16 * 32 / used / 1e12, rel=1e-12)
 
 
-def test_memory_counts_local_parameters_with_states_and_the_local_output():
+def test_memory_counts_local_parameters_with_states_and_the_local_output() -> None:
     operator, grid = product(), logical_mesh(8, MACHINE)
     cost = operator_cost(
         operator, option(operator, grid, "((2,1),(1,4))"), grid, MACHINE, TensorBytes(2, 2, 16)
@@ -143,7 +148,7 @@ def test_memory_counts_local_parameters_with_states_and_the_local_output():
     assert (cost.parameter_bytes, cost.activation_bytes) == (16 * 32 / 4 * 16, 8 * 32 / 8 * 2)
 
 
-def test_a_weight_is_reduced_once_in_all_microbatches():
+def test_a_weight_is_reduced_once_in_all_microbatches() -> None:
     operator, grid = product(), logical_mesh(4, MACHINE)
     rows = option(operator, grid, "((4,1),(1,1))")
     one, eight = (
@@ -166,13 +171,15 @@ def test_a_weight_is_reduced_once_in_all_microbatches():
         ),
     ],
 )
-def test_redistribution_moves_the_tensor_and_its_gradient_back(held, wanted, kinds):
+def test_redistribution_moves_the_tensor_and_its_gradient_back(
+    held: tuple[Any, ...], wanted: tuple[Any, ...], kinds: list[Any]
+) -> None:
     grid = logical_mesh((4,), ideal_machine(1e12, bandwidth=1.0, latency=0.0))
     moves = redistribution(held, wanted, 400.0, grid, "x")
     assert [(m.when, m.kind, m.seconds) for m in moves] == kinds
 
 
-def test_a_slice_comes_before_a_gather_and_leaves_it_less():
+def test_a_slice_comes_before_a_gather_and_leaves_it_less() -> None:
     grid = logical_mesh((2, 4), ideal_machine(1e12, bandwidth=1.0, latency=0.0))
     there = [
         m for m in redistribution((0, None), (None, 0), 800.0, grid, "x") if m.when == "forward"
@@ -183,13 +190,13 @@ def test_a_slice_comes_before_a_gather_and_leaves_it_less():
     ]
 
 
-def test_an_all_reduce_over_two_levels_crosses_the_outer_one_with_a_part():
+def test_an_all_reduce_over_two_levels_crosses_the_outer_one_with_a_part() -> None:
     grid = logical_mesh((2, 4), ideal_machine(1e12, bandwidth=(1.0, 10.0), latency=(0.5, 0.25)))
     inside, outside = 2 * (3 / 4 * 80 / 10 + 3 * 0.25), 2 * (1 / 2 * 20 / 1 + 0.5)
     assert grid.seconds("all_reduce", 80.0, (0, 1)) == pytest.approx(inside + outside, rel=1e-12)
 
 
-def test_equal_links_make_one_ring():
+def test_equal_links_make_one_ring() -> None:
     grid = logical_mesh(8, ideal_machine(1e12, bandwidth=2.0, latency=0.5))
     assert grid.seconds("all_gather", 80.0, (0, 1, 2)) == pytest.approx(
         7 / 8 * 80 / 2 + 7 * 0.5, rel=1e-12
@@ -197,7 +204,7 @@ def test_equal_links_make_one_ring():
 
 
 @pytest.mark.parametrize("form, used", [("((1,1),(1,1))", 1), ("((2,2),(2,2))", 4)])
-def test_an_addition_takes_as_long_as_its_memory_traffic(form, used):
+def test_an_addition_takes_as_long_as_its_memory_traffic(form: str, used: int) -> None:
     machine, tensors = (
         ideal_machine(1e12, 1e9, 1e-6, 1e9),
         [OperatorTensor(n, ("rows", "width")) for n in "abc"],
@@ -216,7 +223,7 @@ def test_an_addition_takes_as_long_as_its_memory_traffic(form, used):
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_every_input_that_an_operator_makes_has_its_edge(fused):
+def test_every_input_that_an_operator_makes_has_its_edge(fused: bool) -> None:
     graph = model_graph(GPT, 2, 16, fused)
     wanted = {
         (op.name, t.name) for op in graph.operators[1:] for t in op.inputs if t.kind == "activation"
@@ -247,7 +254,7 @@ def test_every_input_that_an_operator_makes_has_its_edge(fused):
 
 @given(st.integers(0, 2**32 - 1))
 @settings(max_examples=examples(20), deadline=None)
-def test_the_problem_is_the_sum_of_what_its_operators_and_tensors_cost(seed):
+def test_the_problem_is_the_sum_of_what_its_operators_and_tensors_cost(seed: int) -> None:
     grouped = GPT.model_copy(update={"kv_heads": 2, "mlp": "swiglu", "tied": True})
     priced = price_graph(
         model_graph(grouped, 4, 16), logical_mesh(4, MACHINE), MACHINE, TensorBytes()
@@ -266,7 +273,7 @@ def test_the_problem_is_the_sum_of_what_its_operators_and_tensors_cost(seed):
     assert priced.problem.total_cost(picked) == pytest.approx(sum(rows) + sum(moved), rel=1e-12)
 
 
-def test_grouped_heads_move_fewer_keys_and_values():
+def test_grouped_heads_move_fewer_keys_and_values() -> None:
     grouped = GPT.model_copy(update={"kv_heads": 2})
     graph = layer_graph(grouped, 2, 16)
     sizes = {
@@ -277,7 +284,7 @@ def test_grouped_heads_move_fewer_keys_and_values():
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_parameters_of_the_whole_model_are_the_shape_s_matrices(tied):
+def test_parameters_of_the_whole_model_are_the_shape_s_matrices(tied: bool) -> None:
     graph = model_graph(GPT.model_copy(update={"tied": tied}), 1, 32)
     counted = sum(
         o.num_layers * o.size(t) for o in graph.operators for t in o.inputs if t.kind == "parameter"
@@ -289,17 +296,17 @@ def test_parameters_of_the_whole_model_are_the_shape_s_matrices(tied):
 # --- the exact choice -----------------------------------------------------------------------------
 
 
-def brute(problem):
+def brute(problem: StrategyProblem) -> tuple[Any, ...] | None:
     legal = (
         picked
         for picked in itertools.product(*(range(len(cost)) for cost in problem.node_costs))
         if problem.memory_limit is None or problem.total_bytes(picked) <= problem.memory_limit
     )
-    return min(legal, key=problem.total_cost, default=None)
+    return min(legal, key=problem.total_cost) if legal else None
 
 
 @st.composite
-def problems(draw, chain):
+def problems(draw: Callable[..., Any], chain: bool) -> StrategyProblem:
     count = draw(st.integers(1, 5))
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     sizes = [int(rng.integers(1, 5)) for _ in range(count)]
@@ -322,7 +329,9 @@ def problems(draw, chain):
 
 @given(problems(chain=True))
 @settings(max_examples=examples(40), deadline=None)
-def test_dynamic_and_integer_programming_find_the_optimum_of_a_chain(problem):
+def test_dynamic_and_integer_programming_find_the_optimum_of_a_chain(
+    problem: StrategyProblem,
+) -> None:
     best = problem.total_cost(brute(problem))
     assert problem.total_cost(solve_by_dynamic_programming(problem)) == best
     assert problem.total_cost(solve_by_integer_programming(problem)) == best
@@ -330,7 +339,9 @@ def test_dynamic_and_integer_programming_find_the_optimum_of_a_chain(problem):
 
 @given(problems(chain=False), st.floats(0.0, 1.0))
 @settings(max_examples=examples(60), deadline=None)
-def test_integer_programming_finds_the_optimum_of_a_graph_within_a_limit(problem, tightness):
+def test_integer_programming_finds_the_optimum_of_a_graph_within_a_limit(
+    problem: StrategyProblem, tightness: float
+) -> None:
     least, most = (sum(f(size) for size in problem.node_bytes) for f in (np.min, np.max))
     limited = StrategyProblem(
         problem.node_costs,
@@ -345,7 +356,7 @@ def test_integer_programming_finds_the_optimum_of_a_graph_within_a_limit(problem
 
 
 @pytest.mark.parametrize("rate", [1e8, 1e10, 1e12])
-def test_a_priced_block_with_its_residual_is_solved_as_brute_force_does(rate):
+def test_a_priced_block_with_its_residual_is_solved_as_brute_force_does(rate: float) -> None:
     machine = ideal_machine(1e12, rate, 1e-6, 1e11)
     priced = price_graph(
         layer_graph(GPT, 1, 32, fused=True), logical_mesh(2, machine), machine, TensorBytes()
@@ -363,7 +374,9 @@ def test_a_priced_block_with_its_residual_is_solved_as_brute_force_does(rate):
 
 @pytest.mark.parametrize("ranks", [2, (2,)])
 @pytest.mark.parametrize("rate", [1e8, 1e10, 1e12])
-def test_a_priced_branch_is_solved_as_brute_force_does(ranks, rate):
+def test_a_priced_branch_is_solved_as_brute_force_does(
+    ranks: int | tuple[int], rate: float
+) -> None:
     from workbench.planner.autoshard.strategy_choice import _graph, solve_strategies
 
     machine = ideal_machine(1e12, rate, 1e-6, 1e11)
@@ -380,7 +393,7 @@ def test_a_priced_branch_is_solved_as_brute_force_does(ranks, rate):
         )
 
 
-def test_the_sum_of_the_rows_is_the_total():
+def test_the_sum_of_the_rows_is_the_total() -> None:
     found = choose_strategies(GPT, 64, 4, ideal_machine(1e12, 1e9, 1e-6, 1e11), sequence_length=16)
     total = sum(row.seconds * row.times for row in found.rows)
     total += sum(between.seconds * between.times for between in found.redistributions)
@@ -392,7 +405,7 @@ def test_the_sum_of_the_rows_is_the_total():
 
 
 @given(st.lists(st.lists(st.integers(1, 4096), min_size=1, max_size=4), min_size=1, max_size=3))
-def test_a_strategy_survives_writing_and_reading(parts):
+def test_a_strategy_survives_writing_and_reading(parts: list[list[int]]) -> None:
     form = tuple(map(tuple, parts))
     assert parse_strategy(strategy_text(form), "x") == form
     assert read_strategies(write_strategies({"blocks.*.mlp.up": form})) == {"blocks.*.mlp.up": form}
@@ -407,7 +420,7 @@ def test_a_strategy_survives_writing_and_reading(parts):
         ("((4))", ((4,),)),
     ],
 )
-def test_legal_text(text, form):
+def test_legal_text(text: str, form: tuple[Any, ...]) -> None:
     assert parse_strategy(text, "x") == form
 
 
@@ -435,7 +448,7 @@ def test_legal_text(text, form):
         "((1" + "0" * 50 + ",1),)",
     ],
 )
-def test_illegal_text_is_refused_with_the_legal_form(text):
+def test_illegal_text_is_refused_with_the_legal_form(text: list[list[int]] | str | None) -> None:
     with pytest.raises(
         PlanError,
         match=r"strategy\.operators\.head: is .*legal: a tuple of tuples.*\(\(4,1\),\(1,1\)\)",
@@ -446,7 +459,7 @@ def test_illegal_text_is_refused_with_the_legal_form(text):
 # --- refusals -------------------------------------------------------------------------------------
 
 
-def test_a_limit_that_nothing_meets_names_the_least():
+def test_a_limit_that_nothing_meets_names_the_least() -> None:
     least = choose_strategies(GPT, 64, 4, MACHINE, memory=2**30).bytes
     with pytest.raises(
         PlanError, match=r"memory: is 9\.537e-07 GiB a rank, but every choice takes .* GiB or more"
@@ -458,7 +471,7 @@ def test_a_limit_that_nothing_meets_names_the_least():
     assert choose_strategies(GPT, 64, 4, MACHINE, memory=said * 1.001).bytes <= said * 1.001
 
 
-def test_ranks_that_divide_nothing_are_refused_with_what_could_be_split():
+def test_ranks_that_divide_nothing_are_refused_with_what_could_be_split() -> None:
     with pytest.raises(
         PlanError,
         match=r"ranks: is 7, which no operator can be split over .*attention\.qkv inner 64",
@@ -491,7 +504,7 @@ def test_ranks_that_divide_nothing_are_refused_with_what_could_be_split():
         ),
     ],
 )
-def test_what_is_impossible_is_refused(call, message):
+def test_what_is_impossible_is_refused(call: dict[str, Any], message: str) -> None:
     call = {"tokens": 64, "ranks": (2,), "machine": MACHINE} | call
     with pytest.raises(PlanError, match=message):
         choose_strategies(GPT, **call)
@@ -500,12 +513,12 @@ def test_what_is_impossible_is_refused(call, message):
 @pytest.mark.parametrize(
     "rates", [(0, 1, 1), (1, -1, 1), (1, 1, -1), (float("nan"), 1, 1), (1, 1, float("inf"))]
 )
-def test_a_machine_has_positive_rates(rates):
+def test_a_machine_has_positive_rates(rates: tuple[Any, ...]) -> None:
     with pytest.raises(PlanError, match="machine"):
         ideal_machine(*rates)
 
 
-def test_experts_and_latent_attention_are_refused_by_name():
+def test_experts_and_latent_attention_are_refused_by_name() -> None:
     from workbench.plan.model.model_shape import Moe
 
     with pytest.raises(PlanError, match=r"model\.moe"):
@@ -514,6 +527,6 @@ def test_experts_and_latent_attention_are_refused_by_name():
         )
 
 
-def test_the_solver_is_imported_only_when_it_is_asked():
+def test_the_solver_is_imported_only_when_it_is_asked() -> None:
     program = "import sys, workbench.planner.autoshard; sys.exit('scipy' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

@@ -30,7 +30,7 @@ def asked(model: str = "llama-3-8b", strategy: str = "zero-1", **sets: Any) -> W
     )
 
 
-def usual(w: Workload, **changes: float) -> Constants:
+def usual(w: Workload, **changes: Any) -> Constants:
     return replace(constants(w.fixed.gpu, w.fixed.kernels), **changes)
 
 

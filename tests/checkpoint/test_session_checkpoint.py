@@ -12,9 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
 
 from tests.parallel.small import GPT, LLAMA, plan
 from workbench.checkpoint import read_tensors, tensor_integrity
+from workbench.checkpoint.checksums import file_sha256
 from workbench.engine.session import Session
 from workbench.engine.session_checkpoint import SessionCheckpointer
 from workbench.engine.verify.forked_ranks import run_ranks
@@ -287,12 +289,16 @@ def test_a_rank_reads_only_its_own_boxes_and_files_are_verified_once(tmp_path: P
     def watched(rank: int) -> tuple[list[int], list[str], int]:
         read: list[int] = []
         hashed: list[str] = []
-        opened, digest = read_tensors.safe_open, tensor_integrity.file_sha256
-        read_tensors.safe_open = lambda *given, **named: Counted(opened(*given, **named), read)
-        tensor_integrity.file_sha256 = lambda path, told: (
-            hashed.append(path.name),
-            digest(path, told),
-        )[1]
+        opened, digest = safe_open, file_sha256
+        readers: Any = read_tensors
+        readers.safe_open = lambda *given, **named: Counted(opened(*given, **named), read)
+        integrity: Any = tensor_integrity
+
+        def counted_sha256(path: Path, *rest: Any) -> str:
+            hashed.append(path.name)
+            return digest(path, *rest)
+
+        integrity.file_sha256 = counted_sha256
         held = load(made, rank)
         return read, hashed, sum(tensor.size for _, kind, _, tensor in held if kind != "step")
 

@@ -2,24 +2,29 @@
 the mix of both.
 """
 
+from typing import Any
+
 import pytest
 
 from workbench.plan.model.model_shape import Shape
 from workbench.planner.autoshard import choose_strategies, ideal_machine
+from workbench.planner.autoshard.choice_result import OperatorPlan
 
 H100 = ideal_machine(flops=400e12, bandwidth=300e9, latency=6e-6, memory_bandwidth=2.5e12)
 GPT = Shape(layers=24, hidden=4096, heads=32, ffn=16384, vocab=50257, mlp="gelu", norm="layernorm")
 LLAMA = Shape(layers=32, hidden=4096, heads=32, kv_heads=8, ffn=14336, vocab=128256)
 
 
-def forms(found):
+def forms(found: OperatorPlan) -> dict[str, Any]:
     return {row.operator: row.strategy for row in found.rows}
 
 
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("shape", [GPT, LLAMA], ids=["gpt", "llama"])
 @pytest.mark.parametrize("ranks, n", [(2, 2), (4, 4), ((4,), 4), ((8,), 8)])
-def test_one_sequence_rediscovers_megatron(shape, ranks, n, fused):
+def test_one_sequence_rediscovers_megatron(
+    shape: Shape, ranks: int | tuple[int], n: int, fused: bool
+) -> None:
     found = choose_strategies(shape, 2048, ranks, H100, part="layer", fused=fused)
     chosen = forms(found)
     column, row = f"((1,1),(1,{n}))", f"((1,{n}),({n},1))"
@@ -40,13 +45,13 @@ def test_one_sequence_rediscovers_megatron(shape, ranks, n, fused):
     assert all(f"blocks.*.attention.{name}" in found.forms for name in "qkvo")
 
 
-def test_the_pair_moves_what_megatron_moves():
+def test_the_pair_moves_what_megatron_moves() -> None:
     found = choose_strategies(GPT, 2048, (4,), H100, part="layer")
     moved = [move.bytes for row in found.rows for move in row.moves]
     assert moved == [2048 * 4096 * 2] * 4
 
 
-def test_plain_ranks_are_never_worse_than_whole_axes():
+def test_plain_ranks_are_never_worse_than_whole_axes() -> None:
     for n in (2, 4, 8):
         plain, whole = (
             choose_strategies(LLAMA, 8192, ranks, H100, part="layer").seconds for ranks in (n, (n,))
@@ -55,7 +60,7 @@ def test_plain_ranks_are_never_worse_than_whole_axes():
 
 
 @pytest.mark.parametrize("ranks", [4, (4,), (2, 2)])
-def test_many_sequences_and_small_weights_are_data_parallel(ranks):
+def test_many_sequences_and_small_weights_are_data_parallel(ranks: Any) -> None:
     small = Shape(layers=4, hidden=256, heads=4, ffn=1024, vocab=1000, mlp="gelu")
     found = choose_strategies(small, 512 * 1024, ranks, H100, sequence_length=1024)
     assert {row.strategy.split(",")[0] for row in found.rows if row.kind != "Embedding"} == {"((4"}
@@ -71,7 +76,7 @@ def test_many_sequences_and_small_weights_are_data_parallel(ranks):
     )
 
 
-def test_a_limit_that_forbids_whole_weights_turns_data_into_tensor_parallel():
+def test_a_limit_that_forbids_whole_weights_turns_data_into_tensor_parallel() -> None:
     free = choose_strategies(
         GPT, 8 * 512, (8,), H100, sequence_length=512, part="layer", microbatches=64
     )
@@ -99,15 +104,16 @@ def test_a_limit_that_forbids_whole_weights_turns_data_into_tensor_parallel():
     )
 
 
-def test_a_limit_that_forbids_nothing_changes_nothing():
+def test_a_limit_that_forbids_nothing_changes_nothing() -> None:
     free, roomy = (
         choose_strategies(LLAMA, 4096, (4,), H100, part="layer", memory=limit)
         for limit in (None, 2.0**40)
     )
-    assert (roomy.seconds, roomy.reason) == (pytest.approx(free.seconds, rel=1e-12), free.reason)
+    assert roomy.seconds == pytest.approx(free.seconds, rel=1e-12)
+    assert roomy.reason == free.reason
 
 
-def test_a_grid_of_slow_and_fast_links_mixes_rows_outside_with_columns_inside():
+def test_a_grid_of_slow_and_fast_links_mixes_rows_outside_with_columns_inside() -> None:
     cluster = ideal_machine(
         flops=400e12, bandwidth=(40e9, 300e9), latency=(10e-6, 6e-6), memory_bandwidth=2.5e12
     )
@@ -122,7 +128,7 @@ def test_a_grid_of_slow_and_fast_links_mixes_rows_outside_with_columns_inside():
     assert found.redistributions == ()
 
 
-def test_fixed_strategies_are_kept_and_cost_no_less():
+def test_fixed_strategies_are_kept_and_cost_no_less() -> None:
     free = choose_strategies(GPT, 2048, 4, H100, part="layer")
     fixed = choose_strategies(
         GPT, 2048, 4, H100, part="layer", fixed={"blocks.*.mlp.up": ((1, 4), (4, 1))}
@@ -130,7 +136,7 @@ def test_fixed_strategies_are_kept_and_cost_no_less():
     assert forms(fixed)["mlp.up"] == "((1,4),(4,1))" and fixed.seconds > free.seconds
 
 
-def test_a_tied_table_lies_as_the_head_wants_it():
+def test_a_tied_table_lies_as_the_head_wants_it() -> None:
     found = choose_strategies(GPT.model_copy(update={"tied": True}), 2048, (4,), H100, fused=True)
     untied = choose_strategies(GPT, 2048, (4,), H100, fused=True)
     assert found.bytes < untied.bytes

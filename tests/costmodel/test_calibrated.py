@@ -24,6 +24,7 @@ from workbench.machine.calibration_file import (
     Scale,
     Stream,
 )
+from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.schema import Plan, build_plan
 from workbench.planner import estimate
 from workbench.planner.calibrated_plan import calibrated_hardware, with_calibration
@@ -359,7 +360,7 @@ def test_a_search_fetches_the_constants_of_a_number_of_stages_once(
 ) -> None:
     fetched: list[Plan] = []
 
-    def counted(full: Plan) -> Any:
+    def counted(full: ResolvedPlan) -> Any:
         fetched.append(full)
         return with_calibration(full)
 

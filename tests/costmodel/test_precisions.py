@@ -17,7 +17,7 @@ LORA = {"rank": 16, "targets": "all"}
 
 def told(
     model: str = "llama-3-8b", gpu: str = "h100-sxm-80gb", strategy: str = "ddp", **changes: Any
-) -> Profile:
+) -> Any:
     set = {key.replace("__", "."): value for key, value in changes.items()}
     return estimate(Plan.of(model, gpu=gpu, gpus=8, strategy=strategy, set=set))
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tests.engine.test_session_checkpoint import Whole, save, session_of
+from tests.checkpoint.test_session_checkpoint import Whole, save, session_of
 from tests.parallel.small import GPT, LLAMA, plan
 from workbench.checkpoint.huggingface_names import config_json, huggingface_source, parameter_shapes
 from workbench.engine.export_weights import export_checkpoint
@@ -22,6 +22,7 @@ from workbench.engine.session_checkpoint import SessionCheckpointer
 from workbench.engine.verify.forked_ranks import run_ranks
 from workbench.errors import PlanError
 from workbench.plan.model.model_shape import Shape
+from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.schema import Plan
 
 BATCH = {"training.global_batch": 8}
@@ -44,14 +45,14 @@ OUTSIDE = {
 }
 
 
-def state(made: Plan, rank: int) -> tuple[int, list[tuple[str, str, Any, np.ndarray]]]:
+def state(made: ResolvedPlan, rank: int) -> tuple[int, list[tuple[str, str, Any, np.ndarray]]]:
     """Steps done, and what a rank holds, after it has loaded."""
     saver = SessionCheckpointer(session_of(made, rank), Path("unused"))
     done = saver.load()
     return done, [(s.name, s.kind, s.slices, s.tensor.float().numpy()) for _, s in saver._shards()]
 
 
-def whole(made: Plan) -> Whole:
+def whole(made: ResolvedPlan) -> Whole:
     ((_, shards),) = run_ranks(1, partial(state, made))
     return {(name, kind): tensor for name, kind, _, tensor in shards}
 

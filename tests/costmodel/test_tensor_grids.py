@@ -13,6 +13,7 @@ from workbench.costmodel.inputs.rank_workload import Workload, workload
 from workbench.costmodel.memory import activation_memory
 from workbench.errors import PlanError
 from workbench.plan.model.parameter_count import parameters
+from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.schema import Plan
 from workbench.planner import estimate
 
@@ -29,7 +30,7 @@ BATCH = 64
 
 def on_grid(
     algorithm: str, size: Any, model: str = "gpt3-6.7b", gpus: int = 64, /, **changes: Any
-) -> Plan:
+) -> ResolvedPlan:
     grid = {
         "strategy.tensor.algorithm": algorithm,
         "strategy.tensor.size": size,

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.planner.test_against_rehearsal import ODD, small, traffic
+from tests.costmodel.test_against_rehearsal import ODD, small, traffic
 from workbench.planner import estimate
 from workbench.profile import Profile
 from workbench.rehearsal.rehearse import rehearse

@@ -25,6 +25,7 @@ from workbench.costmodel.memory.peak_memory import (
     total_bytes,
 )
 from workbench.costmodel.rates.constants import constants
+from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.schema import Plan
 from workbench.planner import estimate
 
@@ -66,7 +67,7 @@ def test_a_hundred_billion_parameters_with_fp32_adam_take_1200_gigabytes(
         "mlp": "gelu",
         "biases": "none",
     }
-    plan = on_cards(shape, 1, "single", **{"strategy.precision": "fp32"})  # type: ignore[arg-type]
+    plan = on_cards(shape, 1, "single", **{"strategy.precision": "fp32"})
     initialised = memory_of(plan).moments["initialised"]
     each = count_params(workload(plan.resolve())).total.sum()
     states = sum(float(initialised[name].max()) for name in ("parameters", "optimizer", "master"))
@@ -174,7 +175,7 @@ def test_adapters_train_their_own_parameters_alone() -> None:
     assert float(tuned["gradients"].max()) < 1e-3 * float(whole["gradients"].max())
 
 
-def gpt3(tensor: int, sequence: bool) -> Plan:
+def gpt3(tensor: int, sequence: bool) -> ResolvedPlan:
     changes = {
         "strategy.tensor": {"size": tensor, "sequence": sequence},
         "strategy.pipeline.size": 8,

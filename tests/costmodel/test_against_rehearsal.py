@@ -176,7 +176,10 @@ def test_tensor_ranks_under_a_split_backward(
 ) -> None:
     size = tensor["size"]
     gpus = 2 * (math.prod(size) if isinstance(size, list) else size)
-    form = {"strategy.tensor": tensor, "strategy.pipeline": {"size": 2, "schedule": schedule}}
+    form: dict[str, Any] = {
+        "strategy.tensor": tensor,
+        "strategy.pipeline": {"size": 2, "schedule": schedule},
+    }
     form |= {"training.micro_batch": 4, "training.global_batch": 32}
     plan = small(model, "ddp", gpus, precision).replace(**{"strategy.preset": None, **form})
     estimated, rehearsed = estimate(plan), rehearse(plan)

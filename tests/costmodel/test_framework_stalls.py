@@ -25,7 +25,7 @@ from workbench.planner.calibrated_plan import with_calibration
 
 
 def setting(
-    gpus: int, tensor: int, pipeline: int, zero: int = 0, micro_batch: int = 1, **changed: float
+    gpus: int, tensor: int, pipeline: int, zero: int = 0, micro_batch: int = 1, **changed: Any
 ) -> tuple[Workload, Constants]:
     strategy = {
         "tensor": {"size": tensor, "sequence": tensor > 1},
