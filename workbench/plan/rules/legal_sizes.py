@@ -1,6 +1,4 @@
-"""Which sizes an axis may have: the divisibility rules of FORMULAS "Legal", shared by presets and
-by `check`.
-"""
+"""Which sizes an axis may have: divisibility rules, shared by presets and by `check`."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ def _kernels_of_code(plan: Plan) -> list[Problem]:
     return [Problem("strategy.kernels", f"is '{plan.strategy.kernels}', {why}")]
 
 
-BUILT: tuple[tuple[str, Callable[[ResolvedPlan], Any], tuple[Any, ...]], ...] = (
+ENGINE_LIMITS: tuple[tuple[str, Callable[[ResolvedPlan], Any], tuple[Any, ...]], ...] = (
     ("strategy.data.overlap", lambda p: p.strategy.data.overlap, (True,)),
     ("strategy.stack", lambda p: p.strategy.stack, ("workbench",)),
     ("strategy.pipeline.replicas", lambda p: p.strategy.pipeline.replicas, (None,)),
@@ -85,7 +85,7 @@ BUILT: tuple[tuple[str, Callable[[ResolvedPlan], Any], tuple[Any, ...]], ...] = 
 share the engine.
 """
 
-VALUED: tuple[tuple[str, Callable[[ResolvedPlan], Any], tuple[Any, ...]], ...] = (
+RUN_LIMITS: tuple[tuple[str, Callable[[ResolvedPlan], Any], tuple[Any, ...]], ...] = (
     ("model.unmodelled", lambda p: p.shape.unmodelled, (None,)),
 )
 """The same for `run` alone: a model planned without them has their memory and collectives, but not
@@ -95,7 +95,7 @@ their values.
 OF_SHAPE = ("model.", "strategy.tensor.")
 """Fields that say something of a model's shape."""
 
-ESTIMATED: tuple[tuple[str, Callable[[ResolvedPlan], Any], tuple[Any, ...]], ...] = (
+ESTIMATE_LIMITS: tuple[tuple[str, Callable[[ResolvedPlan], Any], tuple[Any, ...]], ...] = (
     ("strategy.pipeline.schedule", _named_schedule, tuple(SCHEDULES)),
     ("strategy.operators", lambda p: p.strategy.operators, ({},)),
 )
@@ -137,7 +137,11 @@ def runnable(preset: str) -> bool:
 
 
 def _lacking(plan: ResolvedPlan, verb: Verb) -> list[Problem]:
-    table = {"estimate": ESTIMATED, "rehearse": BUILT, "run": (*BUILT, *VALUED)}[verb]
+    table = {
+        "estimate": ESTIMATE_LIMITS,
+        "rehearse": ENGINE_LIMITS,
+        "run": (*ENGINE_LIMITS, *RUN_LIMITS),
+    }[verb]
     if plan.code and verb == "estimate":
         knows = f"'{plan.code.python}' is code, whose cost no closed form knows"
         what = f"{knows}; legal: rehearse or run it, with {python_model_rules.ALLOW}"

@@ -169,7 +169,7 @@ def _part_reason(part: str, full: ResolvedPlan, profile: Profile) -> str:
 
 
 def _bubble_formula(full: ResolvedPlan) -> str:
-    """The schedule's bubble in words (FORMULAS of the papers: GPipe 2019, 2104.04473,
+    """The schedule's bubble in words (papers: GPipe 1811.06965, 2104.04473,
     2401.10241).
     """
     p, m = full.strategy.pipeline, full.num_microbatches
