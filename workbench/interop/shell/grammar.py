@@ -1,5 +1,5 @@
-"""Text of a shell script to a tree of tree-sitter-bash, with what that grammar lacks or tears
-mended before.
+"""Parse a shell script with tree-sitter-bash; what its grammar lacks or splits wrongly is rewritten
+before.
 """
 
 from __future__ import annotations

@@ -158,7 +158,7 @@ def capacity_cells(unit: str, size: int, reach: float, capacity: int | None) -> 
 
 
 def capacity_label_side(capacity: int | None, largest: float) -> Literal["left", "right", ""]:
-    """On which side of the line at a GPU's memory its label has room; "" where there is no
+    """On which side of the line at a GPU's memory its label fits; "" where there is no
     line.
     """
     if not capacity:
