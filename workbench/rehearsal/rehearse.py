@@ -20,7 +20,7 @@ from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.rules.supported import require
 from workbench.plan.schema import Plan
 from workbench.profile import Profile, frame
-from workbench.rehearsal.fake import fake_tensors, fake_world
+from workbench.rehearsal.fake_process_group import fake_tensors, fake_world
 from workbench.units import GIB
 
 STEADY = 2
