@@ -1,9 +1,10 @@
 """Activation memory: what each module saves for backward, and which temporaries it needs.
 
 The counts follow `models/` and `parallel/` tensor by tensor, with torch's eager operators; they
-extend the activation memory of Megatron-LM (2205.05198, s b h (34 + 5 a s / h) per layer with
-dropout and unfused attention) by grouped queries, gated MLPs, MoE, LoRA and selective recompute. A
-peak is a live set: every function says what is live at one phase beyond what is saved.
+extend the activation memory of Megatron-LM (Korthikanti et al., 2205.05198: s b h (34 + 5 a s / h)
+per layer with dropout and unfused attention) by grouped queries, gated MLPs, MoE, LoRA and
+selective recompute. A peak is a live set: every function says what is live at one phase beyond what
+is saved.
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@
 f (`copy_to_tensor_region`) is the identity in forward and an all-reduce in backward; g
 (`reduce_from_tensor_region`) is the opposite. With sequence parallelism (arXiv 2205.05198) they are
 an all-gather of tokens, whose backward is a reduce-scatter (`gather_tokens`), and the opposite
-(`scatter_tokens`).
+(`scatter_tokens`). Dense column-parallel layers do f themselves (`column_parallel`), to overlap its
+backward with the GEMMs of the weights' gradients.
 """
 
 from __future__ import annotations
