@@ -12,8 +12,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 if not "2.11" <= torch.__version__ < "2.14":
     raise ImportError(
-        f"workbench.rehearsal.fake_process_group uses torch's fake process group of 2.11 to 2.13, not "
-        f"{torch.__version__}"
+        f"rehearsals use torch's fake process group of 2.11 to 2.13, not {torch.__version__}"
     )
 
 
