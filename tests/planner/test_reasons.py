@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from workbench.plan.rank_placement import leaves_node
-from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.schema import Plan
 from workbench.planner import estimate
 from workbench.planner.explain import ChangeEffect, explain, neighbours, sensitivity, why
@@ -21,17 +20,17 @@ from workbench.planner.explain.plan_figures import plan_figures
 CARD = "h100-sxm-80gb"
 
 
-def on(model: str, gpus: int, strategy: str, gpu: str = CARD, /, **sets: Any) -> ResolvedPlan:
-    return Plan.of(model, gpu=gpu, gpus=gpus, strategy=strategy, set=sets).resolve()
+def on(model: str, gpus: int, strategy: str, gpu: str = CARD, /, **sets: Any) -> Plan:
+    return Plan.of(model, gpu=gpu, gpus=gpus, strategy=strategy, set=sets)
 
 
 @pytest.fixture(scope="module")
-def megatron() -> ResolvedPlan:
+def megatron() -> Plan:
     return on("llama-3-8b", 16, "megatron-3d")
 
 
 @pytest.fixture(scope="module")
-def unfit() -> ResolvedPlan:
+def unfit() -> Plan:
     return on("llama-3-8b", 16, "ddp", "v100-sxm2-32gb")
 
 
@@ -41,7 +40,7 @@ def named(effects: list[ChangeEffect], start: str) -> ChangeEffect:
 
 # ---- what binds ----------------------------------------------------------------------------------
 def test_a_plan_that_does_not_fit_is_bound_by_memory_and_the_sentence_has_the_estimates_numbers(
-    unfit: ResolvedPlan,
+    unfit: Plan,
 ) -> None:
     found, profile = why(unfit), estimate(unfit)
     assert found.bottleneck.constraint == "memory" and found.sentence == found.bottleneck.memory
@@ -55,7 +54,7 @@ def test_a_plan_that_does_not_fit_is_bound_by_memory_and_the_sentence_has_the_es
     )
 
 
-def test_a_plan_that_fits_is_bound_by_the_largest_part_of_its_step(megatron: ResolvedPlan) -> None:
+def test_a_plan_that_fits_is_bound_by_the_largest_part_of_its_step(megatron: Plan) -> None:
     found, parts = why(megatron), estimate(megatron).notes["time"]
     assert found.bottleneck.constraint == max(parts, key=parts.get) and found.fixes == ()
     share = parts[found.bottleneck.constraint] / sum(parts.values())
@@ -113,9 +112,7 @@ def test_every_fix_fits_and_does_what_it_says(model: str, gpus: int) -> None:
         assert changed.step_seconds == pytest.approx(fix.after.seconds, rel=1e-6)
 
 
-def test_fixes_on_the_same_cards_come_first_and_the_fastest_of_them_leads(
-    unfit: ResolvedPlan,
-) -> None:
+def test_fixes_on_the_same_cards_come_first_and_the_fastest_of_them_leads(unfit: Plan) -> None:
     fixes = why(unfit).fixes
     same = [fix for fix in fixes if not {"cluster.gpu", "cluster.gpus"} & set(fix.changes)]
     assert len(same) > 1 and list(fixes[: len(same)]) == same
@@ -123,7 +120,7 @@ def test_fixes_on_the_same_cards_come_first_and_the_fastest_of_them_leads(
 
 
 # ---- what changes it -----------------------------------------------------------------------------
-def test_sensitivity_equals_an_estimate_of_the_changed_plan(megatron: ResolvedPlan) -> None:
+def test_sensitivity_equals_an_estimate_of_the_changed_plan(megatron: Plan) -> None:
     found = sensitivity(megatron)
     assert len(found) >= 6
     for effect in found:
@@ -131,7 +128,7 @@ def test_sensitivity_equals_an_estimate_of_the_changed_plan(megatron: ResolvedPl
         assert changed.step_seconds == pytest.approx(effect.after.seconds, rel=1e-9), effect.name
 
 
-def test_twice_of_a_rate_changes_what_rides_on_it(megatron: ResolvedPlan) -> None:
+def test_twice_of_a_rate_changes_what_rides_on_it(megatron: Plan) -> None:
     found = sensitivity(megatron)
     parts = estimate(megatron).notes["time"]
     flops = named(found, "twice the FLOP/s")
@@ -164,9 +161,7 @@ def test_the_network_matters_only_beyond_a_node() -> None:
     )
 
 
-def test_neighbours_differ_in_one_knob_and_equal_an_estimate_of_their_own(
-    megatron: ResolvedPlan,
-) -> None:
+def test_neighbours_differ_in_one_knob_and_equal_an_estimate_of_their_own(megatron: Plan) -> None:
     here = megatron.resolve()
     for effect in neighbours(megatron):
         changed = megatron.replace(**effect.changes)
@@ -186,7 +181,7 @@ def test_neighbours_differ_in_one_knob_and_equal_an_estimate_of_their_own(
         )
 
 
-def test_neighbours_that_fit_come_first_and_the_fastest_lead(megatron: ResolvedPlan) -> None:
+def test_neighbours_that_fit_come_first_and_the_fastest_lead(megatron: Plan) -> None:
     found = neighbours(megatron)
     order = [(not effect.after.fits, effect.after.seconds) for effect in found]
     assert order == sorted(order)
@@ -194,16 +189,14 @@ def test_neighbours_that_fit_come_first_and_the_fastest_lead(megatron: ResolvedP
     assert {"tensor", "pipeline", "micro-batch", "ZeRO", "recompute", "sequence parallel"} <= knobs
 
 
-def test_kernels_are_no_step_from_the_plan_but_what_else_could_be_installed(
-    megatron: ResolvedPlan,
-) -> None:
+def test_kernels_are_no_step_from_the_plan_but_what_else_could_be_installed(megatron: Plan) -> None:
     assert not any("strategy.kernels" in effect.changes for effect in neighbours(megatron))
     other = named(sensitivity(megatron.replace(**{"strategy.kernels": "eager"})), "fused kernels")
     assert other.after == plan_figures(megatron.replace(**{"strategy.kernels": "fused"}).resolve())
     assert other.after.seconds < other.before.seconds
 
 
-def test_a_complete_plan_has_the_same_neighbours(megatron: ResolvedPlan) -> None:
+def test_a_complete_plan_has_the_same_neighbours(megatron: Plan) -> None:
     plan = megatron.replace(
         **{"strategy.gradient_dtype": "fp32"}
     )  # `auto` would follow a change of ZeRO
@@ -257,7 +250,7 @@ def test_an_explanation_asks_for_one_whole_estimate(
     assert calls == [megatron]
 
 
-def test_the_old_name_of_the_bottleneck_is_read_with_a_warning(unfit: ResolvedPlan) -> None:
+def test_the_old_name_of_the_bottleneck_is_read_with_a_warning(unfit: Plan) -> None:
     found = why(unfit)
     with pytest.warns(DeprecationWarning, match="binding is now bottleneck"):
         assert found.binding is found.bottleneck

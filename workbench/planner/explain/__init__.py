@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.schema import Plan
 from workbench.planner.explain import fitting_changes as _fixes
 from workbench.planner.explain import neighbor_plans as _moves
@@ -31,21 +30,21 @@ __all__ = [
 ]
 
 
-def why(plan: ResolvedPlan) -> Reasons:
+def why(plan: Plan) -> Reasons:
     """What binds `plan`, in a sentence, and the smallest changes that make it fit. Raises
     `PlanError`.
     """
     return _why(explained_plan(plan))
 
 
-def sensitivity(plan: ResolvedPlan) -> list[ChangeEffect]:
+def sensitivity(plan: Plan) -> list[ChangeEffect]:
     """Step and peak on twice the network, link, memory bandwidth and FLOP/s, on eight more GPUs,
     and so on.
     """
     return _sensitivity.sensitivity(explained_plan(plan))
 
 
-def neighbours(plan: ResolvedPlan) -> list[ChangeEffect]:
+def neighbours(plan: Plan) -> list[ChangeEffect]:
     """Every legal plan one step of one knob away: those that fit first, the fastest first."""
     return _moves.neighbor_plans(explained_plan(plan))
 
