@@ -330,6 +330,7 @@ def test_verify_passes_and_says_how_far(ask: Ask) -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp64", "fp32"])
 def test_verify_says_which_precision_replaced_the_plans(ask: Ask, precision: str) -> None:
     plan = [*TINY[:-1], "2", "--strategy", "ddp", "--set", "strategy.precision=bf16"]

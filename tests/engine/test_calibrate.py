@@ -45,6 +45,7 @@ def found() -> Calibration:
     )
 
 
+@pytest.mark.slow
 def test_every_point_of_the_survey_is_there(found: Calibration) -> None:
     worlds, dtypes = {1, 2}, set(SMALL.dtypes)
     assert {(g.rows, g.dtype, g.ranks) for g in found.gemm} == {

@@ -177,6 +177,7 @@ def test_the_scale_is_saved_and_loaded() -> None:
     assert other.state() == ours.state() == {"scale": INITIAL_SCALE / 2, "good": 2, "skipped": 1}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [LLAMA, GPT], ids=["llama", "gpt"])
 @pytest.mark.parametrize("mesh", ["data 2", "tensor 2", "pipeline 2", "context 2", "zero-3"])
 def test_fp16_trains_as_fp32(mesh: str, shape: dict[str, Any]) -> None:

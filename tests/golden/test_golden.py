@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pytest import ParameterSet
 
 from tests.golden import record
 from tests.golden.cases import HERE, REFUSED, RUN, Case, cases
@@ -21,7 +22,15 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("case", cases(), ids=lambda case: case.name)
+SLOW = ("run/", "rehearse/tiny-tensor-pipeline", "rehearse/tiny-experts")
+
+
+def marked(case: Case) -> ParameterSet:
+    slow = [pytest.mark.slow] if case.name.startswith(SLOW) else []
+    return pytest.param(case, marks=slow, id=case.name)
+
+
+@pytest.mark.parametrize("case", map(marked, cases()))
 def test_answers_are_as_recorded(case: Case, root: Path) -> None:
     recorded = json.loads(record.path_of(case).read_text())
     assert list(differences(recorded, record.outcome(case.words, root), case.exact)) == []
@@ -60,6 +69,7 @@ def test_a_change_of_an_answer_is_seen(changed: dict[str, Any]) -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_recorded_checkpoint_resumes(root: Path) -> None:
     """The last three steps again, from the checkpoint of step 3: the losses that were recorded."""
     import workbench as wb

@@ -58,6 +58,7 @@ def modules() -> list[Any]:
     ]
 
 
+@pytest.mark.slow
 @compiles
 @same_triton
 def test_the_committed_table_is_what_triton_compiles_today() -> None:

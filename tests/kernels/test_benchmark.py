@@ -77,6 +77,7 @@ def test_in_place_operators_start_from_the_same_inputs_each_time() -> None:
     assert seen == [seen[0]] * 3 and seen[0] != 0
 
 
+@pytest.mark.slow
 def test_rows_are_labelled_and_failures_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     def of(
         sizes: Any, hidden: int, vocab: int, dtype: torch.dtype, device: torch.device

@@ -16,6 +16,7 @@ def _square(x: Tensor) -> Tensor:
     return x * x + 1
 
 
+@pytest.mark.slow
 def test_a_process_forked_after_compiling_can_compile(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -80,6 +80,7 @@ def test_every_seam_that_can_be_is_replaced() -> None:
     assert set(model.state_dict()) == names
 
 
+@pytest.mark.slow
 def test_a_warm_up_leaves_nothing_to_compile(caplog: pytest.LogCaptureFixture) -> None:
     shape = (
         Plan.of("tiny", gpu="local", gpus=1, set={"model": {**LLAMA, "mlp": "geglu"}})

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import nbclient
 import nbformat
+import pytest
 
 from workbench.cli.commands.lab import OFFLINE_PAGES
 
@@ -18,6 +19,7 @@ CELLS = [
 ]
 
 
+@pytest.mark.slow
 def test_a_planner_leaves_its_last_plan_and_charts_in_the_saved_notebook(tmp_path: Path) -> None:
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in CELLS])
     nbclient.NotebookClient(notebook, timeout=120, store_widget_state=False).execute()

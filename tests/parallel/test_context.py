@@ -42,7 +42,7 @@ def context_plan(
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("shape", [LLAMA, GPT], ids=["llama", "gpt"])
-@pytest.mark.parametrize("context", [2, 4])
+@pytest.mark.parametrize("context", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_context_parallel_alone_equals_one_device(
     context: int, algorithm: str, shape: dict[str, Any]
 ) -> None:
@@ -51,6 +51,7 @@ def test_context_parallel_alone_equals_one_device(
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("mesh", [(2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1)], ids=str)
 def test_context_parallel_with_other_axes_equals_one_device(

@@ -16,7 +16,10 @@ def assert_equal_to_one_device(answer: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize(
+    "tied",
+    [pytest.param(False, id="untied", marks=pytest.mark.slow), pytest.param(True, id="tied")],
+)
 @pytest.mark.parametrize("shape", [LLAMA, GPT], ids=["llama", "gpt"])
 def test_fp64_on_every_mesh(mesh: tuple[int, int, int], shape: dict[str, Any], tied: bool) -> None:
     assert_equal_to_one_device(verify(plan(*mesh, shape=shape, tied=tied), "fp64"))
@@ -28,6 +31,7 @@ def test_fp32(mesh: tuple[int, int, int], shape: dict[str, Any]) -> None:
     assert_equal_to_one_device(verify(plan(*mesh, shape=shape, tied=True), "fp32"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [

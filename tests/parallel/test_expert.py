@@ -45,6 +45,7 @@ def test_fp64_on_every_mesh(mesh: tuple[int, int, int, int]) -> None:
     assert_equal_to_one_device(verify(moe_plan(*mesh), "fp64"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "shape", "tied"),
     [

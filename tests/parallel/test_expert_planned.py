@@ -55,6 +55,7 @@ def test_peak_memory_and_collectives_equal_the_engines(
     assert traffic(estimated) == traffic(rehearsed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [

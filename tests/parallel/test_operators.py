@@ -110,11 +110,13 @@ MIXED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("operators", [GRID, MIXED], ids=["rows", "inner"])
 def test_grids_of_two_by_two(operators: dict[str, str]) -> None:
     equal(on(4, operators=operators, shape=GPT, layers=2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "changes", "more"),
     [

@@ -69,6 +69,7 @@ def test_four_ranks(name: str) -> None:
     assert_equal_to_one_device(verify(scheduled(name, pipeline=4, tied=True)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SPLIT_OR_CHUNKED)
 def test_within_tensor_and_data_parallelism(name: str) -> None:
     assert_equal_to_one_device(verify(scheduled(name, tensor=2, data=2, tied=True)))

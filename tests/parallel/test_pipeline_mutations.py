@@ -53,6 +53,7 @@ def test_a_weight_gradient_that_is_never_computed(monkeypatch: pytest.MonkeyPatc
     assert any(part in failure_of(verify(scheduled("zb-h1")))["tensor"] for part in LINEAR)
 
 
+@pytest.mark.slow
 def test_weight_gradients_of_another_microbatch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of several microbatches' deferred weight gradients one is computed twice, another never."""
 
@@ -70,6 +71,7 @@ def test_weight_gradients_of_another_microbatch(monkeypatch: pytest.MonkeyPatch)
     )
 
 
+@pytest.mark.slow
 def test_weight_gradients_of_another_stage(monkeypatch: pytest.MonkeyPatch) -> None:
     def confuse(self: ScheduleExecutor, action: Action, state: MicrobatchState) -> None:
         other = next(

@@ -26,6 +26,7 @@ def test_recompute_equals_one_device(
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", KINDS, ids=str)
 @pytest.mark.parametrize(("ranks", "algorithm"), [(2, "ring"), (2, "ulysses"), (4, "usp")])
 def test_recompute_with_context_parallel(ranks: int, algorithm: str, what: Any) -> None:

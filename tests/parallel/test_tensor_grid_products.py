@@ -178,6 +178,7 @@ MUTATIONS: dict[str, tuple[tuple[str, list[int]], Any, str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", MUTATIONS)
 def test_planted_faults_are_found(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
     grid, module, name, instead = MUTATIONS[fault]

@@ -52,6 +52,7 @@ def test_sequence_parallel_on_four_ranks(more: dict[str, Any]) -> None:
     assert answer["passed"], answer
 
 
+@pytest.mark.slow
 def test_sequence_parallel_with_context_parallel() -> None:
     answer = verify(on(2, 1, 2, changes={"strategy.context.size": 2}, shape=GPT), "fp64")
     assert answer["passed"], answer

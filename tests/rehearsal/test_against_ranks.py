@@ -71,6 +71,7 @@ def test_rehearsed_peak_is_the_allocators_peak(case: str, precision: str) -> Non
             assert total(rehearsed, step, "peak") == pytest.approx(real, rel=0.02), (rank, step)
 
 
+@pytest.mark.slow
 @EACH
 @ALL
 def test_what_lasts_is_the_allocators_level_between_steps(case: str, precision: str) -> None:

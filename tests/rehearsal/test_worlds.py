@@ -153,6 +153,7 @@ def states(plan: Plan, rank: int) -> dict[str, int]:
     }
 
 
+@pytest.mark.slow
 def test_a_product_of_three_axes_on_2048_ranks() -> None:
     plan = large("megatron-3d", 2048, **{"strategy.tensor.size": 8, "strategy.pipeline.size": 8})
     profile = rehearse(plan, [0, 2047])

@@ -115,6 +115,7 @@ def test_nothing_outlives_a_killed_launcher(go: Callable[..., Any], number: Sign
     )
 
 
+@pytest.mark.slow
 def test_a_launcher_that_does_not_end_is_ended(go: Callable[..., Any]) -> None:
     run = go(steps=60, progress_seconds=2.5)
     pids(run)
@@ -169,6 +170,7 @@ def test_a_stop_reaches_ranks_and_a_launcher_that_are_frozen(go: Callable[..., A
     assert (state.phase, state.exit_code) == ("stopped", 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 3])
 def test_a_rank_in_an_endless_loop_is_named(go: Callable[..., Any], world: int) -> None:
     state = go("loop:0:4", steps=5000, progress_seconds=1.5, world=world).wait(30)
@@ -197,6 +199,7 @@ def fill(disk: Path) -> None:
             stream.write(bytes(4096))
 
 
+@pytest.mark.slow
 def test_a_full_disk_does_not_end_a_run(go: Callable[..., Any], small_disk: Path) -> None:
     run = go(steps=150, world=1, progress_seconds=1.0, root=small_disk)
     until(lambda: run.state.phase == "running")
@@ -207,6 +210,7 @@ def test_a_full_disk_does_not_end_a_run(go: Callable[..., Any], small_disk: Path
     assert state.heartbeat > beat and "the disk was full" in state.warning
 
 
+@pytest.mark.slow
 def test_a_failure_on_a_full_disk_names_the_disk(go: Callable[..., Any], small_disk: Path) -> None:
     run = go("raise:0:150", steps=5000, world=1, root=small_disk)
     until(lambda: run.state.phase == "running")
@@ -224,6 +228,7 @@ def test_a_run_on_a_full_disk_can_be_stopped(go: Callable[..., Any], small_disk:
     assert run.wait(30).phase == "stopped"
 
 
+@pytest.mark.slow
 def test_what_a_rank_left_behind_is_ended(go: Callable[..., Any]) -> None:
     run = go("helper:1", steps=2)
     assert run.wait(30).phase == "finished"
