@@ -30,7 +30,7 @@ def marked(case: Case) -> ParameterSet:
     return pytest.param(case, marks=slow, id=case.name)
 
 
-@pytest.mark.parametrize("case", map(marked, cases()))
+@pytest.mark.parametrize("case", [marked(case) for case in cases()])
 def test_answers_are_as_recorded(case: Case, root: Path) -> None:
     recorded = json.loads(record.path_of(case).read_text())
     assert list(differences(recorded, record.outcome(case.words, root), case.exact)) == []

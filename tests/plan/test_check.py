@@ -116,6 +116,11 @@ ILLEGAL = [
         "has no text to read",
         {"corpus__holdout": 0.0, "training__evaluation__every": 5},
     ),
+    (
+        "strategy.preset",
+        "ulysses_size 3; legal: strategy.context.ulysses_size 2, 4",
+        {"strategy__preset": "usp", "strategy__context__ulysses_size": 3},
+    ),
     ("strategy.preset", "did you mean dapple", {"strategy__preset": "dappel"}),
     ("cluster.gpu", "did you mean h100-sxm-80gb", {"cluster__gpu": "h100-sxm-80"}),
     ("cluster.gpu", "did you mean h100-pcie-80gb, h100-sxm-80gb", {"cluster__gpu": "H100"}),

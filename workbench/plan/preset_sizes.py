@@ -69,14 +69,41 @@ def splits_nothing(
         n for n in more if _splits(resolve_sizes(strategy, shape, n, max(node, n), sequence), ruled)
     ]
     named = shape.name if shape else "this model"
+    groups = _ulysses_sizes(strategy, shape, ranks, node, sequence) if "context" in ruled else []
+    given = f" and ulysses_size {strategy['context']['ulysses_size']}" if groups else ""
     why = (
         f"finds no {' or '.join(ruled)} size beyond 1 for {named} on {ranks} GPUs with "
-        f"sequences of {sequence}"
+        f"sequences of {sequence}{given}"
     )
-    return (
-        f"{why}; legal: "
-        f"{f'{legal_sizes.near(ranks, enough)} GPUs, or ' if enough else ''}another preset (ddp)"
-    )
+    legal = [
+        *([f"strategy.context.ulysses_size {legal_sizes.near(ranks, groups)}"] if groups else []),
+        *([f"{legal_sizes.near(ranks, enough)} GPUs"] if enough else []),
+        "another preset (ddp)",
+    ]
+    return f"{why}; legal: {', or '.join(legal)}"
+
+
+def _ulysses_sizes(
+    strategy: dict[str, Any], shape: Shape | None, ranks: int, node: int, sequence: int
+) -> list[int]:
+    """Sizes of Ulysses' groups with which `usp` would split; none for other algorithms."""
+    context = strategy["context"]
+    if context.get("algorithm") != "usp":
+        return []
+    return [
+        size
+        for size in legal_sizes.divisors(ranks)[1:]
+        if _splits(
+            resolve_sizes(
+                {**strategy, "context": {**context, "ulysses_size": size}},
+                shape,
+                ranks,
+                node,
+                sequence,
+            ),
+            ["context"],
+        )
+    ]
 
 
 def _splits(found: dict[str, Any], axes: Sequence[str]) -> bool:
