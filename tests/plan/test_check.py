@@ -121,6 +121,16 @@ ILLEGAL = [
         "ulysses_size 3; legal: strategy.context.ulysses_size 2, 4",
         {"strategy__preset": "usp", "strategy__context__ulysses_size": 3},
     ),
+    (
+        "strategy.preset",
+        "ulysses_size 1; legal: strategy.context.ulysses_size 2",
+        {
+            "cluster__gpus": 2,
+            "strategy__preset": "ring-attention",
+            "strategy__context__algorithm": "usp",
+            "training__sequence_length": 254,
+        },
+    ),
     ("strategy.preset", "did you mean dapple", {"strategy__preset": "dappel"}),
     ("cluster.gpu", "did you mean h100-sxm-80gb", {"cluster__gpu": "h100-sxm-80"}),
     ("cluster.gpu", "did you mean h100-pcie-80gb, h100-sxm-80gb", {"cluster__gpu": "H100"}),

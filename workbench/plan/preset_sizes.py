@@ -70,7 +70,7 @@ def splits_nothing(
     ]
     named = shape.name if shape else "this model"
     groups = _ulysses_sizes(strategy, shape, ranks, node, sequence) if "context" in ruled else []
-    given = f" and ulysses_size {strategy['context']['ulysses_size']}" if groups else ""
+    given = f" and ulysses_size {strategy['context'].get('ulysses_size', 1)}" if groups else ""
     why = (
         f"finds no {' or '.join(ruled)} size beyond 1 for {named} on {ranks} GPUs with "
         f"sequences of {sequence}{given}"
