@@ -19,7 +19,16 @@ try:
 except ImportError:  # pragma: no cover (the tests install it)
     triton = tl = None
 
-__all__ = ["INTERPRETED", "accumulation_type", "jit", "runs_triton", "tl", "triton"]
+__all__ = [
+    "INTERPRETED",
+    "accumulation_type",
+    "device_programs",
+    "jit",
+    "next_power_of_2",
+    "runs_triton",
+    "tl",
+    "triton",
+]
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """Whether Triton interprets kernels on the host, which it decides at import."""
