@@ -301,12 +301,27 @@ def test_the_command_is_accelerate_launch(plan: Plan, tmp_path: Path) -> None:
 def test_another_launch_does_not_leak_in(
     plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("RANK", "3")
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    stray = {"RANK", "TORCHELASTIC_RUN_ID", "ACCELERATE_USE_FSDP", "ACCELERATE_MIXED_PRECISION"}
+    for name in stray:
+        monkeypatch.setenv(name, "3")
     command = accelerate_command.compose(
         plan.resolve(), tmp_path, 29999, accelerate_command.Recipe()
     )
-    assert {"RANK", "TORCHELASTIC_RUN_ID"} <= set(command.unset)
+    assert stray <= set(command.unset)
+
+
+def test_the_command_of_a_run_on_gpus_shows_what_steers_nccl_and_the_allocator(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NCCL_IB_HCA", "mlx5")
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    plan = Plan.of("llama-3-8b", gpu="h100-sxm-80gb", gpus=8, strategy="megatron-tp").resolve()
+    shown = accelerate_command.compose(plan, tmp_path, 29999, accelerate_command.Recipe()).env
+    assert (shown["NCCL_IB_HCA"], shown["NCCL_DEBUG"]) == ("mlx5", "INFO")
+    assert shown["TORCH_NCCL_HIGH_PRIORITY"] == shown["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
+    assert shown["PYTORCH_ALLOC_CONF"].startswith("expandable_segments:True")
 
 
 @pytest.mark.parametrize("left", [7, 0, 9, None])

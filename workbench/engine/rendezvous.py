@@ -16,7 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from workbench.interop.export import LOOPBACK, PORT, one_node
+from workbench.interop.export import LOOPBACK, PORT
+from workbench.interop.launch_environment import one_node
 from workbench.plan.schema import Plan
 
 

@@ -8,14 +8,19 @@ from __future__ import annotations
 import os
 import sys
 from contextlib import suppress
+from importlib.metadata import version
 from pathlib import Path
 
+from workbench.interop.launch_environment import allocator_environment
 from workbench.runs.launch.parent_death import die_with_parent
 
 
 def main() -> int:
     """Train the plan named on the command line; the run directory is the plan's folder."""
     die_with_parent()
+    if os.environ.get("ACCELERATE_USE_CPU") != "true":
+        # torch reads them when it is imported.
+        os.environ.update(allocator_environment(version("torch"), os.environ))
     # Imported only now: torch takes seconds, in which a launcher may already have died.
     from workbench.engine.worker_lifecycle import train
 

@@ -2,18 +2,25 @@
 
 What `accelerate launch` needs on CPU ranks: `distributed_type: MULTI_GPU` in the file (MULTI_CPU
 starts one process only) and ACCELERATE_USE_CPU=true in the environment; each node is one launch
-that names its machine rank.
+that names its machine rank. Of the file it does not read `rdzv_backend`, `same_network` and
+`enable_cpu_affinity`, which stand on its command line or not at all.
 """
 
 from __future__ import annotations
 
-import os
 import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
 
 from workbench.errors import refuse
+from workbench.interop.launch_environment import (
+    ON_ONE_NODE,
+    OTHER_LAUNCH,
+    OTHER_LAUNCH_PREFIXES,
+    environment,
+    one_node,
+)
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.schema import Plan
 from workbench.safe_io import yaml_files
@@ -25,14 +32,8 @@ PORT = "WORKBENCH_PORT"
 """Environment variable: where the ranks of one node meet, on its loopback address; else a port that
 torchrun found.
 """
-ON_ONE_NODE = {
-    "GLOO_SOCKET_IFNAME": "lo",
-    "NCCL_SOCKET_IFNAME": "lo",
-    # torchrun's agent would share a store with its ranks that listens on all addresses: the first
-    # rank makes one.
-    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-}
-"""Environment of a launch whose ranks are all on one node: none of them listens on a network."""
+JOIN_SECONDS = 600
+"""How long the launchers of several nodes wait for each other."""
 JOB_TIME = "24:00:00"
 """Time limit of a Slurm job, which would else be the partition's."""
 
@@ -52,8 +53,7 @@ def accelerate_config(
         "debug": False,
         "distributed_type": "MULTI_NPU" if plan.gpu.device == "npu" else "MULTI_GPU",
         "downcast_bf16": "no",
-        "enable_cpu_affinity": plan.gpu.device
-        == "cuda",  # accelerate binds by what NVML says of a GPU
+        "enable_cpu_affinity": False,  # a rank binds itself, near the GPU that it has
         "gpu_ids": "all",
         "machine_rank": 0,
         "main_process_ip": main_ip or LOOPBACK,
@@ -62,33 +62,10 @@ def accelerate_config(
         "mixed_precision": "no",
         "num_machines": nodes,
         "num_processes": plan.world_size,
-        "rdzv_backend": "static",
-        "same_network": True,
+        "rdzv_backend": "c10d",
+        "same_network": False,
         "use_cpu": plan.gpu.device == "cpu",
     }
-
-
-def one_node(plan: Plan) -> bool:
-    """Whether all ranks of the plan are on one node."""
-    return (plan.cluster.nodes or 1) == 1
-
-
-def environment(plan: ResolvedPlan, cores: int | None = None) -> dict[str, str]:
-    """Environment of `accelerate launch` for a complete `plan`; `cores` of the machine, default
-    this one's.
-
-    The ranks of a node share its cores, on GPUs too: torchrun would give each one thread, and an
-    offloaded optimizer steps on the host. The profiler that measures memory would fill the logs
-    with its own comings and goings. Ranks are started by `python -m`, which without PYTHONSAFEPATH
-    would import what lies in the current folder before what is installed.
-    """
-    ranks = int(plan.cluster.gpus_per_node or plan.world_size)
-    threads = {"OMP_NUM_THREADS": str(max(1, (cores or os.cpu_count() or 1) // ranks))}
-    quiet = {"PYTHONUNBUFFERED": "1", "PYTHONSAFEPATH": "1", "KINETO_LOG_LEVEL": "6"}
-    quiet |= ON_ONE_NODE if one_node(plan) else {}
-    if plan.gpu.device != "cpu":
-        return {**threads, **quiet}
-    return {"ACCELERATE_USE_CPU": "true", **threads, "OMP_WAIT_POLICY": "passive", **quiet}
 
 
 def rendezvous(plan: Plan) -> list[str]:
@@ -136,42 +113,80 @@ def launch_script(plan: ResolvedPlan) -> str:
     What it is given goes on to the worker: a model that is code needs `--allow-code`, which no file
     says for the user.
     """
+    one = one_node(plan)
+    return "\n".join(
+        [
+            "#!/usr/bin/env bash",
+            f"# {' '.join(plan.name.split())}",
+            *([] if one else [f"# On every node: {BY_HAND} ./launch.sh"]),
+            *_consent(plan),
+            "set -euo pipefail",
+            'cd "$(dirname "$0")"',
+            "# Variables of another launch that this shell may be part of.",
+            f"unset {' '.join(OTHER_LAUNCH)} \\",
+            "  " + " ".join(f'"${{!{prefix}@}}"' for prefix in OTHER_LAUNCH_PREFIXES),
+            *_exports(plan),
+            *([f'export {PORT}="${{MAIN_PORT:-}}"'] if one else _NODE_ORDER),
+            "exec accelerate launch \\",
+            "  --config_file accelerate.yaml \\",
+            *([] if one else [f"  {option} \\" for option in _NODE_OPTIONS]),
+            *(["  --main_process_port 0 \\", f"  {' '.join(rendezvous(plan))} \\"] if one else []),
+            f'  -m {WORKER} plan.yaml "$@"',
+            "",
+        ]
+    )
+
+
+BY_HAND = "MACHINE_RANK=0..n-1 MAIN_IP=<address of node 0>"
+_NODE_OPTIONS = (
+    '--machine_rank "$MACHINE_RANK"',
+    '--main_process_ip "$MAIN_IP"',
+    f'--main_process_port "${{MAIN_PORT:-{DEFAULT_PORT}}}"',
+    "--rdzv_backend c10d",
+    f'--rdzv_conf "is_host=$(( MACHINE_RANK == 0 )),join_timeout={JOIN_SECONDS}'
+    f',read_timeout={JOIN_SECONDS}"',
+)
+"""Options of a launch on several nodes: node 0 holds the store by which launchers meet, and a node
+whose launcher fails is seen by the others before a collective of theirs times out.
+"""
+_NODE_ORDER = (
+    ': "${MACHINE_RANK:?rank of this node, from 0}" "${MAIN_IP:?address of node 0}"',
+    "export MACHINE_RANK",
+    "# torchrun numbers nodes in the order of their addresses, and ranks meet on the first's: node",
+    "# 0 goes by its own, and the others by names behind every address.",
+    'if [ "$MACHINE_RANK" = 0 ]; then',
+    '  export PET_LOCAL_ADDR="$MAIN_IP"',
+    "else",
+    '  PET_LOCAL_ADDR="$(printf \'~node%05d\' "$MACHINE_RANK")"',
+    "  export PET_LOCAL_ADDR",
+    "fi",
+)
+
+
+def _consent(plan: ResolvedPlan) -> list[str]:
+    if plan.code is None:
+        return []
+    code = plan.code.python
+    return [f"# {code} is code, which runs only where you say so: ./launch.sh --allow-code"]
+
+
+def _exports(plan: ResolvedPlan) -> list[str]:
+    """The environment of the ranks; what the user's shell has goes before ours, unless ranks would
+    join another device or network by it.
+    """
+    fixed = {"ACCELERATE_USE_CPU", *(ON_ONE_NODE if one_node(plan) else ())}
     lines = [
-        "#!/usr/bin/env bash",
-        f"# {' '.join(plan.name.split())}",
-        "set -euo pipefail",
-        'cd "$(dirname "$0")"',
+        f"export {key}={value}" if key in fixed else f'export {key}="${{{key}:-{value}}}"'
+        for key, value in environment(plan).items()
+        if key != "OMP_NUM_THREADS"
     ]
-    for key, value in environment(plan).items():
-        if key != "OMP_NUM_THREADS":
-            lines.append(f'export {key}="${{{key}:-{value}}}"')
-    lines += [
+    if plan.gpu.device == "cuda":
+        lines += ["# Ranks choose PYTORCH_ALLOC_CONF by their torch, unless it is set here."]
+    return [
+        *lines,
         f"threads=$(( $(nproc) / {plan.cluster.gpus_per_node} ))",
         'export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$(( threads > 0 ? threads : 1 ))}"',
     ]
-    lines += ["exec accelerate launch \\", "  --config_file accelerate.yaml \\"]
-    if (plan.cluster.nodes or 1) > 1:
-        lines.insert(
-            2, "# On every node: MACHINE_RANK=0..n-1 MAIN_IP=<address of node 0> ./launch.sh"
-        )
-        lines += [
-            '  --machine_rank "${MACHINE_RANK:?rank of this node, from 0}" \\',
-            '  --main_process_ip "${MAIN_IP:?address of the first node}" \\',
-        ]
-    if not one_node(plan):
-        lines += [f'  --main_process_port "${{MAIN_PORT:-{DEFAULT_PORT}}}" \\']
-        lines += ['  --rdzv_backend "${RDZV_BACKEND:-static}" \\']
-    else:
-        lines.insert(-2, f'export {PORT}="${{MAIN_PORT:-}}"')
-        lines += ["  --main_process_port 0 \\", f"  {' '.join(rendezvous(plan))} \\"]
-    lines += [f'  -m {WORKER} plan.yaml "$@"', ""]
-    if plan.code:
-        lines.insert(
-            2,
-            f"# {plan.code.python} is code, which runs only where you say so: ./launch.sh "
-            f"--allow-code",
-        )
-    return "\n".join(lines)
 
 
 def slurm_script(plan: ResolvedPlan) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from workbench.interop.export import ON_ONE_NODE
+from workbench.interop.launch_environment import ON_ONE_NODE
 from workbench.runs.launch.parent_death import die_with_parent
 
 

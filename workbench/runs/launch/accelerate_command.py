@@ -6,25 +6,21 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 
 from workbench.interop import export
+from workbench.interop.launch_environment import (
+    allocator_environment,
+    environment,
+    of_another_launch,
+    users_own,
+)
 from workbench.machine.attached import attached
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.schema import Plan
 from workbench.runs.launch.parent_death import python_module
 from workbench.runs.store.command_file import RunCommand
-
-INHERITED = (
-    "RANK",
-    "LOCAL_RANK",
-    "WORLD_SIZE",
-    "LOCAL_WORLD_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-    "NODE_RANK",
-)
-"""Variables of another launch that this process may itself be part of; a run must not see them."""
 
 
 @dataclass(frozen=True)
@@ -56,9 +52,7 @@ def compose(
     return RunCommand(
         argv=[*(recipe.launcher or accelerate_launch(plan, folder)), *module],
         env={**launch_environment(plan), export.PORT: str(port)},
-        unset=[
-            name for name in os.environ if name in INHERITED or name.startswith("TORCHELASTIC_")
-        ],
+        unset=of_another_launch(os.environ),
         cwd=os.getcwd(),
         world_size=plan.world_size,
         steps=plan.training.steps,
@@ -76,8 +70,12 @@ def accelerate_launch(plan: Plan, folder: Path) -> list[str]:
 
 
 def launch_environment(plan: ResolvedPlan) -> dict[str, str]:
-    """Variables that ranks need; none of them steers a number.
+    """Variables that ranks need, and those of the user's own that go before ours; none of them
+    steers a number.
 
     Ranks that wait must not spin while others compute on the same cores: hence the passive waiting.
     """
-    return export.environment(plan, cores=attached().cores)
+    found = environment(plan, cores=attached().cores)
+    if plan.gpu.device != "cuda":
+        return found
+    return found | allocator_environment(version("torch"), os.environ) | users_own(plan, os.environ)

@@ -17,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from workbench.interop.launch_environment import set_for_ranks
 from workbench.runs.store.command_file import RunCommand, write_command
 from workbench.runs.store.run_liveness import failure_of_ranks, has_live_supervisor
 from workbench.runs.store.run_state import (
@@ -31,7 +32,7 @@ from workbench.runs.store.stop_request import read_stop
 from workbench.runs.store.supervisor_files import SupervisorFiles
 
 if TYPE_CHECKING:
-    from workbench.plan.schema import Plan
+    from workbench.plan.resolved_plan import ResolvedPlan
 
 HEARTBEAT_SECONDS = 1.0
 
@@ -46,7 +47,7 @@ class ExternalRun:
         self._owns_state = rank == 0 and not _is_supervised(folder)
         self._lock, self._ended = threading.Lock(), threading.Event()
 
-    def begin(self, plan: Plan) -> None:
+    def begin(self, plan: ResolvedPlan) -> None:
         """Make `folder` the run directory of a complete `plan` that starts now; asks of a former
         launch are void.
         """
@@ -103,9 +104,8 @@ def _is_supervised(folder: Path) -> bool:
     return not state.final and not state.launched_elsewhere and has_live_supervisor(state)
 
 
-def _command(plan: Plan) -> RunCommand:
-    """This process's own command: what launched it is not known."""
+def _command(plan: ResolvedPlan) -> RunCommand:
+    """This process's own command and environment: what launched it is not known."""
     timeout = float(plan.telemetry.timeout_seconds)
-    return RunCommand(
-        sys.orig_argv, {}, [], os.getcwd(), plan.world_size, plan.training.steps, timeout, timeout
-    )
+    env, steps = set_for_ranks(plan, os.environ), plan.training.steps
+    return RunCommand(sys.orig_argv, env, [], os.getcwd(), plan.world_size, steps, timeout, timeout)
