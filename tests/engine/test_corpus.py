@@ -1,5 +1,6 @@
 """A corpus is tokenized once, completely, and decodes to its text."""
 
+import errno
 import fcntl
 import os
 import shutil
@@ -142,6 +143,36 @@ def test_waiting_ends_at_the_deadline(tmp_path: Path) -> None:
             corpora._only_one(tmp_path / "lock", 0.1),
         ):
             pass
+
+
+def test_a_file_system_without_locks_lets_every_rank_encode(
+    source: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Lustre without `-o flock`: two ranks encode at once, and the later leaves what ranks map."""
+
+    def no_locks(*_: object) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    setting = schema.Corpus(source=str(source))
+    expected = whole(corpora.load_corpus(setting, 256, folder=tmp_path / "locks"))
+    encode, inodes = corpora._bytes_of, list[int]()
+
+    def encode_last(path: Path) -> np.ndarray:
+        """Encode a file; another rank starts and is through while this one encodes its first."""
+        if not inodes:
+            inodes.append(0)
+            assert whole(corpora.load_corpus(setting, 256, folder=tmp_path / "none")) == expected
+            inodes[0] = next((tmp_path / "none").glob("*.bin")).stat().st_ino
+        return encode(path)
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    monkeypatch.setattr(corpora, "_bytes_of", encode_last)
+    assert whole(corpora.load_corpus(setting, 256, folder=tmp_path / "none")) == expected
+    assert [path.stat().st_ino for path in (tmp_path / "none").glob("*.bin*")] == inodes
+    assert "no lock on" in capsys.readouterr().err
 
 
 def test_several_processes_build_once(source: Path, tmp_path: Path) -> None:

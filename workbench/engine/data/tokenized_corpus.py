@@ -12,6 +12,7 @@ import fcntl
 import hashlib
 import json
 import os
+import socket
 import sys
 import time
 from contextlib import contextmanager
@@ -101,8 +102,8 @@ def _dtype(size: int) -> np.dtype:
     return np.dtype(np.uint16 if size <= 2**16 else np.uint32)
 
 
-def _complete(folder: Path, key: str) -> bool:
-    """Whether the entry exists and is intact."""
+def _complete(folder: Path, key: str, report: bool = True) -> bool:
+    """Whether the entry exists and is intact; prints that it is damaged where `report`."""
     path = folder / f"{key}.bin"
     try:
         meta = json.loads((folder / f"{key}.json").read_text())
@@ -112,7 +113,10 @@ def _complete(folder: Path, key: str) -> bool:
             return True
     except (OSError, ValueError, KeyError, TypeError):
         return False
-    print(f"corpus: the tokens in {path} are damaged; encoding the corpus again", file=sys.stderr)
+    if report:
+        print(
+            f"corpus: the tokens in {path} are damaged; encoding the corpus again", file=sys.stderr
+        )
     return False
 
 
@@ -131,6 +135,9 @@ def _sha256(path: Path) -> str:
 def _only_one(path: Path, deadline: float) -> Iterator[None]:
     """Hold the lock file, which the kernel releases when its holder dies.
 
+    A file system without locks (Lustre without `-o flock`) lets everybody in: entries are replaced
+    whole, so that several may be made at once.
+
     Raises:
         ValueError: Another process holds it past `deadline` seconds.
     """
@@ -147,6 +154,10 @@ def _only_one(path: Path, deadline: float) -> Iterator[None]:
                         f"(lock {path}); end it, or choose a smaller corpus.source"
                     ) from None
                 time.sleep(0.05)
+            except OSError as error:
+                told = f"corpus: no lock on {path} ({error.strerror}): every rank encodes it itself"
+                print(told, file=sys.stderr)
+                break
         yield
 
 
@@ -158,20 +169,23 @@ def _build(corpus: schema.Corpus, sha256: str, size: int, folder: Path, key: str
             f"{now[:12]}…; restore the text, or remove corpus.sha256 to train on the present one"
         )
     paths = files(corpus.source)
-    (folder / f"{key}.json").unlink(missing_ok=True)
     encode = _bytes_of if corpus.tokenizer == "bytes" else _bpe(paths, size, folder, key)
     count = 0
-    temporary = folder / f"{key}.bin.{os.getpid()}"
+    path = folder / f"{key}.bin"
+    temporary = _draft(path)
     try:
         with temporary.open("wb") as out:
-            for path in paths:
-                ids = np.asarray(encode(path), dtype=_dtype(size))
+            for file in paths:
+                ids = np.asarray(encode(file), dtype=_dtype(size))
                 out.write(ids.tobytes())
                 count += len(ids)
-        temporary.replace(folder / f"{key}.bin")
+        if _complete(
+            folder, key, report=False
+        ):  # another node was faster, and ranks map its file already
+            return
+        temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
-    path = folder / f"{key}.bin"
     meta = {"count": count, "dtype": _dtype(size).name, "sha256": sha256}
     _write(
         folder / f"{key}.json",
@@ -180,9 +194,16 @@ def _build(corpus: schema.Corpus, sha256: str, size: int, folder: Path, key: str
 
 
 def _write(path: Path, text: str) -> None:
-    temporary = path.with_name(f"{path.name}.{os.getpid()}")
+    temporary = _draft(path)
     temporary.write_text(text)
     temporary.replace(path)
+
+
+def _draft(path: Path) -> Path:
+    """Where this process writes what is to become `path`; nodes that share it have equal process
+    numbers.
+    """
+    return path.with_name(f"{path.name}.{socket.gethostname()}.{os.getpid()}")
 
 
 def _bytes_of(path: Path) -> np.ndarray:
