@@ -11,8 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from workbench.engine import gpu_binding as gpus
 from workbench.engine import worker_lifecycle
+from workbench.engine.process_group import gpu_binding as gpus
 from workbench.engine.verify.forked_ranks import run_ranks
 from workbench.errors import PlanError
 from workbench.plan.resolved_plan import ResolvedPlan

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import workbench
-from workbench.engine import rendezvous
+from workbench.engine.process_group import rendezvous
 from workbench.engine.verify.forked_ranks import run_ranks
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.schema import Plan

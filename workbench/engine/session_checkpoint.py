@@ -16,7 +16,7 @@ from workbench.checkpoint.checkpoint_format import Shard
 from workbench.checkpoint.checkpoint_lock import lock_checkpoints
 from workbench.checkpoint.read_tensors import LoadingRanks
 from workbench.checkpoint.resume_point import checkpoint_meta, is_huggingface_folder, steps_done
-from workbench.engine.rendezvous import all_gather_json
+from workbench.engine.process_group.rendezvous import all_gather_json
 from workbench.engine.session import Session
 from workbench.engine.verify import replica_check
 

@@ -18,7 +18,6 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs
 
-from workbench.engine.gpu_binding import gpu_record, init_gpu_process_group
 from workbench.engine.loop import TrainingLoop
 from workbench.engine.measure.telemetry_writer import (
     RankLog,
@@ -27,8 +26,10 @@ from workbench.engine.measure.telemetry_writer import (
     write_error,
 )
 from workbench.engine.precision import require_fused_attention, set_matmul_precision
-from workbench.engine.rendezvous import init_cpu_process_group
+from workbench.engine.process_group.gpu_binding import gpu_record, init_gpu_process_group
+from workbench.engine.process_group.rendezvous import init_cpu_process_group
 from workbench.errors import PlanError
+from workbench.machine.attached import host_cores
 from workbench.parallel.mesh import Mesh, build_mesh
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.rules.supported import require
@@ -147,6 +148,7 @@ def hello_record(plan: Plan, mesh: Mesh, device: torch.device) -> dict[str, Any]
         "backend": dist.get_backend() if dist.is_initialized() else None,
         "device": str(device),
         "gpu": gpu_record(device),
+        "cores": host_cores(),
         "epoch_offset": time.time() - time.monotonic(),
         "coordinates": mesh.coordinate(),
         "stage": mesh["pipeline"].index,

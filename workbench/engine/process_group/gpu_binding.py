@@ -17,7 +17,8 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from workbench.engine.rendezvous import join_store
+from workbench.engine.process_group.cpu_affinity import bind_cores
+from workbench.engine.process_group.rendezvous import join_store
 from workbench.errors import PlanError, Problem, refuse
 from workbench.machine.attached import is_another_model
 from workbench.plan.resolved_plan import ResolvedPlan
@@ -63,7 +64,7 @@ def init_gpu_process_group(plan: ResolvedPlan) -> None:
 
 
 def bind_gpu(plan: ResolvedPlan) -> torch.device:
-    """Make GPU LOCAL_RANK the current device.
+    """Make GPU LOCAL_RANK the current device, and keep this rank on the cores near it.
 
     Raises:
         PlanError: torch has no such GPU.
@@ -78,7 +79,9 @@ def bind_gpu(plan: ResolvedPlan) -> torch.device:
         message = f"gives {host} a local rank {index} (from 0), but torch has {count} GPUs there"
         raise refuse("cluster.gpus", f"{message}; legal: at most {count} ranks on this node")
     torch.cuda.set_device(index)
-    return torch.device("cuda", index)
+    device = torch.device("cuda", index)
+    bind_cores(device)
+    return device
 
 
 def _why_not_cuda() -> str:
