@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -66,7 +67,7 @@ def joined(made: Plan, world: int = 2) -> list[str]:
             (backend, words["device_id"], words["rank"])
         )
         try:
-            gpus.init_gpu_process_group(made)
+            gpus.init_gpu_process_group(made, Path())
         except PlanError as error:
             assert not entered
             return str(error)

@@ -98,7 +98,7 @@ def join_launch(plan: ResolvedPlan, run_dir: Path) -> Accelerator:
 
     Args:
         plan: The plan.
-        run_dir: Where Accelerate's trackers write.
+        run_dir: The run directory, where Accelerate's trackers write too.
 
     Returns:
         The Accelerator of this rank.
@@ -108,9 +108,9 @@ def join_launch(plan: ResolvedPlan, run_dir: Path) -> Accelerator:
         PlanError: A rank's GPU is not the plan's.
     """
     if plan.gpu.device == "cuda":
-        init_gpu_process_group(plan)
+        init_gpu_process_group(plan, run_dir)
     elif plan.gpu.device == "cpu":
-        init_cpu_process_group(plan)
+        init_cpu_process_group(plan, run_dir)
     deadline = InitProcessGroupKwargs(timeout=timedelta(seconds=plan.telemetry.timeout_seconds))
     accelerator = Accelerator(
         cpu=plan.gpu.device == "cpu",

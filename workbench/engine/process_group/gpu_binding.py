@@ -12,6 +12,7 @@ import os
 import socket
 from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -42,21 +43,25 @@ class RankGpu(NamedTuple):
         return f"{self.name} {self.local} of {self.host} ({self.uuid})"
 
 
-def init_gpu_process_group(plan: ResolvedPlan) -> None:
+def init_gpu_process_group(plan: ResolvedPlan, run_dir: Path) -> None:
     """Bind this rank's GPU, check the GPUs of all ranks, and join the process group over NCCL.
 
     Accelerate uses an existing process group as it is. A process that no launcher started joins
     none.
 
+    Args:
+        plan: The plan.
+        run_dir: The run directory, which all nodes must see.
+
     Raises:
         PlanError: On every rank, where a GPU is missing, shared, or of another model than the
-            plan's.
+            plan's, or the run directory is not shared.
     """
     device, deadline = bind_gpu(plan), timedelta(seconds=plan.telemetry.timeout_seconds)
     if "RANK" not in os.environ:
         _settle(_problems(plan, [gpu_of(device)]))
         return
-    store, rank, world = join_store(plan, deadline)
+    store, rank, world = join_store(plan, deadline, run_dir)
     check_gpus(plan, gpu_of(device), store, rank, world)
     dist.init_process_group(
         "nccl", store=store, rank=rank, world_size=world, timeout=deadline, device_id=device

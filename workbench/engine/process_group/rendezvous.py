@@ -11,25 +11,31 @@ import json
 import os
 import socket
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from workbench.engine.process_group.shared_folder import LOOK_SECONDS, check_shared_folder
 from workbench.interop.export import LOOPBACK, PORT
 from workbench.interop.launch_environment import one_node
 from workbench.plan.schema import Plan
 
 
-def join_store(plan: Plan, deadline: timedelta) -> tuple[dist.Store, int, int]:
+def join_store(plan: Plan, deadline: timedelta, run_dir: Path) -> tuple[dist.Store, int, int]:
     """Join the store of this launch, found in the launcher's environment (`env://`).
 
     Args:
         plan: Says whether the launch is on one node.
         deadline: Timeout of the rendezvous and of the store's operations.
+        run_dir: The run directory, which all nodes must see.
 
     Returns:
         (store, this rank, world size).
+
+    Raises:
+        PlanError: On every rank, where a node does not see the run directory.
     """
     if not rank_0_makes_store(plan):
         store, rank, world = next(dist.rendezvous("env://", timeout=deadline))
@@ -38,7 +44,12 @@ def join_store(plan: Plan, deadline: timedelta) -> tuple[dist.Store, int, int]:
         port = int(os.environ.get(PORT) or os.environ["MASTER_PORT"])
         store = loopback_store(port, world, deadline, listens=rank == 0)
     store.set_timeout(deadline)
-    return dist.PrefixStore("default_pg", store), rank, world
+    store = dist.PrefixStore("default_pg", store)
+    if not one_node(plan):
+        per_node = max(1, world // (plan.cluster.nodes or 1))
+        look = deadline.total_seconds() / 2
+        check_shared_folder(run_dir, store, rank, world, per_node, min(LOOK_SECONDS, look))
+    return store, rank, world
 
 
 def rank_0_makes_store(plan: Plan) -> bool:
@@ -76,11 +87,11 @@ def loopback_store(port: int, world: int, deadline: timedelta, listens: bool) ->
     )
 
 
-def init_cpu_process_group(plan: Plan) -> None:
+def init_cpu_process_group(plan: Plan, run_dir: Path) -> None:
     """Join the process group over gloo; none in a process that no launcher started."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         deadline = timedelta(seconds=plan.telemetry.timeout_seconds)
-        store, rank, world = join_store(plan, deadline)
+        store, rank, world = join_store(plan, deadline, run_dir)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=deadline)
 
 
