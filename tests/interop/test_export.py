@@ -151,12 +151,22 @@ def test_a_job_whose_nodes_nobody_lists_says_so_and_starts_nothing(
 
 
 @pytest.mark.skipif(not shutil.which("shellcheck"), reason="shellcheck is not installed")
+@pytest.mark.parametrize("code", [False, True], ids=["catalog", "python"])
+@pytest.mark.parametrize("nodes", [1, 2])
 @pytest.mark.parametrize("gpu", ["a100-sxm-80gb", "local"])
-@pytest.mark.parametrize("name", ["launch.sh", "job.sbatch"])
-def test_shellcheck_finds_nothing(tmp_path: Path, name: str, gpu: str) -> None:
-    (tmp_path / name).write_text(contents(plan(**{"cluster.gpu": gpu}).resolve())[name])
+def test_shellcheck_finds_nothing(tmp_path: Path, gpu: str, nodes: int, code: bool) -> None:
+    changes: dict[str, Any] = {"cluster.gpu": gpu, "cluster.nodes": nodes}
+    if code:
+        changes["model"] = {"python": "tests.parallel.users_model:build", "vocab": 260}
+    scripts = ["launch.sh", "job.sbatch"]
+    for name in scripts:
+        (tmp_path / name).write_text(contents(plan(**changes).resolve())[name])
     done = subprocess.run(
-        ["shellcheck", tmp_path / name], capture_output=True, text=True, check=False
+        ["shellcheck", "--shell=bash", *scripts],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stdout
 

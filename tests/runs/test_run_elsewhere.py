@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -81,7 +82,9 @@ def cause_of(run: Run) -> Cause:
     return run.state.cause
 
 
-def tell(folder: Path, rank: int, pid: int) -> None:
+def tell(
+    folder: Path, rank: int, pid: int, host: str = platform.node(), node: int | None = None
+) -> None:
     hello = {
         "kind": "hello",
         "t": 0.0,
@@ -89,7 +92,8 @@ def tell(folder: Path, rank: int, pid: int) -> None:
         "world_size": 3,
         "local_rank": rank,
         "pid": pid,
-        "host": platform.node(),
+        "host": host,
+        "node": node,
         "backend": "gloo",
         "device": "cpu",
         "epoch_offset": 0.0,
@@ -123,6 +127,21 @@ def test_a_failure_blames_the_rank_that_is_gone_not_its_survivors(
     ) and "rank 1 stopped answering" in cause.message
 
 
+def test_a_node_that_says_nothing_is_blamed_where_no_process_of_it_can_be_asked(
+    begun: ExternalRun, folder: Path
+) -> None:
+    for rank, host in enumerate((platform.node(), "second", "third")):
+        tell(folder, rank, os.getpid(), host, node=rank)
+    for rank in (0, 1):
+        error: dict[str, Any] = {"rank": rank, "step": 1, "action": None, "type": "RuntimeError"}
+        error |= {"message": "Connection closed by peer", "t_epoch": time.time(), "traceback": ""}
+        (folder / "errors" / f"rank{rank:05d}.json").write_text(json.dumps(error))
+    begun.end(1)
+    cause = cause_of(attach(folder))
+    assert cause.rank == 2
+    assert cause.message.startswith("rank 2 of node 2 (third) stopped answering")
+
+
 def test_a_rank_0_that_is_gone_leaves_what_ranks_said(plan: Plan, folder: Path) -> None:
     code = f"""
 import os, sys
@@ -138,7 +157,7 @@ os._exit(1)
     assert stored_state(folder).phase == "running"
     assert (
         cause_of(attach(folder)).message
-        == "rank 0 of this run, which was launched elsewhere, is gone"
+        == f"rank 0 ({platform.node()}) of this run, which was launched elsewhere, is gone"
     )
     error = {
         "rank": 2,

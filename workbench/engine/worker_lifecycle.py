@@ -29,6 +29,7 @@ from workbench.engine.precision import require_fused_attention, set_matmul_preci
 from workbench.engine.process_group.gpu_binding import gpu_record, init_gpu_process_group
 from workbench.engine.process_group.rendezvous import init_cpu_process_group
 from workbench.errors import PlanError
+from workbench.interop.launch_environment import one_node
 from workbench.machine.attached import host_cores
 from workbench.parallel.mesh import Mesh, build_mesh
 from workbench.plan.resolved_plan import ResolvedPlan
@@ -145,6 +146,7 @@ def hello_record(plan: Plan, mesh: Mesh, device: torch.device) -> dict[str, Any]
         "local_rank": int(os.environ.get("LOCAL_RANK", "0")),
         "pid": os.getpid(),
         "host": socket.gethostname(),
+        "node": None if one_node(plan) else int(os.environ.get("GROUP_RANK", "0")),
         "backend": dist.get_backend() if dist.is_initialized() else None,
         "device": str(device),
         "gpu": gpu_record(device),

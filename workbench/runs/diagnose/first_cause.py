@@ -55,12 +55,16 @@ class RankStatus:
     """Seconds of its slowest step."""
     unsaved: str = ""
     """Why its last checkpoint could not be written; empty where it could."""
+    place: str = ""
+    """Its node, in words, where there are several."""
 
     def take(self, record: Mapping[str, Any]) -> None:
         """Learn from one telemetry record."""
         kind = record["kind"]
         if kind == "hello":
             self.pid, self.phase = record["pid"], "started"
+            if whole(node := record.get("node")):
+                self.place = f" of node {node} ({record['host']})"
         elif kind == "phase":
             self.phase = record["phase"]
         elif kind == "step":
@@ -72,6 +76,11 @@ class RankStatus:
         elif kind in ("checkpoint", "unsaved"):
             self.unsaved = record["message"] if kind == "unsaved" else ""
         self.bye = self.bye or kind == "bye"
+
+    @property
+    def name(self) -> str:
+        """The rank, and its node where there are several, in words."""
+        return f"rank {self.rank}{self.place}"
 
     @property
     def where(self) -> str:
@@ -208,17 +217,17 @@ def _ended(seen: RankStatus, code: int | None, folder: Path) -> _Suspect:
     when = seen.gone - LOOK_LATE_SECONDS if seen.gone else float("inf")
     if seen.stopped:
         return _Suspect(
-            0, 0.0, seen.rank, f"rank {seen.rank} is frozen: its process is stopped ({seen.where})"
+            0, 0.0, seen.rank, f"{seen.name} is frozen: its process is stopped ({seen.where})"
         )
     if code is None:
-        return _Suspect(1, when, seen.rank, f"rank {seen.rank} stopped answering ({seen.where})")
+        return _Suspect(1, when, seen.rank, f"{seen.name} stopped answering ({seen.where})")
     if code < 0:
         return _Suspect(
-            0, when, seen.rank, f"rank {seen.rank} was killed by {_signal(-code)} ({seen.where})"
+            0, when, seen.rank, f"{seen.name} was killed by {_signal(-code)} ({seen.where})"
         )
     last = log_tail(folder, seen.rank, 1) or "it printed nothing"
     return _Suspect(
-        0, when, seen.rank, f"rank {seen.rank} ended with exit code {code} ({seen.where}): {last}"
+        0, when, seen.rank, f"{seen.name} ended with exit code {code} ({seen.where}): {last}"
     )
 
 

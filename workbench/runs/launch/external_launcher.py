@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import time
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
     from workbench.plan.resolved_plan import ResolvedPlan
 
 HEARTBEAT_SECONDS = 1.0
+WORDS_SECONDS = 5.0
+"""How long ranks of other nodes may take to say why they failed, once rank 0 has failed."""
 
 
 class ExternalRun:
@@ -53,6 +56,7 @@ class ExternalRun:
         """
         if not self._owns_state:
             return
+        self._nodes = plan.cluster.nodes or 1
         (self.folder / "stop").unlink(missing_ok=True)
         write_command(self.folder, _command(plan))
         self._files = SupervisorFiles(self.folder)
@@ -74,12 +78,25 @@ class ExternalRun:
         """
         if not self._owns_state or not hasattr(self, "_files"):
             return
+        if code:
+            self._await_words()
         self._ended.set()
         phase: Phase = "failed" if code else "stopped" if read_stop(self.folder) else "finished"
         cause = failure_of_ranks(self.folder) or Cause(None, "rank 0 failed") if code else None
         with self._lock:
             ended = with_heartbeat(replace(self._state, phase=phase, exit_code=code, cause=cause))
             self._files.last_state(replace(ended, ended=ended.heartbeat))
+
+    def _await_words(self) -> None:
+        """Let ranks of other nodes say what they saw, before one that says nothing is blamed: their
+        processes cannot be asked.
+        """
+        until = time.monotonic() + (WORDS_SECONDS if self._nodes > 1 else 0.0)
+        errors = self.folder / "errors"
+        while time.monotonic() < until:
+            if len([*errors.glob("rank*.json")]) >= self._state.world_size:
+                return
+            time.sleep(0.2)
 
     def _heartbeats(self) -> None:
         while not self._ended.wait(HEARTBEAT_SECONDS):

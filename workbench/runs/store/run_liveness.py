@@ -17,7 +17,7 @@ from workbench.runs.store.process_identity import (
     pid_space,
     start_ticks,
 )
-from workbench.runs.store.rank_logs import tail_of
+from workbench.runs.store.rank_logs import log_tail, tail_of
 from workbench.runs.store.run_state import Cause, State, stored_state
 from workbench.runs.store.telemetry_reader import history
 
@@ -51,23 +51,33 @@ def read_state(folder: Path) -> State:
 def failure_of_ranks(folder: Path) -> Cause | None:
     """Why a run without a supervisor failed: errors of ranks, and ranks that are gone without a
     `bye` record; None where all have ended well, or live.
+
+    Processes of other hosts cannot be asked: where ranks complain of others, one there that has
+    said nothing is taken to be gone since its last record.
     """
     ranks: dict[int, RankStatus] = {}
     here: dict[int, bool] = {}
+    offset: dict[int, float] = {}
+    last: dict[int, float] = {}
     for record in (record for records in history(folder).batches() for record in records):
-        ranks.setdefault(record["rank"], RankStatus(record["rank"])).take(record)
+        rank = record["rank"]
+        ranks.setdefault(rank, RankStatus(rank)).take(record)
+        last[rank] = record["t"]
         if record["kind"] == "hello":
-            here[record["rank"]] = record["host"] == platform.node()
-    gone = {
-        rank: replace(seen, gone=time.time())
-        for rank, seen in ranks.items()
-        if here.get(rank) and not seen.bye and start_ticks(seen.pid or 0) is None
-    }
-    return (
-        first_cause(folder, gone, None, out_of_memory=False)
-        if gone or read_errors(folder)
-        else None
-    )
+            here[rank] = record["host"] == platform.node()
+            offset[rank] = record["epoch_offset"]
+    complained = {error["rank"] for error in read_errors(folder)}
+    gone = {}
+    for rank, seen in ranks.items():
+        if seen.bye or rank not in here:
+            continue
+        if here[rank] and start_ticks(seen.pid or 0) is None:
+            gone[rank] = replace(seen, gone=time.time())
+        elif not here[rank] and complained and rank not in complained:
+            gone[rank] = replace(seen, gone=last[rank] + offset[rank])
+    if not gone and not complained:
+        return None
+    return first_cause(folder, gone, None, out_of_memory=False)
 
 
 def _gone(folder: Path, state: State) -> Cause:
@@ -76,7 +86,8 @@ def _gone(folder: Path, state: State) -> Cause:
         "if there is one."
     )
     if state.launched_elsewhere:
-        return Cause(None, "rank 0 of this run, which was launched elsewhere, is gone", advice)
+        message = f"rank 0 ({state.host}) of this run, which was launched elsewhere, is gone"
+        return Cause(0, message, advice, log_tail(folder, 0))
     return Cause(
         None,
         "the supervisor of this run is gone",
