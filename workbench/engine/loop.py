@@ -16,6 +16,7 @@ from torch import Tensor
 
 from workbench.engine.data import tokenized_corpus
 from workbench.engine.data.batch_sampler import BatchSampler as TextSampler
+from workbench.engine.garbage_collection import collected_on_common_steps
 from workbench.engine.measure.allocator_memory import memory_meter
 from workbench.engine.measure.experiment_trackers import Trackers
 from workbench.engine.measure.step_sampler import ActionTracker, StepSampler, allocated_rows
@@ -84,16 +85,18 @@ class TrainingLoop:
             self._phase("compiling", kernel)
         first, last = self.index, self.plan.training.steps
         self._phase("training")
-        while self.index < last:
-            done = self.index - first
-            if done >= FIRST_SAMPLES:
-                self._end_window()
-            stopping = self._step(sampled=self._is_sampled(done))
-            self.index += 1
-            self._evaluate()
-            self._save(stopping == SAVE_AND_STOP)
-            if stopping != GO_ON:
-                break
+        with collected_on_common_steps() as collect:
+            while self.index < last:
+                done = self.index - first
+                if done >= FIRST_SAMPLES:
+                    self._end_window()
+                stopping = self._step(sampled=self._is_sampled(done))
+                self.index += 1
+                collect(self.index)
+                self._evaluate()
+                self._save(stopping == SAVE_AND_STOP)
+                if stopping != GO_ON:
+                    break
         self._end_window()
         self._finish_saving()
         self.trackers.close()
