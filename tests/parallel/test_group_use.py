@@ -17,6 +17,7 @@ from tests.parallel.test_tensor_grids import DEEP, SQUARE, on
 from workbench.engine.measure.live_memory import _group
 from workbench.engine.session import Session
 from workbench.engine.verify.forked_ranks import run_ranks
+from workbench.parallel import mesh
 from workbench.parallel.mesh import build_mesh
 from workbench.plan.resolved_plan import ResolvedPlan
 
@@ -65,3 +66,24 @@ def test_every_group_is_first_used_by_all_its_ranks(name: str) -> None:
         by_rank = {rank: uses[rank].get(key, "none") for rank in key[1]}
         assert len(set(by_rank.values())) == 1, (key, by_rank)
         assert not {"send", "recv_"} & set(by_rank.values()), (key, by_rank)
+
+
+def test_a_group_is_named_before_its_ranks_connect() -> None:
+    """A rank that waits there for others has said for which group."""
+    found = plan(tensor=2, data=2).resolve()
+
+    def work(rank: int) -> list[str]:
+        seen: list[str] = []
+        connect = mesh._connect
+
+        def noted(group: dist.ProcessGroup, device: torch.device) -> None:
+            seen.append("connecting")
+            connect(group, device)
+
+        mesh._connect = noted
+        build_mesh(found, rank, CPU, seen.append)
+        return seen
+
+    seen = run_ranks(4, work)[0]
+    assert seen[::2] == ["the data group of ranks 0, 2", "the tensor group of ranks 0, 1"]
+    assert set(seen[1::2]) == {"connecting"}

@@ -3,8 +3,9 @@ stop, errors, bye.
 
 Its "collective" waits until every peer has written the step before; a peer that is gone is an error
 of the kind that gloo gives. STUB_FAULT says how one rank misbehaves: `raise:RANK:STEP`,
-`silent:RANK`, `torn:RANK`, `deaf` (heeds no stop), `exit:RANK:STEP`, `nobye:RANK`, `helper:RANK`
-(leaves a process of its own behind), `loop:RANK:STEP` (works for ever).
+`silent:RANK`, `stuck:RANK` (joins one group less than its peers, which wait for it), `torn:RANK`,
+`deaf` (heeds no stop), `exit:RANK:STEP`, `nobye:RANK`, `helper:RANK` (leaves a process of its own
+behind), `loop:RANK:STEP` (works for ever).
 """
 
 from typing import Any
@@ -53,6 +54,13 @@ class Stub:
                 self.file,
                 json.dumps({"kind": kind, "t": time.monotonic(), **fields}).encode() + b"\n",
             )
+
+    def join_groups(self) -> None:
+        """The faulty rank waits before its second group, and the others in that group."""
+        groups = ["the data group of ranks 0, 1, 2", "the tensor group of ranks 0, 1, 2"]
+        for group in groups[: 1 if self.fault("stuck") else 2]:
+            self.write("phase", phase="joining", step=None, detail=group)
+        time.sleep(60)
 
     def hello(self) -> None:
         self.write(
@@ -174,6 +182,8 @@ def main() -> None:
     if stub.fault("helper"):
         idle = [sys.executable, "-c", "import time; time.sleep(120)", str(stub.run)]
         subprocess.Popen(idle, start_new_session=True)
+    if FAULT[0] == "stuck":
+        stub.join_groups()
     try:
         stub.train()
     except Exception as error:

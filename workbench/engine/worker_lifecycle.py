@@ -54,21 +54,30 @@ def train(plan_path: Path, allow_code: bool = False) -> int:
     loop: TrainingLoop | None = None
     elsewhere = ExternalRun(run_dir, rank)
     set_aside_former_records(run_dir, rank)
+    stage = "starting"
     with RankLog(run_dir, rank), TelemetryWriter(run_dir, rank) as telemetry:
+
+        def joining(group: str) -> None:
+            # hello comes after the mesh: a rank that waits for a group has said for which one.
+            nonlocal stage
+            stage = f"joining {group}"
+            telemetry.record("phase", phase="joining", step=None, detail=group)
+
         try:
             plan = Plan.load(plan_path).resolve()
             require(plan, "run", allow_code)
             set_matmul_precision(plan)
             require_fused_attention(plan)
             elsewhere.begin(plan)
+            joining("the process group")
             accelerator = join_launch(plan, run_dir)
-            mesh = build_mesh(plan, rank, accelerator.device)
+            mesh = build_mesh(plan, rank, accelerator.device, joining)
             telemetry.record("hello", **hello_record(plan, mesh, accelerator.device))
             elsewhere.running()
             loop = TrainingLoop(plan, run_dir, mesh, accelerator, telemetry)
             loop.run()
         except BaseException as error:
-            step, action = (loop.index, loop.action_tracker.current) if loop else (None, "joining")
+            step, action = (loop.index, loop.action_tracker.current) if loop else (None, stage)
             write_error(run_dir, rank, step, action, error)
             if not isinstance(error, Exception):
                 raise

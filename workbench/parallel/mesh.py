@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -74,7 +74,12 @@ class Mesh:
         return {name: axis.index for name, axis in self.axes.items() if axis.reported == name}
 
 
-def build_mesh(plan: ResolvedPlan, rank: int, device: torch.device = CPU) -> Mesh:
+def build_mesh(
+    plan: ResolvedPlan,
+    rank: int,
+    device: torch.device = CPU,
+    joining: Callable[[str], None] = lambda group: None,
+) -> Mesh:
     """Build the mesh of `rank`; every rank must call it, with the same plan.
 
     Groups are created only for axes longer than 1, with the plan's timeout, and used once. Two axes
@@ -84,6 +89,7 @@ def build_mesh(plan: ResolvedPlan, rank: int, device: torch.device = CPU) -> Mes
         plan: Resolved.
         rank: Global rank; the default process group must exist if there are several.
         device: Of the tensors that collectives will be given.
+        joining: Called with each group, in words, before its ranks connect.
     """
     deadline = timedelta(seconds=plan.telemetry.timeout_seconds)
     groups: dict[tuple[str, str], dist.ProcessGroup] = {}
@@ -92,6 +98,7 @@ def build_mesh(plan: ResolvedPlan, rank: int, device: torch.device = CPU) -> Mes
         size, mine = members.shape[1], next(row for row in members.tolist() if rank in row)
         key = (reported, str(members.tolist()))
         if size > 1 and key not in groups:
+            joining(f"the {name} group of {_ranks(mine)}")
             made, _ = dist.new_subgroups_by_enumeration(members.tolist(), timeout=deadline)
             assert made is not None
             _connect(made, device)
@@ -99,6 +106,14 @@ def build_mesh(plan: ResolvedPlan, rank: int, device: torch.device = CPU) -> Mes
         axes[name] = MeshAxis(name, size, mine.index(rank), tuple(mine), groups.get(key), reported)
     operators = _device_mesh([axes[name] for name in _operators(plan)], axes["tensor"], device)
     return Mesh(rank, plan.world_size, axes, operators)
+
+
+def _ranks(members: list[int]) -> str:
+    """Ranks of a group, in words: all of a few, the ends of more."""
+    few = len(members) <= 8
+    return "ranks " + (
+        ", ".join(map(str, members)) if few else f"{members[0]} to {members[-1]} ({len(members)})"
+    )
 
 
 def _connect(group: dist.ProcessGroup, device: torch.device) -> None:

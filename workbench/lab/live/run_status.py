@@ -18,6 +18,7 @@ STOP = {
     "hint": "Finish the step that is running, then end the run",
 }
 PHASE_WORDS = {
+    "joining": "Joining process groups",
     "building": "Building the model",
     "compiling": "Compiling kernels, once for this machine",
     "training": "Training",
@@ -50,7 +51,8 @@ class RunProgress:
     def add_records(self, records: list[dict[str, Any]]) -> None:
         """Take in telemetry records, each with its rank."""
         for record in records:
-            self.ranks_up.add(record["rank"])
+            if record["kind"] != "phase" or record["phase"] != "joining":
+                self.ranks_up.add(record["rank"])
             if record["kind"] == "phase":
                 self.phase, self.detail = record["phase"], record.get("detail")
             if record["kind"] == "step":

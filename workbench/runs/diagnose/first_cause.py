@@ -45,6 +45,8 @@ class RankStatus:
     step: int = -1
     action: str | None = None
     phase: str = "starting"
+    joined: int = 0
+    """Process groups that it began to join."""
     bye: bool = False
     gone: float | None = None
     """When its process was found gone, epoch seconds."""
@@ -67,6 +69,8 @@ class RankStatus:
                 self.place = f" of node {node} ({record['host']})"
         elif kind == "phase":
             self.phase = record["phase"]
+            if self.phase == "joining":
+                self.phase, self.joined = f"joining {record['detail']}", self.joined + 1
         elif kind == "step":
             self.step, self.action = record["step"], record["action"]
             seconds = record.get("seconds")

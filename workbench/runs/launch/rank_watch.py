@@ -149,15 +149,18 @@ class RankWatch:
         absent = [rank for rank in self.ranks if rank not in self._processes]
         if not absent or waited < self.command.hello_seconds:
             return None
+        # Ranks wait for those that have not come as far; one that wrote nothing has not started.
+        first = min(absent, key=lambda rank: (self.ranks[rank].joined, rank))
         names = f"rank {absent[0]}" if len(absent) == 1 else f"ranks {', '.join(map(str, absent))}"
         message = (
             f"{names} of {len(self.ranks)} never said hello within {waited:.0f} s of the launch"
+            f" (rank {first}: {self.ranks[first].phase})"
         )
         advice = (
             "Look at its log. A machine that is slow to start needs a larger "
             "telemetry.timeout_seconds."
         )
-        return Cause(absent[0], message, advice, log_tail(self.folder, absent[0]))
+        return Cause(first, message, advice, log_tail(self.folder, first))
 
     def _frozen(self) -> Cause | None:
         """A rank whose process somebody stopped, for longer than a rank may be silent."""
