@@ -8,7 +8,7 @@ IN_TWO := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 BENCH_ARGS ?=
 DEMO := $(addprefix demo/,ddp.yaml megatron-tp.yaml dapple.yaml tensor-pipeline.yaml)
 
-.PHONY: demo test test-slow sweep verify-all gpu-bench cpu-bench lab lint clean
+.PHONY: demo test test-slow sweep verify-all gpu-bench gpu-check cpu-bench lab lint clean
 
 demo: .venv/.ready $(DEMO)
 	$(BIN)/workbench compare $(DEMO) --run --html report.html
@@ -44,6 +44,13 @@ verify-all: .venv/.ready-test
 # Kernels beside their peers, each to one file of data/benchmarks; a machine with GPUs may have torch and Triton of its own.
 gpu-bench:
 	$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m tests.benchmarks.kernels --device cuda $(BENCH_ARGS)
+
+# Checks on real GPUs, worth most first; stopped or cut off, `CHECK_ARGS="--resume FILE"` goes on. `CHECK_ARGS=--dry`: on CPU.
+BUDGET ?= 540
+CHECK_ARGS ?=
+gpu-check:
+	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) \
+	  -m tests.gpu.check --budget $(BUDGET) --gpus $(or $(GPUS),1) $(CHECK_ARGS)
 
 cpu-bench: .venv/.ready-test
 	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m tests.benchmarks.kernels --device cpu $(BENCH_ARGS)

@@ -1,0 +1,103 @@
+"""`python -m tests.gpu.check [--budget S] [--resume FILE] [--dry] [--gpus N] [--json FILE]`.
+
+Runs the checks of `tests/gpu/parts` in order of value until the budget is spent, and writes one
+JSON document after each. Exit codes: 0, 1 where a check failed, 2 for a usage error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from tests.gpu.report import Report, line, summary
+from tests.gpu.supervise import Setting, checks_of, run_part
+
+PARTS = ("tests.gpu.parts.facts", "tests.gpu.parts.attention")
+"""In order of value: what a budget cuts off is worth least."""
+BUDGET = 540.0
+LEAST_SHARE = 0.6
+"""Share of the assertions that a dry run must evaluate."""
+
+
+def main(words: Sequence[str] | None = None, parts: Sequence[str] = PARTS) -> int:
+    """Run the checks.
+
+    Args:
+        words: The command line; default: the process's.
+        parts: Modules of checks, in order of value.
+
+    Returns:
+        The exit code.
+    """
+    options = _parser().parse_args(words)
+    until = time.monotonic() + options.budget
+    _prepare()
+    setting = Setting(options.dry, options.gpus)
+    device = "cpu" if options.dry else _gpu_name(options.gpus)
+    if device is None:
+        print("no GPU that torch can use; legal: --dry, which runs on CPU tensors", file=sys.stderr)
+        return 2
+    report = Report(options.json, setting, device, options.budget)
+    try:
+        if options.resume is not None:
+            report.resume(options.resume)
+    except (OSError, ValueError, KeyError) as error:
+        print(f"error: --resume: {error}", file=sys.stderr)
+        return 2
+    for part in parts:
+        if options.only and part.rpartition(".")[2] not in options.only:
+            continue
+        _run(part, report, until)
+    report.write()
+    print(summary(report))
+    counts = report.counts()
+    too_few = options.dry and not counts["not_reached"] and counts["evaluated_share"] < LEAST_SHARE
+    return 1 if counts["failed"] or too_few else 0
+
+
+def _run(part: str, report: Report, until: float) -> None:
+    known = {check for (name, check), _ in report.results.items() if name == part}
+    names = [check.name for check in checks_of(part) if check.name not in known]
+    for result in run_part(part, names, report.setting, until):
+        report.add(result)
+        print(line(result), flush=True)
+
+
+def _prepare() -> None:
+    """Make this process fit to be forked: one thread, and no CUDA driver, which a fork breaks."""
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+    import torch
+
+    torch.set_num_threads(1)
+
+
+def _gpu_name(least: int) -> str | None:
+    """The GPUs' name, asked of a child; None where there are fewer than `least`."""
+    code = (
+        f"import torch; assert torch.cuda.device_count() >= {least};"
+        "print(torch.cuda.get_device_name(0))"
+    )
+    asked = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120
+    )
+    return asked.stdout.strip() or None if asked.returncode == 0 else None
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m tests.gpu.check", description=__doc__)
+    parser.add_argument("--budget", type=float, default=BUDGET, help="seconds in all")
+    parser.add_argument("--resume", type=Path, help="go on after the document of a former run")
+    parser.add_argument("--dry", action="store_true", help="on CPU tensors, sizes scaled down")
+    parser.add_argument("--gpus", type=int, default=1, choices=range(1, 9), metavar="1..8")
+    parser.add_argument("--json", type=Path, default=Path("build/gpu-check.json"))
+    parser.add_argument("--only", action="append", help="a part by name; may be repeated")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""The parts of `tests.gpu.check`, a module each: `CHECKS` in order of value."""

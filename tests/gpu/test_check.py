@@ -1,0 +1,114 @@
+"""The runner of the GPU checks: budget, resuming, counting, crashes, hangs, the exit code."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.gpu import planted_part
+from tests.gpu.check import PARTS, main
+from tests.gpu.checks import Check
+from tests.gpu.supervise import checks_of
+
+PLANTED = planted_part.__name__
+
+
+def run(path: Path, *words: str) -> tuple[int, dict[str, Any]]:
+    """Exit code and document of a dry run of the planted part."""
+    code = main(["--dry", "--json", str(path), *words], parts=(PLANTED,))
+    document: dict[str, Any] = json.loads(path.read_text())
+    return code, document
+
+
+def statuses(document: dict[str, Any]) -> dict[str, str]:
+    return {result["check"]: result["status"] for result in document["checks"]}
+
+
+def keep(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
+    """Leave only some of the planted checks."""
+    chosen = [check for check in planted_part.CHECKS if check.name in names]
+    monkeypatch.setattr(planted_part, "CHECKS", chosen)
+
+
+def test_a_crash_or_a_hang_loses_one_check(tmp_path: Path) -> None:
+    code, document = run(tmp_path / "answer.json")
+    found = statuses(document)
+    assert code == 1
+    assert [name for name, status in found.items() if status == "passed"] == ["passes", "writes"]
+    errors = {result["check"]: result["error"] for result in document["checks"]}
+    assert "on purpose" in errors["raises"] and "SIGKILL" in errors["crashes"]
+    assert "deadline of 0.3 s" in errors["hangs"]
+    assert document["counts"]["failed"] == 4
+
+
+def test_assertions_are_counted_and_the_missing_ones_listed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keep(monkeypatch, "passes")
+    code, document = run(tmp_path / "answer.json")
+    counts = document["counts"]
+    assert (counts["assertions_evaluated"], counts["assertions_not_evaluated"]) == (2, 1)
+    assert code == 0 and counts["evaluated_share"] == pytest.approx(2 / 3, abs=1e-3)
+    said = capsys.readouterr().out
+    assert "not evaluated, a CPU is none:" in said and "passes: three" in said
+
+
+def test_one_failing_check_is_exit_code_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    keep(monkeypatch, "passes", "writes")
+    assert run(tmp_path / "good.json")[0] == 0
+    monkeypatch.undo()
+    keep(monkeypatch, "passes", "fails")
+    code, document = run(tmp_path / "bad.json")
+    assert code == 1 and document["counts"]["assertions_failed"] == 1
+
+
+def test_a_spent_budget_leaves_a_whole_document_that_resumes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keep(monkeypatch, "passes", "writes")
+    runs = tmp_path / "runs"
+    monkeypatch.setenv("PLANTED_RUNS", str(runs))
+    code, document = run(tmp_path / "answer.json", "--budget", "0")
+    assert (code, document["counts"]["not_reached"]) == (0, 2) and not runs.exists()
+    assert document["device"] == "cpu" and document["versions"]["torch"] and document["date"]
+    resume = ("--resume", str(tmp_path / "answer.json"))
+    _, document = run(tmp_path / "answer.json", *resume)
+    assert set(statuses(document).values()) == {"passed"}
+    _, document = run(tmp_path / "answer.json", *resume)
+    assert document["counts"]["passed"] == 2 and runs.read_text() == "x", "a passed check ran twice"
+
+
+def test_the_budget_ends_a_check_without_a_verdict(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hanging = Check("hangs", planted_part.hangs, 60)
+    monkeypatch.setattr(planted_part, "CHECKS", [hanging])
+    code, document = run(tmp_path / "answer.json", "--budget", "0.5")
+    assert (code, statuses(document)) == (0, {"hangs": "not reached"})
+
+
+def test_another_devices_document_is_no_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keep(monkeypatch, "passes")
+    run(tmp_path / "answer.json")
+    document = json.loads((tmp_path / "answer.json").read_text())
+    (tmp_path / "other.json").write_text(json.dumps(document | {"device": "NVIDIA H100"}))
+    words = [
+        "--dry",
+        "--json",
+        str(tmp_path / "new.json"),
+        "--resume",
+        str(tmp_path / "other.json"),
+    ]
+    assert main(words, parts=(PLANTED,)) == 2
+    assert "its device is 'NVIDIA H100', here it is 'cpu'" in capsys.readouterr().err
+
+
+def test_checks_have_names_of_their_own() -> None:
+    for part in PARTS:
+        names = [check.name for check in checks_of(part)]
+        assert len(set(names)) == len(names), part
