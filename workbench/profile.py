@@ -18,6 +18,7 @@ from workbench.untrusted_text import escaped
 from workbench.vocabulary import ALLOCATED as ALLOCATED
 from workbench.vocabulary import CATEGORIES as CATEGORIES
 from workbench.vocabulary import COLUMNS as COLUMNS
+from workbench.vocabulary import FRAGMENTATION, NOT_ALLOCATED, OUTSIDE
 from workbench.vocabulary import MEANINGS as MEANINGS
 from workbench.vocabulary import MOMENTS as MOMENTS
 
@@ -127,25 +128,58 @@ class Profile:
             return (row[:width] for row in cells if row[width:] == wanted)
         for name, value in where.items():
             stored = stored[stored[name].to_numpy() == value]
-        return zip(*(stored[name].tolist() for name in names))
+        # Frames that an older version saved lack columns.
+        nothing = [None] * len(stored)
+        return zip(*(stored[name].tolist() if name in stored else nothing for name in names))
 
     @property
     def peak_bytes_by_rank(self) -> dict[int, int]:
         """Peak memory by rank: the largest sum at one instant; ranks of which nothing is known are
-        left out.
+        left out. On a GPU with what the allocator reserved, and what it does not see, where they
+        are known.
+        """
+        return self._peaks((FRAGMENTATION, OUTSIDE), "max_memory_reserved")
+
+    @property
+    def peak_reserved_by_rank(self) -> dict[int, int]:
+        """Peak bytes held by torch's allocator, by rank; allocated where it reserves no more."""
+        return self._peaks((FRAGMENTATION,), "max_memory_reserved")
+
+    @property
+    def peak_allocated_by_rank(self) -> dict[int, int]:
+        """Peak bytes that torch's allocator handed out, by rank: all three instruments know it."""
+        return self._peaks((), "max_memory_allocated")
+
+    def _peaks(self, beside: tuple[str, ...], counter: str) -> dict[int, int]:
+        """Peak bytes allocated by rank, and the categories of `beside` with them.
+
+        Args:
+            beside: Of `NOT_ALLOCATED`.
+            counter: Column of the measured steps that counts the same without `OUTSIDE`.
         """
         sums: dict[bool, dict[tuple[int, Any], float]] = {True: {}, False: {}}
+        more: dict[tuple[int, Any], float] = {}
+        outside: dict[int, float] = {}
         at_peak = {"moment": "peak", "tier": "device"}
         for category, rank, step, size in self.rows(
             "memory", "category", "rank", "step", "bytes", **at_peak
         ):
             instant = int(rank), -1 if _is_null(step) else step
-            of_kind = sums[category == ALLOCATED]
-            of_kind[instant] = of_kind.get(instant, 0) + size
+            if category in beside:
+                more[instant] = more.get(instant, 0) + size
+            elif category not in NOT_ALLOCATED:
+                of_kind = sums[category == ALLOCATED]
+                of_kind[instant] = of_kind.get(instant, 0) + size
+            if category == OUTSIDE and category in beside:
+                outside[int(rank)] = max(outside.get(int(rank), 0), size)
         peaks: dict[int, int] = {}
         # The allocator's own count, where there is one, is the total: categories are part of it.
-        for (rank, _), total in (sums[True] or sums[False]).items():
+        for (rank, step), total in (sums[True] or sums[False]).items():
+            total += more.get((rank, step), 0)
             peaks[rank] = max(peaks.get(rank, 0), int(total))
+        for rank, size in self.rows("steps", "rank", counter):
+            if not _is_null(size):
+                peaks[rank] = max(peaks.get(rank, 0), int(size + outside.get(rank, 0)))
         stand_ins = {rank: self.representative.get(rank, rank) for rank in range(self.world_size)}
         return {rank: peaks[stand_in] for rank, stand_in in stand_ins.items() if stand_in in peaks}
 

@@ -22,12 +22,17 @@ MEANINGS: dict[str, str] = {
     "gathered": "parameters all-gathered from other ranks' shards",
     "communication": "buffers of collectives and sends",
     "temporary": "allocated and freed within one action, such as casts and operators' results",
-    "overhead": "tokens and targets; estimated on a GPU also CUDA context, workspaces, NCCL "
-    "buffers, "
-    "fragmentation",
+    "overhead": "tokens and targets; estimated on a GPU also workspaces",
+    "fragmentation": "reserved by torch's allocator on a GPU, but not allocated",
+    "outside_allocator": "on a GPU beside torch's allocator: CUDA context, NCCL buffers",
 }
 """Memory category -> what is in it."""
 CATEGORIES = tuple(MEANINGS)
+FRAGMENTATION, OUTSIDE = "fragmentation", "outside_allocator"
+NOT_ALLOCATED = (FRAGMENTATION, OUTSIDE)
+"""Categories that are no part of what torch's allocator has handed out. Allocated: the sum of the
+others; reserved: with `FRAGMENTATION`; in use on the GPU: with both.
+"""
 ALLOCATED = "allocated"
 """Category of a measured total: the allocator's own count, never a sum of categories."""
 UNATTRIBUTED = "unattributed"
@@ -36,6 +41,18 @@ REST = (
     "libraries, rounding"
 )
 """What `UNATTRIBUTED` is, the part of a measured total that its categories leave over."""
+
+MEMORY_COUNTERS = (
+    "max_memory_allocated",
+    "max_memory_reserved",
+    "num_alloc_retries",
+    "device_memory_used",
+    "process_memory_used",
+)
+"""Columns of a measured step on a GPU, in torch's words: peak bytes that its allocator handed out
+and held in the step, allocations that had to free cached blocks first; on sampled steps NVML's
+bytes in use on the GPU, by all processes and by the rank's own.
+"""
 
 COLUMNS: dict[str, tuple[str, ...]] = {
     "memory": ("run", "source", "rank", "step", "stage", "moment", "tier", "category", "bytes"),
@@ -66,5 +83,6 @@ COLUMNS: dict[str, tuple[str, ...]] = {
         "learning_rate",
         "loss_scale",
         "skipped",
+        *MEMORY_COUNTERS,
     ),
 }

@@ -15,6 +15,7 @@ from workbench.plan.schema import Plan
 from workbench.planner import estimate
 from workbench.profile import Profile
 from workbench.rehearsal.rehearse import rehearse
+from workbench.vocabulary import NOT_ALLOCATED
 
 ODD = {
     "layers": 5,
@@ -295,8 +296,7 @@ def tensors_at_the_peak(profile: Profile) -> dict[int, int]:
     """
     rows = profile.memory[(profile.memory.moment == "peak") & (profile.memory.tier == "device")]
     rows = rows[
-        (rows.category != "overhead")
-        & (rows.category != "allocated")
+        ~rows.category.isin(["overhead", "allocated", *NOT_ALLOCATED])
         & (rows.step == rows.step.max())
     ]
     return {int(rank): int(size) for rank, size in rows.groupby("rank").bytes.sum().items()}

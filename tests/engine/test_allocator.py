@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from workbench.engine.measure.allocator_memory import CpuMemoryMeter, CudaMemoryMeter, memory_meter
+from workbench.engine.measure.allocator_memory import CpuMemoryMeter, memory_meter
+from workbench.engine.measure.cuda_memory import CudaMemoryMeter
 
 
 def block(size: int) -> torch.Tensor:
@@ -128,6 +129,7 @@ def test_cuda_counts_in_blocks() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     cuda = CudaMemoryMeter(device)
     cuda.start()
+    cuda.begin_step()
     base = cuda.now()
     assert base is not None
     a = torch.empty(1 << 20, dtype=torch.uint8, device=device)
@@ -135,11 +137,15 @@ def test_cuda_counts_in_blocks() -> None:
     b = torch.empty(4 << 20, dtype=torch.uint8, device=device)
     del b
     cuda.mark("two")
+    counters = cuda.end_step(sampled=True)
     window = cuda.stop()
     assert window.at("one") - base == 1 << 20
     assert window.peak_of("one") - base == window.peak - base == 5 << 20
     assert window.peak_of("two") - base == window.end - base == 1 << 20
-    assert window.reserved is not None
-    assert window.reserved >= window.peak
-    assert window.device_used is None or window.device_used >= window.peak
+    assert counters.max_memory_allocated == window.peak
+    assert counters.max_memory_reserved is not None
+    assert counters.max_memory_reserved >= window.peak
+    assert counters.num_alloc_retries == 0
+    used = counters.process_memory_used
+    assert used is None or used > counters.max_memory_reserved
     del a

@@ -151,12 +151,21 @@ def _memory_rows(found: Profile) -> Iterator[tuple[str, ...]]:
         yield "peak memory (max rank)", bytes_text(peaks[most]), which
         if peaks[least] < peaks[most]:
             yield "peak memory (min rank)", bytes_text(peaks[least]), f"rank {least}"
+        yield from _allocator_rows(found)
     if host := _host_bytes(found):
         yield "host memory (max rank)", bytes_text(host)
     if found.capacity_bytes:
         yield "GPU memory", bytes_text(found.capacity_bytes)
     for category, size in found.by_category.items():
         yield f"  {category}, peak", bytes_text(size), MEANINGS.get(category, "")
+
+
+def _allocator_rows(found: Profile) -> Iterator[tuple[str, ...]]:
+    """What torch's allocator counts, where a GPU holds more than that."""
+    allocated, reserved = found.peak_allocated_by_rank, found.peak_reserved_by_rank
+    if allocated and max(reserved.values()) > max(allocated.values()):
+        yield "  allocated (max rank)", bytes_text(max(allocated.values())), "torch's allocator"
+        yield "  reserved (max rank)", bytes_text(max(reserved.values())), "torch's allocator"
 
 
 def _time_rows(found: Profile) -> Iterator[tuple[str, ...]]:

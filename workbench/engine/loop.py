@@ -19,7 +19,12 @@ from workbench.engine.data.batch_sampler import BatchSampler as TextSampler
 from workbench.engine.garbage_collection import collected_on_common_steps
 from workbench.engine.measure.allocator_memory import memory_meter
 from workbench.engine.measure.experiment_trackers import Trackers
-from workbench.engine.measure.step_sampler import ActionTracker, StepSampler, allocated_rows
+from workbench.engine.measure.step_sampler import (
+    ActionTracker,
+    SampledStep,
+    StepSampler,
+    allocated_rows,
+)
 from workbench.engine.measure.telemetry_writer import TelemetryWriter
 from workbench.engine.optimizer import learning_rate
 from workbench.engine.session import Session, StepResult
@@ -56,7 +61,7 @@ class TrainingLoop:
         self.trackers = Trackers(accelerator, plan)
         self._phase("building")
         self.text = self._text()
-        self._samples: list[tuple[int, StepSampler]] = []
+        self._samples: list[SampledStep] = []
         self._window_open = False
         self._open_window()
         self.session = Session.build(plan, mesh, accelerator.device)
@@ -112,7 +117,11 @@ class TrainingLoop:
         began = time.perf_counter()
         self._fill(*self.text.batch(self.index))
         asked = self._asked_to_stop()
+        self.meter.begin_step()
         result = self._sampled(asked) if sampled else self._plain(asked)
+        counters = self.meter.end_step(sampled)
+        if sampled:
+            self._samples[-1].counters = counters
         loss, norm, stop, *scaling = torch.stack([x for x in result if x is not None]).tolist()
         t, scaler = self.plan.training, self.session.scaler
         scheduled = self.index - (scaler.skipped if scaler else 0)
@@ -134,6 +143,7 @@ class TrainingLoop:
             "loss_scale": scaling[0] if scaler else None,
             "skipped": skipped,
             "bytes": self.meter.now(),
+            **counters.of_step(),
             "action": self.action_tracker.current,
         }
         self.telemetry.record("step", **record)
@@ -155,7 +165,7 @@ class TrainingLoop:
     def _sampled(self, asked: int) -> StepResult:
         self._open_window()
         sampler = StepSampler(self.session, self.meter)
-        self._samples.append((self.index, sampler))
+        self._samples.append(SampledStep(self.index, sampler))
         with sampler.step():
             return self.session.step(self.index, self.tokens, self.targets, sampler, asked)
 
@@ -172,8 +182,10 @@ class TrainingLoop:
             return
         self._window_open = False
         totals = allocated_rows(self.meter.stop(), self.session.first_stage)
-        for (step, sampler), allocated in zip(self._samples, totals, strict=True):
-            self.telemetry.record("memory", step=step, rows=[*allocated, *sampler.memory_rows()])
+        for sample, allocated in zip(self._samples, totals, strict=True):
+            step, sampler = sample.step, sample.sampler
+            rows = sample.memory_rows(allocated)
+            self.telemetry.record("memory", step=step, rows=rows)
             self.telemetry.record("timeline", step=step, rows=sampler.timeline_rows())
             self.telemetry.record("collectives", step=step, rows=sampler.collective_rows())
         self._samples.clear()

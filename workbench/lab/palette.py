@@ -23,6 +23,8 @@ MEMORY_COLOURS: dict[str, str] = {
     "temporary": "#585858",
     "overhead": "#9C9C9C",
     "unattributed": "#D9D2C5",
+    "fragmentation": "#8C6D8C",
+    "outside_allocator": "#3B3B3B",
 }
 """Memory category -> colour, in the order of a stack; what each is stands in `vocabulary.MEANINGS`.
 """

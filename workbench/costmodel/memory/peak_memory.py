@@ -13,6 +13,7 @@ from workbench.costmodel.memory.activation_memory import TOKEN_ID_BYTES
 from workbench.costmodel.memory.live_sets import MemoryByCategory, add_categories
 from workbench.costmodel.memory.model_states import ModelStates, model_states, sharded_params
 from workbench.costmodel.rates.constants import Constants
+from workbench.vocabulary import FRAGMENTATION, OUTSIDE
 
 
 @dataclass(frozen=True)
@@ -65,10 +66,13 @@ def peak_memory(w: Workload, constants: Constants) -> PeakMemory:
         persistent, live_sets.optimizer_step_buffers(w, parameters)
     )
     peak = _at_largest(list(phases.values()))
-    fixed = w.zeros + _fixed_bytes(w, constants)
-    overhead = {"overhead": fixed + constants.fragmentation * total_bytes(peak)}
+    fixed = {
+        "overhead": w.zeros + constants.workspace_mib * 2**20,
+        OUTSIDE: w.zeros + _outside_bytes(w, constants),
+    }
+    reserved = {**fixed, FRAGMENTATION: constants.fragmentation * total_bytes(peak)}
     moments = {
-        "initialised": add_categories(persistent, {"overhead": fixed}),
+        "initialised": add_categories(persistent, fixed),
         "forward_end": forward_end,
         "peak": peak,
         "before_optimizer": persistent,
@@ -78,7 +82,7 @@ def peak_memory(w: Workload, constants: Constants) -> PeakMemory:
         ),
     }
     with_overhead = {
-        m: live if m == "initialised" else add_categories(live, overhead)
+        m: live if m == "initialised" else add_categories(live, reserved)
         for m, live in moments.items()
     }
     return PeakMemory(with_overhead, host, total_bytes(peak))
@@ -125,8 +129,12 @@ def _largest(sums: list[Array]) -> Array:
 
 def _fixed_bytes(w: Workload, constants: Constants) -> Number:
     """Bytes of workspaces, the driver's context and the communicators' buffers."""
-    outside = constants.context_mib + constants.communicator_mib * num_communicators(w)
-    return (constants.workspace_mib + outside) * 2**20
+    return constants.workspace_mib * 2**20 + _outside_bytes(w, constants)
+
+
+def _outside_bytes(w: Workload, constants: Constants) -> Number:
+    """Bytes of the driver's context and the communicators' buffers, which no allocator sees."""
+    return (constants.context_mib + constants.communicator_mib * num_communicators(w)) * 2**20
 
 
 def num_communicators(w: Workload) -> Number:

@@ -13,8 +13,7 @@ allocator (NumPy's, a library's scratch buffers).
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch._C._autograd import _disable_profiler, _enable_profiler, _prepare_profiler
@@ -27,8 +26,13 @@ from torch._C._profiler import (
 )
 from torch.profiler import record_function
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from workbench.engine.measure.cuda_memory import CudaMemoryMeter
+from workbench.engine.measure.memory_window import (
+    MemoryMeter,
+    MemorySection,
+    MemoryWindow,
+    StepCounters,
+)
 
 if not "2.11" <= torch.__version__ < "2.14":
     raise ImportError(
@@ -39,47 +43,7 @@ if not "2.11" <= torch.__version__ < "2.14":
 PREFIX = "workbench.allocator:"
 
 
-@dataclass
-class MemorySection:
-    """From one mark to the next: bytes allocated at the mark, and the peak until the next one."""
-
-    label: str
-    start: int
-    peak: int
-
-
-@dataclass
-class MemoryWindow:
-    """Bytes allocated between `start()` and `stop()`; one section per mark, in order."""
-
-    peak: int
-    end: int
-    sections: list[MemorySection] = field(default_factory=list)
-    reserved: int | None = None
-    """CUDA: peak bytes reserved by the caching allocator."""
-    device_used: int | None = None
-    """CUDA: bytes in use on the device by all processes, as NVML reports them at the end."""
-
-    def at(self, label: str) -> int:
-        """Bytes allocated at the last mark of that label.
-
-        Raises:
-            KeyError: There is no such mark.
-        """
-        return self._last(label).start
-
-    def peak_of(self, label: str) -> int:
-        """Peak bytes from the last mark of that label to the next mark."""
-        return self._last(label).peak
-
-    def _last(self, label: str) -> MemorySection:
-        for section in reversed(self.sections):
-            if section.label == label:
-                return section
-        raise KeyError(label)
-
-
-def memory_meter(device: torch.device) -> CpuMemoryMeter | CudaMemoryMeter:
+def memory_meter(device: torch.device) -> MemoryMeter:
     """The memory meter of a device.
 
     Raises:
@@ -141,6 +105,13 @@ class CpuMemoryMeter:
         self._level = window.end
         return window
 
+    def begin_step(self) -> None:
+        """Nothing: the CPU allocator counts nothing by itself."""
+
+    def end_step(self, sampled: bool) -> StepCounters:
+        """No counters."""
+        return StepCounters()
+
     def _sum(self, events: list[tuple[int, str | None, int, int]]) -> MemoryWindow:
         window = MemoryWindow(self._level, self._level)
         level = self._level
@@ -179,58 +150,3 @@ def _shift(window: MemoryWindow, by: int) -> None:
     for section in window.sections:
         section.start += by
         section.peak += by
-
-
-class CudaMemoryMeter:
-    """The CUDA caching allocator's own counters; same words as `CpuMemoryMeter`. They follow the
-    host, not the stream.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self._sections: list[MemorySection] = []
-        self._peak = 0
-
-    def now(self) -> int | None:
-        """Bytes allocated now."""
-        return torch.cuda.memory_allocated(self.device)
-
-    def start(self) -> None:
-        """Begin a window; resets the allocator's peaks."""
-        self._sections, self._peak = [], 0
-        torch.cuda.reset_peak_memory_stats(self.device)
-        self._reserved = 0
-
-    def mark(self, label: str) -> None:
-        """Start a section of the window."""
-        self._close()
-        self._sections.append(MemorySection(label, torch.cuda.memory_allocated(self.device), 0))
-
-    def _close(self) -> None:
-        """Take the peaks since the last mark into the section and the window."""
-        peak = torch.cuda.max_memory_allocated(self.device)
-        self._peak = max(self._peak, peak)
-        self._reserved = max(self._reserved, torch.cuda.max_memory_reserved(self.device))
-        if self._sections:
-            self._sections[-1].peak = peak
-        torch.cuda.reset_peak_memory_stats(self.device)
-
-    def stop(self) -> MemoryWindow:
-        """End the window."""
-        self._close()
-        now = torch.cuda.memory_allocated(self.device)
-        return MemoryWindow(
-            self._peak,
-            now,
-            self._sections,
-            self._reserved,
-            _nvml(torch.cuda.device_memory_used, self.device),
-        )
-
-
-def _nvml(read: Callable[[torch.device], int], device: torch.device) -> int | None:
-    """NVML's figure, or None: its errors share no base class, and none may end a run."""
-    try:
-        return read(device)
-    except Exception:
-        return None

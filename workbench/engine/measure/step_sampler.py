@@ -6,21 +6,23 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from workbench.engine.measure.allocator_memory import CpuMemoryMeter, CudaMemoryMeter, MemoryWindow
 from workbench.engine.measure.live_memory import UNCOUNTED, LiveBytes
+from workbench.engine.measure.memory_window import MemoryMeter, MemoryWindow, StepCounters
 from workbench.engine.session import Session
 from workbench.parallel.mesh import GRADIENT_GROUP_SUFFIX
 from workbench.profile import ALLOCATED
 from workbench.schedules import Action
 from workbench.schedules.action import COMPUTE
+from workbench.vocabulary import FRAGMENTATION, OUTSIDE
 
-STEP = "initialised"
-"""Mark of a step's start, when only persistent tensors exist."""
+STEP, STEP_END = "initialised", "after_optimizer"
+"""Marks of a step's start, when only persistent tensors exist, and of its end."""
 
 
 class ActionTracker:
@@ -47,7 +49,7 @@ class StepSampler(ActionTracker):
         meter: The allocator's meter, whose window is marked at each moment; None without one.
     """
 
-    def __init__(self, session: Session, meter: CpuMemoryMeter | CudaMemoryMeter | None) -> None:
+    def __init__(self, session: Session, meter: MemoryMeter | None) -> None:
         super().__init__()
         self.session, self.meter = session, meter
         self.live = LiveBytes(session.device.type)
@@ -294,11 +296,37 @@ def allocated_rows(window: MemoryWindow, stage: int) -> list[list[dict[str, Any]
     return steps
 
 
-def _total(stage: int, moment: str, size: int) -> dict[str, Any]:
-    return {
-        "stage": stage,
-        "moment": moment,
-        "tier": "device",
-        "category": ALLOCATED,
-        "bytes": size,
-    }
+@dataclass
+class SampledStep:
+    """A step whose memory was sampled, until its window ends."""
+
+    step: int
+    sampler: StepSampler
+    counters: StepCounters = field(default_factory=StepCounters)
+
+    def memory_rows(self, allocated: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Rows of the memory frame, from the allocator's totals of this step, `allocated`."""
+        if self.counters.max_memory_allocated is not None:
+            # Every step's own record says what is allocated at its end.
+            allocated = [row for row in allocated if row["moment"] != STEP_END]
+        own = self.sampler.memory_rows()
+        return [*allocated, *own, *_unallocated_rows(self.counters, self.sampler.stage)]
+
+
+def _unallocated_rows(counters: StepCounters, stage: int) -> list[dict[str, Any]]:
+    """Bytes on the device that torch's allocator has not handed out, where they are counted: what
+    it reserved beyond its peak, and what the process holds outside of it.
+    """
+    sizes = {OUTSIDE: counters.outside_allocator}
+    if counters.max_memory_reserved is not None and counters.max_memory_allocated is not None:
+        sizes[FRAGMENTATION] = counters.max_memory_reserved - counters.max_memory_allocated
+    return [
+        _total(stage, moment, size, category)
+        for moment in ("peak", "maximum")
+        for category, size in sizes.items()
+        if size is not None
+    ]
+
+
+def _total(stage: int, moment: str, size: int, category: str = ALLOCATED) -> dict[str, Any]:
+    return {"stage": stage, "moment": moment, "tier": "device", "category": category, "bytes": size}

@@ -13,14 +13,17 @@ from workbench.lab.charts import chart_data
 from workbench.lab.live.figure import Figure, vega_spec
 from workbench.profile import ALLOCATED, Profile
 from workbench.units import byte_unit, bytes_text, digits
-from workbench.vocabulary import MEANINGS, REST, UNATTRIBUTED
+from workbench.vocabulary import FRAGMENTATION, MEANINGS, NOT_ALLOCATED, OUTSIDE, REST, UNATTRIBUTED
 
 CAPACITY_SHOWN_FROM = 0.15
 """The GPU's capacity is drawn where a rank's peak reaches this share of it; elsewhere the subtitle
 states it.
 """
 BAR_HEIGHT = 15
-EXPLAINED_CATEGORIES = {"overhead": MEANINGS["overhead"], UNATTRIBUTED: REST}
+EXPLAINED_CATEGORIES = {
+    **{name: MEANINGS[name] for name in ("overhead", FRAGMENTATION, OUTSIDE)},
+    UNATTRIBUTED: REST,
+}
 """Categories whose names say too little -> what is in them."""
 MIN_EXPLAINED_SHARE = 0.02
 """Share of a bar from which the subtitle explains a category."""
@@ -29,8 +32,9 @@ MIN_EXPLAINED_SHARE = 0.02
 def memory(*profiles: Profile) -> Figure:
     """Peak memory by rank, stacked by category; one bar a source.
 
-    A bar shows the instant of the largest sum. The length of a measured bar is the allocator's own
-    count; what its categories leave over is drawn as unattributed.
+    A bar shows the instant of the largest sum. What the allocator itself counts in a measured run
+    and no category explains is drawn as unattributed. On a GPU, estimates and runs also have what
+    the allocator reserved beyond that, and what is in use outside of it.
 
     Args:
         profiles: Of one plan, such as its estimate, its rehearsal and its run.
@@ -99,7 +103,11 @@ def peak_parts_by_rank(profile: Profile) -> dict[int, list[MemoryPart]]:
 def largest_sample(parts: list[MemoryPart]) -> dict[str, Any]:
     """Total, categories (bytes) and step of one rank's sampled step with the largest total."""
     allocated, by_category = bytes_by_step(parts, ALLOCATED), bytes_by_step(parts)
-    sampled = {step: sum(own.values()) for step, own in (allocated or by_category).items()}
+    counted = {
+        step: sum(own.values()) + sum(by_category.get(step, {}).get(n, 0) for n in NOT_ALLOCATED)
+        for step, own in allocated.items()
+    }
+    sampled = counted or {step: sum(own.values()) for step, own in by_category.items()}
     step = max(sorted(sampled), key=lambda at: sampled[at])
     categories = {name: int(size) for name, size in by_category.get(step, {}).items()}
     total = int(sampled[step]) if allocated else sum(categories.values())

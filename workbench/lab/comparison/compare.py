@@ -111,6 +111,11 @@ def peak_rows(entry: ComparisonEntry) -> list[dict[str, Any]]:
         for source in SOURCES
         if (profile := entry.profile_of(source))
     }
+    allocated = {
+        source: profile.peak_allocated_by_rank
+        for source in SOURCES
+        if (profile := entry.profile_of(source))
+    }
     measured = entry.profile_of("measured")
     steps = peak_steps(measured) if measured else {}
     rows = []
@@ -119,7 +124,13 @@ def peak_rows(entry: ComparisonEntry) -> list[dict[str, Any]]:
         row |= {f"{source}_bytes": peaks.get(source, {}).get(rank) for source in SOURCES}
         row |= {"run": measured.run if measured else None, "step": steps.get(rank)}
         row |= {
-            f"{source}_error": relative_error(row[f"{source}_bytes"], row["measured_bytes"])
+            f"{source}_allocated_bytes": allocated.get(source, {}).get(rank) for source in SOURCES
+        }
+        # A rehearsal knows no context and no fragmentation, and NVML may not tell a process' share:
+        # allocated is what all three count.
+        counted = row["measured_allocated_bytes"]
+        row |= {
+            f"{source}_error": relative_error(row[f"{source}_allocated_bytes"], counted)
             for source in SOURCES[:2]
         }
         rows.append(row)

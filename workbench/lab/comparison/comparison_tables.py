@@ -129,10 +129,11 @@ def summary_columns() -> list[TableColumn]:
 def memory_columns(frame: pd.DataFrame) -> tuple[list[TableColumn], str]:
     """Columns of the memory table, and the one unit of its bytes."""
     found = [column for column in frame.columns if column.endswith("_bytes")]
+    found = [column for column in found if not _repeats(frame, column)]
     unit, size = byte_unit(float(v) for column in found for v in frame[column].dropna())
     amount = or_dash(lambda value: digits(value / size, 4))
     columns: list[TableColumn] = [("plan", "plan", str), ("rank", "rank", integer_or_dash)]
-    columns += [(name, name.removesuffix("_bytes"), amount) for name in found]
+    columns += [(name, name.removesuffix("_bytes").replace("_", ", "), amount) for name in found]
     columns += [
         (f"{s}_error", f"{s} − measured", or_dash("{:+.2%}".format))
         for s in ("estimated", "rehearsed")
@@ -142,6 +143,12 @@ def memory_columns(frame: pd.DataFrame) -> tuple[list[TableColumn], str]:
         ("run", "measured in run", or_dash(str)),
         ("step", "at step", integer_or_dash),
     ], unit
+
+
+def _repeats(frame: pd.DataFrame, column: str) -> bool:
+    """Whether a column of allocated memory says nothing new: only GPUs hold more than that."""
+    whole = column.replace("_allocated_", "_")
+    return whole != column and bool(frame[column].equals(frame[whole]))
 
 
 def html_table(caption: str, columns: list[TableColumn], frame: pd.DataFrame) -> str:

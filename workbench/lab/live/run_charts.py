@@ -17,7 +17,7 @@ from workbench.lab.charts import (
 from workbench.lab.charts.loss_chart import VALIDATION, loss_row
 from workbench.lab.charts.loss_chart import loss_figure as loss_figure
 from workbench.lab.charts.memory_map import has_memory_map
-from workbench.lab.charts.memory_steps import STEP_END, STEP_PEAK
+from workbench.lab.charts.memory_steps import EACH_PEAK, STEP_END, STEP_PEAK, predictions
 from workbench.lab.charts.memory_steps import memory_steps_figure as counts_figure
 from workbench.lab.charts.throughput import throughput_figure as pace_figure
 from workbench.lab.live.board import Board
@@ -46,9 +46,8 @@ class RunCharts:
         )
         self.capacity_bytes = empty.capacity_bytes
         self.latest = LatestSamples()
-        self.moment = (
-            STEP_PEAK if device == "cpu" else STEP_END
-        )  # CUDA counts each step, CPU sampled ones
+        # CUDA counts each step, CPU sampled ones.
+        self.moment = STEP_PEAK if device == "cpu" else EACH_PEAK
         self.losses, self.throughput = BoundedSeries(1), BoundedSeries(self.world_size)
         self.allocated = BoundedSeries(self.world_size, worst="largest")
         self.validation: Rows = []
@@ -58,7 +57,7 @@ class RunCharts:
             loss(empty),
             throughput(empty),
             memory(*sampled),
-            memory_steps(empty),
+            memory_steps(empty, self.beside),
             collectives(*sampled),
             step_time_parts(*self.beside),
             timeline(*sampled[:1]),
@@ -84,14 +83,7 @@ class RunCharts:
                 for loss_row in steps
             ]
         )
-        counts = [
-            loss_row
-            for loss_row in new["memory"]
-            if loss_row["moment"] == self.moment and loss_row["category"] == ALLOCATED
-        ]
-        self._grow_allocated(
-            [(loss_row["rank"], loss_row["step"], loss_row["bytes"]) for loss_row in counts]
-        )
+        self._grow_allocated(self._allocated(new))
         self._sample(
             "memory", [loss_row for loss_row in new["memory"] if loss_row["moment"] != STEP_END]
         )
@@ -108,7 +100,7 @@ class RunCharts:
             loss(measured, evaluations=validation),
             throughput(measured),
             memory(*sampled),
-            memory_steps(measured),
+            memory_steps(measured, self.beside),
         ]
         return [
             *shown,
@@ -141,16 +133,29 @@ class RunCharts:
         elif change:
             self.board.extend("throughput", change.rows)
 
+    def _allocated(self, new: dict[str, Rows]) -> list[tuple[int, int, float]]:
+        """(rank, step, bytes) of what the allocator has counted at `moment`."""
+        if self.moment == EACH_PEAK:
+            counts = [(row, row.get(EACH_PEAK)) for row in new["steps"]]
+        else:
+            counts = [
+                (row, row["bytes"])
+                for row in new["memory"]
+                if row["moment"] == self.moment and row["category"] == ALLOCATED
+            ]
+        return [(row["rank"], row["step"], size) for row, size in counts if size is not None]
+
     def _grow_allocated(self, values: list[tuple[int, int, float]]) -> None:
         change = self.allocated.add(values)
         if change is None:
             return
-        unit = byte_unit([self._unit[1], *(value for _, _, value in values)])
+        known = [p.size for p in predictions(self.beside, self.moment)]
+        unit = byte_unit([self._unit[1], *known, *(value for _, _, value in values)])
         if change.replace or unit != self._unit:
             self._unit = unit
-            self.board.put(
-                counts_figure(self.allocated.to_frame(), self.world_size, "measured", self.moment)
-            )
+            counts = self.allocated.to_frame()
+            beside = predictions(self.beside, self.moment)
+            self.board.put(counts_figure(counts, self.world_size, "measured", self.moment, beside))
         else:
             self.board.extend(
                 "memory_steps",

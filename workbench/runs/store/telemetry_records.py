@@ -24,7 +24,7 @@ from workbench.safe_io.json_field_checks import (
     text,
     whole,
 )
-from workbench.vocabulary import ALLOCATED, CATEGORIES, MOMENTS, TIERS
+from workbench.vocabulary import ALLOCATED, CATEGORIES, MEMORY_COUNTERS, MOMENTS, TIERS
 
 FIELDS: dict[str, dict[str, Check]] = {
     "hello": {
@@ -52,6 +52,7 @@ FIELDS: dict[str, dict[str, Check]] = {
         "loss_scale": or_null(number),
         "skipped": or_null(flag),
         "bytes": or_null(number),
+        **dict.fromkeys(MEMORY_COUNTERS, or_null(number)),
         "action": or_null(text),
     },
     "memory": {
