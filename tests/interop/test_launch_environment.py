@@ -2,7 +2,9 @@
 away.
 """
 
+import os
 import subprocess
+import sys
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ import torch
 
 from workbench.interop.export import contents
 from workbench.interop.launch_environment import (
+    ALLOCATOR,
     ROUNDING_SINCE,
     allocator_environment,
     allocator_settings,
@@ -141,3 +144,19 @@ def test_ranks_are_numbered_in_the_order_of_nodes(tmp_path: Path, node: int) -> 
     found = ranks_environment(tmp_path, plan, **own)
     assert found["PET_LOCAL_ADDR"] == ("gpu-9" if node == 0 else "~node00001")
     assert found["NCCL_SOCKET_IFNAME"] == "ib0" and "GLOO_SOCKET_IFNAME" not in found
+
+
+def test_a_rank_that_no_supervisor_started_has_the_settings_when_torch_reads_them() -> None:
+    """launch.sh cannot know the torch of the machine that it will run on."""
+    code = (
+        "import sys; from workbench.engine import worker\n"
+        "assert 'torch' not in sys.modules\n"
+        "sys.argv = ['worker']; worker.main()\n"
+        "import torch; print(torch._C._accelerator_getAllocatorSettings())"
+    )
+    taken = {*ALLOCATOR, "ACCELERATE_USE_CPU"}
+    given = {name: value for name, value in os.environ.items() if name not in taken}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=given, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == allocator_settings(version("torch"))
