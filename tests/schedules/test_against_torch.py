@@ -143,4 +143,4 @@ def test_a_table_that_no_generator_makes_lowers_and_runs(ranks: int, microbatche
     table = table_from(torchs)
     lowered = lower(table)
     assert validate(table) == [] and validate(lowered) == []
-    simulate(lowered, uniform(table.stages), 0.1, rendezvous=True)
+    simulate(lowered, uniform(table.stages), 0.1, transport="rendezvous")

@@ -129,7 +129,7 @@ def test_every_table_runs_before_and_after_lowering(name: str, ranks: int) -> No
         durations = uniform(table.stages, 1.0, 1.3, 0.6)
         ideal, real = simulate(table, durations).makespan, simulate(lowered, durations).makespan
         assert ideal - 1e-9 < real < LOWERED.get(name, 1.0) * ideal + 1e-9
-        simulate(lowered, durations, 0.2, rendezvous=True)
+        simulate(lowered, durations, 0.2, transport="rendezvous")
 
 
 @pytest.mark.parametrize("name", names())

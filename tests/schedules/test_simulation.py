@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,17 +10,19 @@ from tests.fuzz import examples
 from workbench.schedules import (
     Deadlock,
     Table,
-    batches,
     generate,
     in_flight,
     in_flight_by_stage,
     lower,
+    names,
     parse_action,
     simulate,
     table_of,
     uniform,
     validate,
 )
+from workbench.schedules.generators import SCHEDULES
+from workbench.schedules.lowering import disorder
 
 
 def drawn(*rows: str) -> Table:
@@ -61,7 +61,7 @@ def test_lowering_gives_a_table_that_may_run(table: Table) -> None:
     reductions = [a for row in lowered.rows for a in row if a.kind == "REDUCE_GRAD"]
     assert sorted(a.stage for a in reductions) == list(range(table.stages))
     assert all(row[-1].kind == "REDUCE_GRAD" for row in lowered.rows)
-    simulate(lowered, uniform(table.stages), rendezvous=True)
+    simulate(lowered, uniform(table.stages), transport="rendezvous")
 
 
 @pytest.mark.parametrize("microbatches", [1, 2, 4, 8])
@@ -75,20 +75,27 @@ def test_in_flight_is_that_of_the_papers(microbatches: int) -> None:
     )
 
 
-def test_a_receive_stands_just_before_its_use() -> None:
-    for row in lower(generate("1f1b", 4, 8)).rows:
-        for action, following in pairwise(row):
-            if action.kind.startswith("RECV"):
-                assert following.is_compute and following.microbatch == action.microbatch
+def test_receives_of_a_rank_follow_the_order_of_their_sends() -> None:
+    """So that they cannot block each other where a rank's transfers run one after the other."""
+    for name in names():
+        table = lower(generate(name, 4, 8, SCHEDULES[name].min_chunks))
+        assert disorder(table) == []
+        simulate(table, uniform(table.stages), transport="rendezvous")
 
 
-def test_neighbours_exchange_in_one_batch_in_the_steady_state() -> None:
-    """A forward sent and a gradient received stand side by side, and so do they on the other
-    rank.
-    """
-    first, second = lower(generate("1f1b", 2, 4)).rows
-    assert (parse_action("0SEND_F1"), parse_action("0RECV_B0")) in list(batches(first))
-    assert (parse_action("1SEND_B0"), parse_action("1RECV_F1")) in list(batches(second))
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("name", names())
+def test_on_nccl_schedules_are_within_a_percent_of_their_ideal(name: str, ranks: int) -> None:
+    """Transfers of a process group share a stream, compute waits for no send."""
+    schedule = SCHEDULES[name]
+    table = generate(name, ranks, 4 * ranks, schedule.min_chunks)
+    ideal = simulate(table, uniform(table.stages)).makespan
+    pairs = schedule.pair_groups
+    found = simulate(lower(table), uniform(table.stages), transport="nccl", pair_groups=pairs)
+    assert found.makespan <= 1.01 * ideal
+    if pairs and ranks > 2:  # a group for each pair of ranks buys something
+        shared = simulate(lower(table), uniform(table.stages), transport="nccl")
+        assert shared.makespan > 1.05 * ideal
 
 
 def test_transfers_take_time() -> None:
@@ -125,7 +132,7 @@ def test_unsafe_order_deadlocks_only_on_the_strict_transport() -> None:
         "1F0 2F0 2SEND_F0 1RECV_F0 2RECV_B0 2B0 1B0 1SEND_B0",
     )
     with pytest.raises(Deadlock):
-        simulate(table, uniform(4), rendezvous=True)
+        simulate(table, uniform(4), transport="rendezvous")
     assert validate(table)
 
 

@@ -55,4 +55,5 @@ DUALPIPE_V = PipelineSchedule(
     is_v_shaped=True,
     splits_backward=True,
     min_microbatches_per_rank=2,
+    pair_groups=True,
 )

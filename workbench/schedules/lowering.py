@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from workbench.schedules.action import RECVS, SENDS, Action, matching
-from workbench.schedules.simulator import Deadlock, simulate, uniform
+from workbench.schedules.simulator import simulate, uniform
 from workbench.schedules.table import Table
 
 
@@ -15,20 +15,22 @@ def lower(table: Table, reduce_each: bool = False) -> Table:
     """Insert SEND and RECV in one globally consistent order, and one REDUCE_GRAD after a stage's
     last backward.
 
-    With `reduce_each` gradients are reduced after every backward instead.
+    Receives follow the order of their sends, each transfer alone: no transfer then needs another of
+    its own rank to progress, which NCCL does not promise even within a group of calls.
 
-    A RECV stands right before its use, so that no buffer is held early, and beside the SEND before
-    it, so that the executor posts both at once. Where that would deadlock, receives follow the
-    order of the sends instead. Raises ValueError where the table already has transfers, Deadlock
-    where no order of transfers can work.
+    Args:
+        table: Compute-only.
+        reduce_each: Gradients are reduced after every backward instead.
+
+    Raises:
+        ValueError: The table already has transfers.
+        Deadlock: No order of transfers can work.
     """
     if table.lowered:
         raise ValueError(
             "the table already has sends and receives; lower() takes a compute-only table"
         )
-    rows = _just_in_time(table)
-    if not _safe(_with_rows(table, rows)):
-        rows = _in_order_of_sends(table)
+    rows = _in_order_of_sends(table)
     return _with_rows(table, [_with_reduction(row, reduce_each) for row in rows])
 
 
@@ -79,20 +81,11 @@ def transfer_before(table: Table, action: Action) -> Action | None:
     return Action(action.stage, kind, action.microbatch)
 
 
-def _just_in_time(table: Table) -> list[list[Action]]:
-    rows: list[list[Action]] = []
-    for row in table.rows:
-        around = [(transfer_before(table, a), a, transfer_after(table, a)) for a in row]
-        rows.append([a for three in around for a in three if a is not None])
-    return rows
-
-
 def _in_order_of_sends(table: Table) -> list[list[Action]]:
     """Receives enter a row before whatever the rank sends or uses later than their own sends.
 
     No deadlock is possible: take the earliest unfinished transfer in order of sends. Its sender
-    waits only for earlier ones; its receiver posted it no later than, and in one batch with,
-    anything later.
+    waits only for earlier ones, and so does its receiver, which posts it before anything later.
     """
     rows: list[list[Action]] = [[] for _ in table.rows]
     arriving: list[list[Action]] = [[] for _ in table.rows]
@@ -119,17 +112,6 @@ def _walk(table: Table) -> Iterator[tuple[int, Action]]:
     timeline = simulate(table, uniform(table.stages))
     for interval in sorted(timeline.intervals, key=lambda i: (i.end, i.rank)):
         yield interval.rank, interval.action
-
-
-def _safe(table: Table) -> bool:
-    """Whether the rows run on the strictest transport and both ends of every pair see one order of
-    transfers.
-    """
-    try:
-        simulate(table, uniform(table.stages), rendezvous=True)
-    except Deadlock:
-        return False
-    return not disorder(table)
 
 
 def disorder(table: Table) -> list[str]:

@@ -50,6 +50,8 @@ class PipelineSchedule:
     """m is a multiple of p."""
     min_microbatches_per_rank: int = 0
     """m is at least this times p, on several ranks; 0: the pipeline need not fill."""
+    pair_groups: bool = False
+    """Each pair of ranks has a process group: in one, NCCL's order of transfers would cost time."""
     last_rank_has_most: bool = False
     """While the pipeline fills, later ranks have more activations; elsewhere earlier ones do."""
 

@@ -1,9 +1,8 @@
 """Event simulation of a table: when each action runs, what idles, what deadlocks.
 
-A rank takes its actions in order. Point-to-point actions that stand side by side are posted
-together, as the executor does with one `batch_isend_irecv`; a transfer starts when both ends are
-posted. A rank goes on when what it receives has arrived; its sends must have left before it posts
-the next batch.
+A rank takes its actions in order. It posts each transfer by itself when all that stands before has
+run, and goes on; a transfer starts when both ends are posted. Compute waits for what it receives
+when it reads it, and never for what it sends.
 """
 
 from __future__ import annotations
@@ -12,10 +11,9 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import groupby
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
-from workbench.schedules.action import COMPUTE, RECVS, SENDS, Action, matching
+from workbench.schedules.action import COMPUTE, RECVS, Action, matching
 from workbench.schedules.table import Row, Table
 
 Durations = Mapping[str, Sequence[float]]
@@ -23,6 +21,13 @@ Durations = Mapping[str, Sequence[float]]
 given.
 """
 Key = tuple[str, int, int | None]
+
+
+Transport = Literal["gloo", "nccl", "rendezvous"]
+"""How transfers progress. gloo: each by itself. nccl: those of one process group are kernels of one
+stream, so that they run in the order in which a rank posts them. rendezvous: a rank goes on when
+its transfer is over, the strictest reading of what a backend promises.
+"""
 
 
 class Deadlock(ValueError):
@@ -98,16 +103,29 @@ def uniform(
 
 
 def simulate(
-    table: Table, durations: Durations, p2p_seconds: float = 0.0, *, rendezvous: bool = False
+    table: Table,
+    durations: Durations,
+    p2p_seconds: float = 0.0,
+    *,
+    transport: Transport = "gloo",
+    pair_groups: bool = False,
 ) -> Timeline:
     """Run the table on a clock. Compute-only tables transfer at once where a stage hands over to
-    another rank.
+    another rank, whatever the transport.
 
-    `rendezvous`: a rank also waits for its sends before going on, the strictest transport there is.
-    Raises Deadlock naming the blocked actions.
+    Args:
+        table: Compute-only, or lowered.
+        durations: Seconds by kind and stage.
+        p2p_seconds: Seconds of each transfer.
+        transport: How transfers progress.
+        pair_groups: Each pair of ranks has a process group of its own, else all share one; counts
+            for NCCL alone.
+
+    Raises:
+        Deadlock: Naming the action at which each rank is blocked.
     """
     if table.lowered:
-        return _Clock(table, durations, p2p_seconds, rendezvous).run()
+        return _Clock(table, durations, p2p_seconds, transport, pair_groups).run()
     return _run_compute(table, durations, p2p_seconds)
 
 
@@ -217,50 +235,88 @@ def _walk(
 class _Clock:
     """State of one simulation of a lowered table."""
 
-    def __init__(self, table: Table, durations: Durations, p2p: float, rendezvous: bool) -> None:
-        self.table, self.durations, self.p2p, self.rendezvous = table, durations, p2p, rendezvous
-        self.now = [0.0] * table.ranks
+    def __init__(
+        self,
+        table: Table,
+        durations: Durations,
+        p2p: float,
+        transport: Transport,
+        pair_groups: bool,
+    ) -> None:
+        self.table, self.durations, self.p2p, self.transport = table, durations, p2p, transport
+        self.pair_groups = pair_groups
+        self.compute = [[a for a in row if not a.is_p2p] for row in table.rows]
+        self.ends: list[list[float]] = [[] for _ in table.rows]
+        """End of each rank's actions that are no transfer, as far as they have run."""
+        self.queues = [self._queues(rank, row) for rank, row in enumerate(table.rows)]
+        self.posted_after = {
+            action: before
+            for queues in self.queues
+            for q in queues.values()
+            for action, before in q
+        }
+        self.free = [dict.fromkeys(queues, 0.0) for queues in self.queues]
+        """When the stream of each queue is free."""
         self.done: dict[Key, float] = {}
-        self.posted: dict[Action, float] = {}
-        self.leaving: list[list[Action]] = [[] for _ in table.rows]
-        self.intervals: list[list[Interval]] = [[] for _ in table.rows]
-        self.queues = [deque(batches(row)) for row in table.rows]
+        self.intervals: list[Interval] = []
+
+    def _queues(self, rank: int, row: Row) -> dict[object, deque[tuple[Action, int]]]:
+        """The transfers of a rank by stream, in order, each with the number of actions before."""
+        queues: dict[object, deque[tuple[Action, int]]] = {}
+        before = 0
+        for action in row:
+            if action.is_p2p:
+                queues.setdefault(self._stream(rank, action), deque()).append((action, before))
+            before += not action.is_p2p
+        return queues
+
+    def _stream(self, rank: int, action: Action) -> object:
+        if self.transport == "gloo":
+            return action
+        stage = matching(action).stage
+        return self.table.placement[stage] if self.pair_groups else "all"
 
     def run(self) -> Timeline:
         progress = True
         while progress:
-            progress = False
-            for rank, queue in enumerate(self.queues):
-                while queue and self._take(rank, queue[0]):
-                    queue.popleft()
-                    progress = True
-        if any(self.queues):
-            raise Deadlock(
-                {rank: self._stuck_at(queue[0]) for rank, queue in enumerate(self.queues) if queue}
-            )
-        return Timeline(tuple(i for row in self.intervals for i in row), self.table.ranks)
+            progress = any([self._compute(rank) for rank in range(self.table.ranks)])
+            progress |= any([self._transfer(rank) for rank in range(self.table.ranks)])
+        blocked = {
+            rank: self._blocked_at(rank)
+            for rank, row in enumerate(self.compute)
+            if len(self.ends[rank]) < len(row) or any(self.queues[rank].values())
+        }
+        if blocked:
+            raise Deadlock(blocked)
+        return Timeline(
+            tuple(sorted(self.intervals, key=lambda i: (i.rank, i.start))), self.table.ranks
+        )
 
-    def _stuck_at(self, item: Row) -> Action:
-        """The action of a batch that waits: an unmatched receive, else an unmatched send."""
-        unmatched = [a for a in item if a.is_p2p and matching(a) not in self.posted]
-        return next((a for a in unmatched if a.kind in RECVS), (*unmatched, *item)[0])
-
-    def _take(self, rank: int, item: Row) -> bool:
-        return self._transfer(rank, item) if item[0].is_p2p else self._compute(rank, item[0])
-
-    def _compute(self, rank: int, action: Action) -> bool:
-        ready = self._ready(rank, action)
-        if ready is None:
-            return False
-        start = max(self.now[rank], ready)
-        self.now[rank] = end = start + seconds_of(self.durations, action)
-        self.done[action.kind if action.kind != "B" else "I", action.stage, action.microbatch] = end
-        self.intervals[rank].append(Interval(rank, action, start, end))
-        return True
+    def _compute(self, rank: int) -> bool:
+        """Run what rank can run of its compute; whether that was anything."""
+        row, ends = self.compute[rank], self.ends[rank]
+        first = len(ends)
+        while len(ends) < len(row):
+            action = row[len(ends)]
+            ready = self._ready(rank, action)
+            if ready is None:
+                break
+            start = max(ends[-1] if ends else 0.0, ready)
+            end = start + seconds_of(self.durations, action)
+            ends.append(end)
+            kind = "I" if action.kind == "B" else action.kind
+            self.done[kind, action.stage, action.microbatch] = end
+            self.intervals.append(Interval(rank, action, start, end))
+        return len(ends) > first
 
     def _ready(self, rank: int, action: Action) -> float | None:
         """When what the action needs is there; None while it is not."""
         latest = 0.0
+        if self.transport == "rendezvous":
+            queue = self.queues[rank].get("all")
+            if queue and queue[0][1] <= len(self.ends[rank]):
+                return None
+            latest = self.free[rank].get("all", 0.0)
         for need in needs(action, self.table.stages):
             if self.table.placement[need[1]] != rank:
                 need = ("RECV_F" if need[0] == "F" else "RECV_B", action.stage, action.microbatch)
@@ -270,44 +326,48 @@ class _Clock:
             latest = max(latest, when)
         return latest
 
-    def _transfer(self, rank: int, batch: Row) -> bool:
-        if batch[0] not in self.posted and not self._post(rank, batch):
+    def _transfer(self, rank: int) -> bool:
+        """Run the transfers of which both ends come next in their streams; whether there was one."""
+        ran = False
+        for stream, queue in self.queues[rank].items():
+            while queue and self._run_transfer(rank, stream, queue[0][0]):
+                ran = True
+        return ran
+
+    def _run_transfer(self, rank: int, stream: object, action: Action) -> bool:
+        other = matching(action)
+        peer = self.table.placement[other.stage]
+        theirs = self._stream(peer, other)
+        queue = self.queues[peer].get(theirs)
+        if not queue or queue[0][0] != other:
             return False
-        awaited = batch if self.rendezvous else [a for a in batch if a.kind in RECVS]
-        ends = [self._arrival(a) for a in awaited]
-        if any(end is None for end in ends):
+        posted = [self._posted(rank, stream, action), self._posted(peer, theirs, other)]
+        if None in posted:
             return False
-        for action, end in zip(awaited, ends):
-            self.done[action.kind, action.stage, action.microbatch] = end or 0.0
-        start, self.now[rank] = self.now[rank], max([self.now[rank], *(end or 0.0 for end in ends)])
-        self.intervals[rank] += [Interval(rank, a, start, self._arrival(a) or start) for a in batch]
-        self.leaving[rank] = [a for a in batch if a.kind in SENDS]
+        end = max(when for when in posted if when is not None) + self.p2p
+        for at, its_stream, one, when in (
+            (rank, stream, action, posted[0]),
+            (peer, theirs, other, posted[1]),
+        ):
+            self.queues[at][its_stream].popleft()
+            self.free[at][its_stream] = end
+            self.done[one.kind, one.stage, one.microbatch] = end
+            self.intervals.append(Interval(at, one, when or 0.0, end))
         return True
 
-    def _post(self, rank: int, batch: Row) -> bool:
-        left = [self._arrival(a) for a in self.leaving[rank]]
-        if any(end is None for end in left):
-            return False
-        self.now[rank] = max([self.now[rank], *(end or 0.0 for end in left)])
-        for action in batch:
-            self.posted[action] = self.now[rank]
-        return True
+    def _posted(self, rank: int, stream: object, action: Action) -> float | None:
+        """When a transfer may start at this end; None while what stands before has not run."""
+        before = self.posted_after[action]
+        if len(self.ends[rank]) < before:
+            return None
+        return max(self.free[rank][stream], self.ends[rank][before - 1] if before else 0.0)
 
-    def _arrival(self, action: Action) -> float | None:
-        """When a posted transfer is over; None while its other end is not posted."""
-        there = self.posted.get(matching(action))
-        return None if there is None else max(there, self.posted[action]) + self.p2p
-
-
-def batches(row: Row) -> Iterator[Row]:
-    """A row cut as the executor runs it: point-to-point actions side by side are one item, all
-    others one each.
-    """
-    for p2p, group in groupby(row, key=lambda a: a.is_p2p):
-        if p2p:
-            yield tuple(group)
-        else:
-            yield from ((action,) for action in group)
+    def _blocked_at(self, rank: int) -> Action:
+        """A transfer that the rank waits for, else the compute action at which it stands."""
+        row, at = self.compute[rank], len(self.ends[rank])
+        waiting_for = [q[0][0] for q in self.queues[rank].values() if q and q[0][1] <= at]
+        receives = [a for a in waiting_for if a.kind in RECVS]
+        return next(iter(receives or waiting_for), row[at] if at < len(row) else row[-1])
 
 
 def needs(action: Action, stages: int) -> tuple[Key, ...]:

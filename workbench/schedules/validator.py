@@ -121,7 +121,7 @@ def _unmatched(table: Table) -> list[str]:
 
 def _deadlock(table: Table) -> list[str]:
     try:
-        simulate(table, uniform(table.stages), rendezvous=True)
+        simulate(table, uniform(table.stages), transport="rendezvous")
     except Deadlock as error:
         return [str(error)]
     return []

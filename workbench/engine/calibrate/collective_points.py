@@ -13,7 +13,7 @@ from workbench.engine.precision import DTYPES
 from workbench.machine.calibration_file import Dtype, Kind
 from workbench.parallel.async_collectives import all_gather_async, reduce_scatter_async
 from workbench.parallel.mesh import MeshAxis
-from workbench.parallel.pipeline.stage_transfers import batched_send_recv
+from workbench.parallel.pipeline.stage_transfers import start_recv, start_send
 from workbench.parallel.tensor.tensor_collectives import all_reduce
 
 SUMS = ("all_reduce", "reduce_scatter")
@@ -83,10 +83,4 @@ def _ping_pong(x: torch.Tensor, axis: MeshAxis) -> None:
         return
     for sender in (0, 1):
         mine = axis.index % 2 == sender
-        works = (
-            batched_send_recv([(x, peer)], [], axis)
-            if mine
-            else batched_send_recv([], [(x, peer)], axis)
-        )
-        for work in works:
-            work.wait()
+        (start_send if mine else start_recv)(x, peer, axis).wait()

@@ -17,13 +17,14 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from workbench.parallel.mesh import MeshAxis
-from workbench.parallel.pipeline.stage_transfers import batched_send_recv
+from workbench.parallel.pipeline.stage_transfers import start_recv, start_send
 from workbench.parallel.pipeline.zero_bubble import (
     DeferredWeightGrad,
     SplitBackward,
     compute_deferred_weight_grads,
 )
-from workbench.schedules import Action, Table, batches, forwards
+from workbench.schedules import Action, Table, forwards
+from workbench.schedules.action import RECVS, SENDS
 
 Observer = Callable[[str, Action | None], AbstractContextManager[None]]
 """Context entered around each action, with its label; it measures, and changes nothing."""
@@ -91,8 +92,8 @@ class ScheduleExecutor:
             frozenset(id(p) for p in unsplit.parameters()) if unsplit is not None else frozenset()
         )
         row = table.rows[axis.index]
-        self.row = [list(batch) for batch in batches(row)]
-        self.evaluation_row = [list(batch) for batch in batches(forwards(table).rows[axis.index])]
+        self.row = row
+        self.evaluation_row = forwards(table).rows[axis.index]
         self.last_backwards = set(_last_backward_actions(row))
         self.split_keys = {_key(action) for action in row if action.kind == "I"}
         self.state = MicrobatchState()
@@ -132,7 +133,7 @@ class ScheduleExecutor:
 
     def _run(
         self,
-        row: list[list[Action]],
+        row: tuple[Action, ...],
         tokens_MBT: Tensor,
         targets_MBT: Tensor,
         scale: float | Tensor | None,
@@ -140,12 +141,13 @@ class ScheduleExecutor:
     ) -> Tensor | None:
         state = self.state = MicrobatchState()
         observe = observe or (lambda label, action: nullcontext())
-        for batch in row:
-            # A batch of transfers is labelled by what it receives: that is what stays in memory.
-            action = next((a for a in batch if a.kind.startswith("RECV")), batch[0])
-            with observe("+".join(map(str, batch)), action):
-                if action.is_p2p:
-                    self._transfer(batch, state)
+        for action in row:
+            with observe(str(action), action):
+                self._free_sent(state)
+                if action.kind in SENDS:
+                    self._send(action, state)
+                elif action.kind in RECVS:
+                    self._receive(action, state)
                 elif action.kind == "F":
                     self._forward(action, state, tokens_MBT, targets_MBT, scale)
                 elif action.kind == "REDUCE_GRAD":
@@ -210,18 +212,19 @@ class ScheduleExecutor:
             state.output_gradients[stage - 1, microbatch] = x.grad
         return None
 
-    def _transfer(self, batch: list[Action], state: MicrobatchState) -> None:
-        # Tensors sent before are held until here at the longest; the validator has checked lowered
-        # tables for deadlocks on transports where a batch completes as a whole.
-        self._wait_sends(state)
-        sends = [self._outgoing(a, state) for a in batch if a.kind.startswith("SEND")]
-        receivers = [a for a in batch if a.kind.startswith("RECV")]
-        receives = [self._incoming(a, state) for a in receivers]
-        works = batched_send_recv(sends, receives, self.axis)
-        # A coalescing backend gives one handle for the whole batch; the others one an operation.
-        works = works if len(works) == len(batch) else works * len(batch)
-        state.receiving.update(zip(receivers, works[len(sends) :]))
-        state.sending += [(work, x) for work, (x, _) in zip(works, sends)]
+    def _send(self, action: Action, state: MicrobatchState) -> None:
+        x, peer = self._outgoing(action, state)
+        state.sending.append((start_send(x, peer, self.axis), x))
+
+    def _receive(self, action: Action, state: MicrobatchState) -> None:
+        x, peer = self._incoming(action, state)
+        state.receiving[action] = start_recv(x, peer, self.axis)
+
+    def _free_sent(self, state: MicrobatchState) -> None:
+        """Let go of what has been sent. Nothing waits for a send before the step's end: on NCCL it
+        ends only when its receiver gets there, and compute that waited would idle until then.
+        """
+        state.sending = [(work, x) for work, x in state.sending if not work.is_completed()]
 
     def _outgoing(self, action: Action, state: MicrobatchState) -> tuple[Tensor, int]:
         stage, microbatch = key = _key(action)

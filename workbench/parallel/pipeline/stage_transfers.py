@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,21 +12,34 @@ from torch import Tensor
 from workbench.parallel.mesh import MeshAxis
 
 
-def batched_send_recv(
-    sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]], axis: MeshAxis
-) -> list[dist.Work]:
-    """Start all sends and receives as one batch; each is (tensor, peer's index on `axis`).
+def start_send(x: Tensor, peer: int, axis: MeshAxis) -> dist.Work:
+    """Start to send `x` to `peer`, an index on `axis`; the handle to wait for."""
+    return _start(dist.isend, x, peer, axis)
 
-    One batch, so that NCCL can neither deadlock on opposite directions nor open a communicator for
-    every pair of ranks.
 
-    Returns:
-        Handles to wait for: one for each transfer, sends first, or a single one for the batch,
-        depending on the backend.
+def start_recv(x: Tensor, peer: int, axis: MeshAxis) -> dist.Work:
+    """Start to receive into `x` from `peer`, an index on `axis`; the handle to wait for."""
+    return _start(dist.irecv, x, peer, axis)
+
+
+def exchange(x: Tensor, into: Tensor, peer: int, axis: MeshAxis) -> None:
+    """Send `x` to `peer` and receive `into` from it, which calls this too; returns when both are
+    over.
     """
-    ops = [dist.P2POp(dist.isend, x, group=axis.group, group_peer=peer) for x, peer in sends]
-    ops += [dist.P2POp(dist.irecv, x, group=axis.group, group_peer=peer) for x, peer in receives]
-    return dist.batch_isend_irecv(ops) if ops else []
+    ops = [
+        dist.P2POp(dist.isend, x, group=axis.group, group_peer=peer),
+        dist.P2POp(dist.irecv, into, group=axis.group, group_peer=peer),
+    ]
+    for work in dist.batch_isend_irecv(ops):
+        work.wait()
+
+
+def _start(call: Callable[..., Any], x: Tensor, peer: int, axis: MeshAxis) -> dist.Work:
+    """One transfer as a batch of its own: NCCL then uses the group's communicator, where a bare
+    `isend` would open one for the pair; and no transfer needs another of its batch to progress.
+    """
+    (work,) = dist.batch_isend_irecv([dist.P2POp(call, x, group=axis.group, group_peer=peer)])
+    return work
 
 
 def sum_tied_gradient(gradient: Tensor, axis: MeshAxis, peer: int) -> None:
@@ -35,6 +49,5 @@ def sum_tied_gradient(gradient: Tensor, axis: MeshAxis, peer: int) -> None:
     same two terms, so that the copies stay equal.
     """
     theirs = torch.empty_like(gradient)
-    for work in batched_send_recv([(gradient, peer)], [(theirs, peer)], axis):
-        work.wait()
+    exchange(gradient, theirs, peer, axis)
     gradient.add_(theirs)
