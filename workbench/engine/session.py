@@ -27,9 +27,10 @@ from workbench.parallel.mesh import Mesh
 from workbench.parallel.pipeline.schedule_executor import ExecutorHooks, ScheduleExecutor
 from workbench.parallel.pipeline.stage_transfers import sum_tied_gradient
 from workbench.parallel.tensor.apply_tensor import boundary_shape, counts_own_loss
-from workbench.plan.custom_schedule import executed
+from workbench.plan.custom_schedule import executed, pair_groups
 from workbench.plan.resolved_plan import ResolvedPlan
-from workbench.schedules import Action
+from workbench.schedules import Action, Table, send_ends
+from workbench.schedules.simulator import Transport
 
 
 class Observer(Protocol):
@@ -91,6 +92,7 @@ class Session:
         dtype: torch.dtype | None = None,
         count_reader: CountReader = read_counts,
         model: nn.Module | None = None,
+        simulated_sends: bool = False,
     ) -> Session:
         """Build this rank's session.
 
@@ -101,6 +103,8 @@ class Session:
             dtype: Overrides the plan's precision, for parameters and gradients (`verify`).
             count_reader: Tokens per expert where tensors have no values (rehearsal).
             model: The module of a plan whose model is Python, where it is already built.
+            simulated_sends: Sends end as in a simulation of the schedule on the plan's backend,
+                where no backend says when (rehearsal).
 
         Returns:
             The session, its parameters initialised.
@@ -135,6 +139,7 @@ class Session:
                 store.expect_last_backward,
                 store.accumulate,
                 part.samples.start_microbatch,
+                _sends_end(plan, table, pipeline.index) if simulated_sends else None,
             ),
             unsplit=part.head,
         )
@@ -274,3 +279,8 @@ def clip_factor(norm: Tensor, limit: float | None) -> Tensor | None:
     Same formula as `torch.nn.utils.clip_grad_norm_`, its epsilon included.
     """
     return None if limit is None else (limit / (norm + 1e-6)).clamp(max=1.0)
+
+
+def _sends_end(plan: ResolvedPlan, table: Table, rank: int) -> dict[Action, int]:
+    transport: Transport = "nccl" if plan.gpu.device == "cuda" else "gloo"
+    return send_ends(table, rank, transport, pair_groups(plan))

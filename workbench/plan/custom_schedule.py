@@ -11,7 +11,8 @@ from pathlib import Path
 from workbench.errors import PlanError, refuse
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.safe_io.files import known_file, unread
-from workbench.schedules import Table, executable, generate, read_csv, validate
+from workbench.schedules import Table, executable, generate, read_csv, simulate, uniform, validate
+from workbench.schedules.generators import SCHEDULES
 
 FIELD = "strategy.pipeline.schedule"
 SHOWN = 3
@@ -55,6 +56,27 @@ def executed(plan: ResolvedPlan) -> tuple[Table, list[int]]:
         return executable(generate("1f1b", 1, plan.num_microbatches), each), [sum(p.partition)]
     table = table or generate(p.schedule, p.size, plan.num_microbatches, p.chunks)
     return executable(table, each), p.partition
+
+
+def pair_groups(plan: ResolvedPlan) -> bool:
+    """Whether each pair of pipeline ranks has a process group of its own: on NCCL, where the one
+    order of transfers of a shared group would cost more than a percent of the step.
+    """
+    p = plan.strategy.pipeline
+    if plan.gpu.device != "cuda" or p.size <= 2:
+        return False
+    table = drawn(plan)
+    return SCHEDULES[p.schedule].pair_groups if table is None else _held_up_in_one_group(table)
+
+
+@lru_cache(maxsize=16)
+def _held_up_in_one_group(table: Table) -> bool:
+    lowered, durations = executable(table), uniform(table.stages)
+    one, pairs = (
+        simulate(lowered, durations, transport="nccl", pair_groups=each).makespan
+        for each in (False, True)
+    )
+    return one > 1.01 * pairs
 
 
 def problem(plan: ResolvedPlan) -> PlanError | None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple
 
-from workbench.schedules.action import COMPUTE, RECVS, Action, matching
+from workbench.schedules.action import COMPUTE, RECVS, SENDS, Action, matching
 from workbench.schedules.table import Row, Table
 
 Durations = Mapping[str, Sequence[float]]
@@ -127,6 +127,23 @@ def simulate(
     if table.lowered:
         return _Clock(table, durations, p2p_seconds, transport, pair_groups).run()
     return _run_compute(table, durations, p2p_seconds)
+
+
+def send_ends(
+    table: Table, rank: int, transport: Transport, pair_groups: bool = False
+) -> dict[Action, int]:
+    """Send of `rank` -> index in its row of the first action that starts when the send is over, all
+    forwards and backwards taking unit time; the row's length where none does.
+    """
+    timeline = simulate(table, uniform(table.stages), transport=transport, pair_groups=pair_groups)
+    own = {i.action: i for i in timeline.intervals if i.rank == rank}
+    row = table.rows[rank]
+    starts = [own[action].start for action in row]
+    return {
+        action: next((j for j in range(i + 1, len(row)) if starts[j] >= own[action].end), len(row))
+        for i, action in enumerate(row)
+        if action.kind in SENDS
+    }
 
 
 def in_flight(table: Table) -> tuple[int, ...]:

@@ -44,7 +44,7 @@ class MicrobatchState:
     output_gradients: dict[StageMicrobatch, Tensor] = field(default_factory=dict)
     deferred: dict[StageMicrobatch, list[DeferredWeightGrad]] = field(default_factory=dict)
     receiving: dict[Action, dist.Work] = field(default_factory=dict)
-    sending: list[tuple[dist.Work, Tensor]] = field(default_factory=list)
+    sending: list[tuple[dist.Work, Tensor, Action]] = field(default_factory=list)
     loss: Tensor | None = None
 
 
@@ -60,6 +60,10 @@ class ExecutorHooks:
     """Add a gradient that autograd does not accumulate."""
     before_forward: Callable[[int], None] = lambda microbatch: None
     """The next forward is of this microbatch."""
+    sends_end: Mapping[Action, int] | None = None
+    """Send -> index in the row of the first action at which it is over, where no backend says so
+    (rehearsal).
+    """
 
 
 class ScheduleExecutor:
@@ -141,9 +145,9 @@ class ScheduleExecutor:
     ) -> Tensor | None:
         state = self.state = MicrobatchState()
         observe = observe or (lambda label, action: nullcontext())
-        for action in row:
+        for at, action in enumerate(row):
             with observe(str(action), action):
-                self._free_sent(state)
+                self._free_sent(state, at)
                 if action.kind in SENDS:
                     self._send(action, state)
                 elif action.kind in RECVS:
@@ -214,17 +218,22 @@ class ScheduleExecutor:
 
     def _send(self, action: Action, state: MicrobatchState) -> None:
         x, peer = self._outgoing(action, state)
-        state.sending.append((start_send(x, peer, self.axis), x))
+        state.sending.append((start_send(x, peer, self.axis), x, action))
 
     def _receive(self, action: Action, state: MicrobatchState) -> None:
         x, peer = self._incoming(action, state)
         state.receiving[action] = start_recv(x, peer, self.axis)
 
-    def _free_sent(self, state: MicrobatchState) -> None:
+    def _free_sent(self, state: MicrobatchState, at: int) -> None:
         """Let go of what has been sent. Nothing waits for a send before the step's end: on NCCL it
         ends only when its receiver gets there, and compute that waited would idle until then.
         """
-        state.sending = [(work, x) for work, x in state.sending if not work.is_completed()]
+        ends = self.hooks.sends_end
+        state.sending = [
+            (work, x, action)
+            for work, x, action in state.sending
+            if (not work.is_completed() if ends is None else ends[action] > at)
+        ]
 
     def _outgoing(self, action: Action, state: MicrobatchState) -> tuple[Tensor, int]:
         stage, microbatch = key = _key(action)
@@ -249,7 +258,7 @@ class ScheduleExecutor:
         return x
 
     def _wait_sends(self, state: MicrobatchState) -> None:
-        for work, _ in state.sending:
+        for work, *_ in state.sending:
             work.wait()
         state.sending.clear()
 
