@@ -92,7 +92,6 @@ class Session:
         dtype: torch.dtype | None = None,
         count_reader: CountReader = read_counts,
         model: nn.Module | None = None,
-        simulated_sends: bool = False,
     ) -> Session:
         """Build this rank's session.
 
@@ -103,8 +102,6 @@ class Session:
             dtype: Overrides the plan's precision, for parameters and gradients (`verify`).
             count_reader: Tokens per expert where tensors have no values (rehearsal).
             model: The module of a plan whose model is Python, where it is already built.
-            simulated_sends: Sends end as in a simulation of the schedule on the plan's backend,
-                where no backend says when (rehearsal).
 
         Returns:
             The session, its parameters initialised.
@@ -139,7 +136,7 @@ class Session:
                 store.expect_last_backward,
                 store.accumulate,
                 part.samples.start_microbatch,
-                _sends_end(plan, table, pipeline.index) if simulated_sends else None,
+                None if device.type == "cuda" else _sends_end(plan, table, pipeline.index),
             ),
             unsplit=part.head,
         )

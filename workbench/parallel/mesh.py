@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 
 import torch
@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from workbench.plan.custom_schedule import pair_groups, transfer_pairs
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.rules.operator_rules import sides as operator_sides
 from workbench.plan.schema import Plan
@@ -41,6 +42,8 @@ class MeshAxis:
     group: dist.ProcessGroup | None
     reported: str = ""
     """The axis of the plan that its collectives are reported under."""
+    pair_groups: Mapping[int, dist.ProcessGroup] = field(default_factory=dict, compare=False)
+    """Index of a peer -> the process group of the two; where none is given, they use `group`."""
 
 
 @dataclass(frozen=True)
@@ -104,6 +107,9 @@ def build_mesh(
             _connect(made, device)
             groups[key] = made
         axes[name] = MeshAxis(name, size, mine.index(rank), tuple(mine), groups.get(key), reported)
+    if axes["pipeline"].size > 1:
+        pipelines = _axes(plan)["pipeline"][0].tolist()
+        axes["pipeline"] = _connect_pairs(plan, axes["pipeline"], pipelines, device, joining)
     operators = _device_mesh([axes[name] for name in _operators(plan)], axes["tensor"], device)
     return Mesh(rank, plan.world_size, axes, operators)
 
@@ -123,6 +129,46 @@ def _connect(group: dist.ProcessGroup, device: torch.device) -> None:
     call between two of them, such as the exchange of a tied weight on a grid, would hang.
     """
     dist.all_reduce(torch.zeros(1, device=device), group=group)
+
+
+def _connect_pairs(
+    plan: ResolvedPlan,
+    axis: MeshAxis,
+    pipelines: list[list[int]],
+    device: torch.device,
+    joining: Callable[[str], None],
+) -> MeshAxis:
+    """Connect every two pipeline ranks that send to each other, both ways; the axis with the
+    process groups of those pairs that have their own.
+
+    NCCL connects two ranks at their first transfer, and blocks both hosts until both are there: in
+    the first step one would wait for the other's whole forward.
+    """
+    deadline = timedelta(seconds=plan.telemetry.timeout_seconds)
+    groups: dict[int, dist.ProcessGroup] = {}
+    for pair in transfer_pairs(plan):
+        if axis.index in pair:
+            joining(f"the pipeline transfers of {_ranks([axis.ranks[index] for index in pair])}")
+        if pair_groups(plan):
+            members = [[ranks[index] for index in pair] for ranks in pipelines]
+            made, _ = dist.new_subgroups_by_enumeration(members, timeout=deadline)
+            if made is not None:
+                _connect(made, device)
+                groups[pair[axis.index == pair[0]]] = made
+        if axis.index in pair:
+            peer = pair[axis.index == pair[0]]
+            sent, received = torch.zeros(1, device=device), torch.zeros(1, device=device)
+            exchange(sent, received, axis.ranks[peer], groups.get(peer, axis.group))
+    return replace(axis, pair_groups=groups)
+
+
+def exchange(x: Tensor, into: Tensor, peer: int, group: dist.ProcessGroup | None) -> None:
+    """Send `x` to global rank `peer` and receive `into` from it, which calls this too; returns when
+    both are over.
+    """
+    ops = [dist.P2POp(dist.isend, x, peer, group), dist.P2POp(dist.irecv, into, peer, group)]
+    for work in dist.batch_isend_irecv(ops):
+        work.wait()
 
 
 def _operators(plan: Plan) -> dict[str, int]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import hashlib
 from functools import lru_cache
+from itertools import pairwise
 from pathlib import Path
 
 from workbench.errors import PlanError, refuse
@@ -56,6 +57,16 @@ def executed(plan: ResolvedPlan) -> tuple[Table, list[int]]:
         return executable(generate("1f1b", 1, plan.num_microbatches), each), [sum(p.partition)]
     table = table or generate(p.schedule, p.size, plan.num_microbatches, p.chunks)
     return executable(table, each), p.partition
+
+
+def transfer_pairs(plan: ResolvedPlan) -> list[tuple[int, int]]:
+    """Pairs of pipeline ranks that send to each other, the lower first: those of neighboring
+    stages, and of the first and the last stage where they share a weight.
+    """
+    table, _ = executed(plan)
+    homes = table.placement
+    tied = [(homes[0], homes[-1])] if plan.shape.tied else []
+    return sorted({(min(p), max(p)) for p in [*pairwise(homes), *tied] if p[0] != p[1]})
 
 
 def pair_groups(plan: ResolvedPlan) -> bool:

@@ -149,9 +149,7 @@ def _steps(plan: ResolvedPlan, mesh: Mesh, microbatches: int) -> list[StepSample
     device, t, model = torch.device("cpu"), plan.training, _described(plan)
     found = []
     with fake_tensors():
-        session = Session.build(
-            plan, mesh, device, count_reader=balanced_counts, model=model, simulated_sends=True
-        )
+        session = Session.build(plan, mesh, device, count_reader=balanced_counts, model=model)
         shape = (microbatches, t.micro_batch, t.sequence_length)
         batch = (torch.zeros(shape, dtype=torch.long), torch.zeros(shape, dtype=torch.long))
         for step in range(STEPS):

@@ -296,8 +296,9 @@ class _Clock:
     def run(self) -> Timeline:
         progress = True
         while progress:
-            progress = any([self._compute(rank) for rank in range(self.table.ranks)])
-            progress |= any([self._transfer(rank) for rank in range(self.table.ranks)])
+            ran = [self._compute(rank) for rank in range(self.table.ranks)]
+            ran += [self._transfer(rank) for rank in range(self.table.ranks)]
+            progress = any(ran)
         blocked = {
             rank: self._blocked_at(rank)
             for rank, row in enumerate(self.compute)
@@ -344,7 +345,7 @@ class _Clock:
         return latest
 
     def _transfer(self, rank: int) -> bool:
-        """Run the transfers of which both ends come next in their streams; whether there was one."""
+        """Run the transfers whose two ends come next in their streams; whether there was one."""
         ran = False
         for stream, queue in self.queues[rank].items():
             while queue and self._run_transfer(rank, stream, queue[0][0]):

@@ -61,8 +61,9 @@ class ExecutorHooks:
     before_forward: Callable[[int], None] = lambda microbatch: None
     """The next forward is of this microbatch."""
     sends_end: Mapping[Action, int] | None = None
-    """Send -> index in the row of the first action at which it is over, where no backend says so
-    (rehearsal).
+    """Send -> index in the row of the action at which it is waited for, at the latest: by then the
+    simulated schedule has it over. None: works say when they are completed, as NCCL's do; gloo's
+    say so only once they have been waited for.
     """
 
 
@@ -225,15 +226,18 @@ class ScheduleExecutor:
         state.receiving[action] = start_recv(x, peer, self.axis)
 
     def _free_sent(self, state: MicrobatchState, at: int) -> None:
-        """Let go of what has been sent. Nothing waits for a send before the step's end: on NCCL it
-        ends only when its receiver gets there, and compute that waited would idle until then.
+        """Let go of what has been sent.
+
+        Compute waits for no send that may not be over: on NCCL it ends only when its receiver gets
+        there, and a stream that waited would idle until then.
         """
-        ends = self.hooks.sends_end
-        state.sending = [
-            (work, x, action)
-            for work, x, action in state.sending
-            if (not work.is_completed() if ends is None else ends[action] > at)
-        ]
+        ends, held = self.hooks.sends_end, []
+        for work, x, action in state.sending:
+            if ends is not None and ends[action] <= at:
+                work.wait()
+            elif ends is not None or not work.is_completed():
+                held.append((work, x, action))
+        state.sending = held
 
     def _outgoing(self, action: Action, state: MicrobatchState) -> tuple[Tensor, int]:
         stage, microbatch = key = _key(action)

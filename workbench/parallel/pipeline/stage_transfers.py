@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from workbench.parallel.mesh import MeshAxis
+from workbench.parallel.mesh import MeshAxis, exchange
 
 
 def start_send(x: Tensor, peer: int, axis: MeshAxis) -> dist.Work:
@@ -22,23 +22,12 @@ def start_recv(x: Tensor, peer: int, axis: MeshAxis) -> dist.Work:
     return _start(dist.irecv, x, peer, axis)
 
 
-def exchange(x: Tensor, into: Tensor, peer: int, axis: MeshAxis) -> None:
-    """Send `x` to `peer` and receive `into` from it, which calls this too; returns when both are
-    over.
-    """
-    ops = [
-        dist.P2POp(dist.isend, x, group=axis.group, group_peer=peer),
-        dist.P2POp(dist.irecv, into, group=axis.group, group_peer=peer),
-    ]
-    for work in dist.batch_isend_irecv(ops):
-        work.wait()
-
-
 def _start(call: Callable[..., Any], x: Tensor, peer: int, axis: MeshAxis) -> dist.Work:
     """One transfer as a batch of its own: NCCL then uses the group's communicator, where a bare
     `isend` would open one for the pair; and no transfer needs another of its batch to progress.
     """
-    (work,) = dist.batch_isend_irecv([dist.P2POp(call, x, group=axis.group, group_peer=peer)])
+    group = axis.pair_groups.get(peer, axis.group)
+    (work,) = dist.batch_isend_irecv([dist.P2POp(call, x, axis.ranks[peer], group)])
     return work
 
 
@@ -49,5 +38,5 @@ def sum_tied_gradient(gradient: Tensor, axis: MeshAxis, peer: int) -> None:
     same two terms, so that the copies stay equal.
     """
     theirs = torch.empty_like(gradient)
-    exchange(gradient, theirs, peer, axis)
+    exchange(gradient, theirs, axis.ranks[peer], axis.pair_groups.get(peer, axis.group))
     gradient.add_(theirs)
