@@ -156,7 +156,7 @@ def test_gradients_reduced_before_the_weights(monkeypatch: pytest.MonkeyPatch, n
         ScheduleExecutor,
         "_run",
         lambda self, row, *rest: original(
-            self, [b for b in row if b[0].kind != "REDUCE_GRAD"], *rest
+            self, tuple(a for a in row if a.kind != "REDUCE_GRAD"), *rest
         ),
     )
     mutate_backward(monkeypatch, after=early)

@@ -64,8 +64,8 @@ def live_by_phase(w: Workload) -> dict[str, MemoryByCategory]:
     full = {"activations": flight.total, "logits": flight.logits}
     return {
         "first_forward": {name: size / w.microbatches_in_flight for name, size in full.items()},
-        "forward": add_categories(full, _forward_end(w, head, layer), _unreleased_send(w)),
-        "last_gemm": add_categories(_last_gemm(w, head, layer, flight), _unreleased_send(w)),
+        "forward": add_categories(full, _forward_end(w, head, layer)),
+        "last_gemm": _last_gemm(w, head, layer, flight),
         **_head_backward(w, head, flight),
         **_layer_backward(w, head, layer, flight),
     }

@@ -140,9 +140,10 @@ class StepSampler(ActionTracker):
                 to that number.
         """
         groups = {
-            str(axis.group.group_name): axis.reported
+            str(group.group_name): axis.reported
             for axis in self.session.mesh.axes.values()
-            if axis.group
+            for group in (axis.group, *axis.pair_groups.values())
+            if group
         }
         counts: Counter[tuple[tuple[str, Any], ...]] = Counter()
         for row in self.live.collective_rows(groups):
