@@ -15,7 +15,7 @@ import pytest
 
 from workbench.errors import PlanError
 from workbench.plan.catalog import catalog
-from workbench.plan.custom_schedule import executed
+from workbench.plan.custom_schedule import executed, pair_groups
 from workbench.plan.model.parameter_count import parameters
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.rules.legal_sizes import token_parts
@@ -137,6 +137,8 @@ def test_every_runnable_preset_rehearses_at_any_size(strategy: str, gpus: int) -
     ulysses = plan.strategy.context.num_ulysses_ranks
     sizes["context"] = max(ulysses, sizes["context"] // ulysses)
     sizes["data"] = replicas if shard == "all" else max(shard, replicas // shard)
+    if pair_groups(plan):
+        sizes["pipeline"] = 2
     for axis, size in sizes.items():
         if size > 1:
             assert groups[axis] == size, axis

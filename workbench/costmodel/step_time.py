@@ -25,6 +25,7 @@ from workbench.costmodel.compute.roofline import (
     model_flops,
     optimizer_seconds,
 )
+from workbench.costmodel.frameworks.framework_profile import WORKBENCH
 from workbench.costmodel.frameworks.stragglers import (
     RARE_PROBABILITY,
     run_stalls,
@@ -34,7 +35,7 @@ from workbench.costmodel.frameworks.stragglers import (
 from workbench.costmodel.inputs.config import Array, Number, stage_homes
 from workbench.costmodel.inputs.rank_workload import Workload
 from workbench.costmodel.rates.constants import Constants
-from workbench.schedules import closed_forms, simulate
+from workbench.schedules import Table, Timeline, closed_forms, executable, simulate
 
 RING_OVERLAP_SHARE = 0.8
 """Share of attention's time behind which ring attention hides its sends."""
@@ -245,7 +246,7 @@ def _bubble(w: Workload, d: MicrobatchDurations, slowest: Number) -> Number:
         return 0.0
     s, m = w.fixed, w.microbatches
     if s.table is not None:
-        return simulate(s.table, stage_durations(w, d)).makespan - m * slowest
+        return simulated_schedule(w, d, s.table).makespan - m * slowest
     if s.schedule == "gpipe":
         passes = [
             (w.rank_multiplicity * x).sum(axis=0) + (m - 1) * x.max(axis=0)
@@ -274,6 +275,21 @@ def _bubble_on_shared_cores(bubble: Number, busy: Number, sharing: float) -> Num
     less.
     """
     return bubble if sharing <= 1 else np.maximum(0.0, (busy + bubble) / sharing - busy)
+
+
+def simulated_schedule(w: Workload, d: MicrobatchDurations, table: Table) -> Timeline:
+    """Compute of one plan's step by `table`, simulated.
+
+    This engine's transfers go in the order in which it posts them, over the plan's backend; other
+    frameworks' are taken to arrive as soon as they are sent.
+    """
+    s = w.fixed
+    if s.stack != WORKBENCH:
+        return simulate(table, stage_durations(w, d))
+    timeline = simulate(
+        executable(table), stage_durations(w, d), transport=s.transport, pair_groups=s.pair_groups
+    )
+    return Timeline(tuple(timeline.compute), timeline.ranks)
 
 
 def stage_durations(w: Workload, d: MicrobatchDurations) -> dict[str, list[float]]:

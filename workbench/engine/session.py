@@ -27,10 +27,9 @@ from workbench.parallel.mesh import Mesh
 from workbench.parallel.pipeline.schedule_executor import ExecutorHooks, ScheduleExecutor
 from workbench.parallel.pipeline.stage_transfers import sum_tied_gradient
 from workbench.parallel.tensor.apply_tensor import boundary_shape, counts_own_loss
-from workbench.plan.custom_schedule import executed, pair_groups
+from workbench.plan.custom_schedule import executed, pair_groups, transport
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.schedules import Action, Table, send_ends
-from workbench.schedules.simulator import Transport
 
 
 class Observer(Protocol):
@@ -279,5 +278,4 @@ def clip_factor(norm: Tensor, limit: float | None) -> Tensor | None:
 
 
 def _sends_end(plan: ResolvedPlan, table: Table, rank: int) -> dict[Action, int]:
-    transport: Transport = "nccl" if plan.gpu.device == "cuda" else "gloo"
-    return send_ends(table, rank, transport, pair_groups(plan))
+    return send_ends(table, rank, transport(plan.gpu), pair_groups(plan))

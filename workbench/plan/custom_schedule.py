@@ -10,9 +10,19 @@ from itertools import pairwise
 from pathlib import Path
 
 from workbench.errors import PlanError, refuse
+from workbench.machine.hardware import GPU
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.safe_io.files import known_file, unread
-from workbench.schedules import Table, executable, generate, read_csv, simulate, uniform, validate
+from workbench.schedules import (
+    Table,
+    Transport,
+    executable,
+    generate,
+    read_csv,
+    simulate,
+    uniform,
+    validate,
+)
 from workbench.schedules.generators import SCHEDULES
 
 FIELD = "strategy.pipeline.schedule"
@@ -59,6 +69,11 @@ def executed(plan: ResolvedPlan) -> tuple[Table, list[int]]:
     return executable(table, each), p.partition
 
 
+def transport(gpu: GPU) -> Transport:
+    """How P2P transfers progress on the backend of a GPU's device."""
+    return "nccl" if gpu.device == "cuda" else "gloo"
+
+
 def transfer_pairs(plan: ResolvedPlan) -> list[tuple[int, int]]:
     """Pairs of pipeline ranks that send to each other, the lower first: those of neighboring
     stages, and of the first and the last stage where they share a weight.
@@ -74,7 +89,7 @@ def pair_groups(plan: ResolvedPlan) -> bool:
     order of transfers of a shared group would cost more than a percent of the step.
     """
     p = plan.strategy.pipeline
-    if plan.gpu.device != "cuda" or p.size <= 2:
+    if transport(plan.gpu) != "nccl" or p.size <= 2:
         return False
     table = drawn(plan)
     return SCHEDULES[p.schedule].pair_groups if table is None else _held_up_in_one_group(table)

@@ -5,8 +5,8 @@ durations.
 from __future__ import annotations
 
 from workbench.costmodel.inputs.rank_workload import Workload
-from workbench.costmodel.step_time import MicrobatchDurations, StepTime, stage_durations
-from workbench.schedules import Timeline, generate, simulate
+from workbench.costmodel.step_time import MicrobatchDurations, StepTime, simulated_schedule
+from workbench.schedules import Timeline, generate
 from workbench.schedules.generators import SCHEDULES
 
 MAX_ACTIONS = 1536
@@ -20,14 +20,13 @@ def simulated_timeline(w: Workload, d: MicrobatchDurations) -> tuple[Timeline | 
     s = w.fixed
     whole = int(w.microbatches)
     if s.table is not None:
-        return simulate(s.table, stage_durations(w, d)), whole
+        return simulated_schedule(w, d, s.table), whole
     turn = w.pipeline if SCHEDULES[s.schedule].needs_multiple_of_ranks else 1
     microbatches = min(whole, MAX_ACTIONS // (2 * w.pipeline * s.chunks) // turn * turn)
     if microbatches < min(whole, 2 * w.pipeline):
         return None, 0
-    return simulate(
-        generate(s.schedule, w.pipeline, microbatches, s.chunks), stage_durations(w, d)
-    ), microbatches
+    table = generate(s.schedule, w.pipeline, microbatches, s.chunks)
+    return simulated_schedule(w, d, table), microbatches
 
 
 def simulated_step_seconds(

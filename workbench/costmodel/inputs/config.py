@@ -16,13 +16,13 @@ from numpy.typing import NDArray
 
 from workbench.costmodel.frameworks.framework_profile import FrameworkProfile, framework_profile
 from workbench.machine.hardware import GPU, Fabric
-from workbench.plan.custom_schedule import drawn
+from workbench.plan.custom_schedule import drawn, pair_groups, transport
 from workbench.plan.model.model_shape import Shape
 from workbench.plan.optimizer_state import DTYPE_BYTES, master_bytes, moment_bytes, num_moments
 from workbench.plan.rank_placement import axis_strides
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.schema import Plan
-from workbench.schedules import Table
+from workbench.schedules import Table, Transport
 from workbench.schedules.generators import SCHEDULES
 
 Array = NDArray[np.float64]
@@ -83,6 +83,10 @@ class FixedConfig:
     """Number of layers of each stage."""
     table: Table | None
     """Custom schedule, where the plan names one."""
+    transport: Transport
+    """How the backend of the plan's device lets P2P transfers progress."""
+    pair_groups: bool
+    """Whether each pair of pipeline ranks has a process group of its own."""
     replicas: tuple[int, ...]
     """Number of ranks that replicate each stage, where stages differ (DAPPLE, 2007.01045); empty:
     all alike.
@@ -186,6 +190,8 @@ def fixed_config(plan: ResolvedPlan) -> FixedConfig:
         partition=tuple(s.pipeline.partition),
         replicas=tuple(s.pipeline.replicas or ()),
         table=drawn(plan),
+        transport=transport(plan.gpu),
+        pair_groups=pair_groups(plan),
         adapter_rank=t.lora.rank if t.lora else 0,
         adapts_all_projections=bool(t.lora and t.lora.targets == "all"),
         dropout=t.dropout > 0,

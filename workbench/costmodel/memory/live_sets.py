@@ -132,7 +132,7 @@ def _head_backward(
     """
     logits = flight.logits - w.has_head * head.logits
     before = flight.total - w.has_head * head.saved
-    lives: dict[str, MemoryByCategory] = {
+    return {
         "loss": {
             "activations": flight.total,
             "logits": flight.logits,
@@ -149,7 +149,6 @@ def _head_backward(
             "temporary": w.has_head * head.norm + _tied_head_gradient(w),
         },
     }
-    return {name: add_categories(live, _unreleased_send(w)) for name, live in lives.items()}
 
 
 def _layer_backward(
@@ -162,7 +161,7 @@ def _layer_backward(
     save. Where the schedule splits backward, the phases of a separate W follow.
     """
     logits = flight.logits - w.has_head * head.logits
-    before = flight.total - w.has_head * head.saved
+    before = flight.total - w.has_head * head.saved - _sent_before_backward(w)
     after = before - flight.microbatch + flight.deferred
     phases = _last_layer_backward(w, layer, before, logits) | {
         "recomputed_layer": _recomputed_layer_backward(w, layer, before, logits),
@@ -260,6 +259,17 @@ def _split_backward(w: Workload, deferred: Array, logits: Array) -> dict[str, Me
     }
 
 
+def _sent_before_backward(w: Workload) -> Array:
+    """Bytes of the last forward's output that have arrived before the next backward starts.
+
+    In 1F1B and ZB-H1 rank 0 waits for that backward's gradient, which the next rank sends after it
+    has received the output; further ranks find their gradient there. GPipe's backward starts after
+    all forwards. Interleaved schedules and ZB-H2 run ahead so that no rank waits.
+    """
+    waits: dict[str, Number] = {"gpipe": 1.0, "1f1b": w.has_embedding, "zb-h1": w.has_embedding}
+    return np.asarray(waits.get(w.fixed.schedule, 0.0) * activation_memory.boundary_bytes(w)[1])
+
+
 def _tied_head_gradient(w: Workload) -> Number:
     """Bytes of the head's gradient of a weight that the embedding on the same rank shares."""
     return (
@@ -268,16 +278,6 @@ def _tied_head_gradient(w: Workload) -> Number:
         * w.element_bytes
         * float(activation_memory.has_tied_head_on_rank(w))
     )
-
-
-def _unreleased_send(w: Workload) -> MemoryByCategory:
-    """Output that the last stage of an early-backward schedule holds: it sends nothing between two
-    backwards, so the send buffer is not released.
-    """
-    holds = (
-        w.has_head * (1 - w.has_embedding) * (w.microbatches > 1) * (w.fixed.schedule != "gpipe")
-    )
-    return {"communication": np.asarray(holds * w.residual_bytes)}
 
 
 def step_buffers(w: Workload, p: ParamCounts) -> MemoryByCategory:
