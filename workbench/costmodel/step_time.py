@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -290,6 +291,11 @@ def simulated_schedule(w: Workload, d: MicrobatchDurations, table: Table) -> Tim
         executable(table), stage_durations(w, d), transport=s.transport, pair_groups=s.pair_groups
     )
     return Timeline(tuple(timeline.compute), timeline.ranks)
+
+
+@lru_cache(maxsize=64)
+def _executed(table: Table) -> Table:
+    return executable(table)
 
 
 def stage_durations(w: Workload, d: MicrobatchDurations) -> dict[str, list[float]]:
