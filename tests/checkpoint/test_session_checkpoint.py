@@ -17,7 +17,7 @@ from safetensors import safe_open
 from tests.parallel.small import GPT, LLAMA, plan
 from workbench.checkpoint import read_tensors, tensor_integrity
 from workbench.checkpoint.checksums import file_sha256
-from workbench.engine.session import Session
+from workbench.engine.session import Session, initial_drawer
 from workbench.engine.session_checkpoint import SessionCheckpointer
 from workbench.engine.verify.forked_ranks import run_ranks
 from workbench.parallel.mesh import build_mesh
@@ -29,7 +29,10 @@ Whole = dict[tuple[str, str], np.ndarray]
 
 
 def session_of(made: ResolvedPlan, rank: int) -> Session:
-    return Session.build(made, build_mesh(made, rank), torch.device("cpu"))
+    """As a run builds it: before a checkpoint is loaded, nothing is drawn."""
+    return Session.build(
+        made, build_mesh(made, rank), torch.device("cpu"), drawer=initial_drawer(made)
+    )
 
 
 def save(made: ResolvedPlan, folder: Path, rank: int) -> None:

@@ -15,7 +15,9 @@ import pytest
 
 from workbench.checkpoint import checkpoint_format
 from workbench.checkpoint.resume_point import finished_checkpoints
+from workbench.engine.export_weights import export_checkpoint
 from workbench.engine.worker_lifecycle import train
+from workbench.models.counter_normal import NormalDrawer
 from workbench.plan.schema import Plan
 from workbench.runs import Reader
 
@@ -136,6 +138,27 @@ def test_a_run_that_is_already_done_ends_at_once(tmp_path: Path, text: Path, sav
     )
     assert (code, steps(records, "step"), steps(records, "bye")) == (0, [], [3])
     assert not (tmp_path / "again" / "errors" / "rank00000.json").exists()
+
+
+def test_nothing_is_drawn_that_a_checkpoint_fills(
+    tmp_path: Path, text: Path, saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither on resuming nor from imported weights; a run without them does draw."""
+    export_checkpoint(saved, tmp_path / "weights")
+
+    def refuse(*_: Any) -> None:
+        raise RuntimeError("drawn")
+
+    monkeypatch.setattr(NormalDrawer, "fill_matrix", refuse)
+    code, records = trained(
+        tmp_path / "resumed", text, checkpoint__load=str(saved), training__steps=5
+    )
+    assert code == 0 and steps(records, "step") == [3, 4]
+    loaded = {"checkpoint__load": str(tmp_path / "weights")}
+    code, records = trained(tmp_path / "imported", text, **loaded)
+    assert code == 0 and steps(records, "step") == [0, 1, 2]
+    assert trained(tmp_path / "fresh", text)[0] == 1
+    assert "drawn" in refusal(tmp_path / "fresh")["message"]
 
 
 def test_more_steps_go_on_where_it_ended(tmp_path: Path, text: Path, saved: Path) -> None:

@@ -221,8 +221,8 @@ def test_a_run_that_overflows_by_itself_says_so_and_holds_its_schedule(
     code, records = trained(tmp_path / "run", text, **sets)
     told = [record for record in records if record["kind"] == "step"]
     assert code == 0 and len(told) == 24
-    count = sum(record["skipped"] for record in told)
-    assert 3 < count < 20 and [record["skipped"] for record in told[:count]] == [True] * count
+    count = next(i for i, record in enumerate(told) if not record["skipped"])
+    assert 3 < count < 20, "gradients may overflow again later, as they grow"
     assert [record["loss_scale"] for record in told[: count + 1]] == [
         2.0 ** (30 - i) for i in range(count + 1)
     ]

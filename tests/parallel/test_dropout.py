@@ -17,13 +17,8 @@ from workbench.engine.verify.equivalence import _batches, verify
 from workbench.engine.verify.single_device import train_on_one_device
 from workbench.errors import PlanError
 from workbench.models import Transformer
-from workbench.models.counter_dropout import (
-    Dropout,
-    SampleIndices,
-    apply_dropout,
-    keep_mask,
-    row_keys,
-)
+from workbench.models.counter_dropout import Dropout, SampleIndices, apply_dropout, keep_mask
+from workbench.models.counter_hash import row_keys
 from workbench.models.seams import Positions
 from workbench.models.weight_init import seed_of
 from workbench.parallel import activation_checkpointing

@@ -120,8 +120,8 @@ def test_a_replica_that_drifted(monkeypatch: pytest.MonkeyPatch) -> None:
     """A replica that is wrong on one rank only is found on that rank."""
     original = Session.build.__func__  # type: ignore[attr-defined]
 
-    def build(cls: type[Session], plan: Any, mesh: Any, *rest: Any) -> Session:
-        session: Session = original(cls, plan, mesh, *rest)
+    def build(cls: type[Session], plan: Any, mesh: Any, *rest: Any, **more: Any) -> Session:
+        session: Session = original(cls, plan, mesh, *rest, **more)
         if mesh.rank == 1:
             norm = session.part.stages[0].get_parameter("final_norm.weight")
             norm.register_hook(lambda gradient: gradient * 1.5)

@@ -27,7 +27,7 @@ from workbench.engine.measure.step_sampler import (
 )
 from workbench.engine.measure.telemetry_writer import TelemetryWriter
 from workbench.engine.optimizer import learning_rate
-from workbench.engine.session import Session, StepResult
+from workbench.engine.session import Session, StepResult, initial_drawer
 from workbench.engine.session_checkpoint import SessionCheckpointer
 from workbench.parallel.mesh import Mesh
 from workbench.parallel.tensor.apply_tensor import counts_own_loss
@@ -64,7 +64,7 @@ class TrainingLoop:
         self._samples: list[SampledStep] = []
         self._window_open = False
         self._open_window()
-        self.session = Session.build(plan, mesh, accelerator.device)
+        self.session = Session.build(plan, mesh, accelerator.device, drawer=initial_drawer(plan))
         shape = (plan.num_microbatches, plan.training.micro_batch, plan.training.sequence_length)
         self.tokens = torch.zeros(shape, dtype=torch.long, device=accelerator.device)
         self.targets = torch.zeros_like(self.tokens)

@@ -19,6 +19,7 @@ from workbench.engine.loss_scaler import LossScaler, found_inf, unowned_overflow
 from workbench.engine.optimizer import MixedPrecisionOptimizer
 from workbench.engine.precision import plan_dtypes
 from workbench.kernels.fused_seams import warm_up
+from workbench.models.counter_normal import NormalDrawer
 from workbench.models.moe import CountReader, read_counts
 from workbench.parallel.apply_strategy import ParallelModel, parallelize
 from workbench.parallel.context.apply_context import local_tokens
@@ -91,6 +92,7 @@ class Session:
         dtype: torch.dtype | None = None,
         count_reader: CountReader = read_counts,
         model: nn.Module | None = None,
+        drawer: type[NormalDrawer] | None = NormalDrawer,
     ) -> Session:
         """Build this rank's session.
 
@@ -101,9 +103,11 @@ class Session:
             dtype: Overrides the plan's precision, for parameters and gradients (`verify`).
             count_reader: Tokens per expert where tensors have no values (rehearsal).
             model: The module of a plan whose model is Python, where it is already built.
+            drawer: Draws initial weights. None leaves parameters zero, for a checkpoint or the
+                caller to fill: optimizer state that copies them must then be filled too.
 
         Returns:
-            The session, its parameters initialised.
+            The session, its parameters initialised unless `drawer` is None.
         """
         own, gradients = plan_dtypes(plan)
         own, gradients = (dtype or own), (dtype or gradients)
@@ -112,7 +116,17 @@ class Session:
         stages = table.stages_of(pipeline.index)
         overlap = table.stages == 1 and not table.split
         part = parallelize(
-            plan, mesh, stages, partition, overlap, device, own, gradients, count_reader, model
+            plan,
+            mesh,
+            stages,
+            partition,
+            overlap,
+            device,
+            own,
+            gradients,
+            count_reader,
+            model,
+            drawer,
         )
         store = part.store
         on_gpu = plan.gpu.device == "cuda" and plan.strategy.data.offload == "none"
@@ -267,6 +281,15 @@ class Session:
         for model in self.part.stages.values():
             model.train()
         return loss
+
+
+def initial_drawer(
+    plan: ResolvedPlan, drawer: type[NormalDrawer] = NormalDrawer
+) -> type[NormalDrawer] | None:
+    """What draws the initial weights of a run; None where it loads a checkpoint or weights, which
+    fill every parameter.
+    """
+    return drawer if plan.checkpoint.load is None else None
 
 
 def clip_factor(norm: Tensor, limit: float | None) -> Tensor | None:

@@ -69,8 +69,8 @@ def dropout_factors(  # type: ignore[no-untyped-def]
     SCALE: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """What the entries [rows, columns] are multiplied by: `row_keys` and `kept` of
-    `workbench.models.counter_dropout`.
+    """What the entries [rows, columns] are multiplied by: `row_keys` and `random_bits` of
+    `workbench.models.counter_hash`.
 
     Unsigned integers shift zeros in, which that code masks for; its comparison is of signed ones.
     Its last step there, bits ^ (bits >> 16), decides only where the upper halves of bits and

@@ -1,10 +1,8 @@
 """Dropout whose masks depend on what is dropped, not on the rank or time that computes it.
 
 Whether an element is kept is a hash of the seed, the module, the sample's index in the run (which
-holds the step), the token's position and the channel: a counter-based generator (Salmon et al.
-2011, "Parallel random numbers: as easy as 1, 2, 3"). Every mesh therefore draws what one device
-draws, and backward and activation checkpointing draw masks again instead of saving them. Only
-integer operations of torch are used, which wrap and are exact on every device.
+holds the step), the token's position and the channel. Every mesh therefore draws what one device
+draws, and backward and activation checkpointing draw masks again instead of saving them.
 """
 
 from __future__ import annotations
@@ -15,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from workbench.models.counter_hash import column_counters, random_bits, row_keys
+
 CHUNK_NUMEL = 2**22
 """Number of elements whose mask is drawn at a time, so that temporaries do not grow with the
 batch.
@@ -22,12 +22,6 @@ batch.
 
 SAMPLE_STRIDE = 2**32
 """Distance of token ids from one sample to the next, at the same position."""
-
-_ODD = 0x9E3779B97F4A7C15 - 2**64
-_FIRST, _SECOND = 0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64
-"""Constants of splitmix64 (Steele et al. 2014), as signed 64-bit integers."""
-_STRIDE, _THIRD, _FOURTH = 0x9E3779B9 - 2**32, 0x7FEB352D, 0x846CA68B - 2**32
-"""Constants of a 32-bit finalizer of low bias (Wellons 2018)."""
 
 
 class SampleIndices:
@@ -117,28 +111,8 @@ def _chunks(rows: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     return zip(*(x.split(rows) for x in tensors))
 
 
-def row_keys(rows_N: Tensor, key: int) -> Tensor:
-    """Two 32-bit keys [N, 2] for each token: a hash of its 64-bit id and the module's key."""
-    mixed = rows_N * _ODD + (key & 2**63 - 1)
-    mixed = (mixed ^ _shift_right(mixed, 30, 64)) * _FIRST
-    mixed = (mixed ^ _shift_right(mixed, 27, 64)) * _SECOND
-    return (mixed ^ _shift_right(mixed, 31, 64))[:, None].view(torch.int32)
-
-
 def keep_mask(keys_N2: Tensor, channels: int, rate: float, first: int = 0) -> Tensor:
     """Keep mask [N, D] of channels `first` and after; True with probability 1 - rate, to 2^-32."""
-    first_N1, second_N1 = keys_N2.split(1, dim=1)
-    bits = (
-        torch.arange(first, first + channels, dtype=torch.int32, device=keys_N2.device) * _STRIDE
-        + first_N1
-    )
-    bits.bitwise_xor_(_shift_right(bits, 16, 32)).mul_(_THIRD).bitwise_xor_(second_N1)
-    bits.bitwise_xor_(_shift_right(bits, 15, 32)).mul_(_FOURTH)
-    bits.bitwise_xor_(_shift_right(bits, 16, 32))
+    bits = random_bits(column_counters(first, channels, keys_N2.device), keys_N2)
     output: Tensor = bits >= round(rate * 2**32) - 2**31
     return output
-
-
-def _shift_right(x: Tensor, by: int, width: int) -> Tensor:
-    """Logical right shift; torch's own is arithmetic and repeats the sign."""
-    return (x >> by).bitwise_and_(2 ** (width - by) - 1)

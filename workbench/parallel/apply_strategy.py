@@ -7,7 +7,7 @@ checkpointing -> tied weights -> initial weights -> data (ZeRO).
 - Kernels come before anything is sharded: they replace what a seam runs, and an axis wraps or
   replaces the seam.
 - Activation checkpointing wraps what a layer will run, and so comes after the axes.
-- Weights are drawn once every layout is known, so that a rank keeps only its shards.
+- Weights are drawn once every layout is known, so that a rank draws only its shards.
 """
 
 from __future__ import annotations
@@ -23,12 +23,14 @@ from torch import nn
 from workbench.kernels.fused_seams import replace_seams
 from workbench.models import Transformer
 from workbench.models.counter_dropout import SampleIndices
+from workbench.models.counter_normal import CHUNK_NUMEL, NormalDrawer
 from workbench.models.moe import CountReader, read_counts
 from workbench.models.python_model import build_python_model
 from workbench.models.seams import Attend
-from workbench.models.weight_init import initial_value
+from workbench.models.weight_init import WeightInit
 from workbench.parallel.activation_checkpointing import apply_activation_checkpointing
 from workbench.parallel.context.apply_context import apply_context_parallel
+from workbench.parallel.data.sharded_params import ParamInit
 from workbench.parallel.data.zero_shards import ParamAndGradStore
 from workbench.parallel.expert.apply_expert import apply_expert_parallel, gradient_reduction_axes
 from workbench.parallel.expert.aux_loss import AuxLossCarrier
@@ -80,6 +82,7 @@ def parallelize(
     gradient_dtype: torch.dtype,
     count_reader: CountReader = read_counts,
     model: nn.Module | None = None,
+    drawer: type[NormalDrawer] | None = NormalDrawer,
 ) -> ParallelModel:
     """Build this rank's `stages` of a plan's model, sharded as its strategy says.
 
@@ -94,10 +97,14 @@ def parallelize(
         gradient_dtype: Of accumulated and reduced gradients.
         count_reader: How MoE layers read counts of tokens; a rehearsal has no values to read.
         model: That of a plan whose model is Python code, if it is built already.
+        drawer: Draws initial weights; None where a checkpoint is loaded over them.
     """
     if plan.code:
         model = model or build_python_model(plan.code, plan.training.seed)
-        store = apply_to_python_model(model, plan, mesh, overlap, device, dtype, gradient_dtype)
+        keep_initial = drawer is not None
+        store = apply_to_python_model(
+            model, plan, mesh, overlap, device, dtype, gradient_dtype, keep_initial
+        )
         return ParallelModel({0: model}, store, None, AuxLossCarrier(), SampleIndices())
     built: dict[int, Transformer] = {}
     aux_loss, samples = AuxLossCarrier(), SampleIndices()
@@ -108,6 +115,7 @@ def parallelize(
         layouts |= own
     _tie_weights(plan, built, layouts)
     tied = _tied_across_stages(plan, layouts, {0, len(partition) - 1} <= set(stages))
+    fill = None if drawer is None else partial(_draw_shard, _weight_init(plan, drawer, device))
     store = ParamAndGradStore(
         built,
         layouts,
@@ -115,7 +123,7 @@ def parallelize(
         mesh,
         plan.strategy.data,
         gradient_dtype,
-        partial(_init_local_param, plan, layouts, device, dtype),
+        ParamInit(device, dtype, fill),
         overlap,
         separate=tied,
     )
@@ -186,17 +194,17 @@ def _unsharded_layouts(model: Transformer) -> dict[str, Layout]:
     return layouts
 
 
-def _init_local_param(
-    plan: ResolvedPlan,
-    layouts: dict[str, Layout],
-    device: torch.device,
-    dtype: torch.dtype,
-    name: str,
-) -> torch.Tensor:
-    """The initial value of what this rank holds of a parameter."""
-    layout = layouts[name]
-    value = initial_value(layout.name, layout.shape, plan.shape.layers, plan.training.seed, dtype)
-    return layout.take(value).to(device)
+def _weight_init(
+    plan: ResolvedPlan, drawer: type[NormalDrawer], device: torch.device
+) -> WeightInit:
+    chunk_numel = CHUNK_NUMEL[plan.gpu.device]
+    return WeightInit(plan.shape.layers, plan.training.seed, drawer(device, chunk_numel))
+
+
+def _draw_shard(init: WeightInit, _: str, layout: Layout, local: torch.Tensor) -> None:
+    """Draw the slices of a global tensor that this rank holds; padding stays zero."""
+    for view, slices in layout.parts(local):
+        init.fill(view, slices, layout.name, layout.shape)
 
 
 def _tie_weights(

@@ -145,9 +145,13 @@ class Layout:
     def take(self, global_tensor: Tensor) -> Tensor:
         """A new local tensor with its slices of the global one, padded with zeros."""
         local = global_tensor.new_zeros(self.local_shape)
+        self.copy_slices(global_tensor, local)
+        return local
+
+    def copy_slices(self, global_tensor: Tensor, local: Tensor) -> None:
+        """Copy the local tensor's slices of the global one into it; padding is left as it is."""
         for view, slices in self.parts(local):
             view.copy_(global_tensor[_index(slices)])
-        return local
 
     def put(self, local: Tensor, global_tensor: Tensor) -> None:
         """Write the local tensor into its slices of the global one."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from workbench.models.python_model import add_loss
+from workbench.parallel.data.sharded_params import ParamInit
 from workbench.parallel.data.zero_shards import ParamAndGradStore
 from workbench.parallel.layout import Layout
 from workbench.parallel.mesh import Mesh
@@ -28,6 +29,7 @@ def apply_to_python_model(
     device: torch.device,
     dtype: torch.dtype,
     gradient_dtype: torch.dtype,
+    keep_initial: bool = True,
 ) -> ParamAndGradStore:
     """Shard `model`, in place, and return the store of its parameters and gradients.
 
@@ -38,6 +40,8 @@ def apply_to_python_model(
         model: Unsharded, in host memory or on the meta device.
         overlap: Whether gradients are reduced during backward.
         gradient_dtype: Of accumulated and reduced gradients.
+        keep_initial: Whether parameters start from the factory's values; else a checkpoint is
+            loaded over zeros.
 
     Raises:
         PlanError: Where a strategy names what the module does not have.
@@ -53,7 +57,7 @@ def apply_to_python_model(
         name: (*axes, mesh["replicas"])
         for name, axes in operator_reduction_axes(layouts, placements, mesh).items()
     }
-    init_param = partial(_init_local_param, initial, layouts, device, dtype)
+    init = ParamInit(device, dtype, partial(_copy_initial, initial) if keep_initial else None)
     store = ParamAndGradStore(
         {0: model},
         layouts,
@@ -61,7 +65,7 @@ def apply_to_python_model(
         mesh,
         plan.strategy.data,
         gradient_dtype,
-        init_param,
+        init,
         overlap,
         separate=None,
     )
@@ -69,17 +73,13 @@ def apply_to_python_model(
     return store
 
 
-def _init_local_param(
-    initial: Mapping[str, Tensor],
-    layouts: Mapping[str, Layout],
-    device: torch.device,
-    dtype: torch.dtype,
-    name: str,
-) -> Tensor:
-    layout, value = layouts[name], initial[name]
-    if value.is_meta:
-        return torch.zeros(layout.local_shape, dtype=dtype, device=device)
-    return layout.take(value.detach().to(dtype)).to(device)
+def _copy_initial(initial: Mapping[str, Tensor], name: str, layout: Layout, local: Tensor) -> None:
+    """Fill this rank's slices of what the factory has initialized; of a meta tensor they stay
+    zero.
+    """
+    value = initial[name]
+    if not value.is_meta:
+        layout.copy_slices(value.detach(), local)
 
 
 def _move_buffers(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:

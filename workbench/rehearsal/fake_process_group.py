@@ -31,3 +31,17 @@ def fake_world(rank: int, world_size: int) -> Iterator[None]:
 def fake_tensors() -> FakeTensorMode:
     """Inside, tensors have a shape, a dtype and a storage size, and no bytes."""
     return FakeTensorMode()
+
+
+@contextmanager
+def without_cached_results(mode: FakeTensorMode) -> Iterator[None]:
+    """Inside, every operator runs on fake tensors.
+
+    A view that the mode has cached makes its storage large enough; storages that are still empty
+    (ZeRO-3) would then look allocated.
+    """
+    mode.cache_enabled = False
+    try:
+        yield
+    finally:
+        mode.cache_enabled = True

@@ -11,8 +11,6 @@ import torch
 from torch import nn
 
 from workbench.engine.measure.step_sampler import StepSampler
-from workbench.engine.session import Session
-from workbench.models.moe import balanced_counts
 from workbench.models.python_model import build_python_model
 from workbench.parallel.mesh import Mesh, build_mesh
 from workbench.plan.rank_placement import representative_ranks
@@ -20,7 +18,8 @@ from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.rules.supported import require
 from workbench.plan.schema import Plan
 from workbench.profile import Profile, frame
-from workbench.rehearsal.fake_process_group import fake_tensors, fake_world
+from workbench.rehearsal.building import build_session, with_building
+from workbench.rehearsal.fake_process_group import fake_tensors, fake_world, without_cached_results
 from workbench.units import GIB
 
 STEADY = 2
@@ -36,6 +35,8 @@ def rehearse(
     allow_code: bool = False,
 ) -> Profile:
     """Peak memory by category and every collective of `ranks`; default: one rank a pipeline stage.
+
+    The first step's peak includes that of building the session.
 
     Ranks of a stage do the same, so the others are represented by their stage's first. Raises
     `PlanError` where the engine cannot run the plan yet, ValueError for a rank outside the world.
@@ -113,13 +114,15 @@ def _rehearse_rank(
     """Two steps of one rank; the fake tensors are on the CPU whatever the plan's GPU."""
     with fake_world(rank, plan.world_size):
         mesh = build_mesh(plan, rank)
-        samplers = _steps(
+        samplers, building = _steps(
             with_fewer_microbatches(plan, mesh["pipeline"].index), mesh, plan.num_microbatches
         )
         calls = _calls_of_whole_steps(plan, mesh, samplers)
         for step, (sampler, rows) in enumerate(zip(samplers, calls)):
             head = {"run": plan.name, "source": "rehearsed", "rank": rank, "step": step}
-            memory += [head | row for row in sampler.memory_rows()]
+            seen = sampler.memory_rows()
+            seen = with_building(seen, building, sampler.stage) if step == 0 else seen
+            memory += [head | row for row in seen]
             collectives += [head | row for row in rows]
 
 
@@ -140,23 +143,28 @@ def _calls_of_whole_steps(
     calls = [sampler.collective_rows() for sampler in samplers]
     if few == of:
         return calls
-    longer = _steps(_with_microbatches(plan, few + 1), mesh, of)
+    longer, _ = _steps(_with_microbatches(plan, few + 1), mesh, of)
     return [grown(rows, more.collective_rows(), of - few) for rows, more in zip(calls, longer)]
 
 
-def _steps(plan: ResolvedPlan, mesh: Mesh, microbatches: int) -> list[StepSampler]:
-    """What was seen of the steps of a rank, which holds the tokens of so many `microbatches`."""
-    device, t, model = torch.device("cpu"), plan.training, _described(plan)
+def _steps(
+    plan: ResolvedPlan, mesh: Mesh, microbatches: int
+) -> tuple[list[StepSampler], dict[str, int]]:
+    """What was seen of the steps of a rank, which holds the tokens of so many `microbatches`; the
+    peak of building its session, by category.
+    """
+    t, model = plan.training, _described(plan)
     found = []
-    with fake_tensors():
-        session = Session.build(plan, mesh, device, count_reader=balanced_counts, model=model)
+    with fake_tensors() as mode:
+        with without_cached_results(mode):
+            session, building = build_session(plan, mesh, model)
         shape = (microbatches, t.micro_batch, t.sequence_length)
         batch = (torch.zeros(shape, dtype=torch.long), torch.zeros(shape, dtype=torch.long))
         for step in range(STEPS):
             found.append(StepSampler(session, None))
             with found[-1].step():
                 session.step(step, *batch, found[-1])
-    return found
+    return found, building
 
 
 def grown(

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from tests.kernels.canaries import canaries
 from workbench.kernels.bias_dropout_residual import dropout_add, reference
-from workbench.models.counter_dropout import apply_dropout, keep_mask, row_keys
+from workbench.models.counter_dropout import apply_dropout, keep_mask
+from workbench.models.counter_hash import row_keys
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 KEY = 12345678901234567

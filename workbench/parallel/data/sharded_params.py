@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -10,44 +11,60 @@ from torch import Tensor, nn
 from workbench.parallel.async_collectives import WaitFn
 from workbench.parallel.data.data_collectives import local_shard, start_all_gather
 from workbench.parallel.data.flat_buckets import BucketLayout
-from workbench.parallel.data.storage_resize import resize_storage
-from workbench.parallel.data.zero_offload import offloaded_copy
+from workbench.parallel.data.storage_resize import (
+    resize_storage,
+    view_without_storage,
+    without_storage,
+)
+from workbench.parallel.data.zero_offload import offloaded_zeros
+from workbench.parallel.layout import Layout
 
-InitParam = Callable[[str], Tensor]
-"""Local parameter name -> its initial value, on the rank's device."""
 
+@dataclass(frozen=True)
+class ParamInit:
+    """Where parameters live, and what they start from.
 
-def _init_flat(
-    layout: BucketLayout, init_param: InitParam
-) -> tuple[Tensor, dict[str, nn.Parameter]]:
-    """A flat bucket with its initial values, and the parameters that are views into it.
-
-    It is filled parameter by parameter, so that only one is ever held twice.
+    Attributes:
+        device: The rank's.
+        dtype: Of parameters.
+        fill: Fills a local tensor of zeros, given its local name and its layout; None where a
+            checkpoint fills parameters before they are used.
     """
-    flat: Tensor | None = None
-    for name, start, stop in layout.spans():
-        value = init_param(name)
-        if flat is None:
-            flat = torch.zeros(layout.numel, dtype=value.dtype, device=value.device)
-        flat[start:stop] = value.flatten()
-    assert flat is not None, layout
-    return flat, {name: nn.Parameter(view) for name, view in layout.views(flat).items()}
+
+    device: torch.device
+    dtype: torch.dtype
+    fill: Callable[[str, Layout, Tensor], None] | None
+
+
+def _init_shard(
+    shard: Tensor, bucket: BucketLayout, layouts: Mapping[str, Layout], init: ParamInit
+) -> None:
+    """Fill this rank's shard of a bucket, and nothing that other ranks hold."""
+    if init.fill is None:
+        return
+    of_shard = bucket.shard_layouts(layouts)
+    for name, local in bucket.shard_views(shard).items():
+        init.fill(name, of_shard[name], local)
 
 
 class ReplicatedParams:
     """Parameters that every rank holds unsharded (ZeRO-0, ZeRO-1 and ZeRO-2).
 
-    The optimizer of a rank steps its `shard` of the flat buffer in place; an all-gather after the
-    step brings the shards that the other ranks have stepped.
+    A rank initializes its `shard` of the flat buffer, and its optimizer steps it in place; an
+    all-gather brings the shards of the other ranks.
     """
 
     on_host = False
 
-    def __init__(self, layout: BucketLayout, init_param: InitParam) -> None:
+    def __init__(
+        self, layout: BucketLayout, layouts: Mapping[str, Layout], init: ParamInit
+    ) -> None:
         self.layout = layout
-        self.flat, self.parameters = _init_flat(layout, init_param)
-        self.flat = self.flat.data
+        flat = torch.zeros(layout.numel, dtype=init.dtype, device=init.device)
+        self.parameters = {name: nn.Parameter(view) for name, view in layout.views(flat).items()}
+        self.flat = flat.data
         self.shard = local_shard(self.flat, layout.shard_axis)
+        _init_shard(self.shard, layout, layouts, init)
         self._wait: WaitFn | None = None
 
     @property
@@ -74,18 +91,29 @@ class ShardedParams:
     forward are valid again in backward.
     """
 
-    def __init__(self, layout: BucketLayout, init_param: InitParam, on_host: bool) -> None:
+    def __init__(
+        self, layout: BucketLayout, layouts: Mapping[str, Layout], init: ParamInit, on_host: bool
+    ) -> None:
         self.layout, self.on_host = layout, on_host
-        flat, self.parameters = _init_flat(layout, init_param)
+        flat = without_storage(layout.numel, init.dtype, init.device)
+        self.parameters = {
+            name: nn.Parameter(view_without_storage(flat, start, layout.shapes[name]))
+            for name, start, _ in layout.spans()
+        }
         # An alias with a version counter of its own: to autograd, refilling the buffer with the
         # same values must not look like an in-place change of saved tensors.
         self.flat = flat.data
-        shard = local_shard(self.flat, layout.shard_axis)
-        self.shard = offloaded_copy(shard) if on_host else shard.clone()
+        resize_storage(self.flat, 0)  # fake tensors may have allocated it for the views
+        length = layout.numel // layout.shard_axis.size
+        self.shard = (
+            offloaded_zeros(length, init.dtype, init.device)
+            if on_host
+            else torch.zeros(length, dtype=init.dtype, device=init.device)
+        )
+        _init_shard(self.shard, layout, layouts, init)
         self.unsharded_bytes = self.flat.nbytes
         self._wait: WaitFn | None = None
-        self.is_unsharded = True
-        self.reshard()
+        self.is_unsharded = False
 
     @property
     def persistent(self) -> Tensor:

@@ -19,6 +19,11 @@ def offloaded_copy(x: Tensor) -> Tensor:
     return torch.empty_like(x, device="cpu", pin_memory=x.is_cuda).copy_(x)
 
 
+def offloaded_zeros(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros [numel] in host memory; pinned if `device` is a CUDA device."""
+    return torch.zeros(numel, dtype=dtype, device="cpu", pin_memory=device.type == "cuda")
+
+
 class _HostBucket(NamedTuple):
     params: ReplicatedParams | ShardedParams
     host_params: Tensor

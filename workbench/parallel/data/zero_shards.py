@@ -33,7 +33,7 @@ from workbench.parallel.data.gradient_reduction import (
     PendingReduction,
     ShardedGrads,
 )
-from workbench.parallel.data.sharded_params import InitParam, ReplicatedParams, ShardedParams
+from workbench.parallel.data.sharded_params import ParamInit, ReplicatedParams, ShardedParams
 from workbench.parallel.data.zero3_gather import StageGatherer, UnitGatherer
 from workbench.parallel.data.zero_offload import HostShards
 from workbench.parallel.layout import Layout
@@ -66,7 +66,7 @@ class ParamAndGradStore:
         layouts: Local parameter name -> its layout before ZeRO shards it.
         sums: Local parameter name -> the axes its gradient is summed over.
         dtype: Of accumulated gradients; also what `bucket_mib` is measured in.
-        init_param: Gives the initial value of a local parameter.
+        init: Gives the initial values of a rank's shards.
         overlap: Whether a bucket's reduction starts as soon as the last backward has accumulated
             its gradients, overlapped with the rest of that backward; otherwise after the backward.
         separate: Local name of a parameter that gets a bucket of its own: a tied weight, whose
@@ -81,7 +81,7 @@ class ParamAndGradStore:
         mesh: Mesh,
         plan: Data,
         dtype: torch.dtype,
-        init_param: InitParam,
+        init: ParamInit,
         overlap: bool,
         separate: str | None,
     ) -> None:
@@ -93,7 +93,7 @@ class ParamAndGradStore:
             own = {name: layouts[name] for name in meta}
             self.buckets[stage] = [
                 self._make_bucket(
-                    bucket_layout(names, own, sums, mesh, plan.zero), dtype, init_param
+                    bucket_layout(names, own, sums, mesh, plan.zero), own, dtype, init
                 )
                 for names in self._bucket_names(own, sums, dtype, separate)
             ]
@@ -109,6 +109,8 @@ class ParamAndGradStore:
         """Stages whose next backward is their last of the step."""
         self._next_bucket = dict.fromkeys(self.buckets, 0)
         """Stage -> the first of its buckets that is not yet reduced after this backward."""
+        if init.fill is not None:
+            self.gather_updated_params()
 
     def _bucket_names(
         self, own: dict[str, Layout], sums: ReductionAxes, dtype: torch.dtype, separate: str | None
@@ -119,15 +121,15 @@ class ParamAndGradStore:
         return buckets_by_size(own, sums, max_numel, separate if self.plan.zero else None)
 
     def _make_bucket(
-        self, layout: BucketLayout, dtype: torch.dtype, init_param: InitParam
+        self, layout: BucketLayout, layouts: dict[str, Layout], dtype: torch.dtype, init: ParamInit
     ) -> ParamBucket:
         params = (
-            ShardedParams(layout, init_param, self.plan.offload == "parameters")
+            ShardedParams(layout, layouts, init, self.plan.offload == "parameters")
             if self.plan.zero == 3
-            else ReplicatedParams(layout, init_param)
+            else ReplicatedParams(layout, layouts, init)
         )
         sharded = self.plan.zero >= 2 and self.plan.reduce == "microbatch"
-        grads = (ShardedGrads if sharded else AccumulatedGrads)(layout, dtype, params.flat.device)
+        grads = (ShardedGrads if sharded else AccumulatedGrads)(layout, dtype, init.device)
         return ParamBucket(params, grads)
 
     def _register_shards(self, layouts: dict[str, Layout]) -> None:
@@ -217,7 +219,8 @@ class ParamAndGradStore:
             self.host.copy_grads_to_host()
 
     def gather_updated_params(self) -> None:
-        """After the optimizer's step: all-gather the shards that the other ranks have stepped.
+        """After initialization or a step: all-gather the shards that the other ranks have filled
+        or stepped.
 
         ZeRO-3 does not need it: it all-gathers parameters when they are next used.
         """
