@@ -16,7 +16,7 @@ PER_NODE = 2
 def said(folders: Sequence[Path], absent: Sequence[int] = ()) -> list[str]:
     """What each rank says where the ranks of node i see `folders[i]`; "" where it goes on."""
     store, world = dist.HashStore(), PER_NODE * len(folders)
-    store.set_timeout(timedelta(seconds=1.0))
+    store.set_timeout(timedelta(seconds=0.5))
 
     def work(rank: int) -> str:
         if rank in absent:

@@ -73,20 +73,44 @@ def test_several_nodes_are_one_launch_each() -> None:
     assert "#SBATCH --nodes=2" in files["job.sbatch"] and "--gpus-per-node=8" in files["job.sbatch"]
 
 
-@pytest.mark.parametrize("name", ["launch.sh", "job.sbatch"])
-@pytest.mark.parametrize("gpus", [1, 16])
-def test_scripts_are_valid_shell(tmp_path: Path, name: str, gpus: int) -> None:
-    full = plan(
-        **{"cluster.gpu": "a100-sxm-80gb", "cluster.gpus": gpus, "name": 'it\'s "$(quoted)"\nhere'}
-    ).resolve()
-    (tmp_path / name).write_text(contents(full)[name])
-    assert (
-        subprocess.run(
-            [shutil.which("bash") or "bash", "-n", tmp_path / name], check=False
-        ).returncode
-        == 0
-    )
-    assert "\nhere" not in contents(full)[name]
+NASTY = {"name": 'it\'s "$(quoted)"\nhere'}
+PYTHON = {"model": {"python": "tests.parallel.users_model:build", "vocab": 260}}
+SCRIPTS = ("launch.sh", "job.sbatch")
+
+
+def write_scripts(folder: Path, gpu: str, nodes: int, changes: dict[str, Any]) -> None:
+    full = plan(**{"cluster.gpu": gpu, "cluster.nodes": nodes, **changes}).resolve()
+    for name in SCRIPTS:
+        assert "\nhere" not in contents(full)[name]
+        (folder / name).write_text(contents(full)[name])
+
+
+def checked(command: list[str], folder: Path) -> CompletedProcess[str]:
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize("changes", [NASTY, PYTHON], ids=["name", "python"])
+@pytest.mark.parametrize("nodes", [1, 2])
+@pytest.mark.parametrize("gpu", ["a100-sxm-80gb", "local"])
+def test_scripts_are_valid_shell(
+    tmp_path: Path, gpu: str, nodes: int, changes: dict[str, Any]
+) -> None:
+    write_scripts(tmp_path, gpu, nodes, changes)
+    for name in SCRIPTS:
+        done = checked(["bash", "-n", name], tmp_path)
+        assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.skipif(not shutil.which("shellcheck"), reason="shellcheck is not installed")
+@pytest.mark.parametrize("changes", [NASTY, PYTHON], ids=["name", "python"])
+@pytest.mark.parametrize("nodes", [1, 2])
+@pytest.mark.parametrize("gpu", ["a100-sxm-80gb", "local"])
+def test_shellcheck_finds_nothing(
+    tmp_path: Path, gpu: str, nodes: int, changes: dict[str, Any]
+) -> None:
+    write_scripts(tmp_path, gpu, nodes, changes)
+    done = checked(["shellcheck", "--shell=bash", *SCRIPTS], tmp_path)
+    assert done.returncode == 0, done.stdout
 
 
 def job(
@@ -148,27 +172,6 @@ def test_a_job_whose_nodes_nobody_lists_says_so_and_starts_nothing(
     done = job(tmp_path, full, scontrol=scontrol)
     assert done.returncode == 1 and not done.stdout
     assert done.stderr.startswith("error: ") and "n[1-2]" in done.stderr
-
-
-@pytest.mark.skipif(not shutil.which("shellcheck"), reason="shellcheck is not installed")
-@pytest.mark.parametrize("code", [False, True], ids=["catalog", "python"])
-@pytest.mark.parametrize("nodes", [1, 2])
-@pytest.mark.parametrize("gpu", ["a100-sxm-80gb", "local"])
-def test_shellcheck_finds_nothing(tmp_path: Path, gpu: str, nodes: int, code: bool) -> None:
-    changes: dict[str, Any] = {"cluster.gpu": gpu, "cluster.nodes": nodes}
-    if code:
-        changes["model"] = {"python": "tests.parallel.users_model:build", "vocab": 260}
-    scripts = ["launch.sh", "job.sbatch"]
-    for name in scripts:
-        (tmp_path / name).write_text(contents(plan(**changes).resolve())[name])
-    done = subprocess.run(
-        ["shellcheck", "--shell=bash", *scripts],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout
 
 
 def test_ranks_on_gpus_share_the_nodes_cores() -> None:

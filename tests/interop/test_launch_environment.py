@@ -146,6 +146,7 @@ def test_ranks_are_numbered_in_the_order_of_nodes(tmp_path: Path, node: int) -> 
     assert found["NCCL_SOCKET_IFNAME"] == "ib0" and "GLOO_SOCKET_IFNAME" not in found
 
 
+@pytest.mark.slow
 def test_a_rank_that_no_supervisor_started_has_the_settings_when_torch_reads_them() -> None:
     """launch.sh cannot know the torch of the machine that it will run on."""
     code = (

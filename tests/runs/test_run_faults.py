@@ -90,7 +90,7 @@ def test_a_rank_that_never_says_hello_is_named(go: Callable[..., Any]) -> None:
 def test_ranks_that_cannot_connect_name_the_group_and_who_has_not_come_to_it(
     go: Callable[..., Any],
 ) -> None:
-    state = go("stuck:2", hello_seconds=2.0).wait(30)
+    state = go("stuck:2", hello_seconds=1.5).wait(30)
     assert (state.phase, state.cause.rank) == ("failed", 2)
     assert "ranks 0, 1, 2 of 3 never said hello within" in state.cause.message
     assert "(rank 2: joining the data group of ranks 0, 1, 2)" in state.cause.message
