@@ -6,7 +6,7 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -55,6 +55,10 @@ class TensorDifference:
     relative: float
 
 
+def _cpu(rank: int) -> torch.device:
+    return torch.device("cpu")
+
+
 class _Recorder:
     """Records the gradients of the first step before clipping."""
 
@@ -75,8 +79,10 @@ def verify(
     precision: Literal["fp64", "fp32"] = "fp64",
     seconds: float = 300.0,
     allow_code: bool = False,
+    backend: str = "gloo",
+    device_of: Callable[[int], torch.device] = _cpu,
 ) -> dict[str, Any]:
-    """Train `NUM_STEPS` steps on one device and under the plan, on CPU ranks, and compare.
+    """Train `NUM_STEPS` steps on one device and under the plan, on forked ranks, and compare.
 
     The plan's own precision is not verified: `precision` replaces it, for parameters, activations,
     gradients and moments alike, because in 16 bits two correct programs differ by more than most
@@ -93,6 +99,8 @@ def verify(
         precision: The precision of the comparison; fp32 replaces AdamW by SGD too, see `TOLERANCE`.
         seconds: Time limit of the ranks.
         allow_code: Run a model that is given as Python.
+        backend: Of the ranks' process group.
+        device_of: The device of a rank; the reference is on CPU always.
 
     Returns:
         `precision` and `tolerance`; `replaced`, which names each plan field that does not count
@@ -116,8 +124,9 @@ def verify(
     scale = _Scale(
         precision, reference.largest_gradient, exact.rounding_only(), full.training.optimizer
     )
-    work = partial(_compare, full, batches=batches, reference=reference, scale=scale, dtype=dtype)
-    results = run_ranks(full.world_size, work, seconds)
+    ranks = partial(_compare, full, batches=batches, reference=reference, scale=scale, dtype=dtype)
+    work = partial(ranks, device_of=device_of)
+    results = run_ranks(full.world_size, work, seconds, backend)
     _check_cover(reference, [owned for _, owned in results])
     differences = [d for of_rank, _ in results for d in of_rank]
     return _summary(differences, precision, _replaced_fields(written, precision))
@@ -204,13 +213,14 @@ def _compare(
     reference: ReferenceRun,
     scale: _Scale,
     dtype: torch.dtype,
+    device_of: Callable[[int], torch.device],
 ) -> tuple[list[TensorDifference], dict[str, int]]:
-    device = torch.device("cpu")
-    mesh = build_mesh(plan, rank)
+    device = device_of(rank)
+    mesh = build_mesh(plan, rank, device)
     session = _verification_session(plan, mesh, device, dtype)
     recorder = _Recorder(session)
     losses = [
-        session.step(i, *_share(plan, session, batch), recorder).loss
+        session.step(i, *_share(plan, session, batch, device), recorder).loss
         for i, batch in enumerate(batches)
     ]
     weights, layouts = session.part.store.values, session.part.store.layouts
@@ -248,14 +258,14 @@ def _verification_session(
 
 
 def _share(
-    plan: ResolvedPlan, session: Session, batch: tuple[Tensor, Tensor]
+    plan: ResolvedPlan, session: Session, batch: tuple[Tensor, Tensor], device: torch.device
 ) -> tuple[Tensor, Tensor]:
     """This data coordinate's microbatches of a batch, [num_microbatches, micro_batch, T]."""
     data = session.mesh["data"]
     tokens, targets = (
-        x.chunk(data.size)[data.index].unflatten(
-            0, (plan.num_microbatches, plan.training.micro_batch)
-        )
+        x.chunk(data.size)[data.index]
+        .unflatten(0, (plan.num_microbatches, plan.training.micro_batch))
+        .to(device)
         for x in batch
     )
     return tokens, targets
@@ -272,7 +282,7 @@ def _difference(
 
 
 def _max_abs_diff(mine: Tensor, expected: Tensor) -> float:
-    return _finite(float((mine - expected).abs().max())) if expected.numel() else 0.0
+    return _finite(float((mine.cpu() - expected).abs().max())) if expected.numel() else 0.0
 
 
 def _finite(value: float) -> float:

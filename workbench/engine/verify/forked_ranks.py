@@ -24,8 +24,10 @@ class RankError(RuntimeError):
     """A forked rank failed; the message names the rank and carries its traceback."""
 
 
-def run_ranks(world_size: int, work: Callable[[int], Any], seconds: float = 60.0) -> list[Any]:
-    """Run `work(rank)` in forked processes joined by gloo.
+def run_ranks(
+    world_size: int, work: Callable[[int], Any], seconds: float = 60.0, backend: str = "gloo"
+) -> list[Any]:
+    """Run `work(rank)` in forked processes joined by a process group.
 
     The caller must be single-threaded (`torch.set_num_threads(1)` before any operator), or children
     hang in their first operator. No process is left behind.
@@ -34,6 +36,7 @@ def run_ranks(world_size: int, work: Callable[[int], Any], seconds: float = 60.0
         world_size: Number of ranks.
         work: Called with the rank; its result must be picklable.
         seconds: Time limit.
+        backend: Of the process group. For GPUs the caller must not have touched CUDA.
 
     Returns:
         The results in order of rank.
@@ -47,7 +50,8 @@ def run_ranks(world_size: int, work: Callable[[int], Any], seconds: float = 60.0
         pipes = [context.Pipe(duplex=False) for _ in range(world_size)]
         processes = [
             context.Process(
-                target=_rank, args=(rank, world_size, f"{folder}/store", work, pipe[1], seconds)
+                target=_rank,
+                args=(rank, world_size, f"{folder}/store", work, pipe[1], seconds, backend),
             )
             for rank, pipe in enumerate(pipes)
         ]
@@ -68,6 +72,7 @@ def _rank(
     work: Callable[[int], Any],
     pipe: Connection,
     seconds: float,
+    backend: str,
 ) -> None:
     die_with_parent(os.getppid())
     os.environ.update(ON_ONE_NODE)
@@ -76,7 +81,7 @@ def _rank(
     torch.set_num_threads(1)
     try:
         dist.init_process_group(
-            "gloo",
+            backend,
             store=dist.FileStore(store, world_size),
             rank=rank,
             world_size=world_size,
