@@ -101,6 +101,8 @@ def test_two_nodes_train_one_plan(submit: Callable[..., Job]) -> None:
     assert job.process.wait(90) == 0, job.out(0) + job.out(1)
     run = attach(job.folder)
     assert run.state.phase == "finished"
+    for node in range(2):
+        assert f"node {node} of 2 (from 0): waits 600 s for the others" in job.out(node)
     places = {r["rank"]: (r["host"], r["node"], r["local_rank"]) for r in job.records("hello")}
     first, second = stub_slurm.HOSTS
     assert places == {0: (first, 0, 0), 1: (first, 0, 1), 2: (second, 1, 0), 3: (second, 1, 1)}

@@ -126,7 +126,7 @@ def launch_script(plan: ResolvedPlan) -> str:
             f"unset {' '.join(OTHER_LAUNCH)} \\",
             "  " + " ".join(f'"${{!{prefix}@}}"' for prefix in OTHER_LAUNCH_PREFIXES),
             *_exports(plan),
-            *([f'export {PORT}="${{MAIN_PORT:-}}"'] if one else _NODE_ORDER),
+            *([f'export {PORT}="${{MAIN_PORT:-}}"'] if one else [*_NODE_ORDER, _meeting(plan)]),
             "exec accelerate launch \\",
             "  --config_file accelerate.yaml \\",
             *([] if one else [f"  {option} \\" for option in _NODE_OPTIONS]),
@@ -161,6 +161,13 @@ _NODE_ORDER = (
     "  export PET_LOCAL_ADDR",
     "fi",
 )
+
+
+def _meeting(plan: Plan) -> str:
+    """A line that says where a node waits for the others: one that never comes has not said it."""
+    where = f"$MAIN_IP:${{MAIN_PORT:-{DEFAULT_PORT}}}"
+    node = f"node $MACHINE_RANK of {plan.cluster.nodes} (from 0)"
+    return f'echo "$(hostname), {node}: waits {JOIN_SECONDS} s for the others at {where}" >&2'
 
 
 def _consent(plan: ResolvedPlan) -> list[str]:
