@@ -114,8 +114,8 @@ def _activation(kind: str) -> Operator:
     return Operator(inputs, run, lambda *inputs: activation.reference(*arrange(*inputs)))
 
 
-def targets(vocab: int, rows: int = ROWS) -> Tensor:
-    found = torch.randint(vocab, (rows,))
+def targets(vocab: int) -> Tensor:
+    found = torch.randint(vocab, (ROWS,))
     found[::7] = IGNORE_INDEX
     return found
 
