@@ -55,3 +55,37 @@ class FakeAllocator:
             patch.setattr(torch.cuda, name, function)
         patch.setattr(cuda_memory, "nvml_memory_used", self.nvml)
         return self
+
+
+class FakeStream:
+    """A stream on which enqueued work takes time, and the host none; events read its clock."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self.synchronized = 0
+
+    def run(self, seconds: float) -> None:
+        """Enqueue work, or a wait, of that length."""
+        self.seconds += seconds
+
+    def install(self, patch: pytest.MonkeyPatch) -> FakeStream:
+        """Put it in place of torch.cuda's events."""
+        stream = self
+
+        class Event:
+            def __init__(self, enable_timing: bool = False) -> None:
+                assert enable_timing
+
+            def record(self) -> None:
+                self.at = stream.seconds
+
+            def elapsed_time(self, end: Event) -> float:
+                assert stream.synchronized, "events are read before the stream has got there"
+                return (end.at - self.at) * 1e3
+
+        def synchronize(device: object = None) -> None:
+            self.synchronized += 1
+
+        patch.setattr(torch.cuda, "Event", Event)
+        patch.setattr(torch.cuda, "synchronize", synchronize)
+        return self

@@ -59,17 +59,18 @@ def refusal(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "every, sampled", [(1, [0, 1, 2, 3, 4]), (2, [0, 1, 2, 4]), (0, [0, 1]), (100, [0, 1])]
+    "every, sampled, timed",
+    [(1, [0, 1, 2, 4], [3]), (3, [0, 1, 3], [2, 4]), (0, [0, 1], [2]), (100, [0, 1], [2])],
 )
-def test_memory_is_sampled_as_the_plan_says(
-    tmp_path: Path, text: Path, every: int, sampled: list[int]
+def test_memory_and_the_timeline_are_sampled_on_different_steps(
+    tmp_path: Path, text: Path, every: int, sampled: list[int], timed: list[int]
 ) -> None:
     code, records = trained(
         tmp_path / "run", text, training__steps=5, telemetry__memory_every=every
     )
     assert code == 0
-    for kind in ("memory", "timeline", "collectives"):
-        assert steps(records, kind) == sampled
+    assert (steps(records, "memory"), steps(records, "timeline")) == (sampled, timed)
+    assert sorted(steps(records, "collectives")) == sorted(sampled + timed)
     assert steps(records, "step") == [0, 1, 2, 3, 4] and steps(records, "bye") == [5]
     peaks = [
         row["bytes"]

@@ -155,12 +155,16 @@ def test_the_first_two_steps_are_measured_on_every_rank(records: Records) -> Non
                     sums[row["category"] == "allocated"] += row["bytes"]
             assert sums[True] > 2**20
             assert sums[False] == pytest.approx(sums[True], rel=0.03)
-        spans = of(records, "timeline", rank)[1]["rows"]
+        (timed,) = of(records, "timeline", rank)
+        spans = timed["rows"]
+        assert timed["step"] == 2  # memory is sampled on others
         assert {"F", "B", "P2P", "OPTIMIZER"} <= {row["action"] for row in spans}
         assert all(0 <= row["start"] <= row["end"] for row in spans)
         calls = of(records, "collectives", rank)[1]["rows"]
         assert {row["axis"] for row in calls} == {"tensor", "pipeline", "world"}
         assert all(row["group_size"] == (4 if row["axis"] == "world" else 2) for row in calls)
+        (calls,) = (r["rows"] for r in of(records, "collectives", rank) if r["step"] == 2)
+        assert all(row["seconds"] > 0 for row in calls)
 
 
 def test_the_profile_shows_them(run: Run, expected: tuple[list[float], dict[int, float]]) -> None:

@@ -32,7 +32,8 @@ from tests.sanitizer.tensor_accesses import (
     functional_accesses,
     operator_accesses,
 )
-from workbench.engine.measure.live_memory import KINDS, _group
+from workbench.engine.measure.live_memory import _group
+from workbench.engine.measure.recorded_collective import KINDS
 
 FUNCTIONAL = ("_c10d_functional", "_c10d_functional_autograd")
 HOST_READS = ("tolist", "numpy")

@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -25,9 +25,10 @@ from workbench.engine.measure.step_sampler import (
     StepSampler,
     allocated_rows,
 )
+from workbench.engine.measure.step_timeline import StepTimeline
 from workbench.engine.measure.telemetry_writer import TelemetryWriter
 from workbench.engine.optimizer import learning_rate
-from workbench.engine.session import Session, StepResult, initial_drawer
+from workbench.engine.session import Observer, Session, StepResult, initial_drawer
 from workbench.engine.session_checkpoint import SessionCheckpointer
 from workbench.parallel.mesh import Mesh
 from workbench.parallel.tensor.apply_tensor import counts_own_loss
@@ -35,8 +36,26 @@ from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.runs.store.stop_request import read_stop
 
 FIRST_SAMPLES = 2
-"""Steps whose memory is always sampled: the first, and the first of the steady state."""
+"""Steps whose memory is always sampled: the first, and the first of the steady state. The step
+after them is timed.
+"""
 GO_ON, STOP, SAVE_AND_STOP = 0, 1, 2
+
+
+def observed_by(done: int, every: int) -> Literal["memory", "timeline", ""]:
+    """What is measured of the step after `done` others of this launch: its memory, its timeline or
+    neither.
+
+    Never both: sampling memory runs Python at every operator, and the timeline would show that.
+
+    Args:
+        done: Steps done before.
+        every: The plan's `telemetry.memory_every`.
+    """
+    every = max(every, 2) if every else 0
+    if done < FIRST_SAMPLES or (every and done % every == 0):
+        return "memory"
+    return "timeline" if done == FIRST_SAMPLES or (every and done % every == 1) else ""
 
 
 class TrainingLoop:
@@ -95,7 +114,7 @@ class TrainingLoop:
                 done = self.index - first
                 if done >= FIRST_SAMPLES:
                     self._end_window()
-                stopping = self._step(sampled=self._is_sampled(done))
+                stopping = self._step(observed_by(done, self.plan.telemetry.memory_every))
                 self.index += 1
                 collect(self.index)
                 self._evaluate()
@@ -108,19 +127,23 @@ class TrainingLoop:
         self._phase("done")
         self.telemetry.record("bye", step=self.index)
 
-    def _is_sampled(self, done: int) -> bool:
-        every = self.plan.telemetry.memory_every
-        return done < FIRST_SAMPLES or bool(every and done % every == 0)
-
-    def _step(self, sampled: bool) -> int:
+    def _step(self, observed: str) -> int:
         """One step and its telemetry record; returns what all ranks agreed to do next."""
         began = time.perf_counter()
         self._fill(*self.text.batch(self.index))
         asked = self._asked_to_stop()
         self.meter.begin_step()
-        result = self._sampled(asked) if sampled else self._plain(asked)
-        counters = self.meter.end_step(sampled)
-        if sampled:
+        timeline = None
+        if observed == "memory":
+            result = self._sampled(asked)
+        elif observed == "timeline":
+            timeline = StepTimeline(self.session)
+            with timeline.step():
+                result = self._plain(asked, timeline)
+        else:
+            result = self._plain(asked, self.action_tracker)
+        counters = self.meter.end_step(observed == "memory")
+        if observed == "memory":
             self._samples[-1].counters = counters
         loss, norm, stop, *scaling = torch.stack([x for x in result if x is not None]).tolist()
         t, scaler = self.plan.training, self.session.scaler
@@ -148,6 +171,11 @@ class TrainingLoop:
         }
         self.telemetry.record("step", **record)
         self.trackers.log(record, self.index)
+        if timeline is not None:
+            rows = timeline.timeline_rows()
+            self.telemetry.record("timeline", step=self.index, rows=rows)
+            rows = timeline.collective_rows()
+            self.telemetry.record("collectives", step=self.index, rows=rows)
         return int(stop)
 
     def _asked_to_stop(self) -> int:
@@ -159,8 +187,8 @@ class TrainingLoop:
         self.tokens.copy_(tokens)
         self.targets.copy_(targets)
 
-    def _plain(self, asked: int) -> StepResult:
-        return self.session.step(self.index, self.tokens, self.targets, self.action_tracker, asked)
+    def _plain(self, asked: int, observer: Observer) -> StepResult:
+        return self.session.step(self.index, self.tokens, self.targets, observer, asked)
 
     def _sampled(self, asked: int) -> StepResult:
         self._open_window()
@@ -175,9 +203,7 @@ class TrainingLoop:
             self._window_open = True
 
     def _end_window(self) -> None:
-        """Close the allocator's window, and record memory, timeline and collectives of its
-        steps.
-        """
+        """Close the allocator's window, and record memory and collectives of its steps."""
         if not self._window_open:
             return
         self._window_open = False
@@ -186,7 +212,6 @@ class TrainingLoop:
             step, sampler = sample.step, sample.sampler
             rows = sample.memory_rows(allocated)
             self.telemetry.record("memory", step=step, rows=rows)
-            self.telemetry.record("timeline", step=step, rows=sampler.timeline_rows())
             self.telemetry.record("collectives", step=step, rows=sampler.collective_rows())
         self._samples.clear()
 

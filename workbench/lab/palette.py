@@ -44,8 +44,13 @@ ACTION_STYLES: dict[str, tuple[str, str]] = {
     "REDUCE_GRAD": ("reduce gradients", "#CC79A7"),
     "CLIP": ("clip gradients", "#B8336A"),
     "OPTIMIZER": ("optimizer", "#5B4BB5"),
+    "WAIT_RECV": ("wait for a stage", "#E4DDD0"),
+    "WAIT_SEND": ("wait for a stage", "#E4DDD0"),
+    "WAIT": ("wait for a collective", "#7A4A10"),
 }
-"""Action of a schedule -> what it is called in a chart, and its colour."""
+"""Action of a schedule, or a wait (`WAIT` with the kind of collective behind it) -> what it is
+called in a chart, and its colour.
+"""
 OTHER_ACTION_STYLE = ("other", "#9E9E9E")
 
 COLLECTIVE_COLOURS: dict[str, str] = {
@@ -110,8 +115,9 @@ TEXT_COLOUR = "#333333"
 
 
 def action_style(name: str) -> tuple[str, str]:
-    """Title and colour of a schedule's action; unknown ones share one grey."""
-    return ACTION_STYLES.get(name, OTHER_ACTION_STYLE)
+    """Title and colour of a schedule's action, or of a wait; unknown ones share one grey."""
+    kind = "WAIT" if name.startswith("WAIT_") else name
+    return ACTION_STYLES.get(name) or ACTION_STYLES.get(kind, OTHER_ACTION_STYLE)
 
 
 def line_styles(numbers: Sequence[int]) -> tuple[list[str], list[list[int]]]:

@@ -29,6 +29,12 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
+from workbench.engine.measure.recorded_collective import (
+    RecordedCollective,
+    recorded_call,
+    recorded_composite,
+    tensors_in,
+)
 from workbench.parallel.async_collectives import CompositeCollective, current_composite
 
 if TYPE_CHECKING:
@@ -52,46 +58,8 @@ SURVIVORS = {
 }
 """Kind of action -> category of storages that outlive it; `temporary` for other kinds."""
 
-KINDS = {
-    "allreduce_": "all_reduce",
-    "allreduce_coalesced_": "all_reduce",
-    "all_reduce": "all_reduce",
-    "all_reduce_": "all_reduce",
-    "all_reduce_coalesced": "all_reduce",
-    "allgather_": "all_gather",
-    "_allgather_base_": "all_gather",
-    "allgather_into_tensor_coalesced_": "all_gather",
-    "all_gather_into_tensor": "all_gather",
-    "all_gather_into_tensor_coalesced": "all_gather",
-    "reduce_scatter_": "reduce_scatter",
-    "_reduce_scatter_base_": "reduce_scatter",
-    "reduce_scatter_tensor_coalesced_": "reduce_scatter",
-    "reduce_scatter_tensor": "reduce_scatter",
-    "reduce_scatter_tensor_coalesced": "reduce_scatter",
-    "broadcast_": "broadcast",
-    "broadcast": "broadcast",
-    "reduce_": "reduce",
-    "gather_": "gather",
-    "scatter_": "scatter",
-    "alltoall_": "all_to_all",
-    "alltoall_base_": "all_to_all",
-    "all_to_all_single": "all_to_all",
-    "send": "send",
-    "recv_": "recv",
-    "recv_any_source_": "recv",
-    "barrier": "barrier",
-}
-"""torch's operator -> kind of collective; other operators keep their name."""
-
 UNCOUNTED = "elsewhere"
 """Category of storages excluded from the sums: host tensors of an offloading CPU rank."""
-
-DTYPES = {
-    torch.float64: "fp64",
-    torch.float32: "fp32",
-    torch.bfloat16: "bf16",
-    torch.float16: "fp16",
-}
 
 
 @dataclass(eq=False)
@@ -101,18 +69,6 @@ class _Storage:
     summed: int = 0
     """Bytes already included in the levels."""
     reference: weakref.ref[torch.UntypedStorage] | None = None
-
-
-@dataclass(frozen=True)
-class RecordedCollective:
-    """A collective call; `bytes` are those of the full (unsharded) tensor on one rank."""
-
-    group: str
-    kind: str
-    group_size: int
-    dtype: str
-    bytes: int
-    action: str
 
 
 @dataclass
@@ -181,7 +137,7 @@ class LiveBytes(TorchDispatchMode):
         if func.namespace in ("c10d", "_c10d_functional"):
             self._collective(func, args, out)
         # inductor's ops resize a storage in place where parameters are freed or all-gathered.
-        for tensor in _tensors(args if func.namespace == "inductor" else out):
+        for tensor in tensors_in(args if func.namespace == "inductor" else out):
             if self._countable(tensor):
                 self._see(tensor, args)
         return out
@@ -199,7 +155,7 @@ class LiveBytes(TorchDispatchMode):
         known = self._live.get(id(storage))
         if known is not None:
             self._resize(known, storage.nbytes())
-        elif any(x.untyped_storage() is storage for x in _tensors(args)):
+        elif any(x.untyped_storage() is storage for x in tensors_in(args)):
             self._count(storage, "overhead")
         else:
             self._count(storage, self._scopes[-1] if self._scopes else None)
@@ -319,19 +275,7 @@ class LiveBytes(TorchDispatchMode):
         Args:
             axis_of: Process group's name -> mesh axis; unknown groups are `world`.
         """
-        return [
-            {
-                "axis": axis_of.get(call.group, "world"),
-                "kind": call.kind,
-                "group_size": call.group_size,
-                "dtype": call.dtype,
-                "bytes": call.bytes,
-                "count": count,
-                "action": call.action,
-                "seconds": None,
-            }
-            for call, count in self.calls.items()
-        ]
+        return [call.row(axis_of) | {"count": count} for call, count in self.calls.items()]
 
     def _collective(self, func: Any, args: tuple[Any, ...], out: Any) -> None:
         name = func.overloadpacket.__name__
@@ -340,39 +284,10 @@ class LiveBytes(TorchDispatchMode):
         if (part_of := current_composite()) is not None:
             if part_of is not self._composed:
                 self._composed = part_of
-                self._call(part_of.group, part_of.kind, part_of.dtype, part_of.bytes)
+                self.calls[recorded_composite(part_of, self._kind)] += 1
             return
-        sides = [
-            list(_tensors(side))
-            for side in (*args, out if func.namespace == "_c10d_functional" else None)
-        ]
-        # The full tensor is the larger side: a gather's output, a scatter's input.
-        full = max(sides, key=lambda side: sum(x.nbytes for x in side))
-        size = 0 if name == "barrier" else sum(x.nbytes for x in full)
-        self._call(_group(args), KINDS.get(name, name), full[0].dtype if full else None, size)
-
-    def _call(
-        self, group: dist.ProcessGroup | None, kind: str, dtype: torch.dtype | None, size: int
-    ) -> None:
-        self.calls[
-            RecordedCollective(
-                group=group.group_name if group else "",
-                kind=kind,
-                group_size=group.size() if group else 0,
-                dtype=DTYPES.get(dtype, str(dtype).removeprefix("torch.")) if dtype else "",
-                bytes=size,
-                action=self._kind,
-            )
-        ] += 1
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Tensors in an operator's argument or result, nested in lists and tuples."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _tensors(item)
+        sides = (*args, out if func.namespace == "_c10d_functional" else None)
+        self.calls[recorded_call(name, _group(args), sides, self._kind)] += 1
 
 
 def _group(args: tuple[Any, ...]) -> dist.ProcessGroup | None:

@@ -1,21 +1,20 @@
-"""Observers of a step: its current action; on sampled steps memory, collectives and timeline."""
+"""Observers of a step: its current action; on sampled steps memory and collectives."""
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from workbench.engine.measure.live_memory import UNCOUNTED, LiveBytes
 from workbench.engine.measure.memory_window import MemoryMeter, MemoryWindow, StepCounters
 from workbench.engine.session import Session
-from workbench.parallel.mesh import GRADIENT_GROUP_SUFFIX
+from workbench.parallel.mesh import GRADIENT_GROUP_SUFFIX, Mesh
 from workbench.profile import ALLOCATED
 from workbench.schedules import Action
 from workbench.schedules.action import COMPUTE
@@ -42,7 +41,7 @@ class ActionTracker:
 
 
 class StepSampler(ActionTracker):
-    """Measures one step: live bytes by category, collectives, and the span of each action.
+    """Measures one step: live bytes by category, and collectives.
 
     Args:
         session: The session whose step is measured.
@@ -53,7 +52,6 @@ class StepSampler(ActionTracker):
         super().__init__()
         self.session, self.meter = session, meter
         self.live = LiveBytes(session.device.type)
-        self.clock = SpanClock(session.device)
         self.stage = session.first_stage
         self._stages: dict[str, int] = {}
         """Moment -> the stage that was computing."""
@@ -72,19 +70,13 @@ class StepSampler(ActionTracker):
                 stack.callback(_logits_scope(head, self.live))
             self.live.restart()
             self.moment(STEP)
-            self.clock.start()
             yield
-            self.clock.stop()
 
     @contextmanager
     def action(self, label: str, action: Action | None) -> Iterator[None]:
-        """Count and time one action."""
+        """Count one action."""
         super().action(label, action)
-        with (
-            self._tier(label),
-            self.live.action(action.kind if action else label),
-            self.clock.span(label, action),
-        ):
+        with self._tier(label), self.live.action(action.kind if action else label):
             yield
             if action and action.kind == "I":
                 self.live.register(self.session.executor.deferred_tensors(action), "activations")
@@ -139,22 +131,12 @@ class StepSampler(ActionTracker):
             of: Microbatches of a whole step: collectives that every microbatch repeats are scaled
                 to that number.
         """
-        groups = {
-            str(group.group_name): axis.reported
-            for axis in self.session.mesh.axes.values()
-            for group in (axis.group, *axis.pair_groups.values())
-            if group
-        }
         counts: Counter[tuple[tuple[str, Any], ...]] = Counter()
-        for row in self.live.collective_rows(groups):
+        for row in self.live.collective_rows(reported_axes(self.session.mesh)):
             often = row.pop("count") * (of if _every_microbatch(row) else seen)
-            counts[tuple((row | _where(row)).items())] += often
+            counts[tuple((row | as_reported(row)).items())] += often
         assert not any(count % seen for count in counts.values()), (counts, seen)
         return [{**dict(row), "count": count // seen} for row, count in counts.items()]
-
-    def timeline_rows(self) -> list[dict[str, Any]]:
-        """Rows of the timeline frame."""
-        return self.clock.rows(self.stage)
 
 
 def _every_microbatch(row: dict[str, Any]) -> bool:
@@ -167,7 +149,22 @@ def _every_microbatch(row: dict[str, Any]) -> bool:
     )
 
 
-def _where(row: dict[str, Any]) -> dict[str, Any]:
+def axis_groups(mesh: Mesh) -> list[tuple[dist.ProcessGroup, str]]:
+    """Process groups, each with the axis that its collectives are reported under."""
+    return [
+        (group, axis.reported)
+        for axis in mesh.axes.values()
+        for group in (axis.group, *axis.pair_groups.values())
+        if group
+    ]
+
+
+def reported_axes(mesh: Mesh) -> dict[str, str]:
+    """Process group's name -> the axis that its collectives are reported under."""
+    return {str(group.group_name): reported for group, reported in axis_groups(mesh)}
+
+
+def as_reported(row: dict[str, Any]) -> dict[str, Any]:
     """Changes of a row's axis or action.
 
     Clipping is over the world, though a mesh of one axis uses that axis' group; I (input gradient)
@@ -228,61 +225,6 @@ def _logits_scope(head: nn.Module, live: LiveBytes) -> Callable[[], None]:
             handle.remove()
 
     return undo
-
-
-class SpanClock:
-    """Spans of a step in seconds from its start; on CUDA by events, read after the step."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.cuda = device.type == "cuda"
-        self._spans: list[tuple[str, Action | None, Any, Any]] = []
-        self._start: Any = None
-
-    def start(self) -> None:
-        """Mark the start of the step."""
-        self._start = self._now()
-
-    def stop(self) -> None:
-        """Mark the end of the step; on CUDA, synchronises."""
-        if self.cuda:
-            torch.cuda.synchronize()
-
-    @contextmanager
-    def span(self, label: str, action: Action | None) -> Iterator[None]:
-        """A context whose duration is recorded."""
-        begin = self._now()
-        yield
-        self._spans.append((label, action, begin, self._now()))
-
-    def _now(self) -> Any:
-        if not self.cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def _seconds(self, moment: Any) -> float:
-        seconds: float = (
-            self._start.elapsed_time(moment) / 1e3 if self.cuda else moment - self._start
-        )
-        return seconds
-
-    def rows(self, stage: int) -> list[dict[str, Any]]:
-        """Rows of the timeline frame, one per span; `stage` is that of spans that are no action."""
-        return [
-            {
-                "stage": action.stage if action else stage,
-                "microbatch": action.microbatch if action else None,
-                "action": action.kind
-                if action and not action.is_p2p
-                else label
-                if action is None
-                else "P2P",
-                "start": self._seconds(begin),
-                "end": self._seconds(end),
-            }
-            for label, action, begin, end in self._spans
-        ]
 
 
 def allocated_rows(window: MemoryWindow, stage: int) -> list[list[dict[str, Any]]]:

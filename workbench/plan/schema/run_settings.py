@@ -50,7 +50,9 @@ class Telemetry(Frozen):
     """What a run measures of itself."""
 
     memory_every: StepsOrNever = Field(
-        100, description="Steps between memory samples after the first two; 0: none."
+        100,
+        description="Steps between memory samples after the first two; 0: none. The step after a "
+        "sample is timed.",
     )
     trackers: list[Literal["tensorboard", "wandb", "mlflow"]] = Field(
         default_factory=list, description="Accelerate trackers to write to."
