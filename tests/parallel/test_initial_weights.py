@@ -24,6 +24,7 @@ from workbench.engine.verify.forked_ranks import run_ranks
 from workbench.models import Transformer, counter_normal
 from workbench.models.counter_normal import SCRATCH_TENSORS, NormalDrawer
 from workbench.models.weight_init import WeightInit, initial_value
+from workbench.parallel import apply_strategy
 from workbench.parallel.data.sharded_params import ShardedParams
 from workbench.parallel.layout import Layout
 from workbench.parallel.mesh import build_mesh
@@ -266,3 +267,52 @@ def test_a_rank_that_draws_from_its_own_first_row_is_noticed(
     monkeypatch.setattr(WeightInit, "fill", local)
     with pytest.raises(AssertionError, match="Layout"):
         check_shards(MESHES["tensor"].resolve())
+
+
+PLAIN = {"width": 64, "layers": 4, "vocab": 2048}
+OPERATORS = {"blocks.*": "((1,1),(1,2))", "output": "((1,1),(1,2))", "tokens": "((1,2),(1,))"}
+
+
+def users(tensor: int, data: int, operators: dict[str, str], **changes: Any) -> ResolvedPlan:
+    """A user's model on tensor x data ranks."""
+    code = {"python": "tests.parallel.users_model:build_plain", "vocab": 2048, "args": PLAIN}
+    written = plan(tensor, 1, data, changes=changes).model_dump()
+    written["model"] = code
+    written["strategy"]["operators"] = operators
+    return Plan.model_validate(written).resolve()
+
+
+PYTHON = {
+    "ddp": users(1, 2, {}),
+    "zero-2": users(1, 4, {}, **{"strategy.data.zero": 2}),
+    "zero-3": users(1, 8, {}, **{"strategy.data.zero": 3}),
+    "operators, zero-3": users(2, 4, OPERATORS, **{"strategy.data.zero": 3}),
+}
+
+
+@pytest.mark.parametrize("mesh", PYTHON)
+def test_a_user_s_model_starts_alike_on_every_mesh(mesh: str) -> None:
+    (one,) = sessions(users(1, 1, {}))
+    wholes = one.part.store.values
+    assert all(
+        float(whole.detach().std()) > 0 for name, whole in wholes.items() if "blocks" in name
+    )
+    owned: Counter[str] = Counter()
+    for session in sessions(PYTHON[mesh]):
+        store = session.part.store
+        for name, layout in store.layouts.items():
+            expected = layout.take(wholes[layout.name].detach())
+            assert torch.equal(store.values[name].detach(), expected), (session.mesh.rank, layout)
+            if layout.is_owner(session.mesh):
+                owned[layout.name] += layout.num_elements()
+    assert owned == {name: whole.numel() for name, whole in wholes.items()}
+
+
+@pytest.mark.parametrize("mesh", ["zero-3", "operators, zero-3"])
+def test_a_user_s_model_is_never_whole(
+    mesh: str, small_chunks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = PYTHON[mesh]
+    assert temporary_bytes(made, 1) <= small_chunks
+    monkeypatch.setattr(apply_strategy, "build_deferred", lambda build: None)
+    assert temporary_bytes(made, 1) > 8 * small_chunks, "a model built as it is is not noticed"

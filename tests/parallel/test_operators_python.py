@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 from torch import Tensor, nn
 
-from tests.parallel.users_model import build
+from tests.parallel.users_model import build, build_plain
 from workbench.engine.check_python_model import check_python_model
 from workbench.engine.verify.equivalence import verify
 from workbench.engine.worker_lifecycle import train
 from workbench.errors import PlanError
+from workbench.models.deferred_init import build_deferred
 from workbench.models.python_model import build_python_model
 from workbench.parallel import python_model_stage
 from workbench.parallel.operators.redistribution import OperatorSharding
@@ -144,6 +145,13 @@ def test_projections_whose_gradients_are_not_summed_are_found(
     )
     answer = verify(users(2, operators=PAIRED), allow_code=True)
     assert not answer["passed"] and "in_proj" in answer["worst"]["tensor"]
+
+
+def test_a_model_without_values_trains_as_one_that_has_them() -> None:
+    """Its parameters were on the meta device until each rank had filled its slices."""
+    plan = users(data=2, factory="build_plain", changes={"strategy.data.zero": 3})
+    assert build_deferred(build_plain) is not None
+    assert verify(plan, allow_code=True)["passed"]
 
 
 def test_its_own_initial_weights_are_those_of_the_seed() -> None:

@@ -75,3 +75,31 @@ def frozen() -> nn.Module:
 
 def no_module() -> int:
     return 1
+
+
+class PlainBlocks(nn.Module):
+    """Linear layers initialised as users do: by modules, by `nn.init`, and by arithmetic."""
+
+    inverse: Tensor
+
+    def __init__(self, vocab: int, width: int, layers: int) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(vocab, width)
+        self.register_buffer("inverse", 1.0 / 10.0 ** torch.arange(0, width))
+        self.blocks = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
+        self.shift = nn.Parameter(torch.randn(3, width) * 0.5 + 2.0)
+        self.scale = nn.Parameter(torch.ones(width))
+        self.norm = nn.LayerNorm(width)
+        self.output = nn.Linear(width, vocab, bias=False)
+        nn.init.normal_(self.output.weight, 0.25, 0.02)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.tokens(tokens) * self.scale + self.shift.sum(0) + self.inverse
+        for block in self.blocks:
+            x = x + torch.tanh(block(x))
+        logits: Tensor = self.output(self.norm(x))
+        return logits
+
+
+def build_plain(width: int = 32, layers: int = 2, vocab: int = 260) -> nn.Module:
+    return PlainBlocks(vocab, width, layers)

@@ -71,7 +71,7 @@ class NormalDrawer:
             key: The global tensor's own.
             deviation: Standard deviation.
         """
-        for matrix, row, column in _matrices(into, slices, shape):
+        for matrix, row, column in matrices(into, slices, shape):
             if matrix.numel():
                 self.fill_matrix(matrix, row, column, key, deviation)
 
@@ -98,7 +98,7 @@ def chunk_shape(rows: int, columns: int, numel: int) -> tuple[int, int]:
     return min(rows, max(1, numel // columns)), columns
 
 
-def _matrices(
+def matrices(
     into: Tensor, slices: Sequence[tuple[int, int]], shape: Sequence[int], row: int = 0
 ) -> Iterator[tuple[Tensor, int, int]]:
     """(matrix, first row, first column) of each matrix of a box; rows are those of the global
@@ -111,7 +111,7 @@ def _matrices(
     else:
         below = math.prod(shape[1:-1])
         for index, part in enumerate(into, slices[0][0]):
-            yield from _matrices(part, slices[1:], shape[1:], row + index * below)
+            yield from matrices(part, slices[1:], shape[1:], row + index * below)
 
 
 def _fill_chunk(

@@ -24,6 +24,7 @@ from workbench.kernels.fused_seams import replace_seams
 from workbench.models import Transformer
 from workbench.models.counter_dropout import SampleIndices
 from workbench.models.counter_normal import CHUNK_NUMEL, NormalDrawer
+from workbench.models.deferred_init import FillReplay, RecordedFill, build_deferred
 from workbench.models.moe import CountReader, read_counts
 from workbench.models.python_model import build_python_model
 from workbench.models.seams import Attend
@@ -45,6 +46,7 @@ from workbench.parallel.tensor.apply_tensor import apply_tensor_parallel, tensor
 from workbench.plan.model.attention_kernel import repeats_heads
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.rules.operator_rules import placements
+from workbench.plan.schema import PythonModel
 
 TIED, TIE_OWNER = "head.weight", "embedding.tokens.weight"
 
@@ -99,11 +101,14 @@ def parallelize(
         model: That of a plan whose model is Python code, if it is built already.
         drawer: Draws initial weights; None where a checkpoint is loaded over them.
     """
+    drawing = None if drawer is None else drawer(device, CHUNK_NUMEL[plan.gpu.device])
     if plan.code:
-        model = model or build_python_model(plan.code, plan.training.seed)
-        keep_initial = drawer is not None
+        fills: Mapping[str, RecordedFill] = {}
+        if model is None:
+            model, fills = _python_model(plan.code, plan.training.seed)
+        replay = None if drawing is None else FillReplay(fills, plan.training.seed, drawing)
         store = apply_to_python_model(
-            model, plan, mesh, overlap, device, dtype, gradient_dtype, keep_initial
+            model, plan, mesh, overlap, device, dtype, gradient_dtype, replay
         )
         return ParallelModel({0: model}, store, None, AuxLossCarrier(), SampleIndices())
     built: dict[int, Transformer] = {}
@@ -115,7 +120,10 @@ def parallelize(
         layouts |= own
     _tie_weights(plan, built, layouts)
     tied = _tied_across_stages(plan, layouts, {0, len(partition) - 1} <= set(stages))
-    fill = None if drawer is None else partial(_draw_shard, _weight_init(plan, drawer, device))
+    fill = None
+    if drawing is not None:
+        init = WeightInit(plan.shape.layers, plan.training.seed, drawing)
+        fill = partial(_draw_shard, init)
     store = ParamAndGradStore(
         built,
         layouts,
@@ -128,6 +136,12 @@ def parallelize(
         separate=tied,
     )
     return ParallelModel(built, store, tied, aux_loss, samples)
+
+
+def _python_model(code: PythonModel, seed: int) -> tuple[nn.Module, Mapping[str, RecordedFill]]:
+    """A user's model, without values where they can be recorded; and what fills those."""
+    build = partial(build_python_model, code, seed)
+    return build_deferred(build) or (build(), {})
 
 
 def _build_stage(
@@ -192,13 +206,6 @@ def _unsharded_layouts(model: Transformer) -> dict[str, Layout]:
     if model.shape.tied and TIED in layouts:
         layouts[TIED] = Layout.unsharded(TIE_OWNER, layouts[TIED].shape, replica=True)
     return layouts
-
-
-def _weight_init(
-    plan: ResolvedPlan, drawer: type[NormalDrawer], device: torch.device
-) -> WeightInit:
-    chunk_numel = CHUNK_NUMEL[plan.gpu.device]
-    return WeightInit(plan.shape.layers, plan.training.seed, drawer(device, chunk_numel))
 
 
 def _draw_shard(init: WeightInit, _: str, layout: Layout, local: torch.Tensor) -> None:

@@ -8,6 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from workbench.models.deferred_init import FillReplay
 from workbench.models.python_model import add_loss
 from workbench.parallel.data.sharded_params import ParamInit
 from workbench.parallel.data.zero_shards import ParamAndGradStore
@@ -29,19 +30,19 @@ def apply_to_python_model(
     device: torch.device,
     dtype: torch.dtype,
     gradient_dtype: torch.dtype,
-    keep_initial: bool = True,
+    replay: FillReplay | None,
 ) -> ParamAndGradStore:
     """Shard `model`, in place, and return the store of its parameters and gradients.
 
-    Parameters and buffers are then on `device` in `dtype`: as the factory has initialized them, or
-    zero where it has built them on the meta device.
+    Parameters and buffers are then on `device` in `dtype`: as the factory has initialized them;
+    zero where they are on the meta device and nothing is recorded that fills them.
 
     Args:
         model: Unsharded, in host memory or on the meta device.
         overlap: Whether gradients are reduced during backward.
         gradient_dtype: Of accumulated and reduced gradients.
-        keep_initial: Whether parameters start from the factory's values; else a checkpoint is
-            loaded over zeros.
+        replay: Fills parameters whose initialization was recorded; None where a checkpoint is
+            loaded over all of them.
 
     Raises:
         PlanError: Where a strategy names what the module does not have.
@@ -57,7 +58,8 @@ def apply_to_python_model(
         name: (*axes, mesh["replicas"])
         for name, axes in operator_reduction_axes(layouts, placements, mesh).items()
     }
-    init = ParamInit(device, dtype, partial(_copy_initial, initial) if keep_initial else None)
+    fill = None if replay is None else partial(_fill_initial, initial, replay)
+    init = ParamInit(device, dtype, fill)
     store = ParamAndGradStore(
         {0: model},
         layouts,
@@ -73,13 +75,15 @@ def apply_to_python_model(
     return store
 
 
-def _copy_initial(initial: Mapping[str, Tensor], name: str, layout: Layout, local: Tensor) -> None:
-    """Fill this rank's slices of what the factory has initialized; of a meta tensor they stay
-    zero.
-    """
-    value = initial[name]
-    if not value.is_meta:
-        layout.copy_slices(value.detach(), local)
+def _fill_initial(
+    initial: Mapping[str, Tensor], replay: FillReplay, name: str, layout: Layout, local: Tensor
+) -> None:
+    """Fill this rank's slices of a parameter."""
+    if name in replay.fills:
+        for view, slices in layout.parts(local):
+            replay.fill(view, slices, name, layout.shape)
+    elif not initial[name].is_meta:
+        layout.copy_slices(initial[name].detach(), local)
 
 
 def _move_buffers(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:

@@ -27,7 +27,6 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _resolve_process_group
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 from workbench.engine.measure.recorded_collective import (
     RecordedCollective,
@@ -35,6 +34,7 @@ from workbench.engine.measure.recorded_collective import (
     recorded_composite,
     tensors_in,
 )
+from workbench.models.torch_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from workbench.parallel.async_collectives import CompositeCollective, current_composite
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 if not "2.11" <= torch.__version__ < "2.14":
     raise ImportError(
-        f"workbench.engine.measure.live_memory uses torch's private dispatch modes of 2.11 to "
+        f"workbench.engine.measure.live_memory uses torch's private process groups of 2.11 to "
         f"2.13, not {torch.__version__}"
     )
 
