@@ -19,9 +19,14 @@ from tests.gpu.checks import unmet
 from tests.gpu.report import Report, line, summary
 from tests.gpu.supervise import Setting, checks_of, run_part
 
-ORDER = "facts kernels attention launched_runs staged_ranks"
+ORDER = (
+    "facts kernels attention launched_runs staged_ranks memory stream_sanitizer step_time "
+    "failure_words benchmarks"
+)
 PARTS = tuple(f"tests.gpu.parts.{name}" for name in ORDER.split())
 """In order of value: what a budget cuts off is worth least."""
+SEVERAL_GPUS = "tests.gpu.parts.nccl_ranks"
+"""Only where there are several; first on GPUs. A dry run's kernels must go first."""
 BUDGET = 540.0
 LEAST_SHARE = 0.6
 """Share of the assertions that a dry run must evaluate."""
@@ -52,6 +57,8 @@ def main(words: Sequence[str] | None = None, parts: Sequence[str] = PARTS) -> in
     except (OSError, ValueError, KeyError) as error:
         print(f"error: --resume: {error}", file=sys.stderr)
         return 2
+    if options.gpus > 1:
+        parts = [*parts, SEVERAL_GPUS] if options.dry else [SEVERAL_GPUS, *parts]
     for part in parts:
         if options.only and part.rpartition(".")[2] not in options.only:
             continue

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,8 +27,8 @@ class Evidence:
     """For files of the check; removed with everything that runs in it."""
     assertions: list[dict[str, Any]] = field(default_factory=list)
     figures: dict[str, Any] = field(default_factory=dict)
-    needs_gpu: dict[str, str] = field(default_factory=dict)
-    """Names of assertions that only a GPU can evaluate -> the reason."""
+    unmade: dict[str, str] = field(default_factory=dict)
+    """Names of assertions that may not be evaluated here -> the reason."""
 
     @property
     def device(self) -> torch.device:
@@ -54,8 +53,12 @@ class Evidence:
             reason: What a CPU lacks.
             *names: The assertions that the caller evaluates where the answer is True.
         """
-        self.needs_gpu |= dict.fromkeys(names, reason)
+        self.left_out(reason, *names)
         return not self.dry
+
+    def left_out(self, reason: str, *names: str) -> None:
+        """List assertions that are not evaluated here, unless they are made after all."""
+        self.unmade |= dict.fromkeys(names, reason)
 
     def measured(self, name: str, value: Any) -> None:
         """Keep a figure of no assertion."""
@@ -75,7 +78,7 @@ class Evidence:
             "assertions": self.assertions,
             "not_evaluated": [
                 {"name": name, "reason": reason}
-                for name, reason in self.needs_gpu.items()
+                for name, reason in self.unmade.items()
                 if name not in made
             ],
             "figures": self.figures,
@@ -117,26 +120,3 @@ def relative_gap(found: torch.Tensor, truth: torch.Tensor) -> float:
     gap = float((found.double().cpu() - truth.double().cpu()).abs().max())
     scale = float(truth.double().abs().max().clamp(min=1e-30))
     return gap / scale if gap == gap else float("inf")
-
-
-@contextmanager
-def environment(**values: str | None) -> Iterator[None]:
-    """Environment variables for a while; None removes one."""
-    import os
-
-    before = {name: os.environ.get(name) for name in values}
-    _set_environment(values)
-    try:
-        yield
-    finally:
-        _set_environment(before)
-
-
-def _set_environment(values: dict[str, str | None]) -> None:
-    import os
-
-    for name, value in values.items():
-        if value is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = value

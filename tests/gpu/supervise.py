@@ -43,7 +43,8 @@ def run_part(module: str, names: list[str], setting: Setting, until: float) -> I
     """Run checks of one part, and yield the outcome of each as soon as it is known.
 
     A child process runs them in order. One that crashes, or exceeds the deadline of its check, is
-    ended with all that it started, and another child goes on with the next check.
+    ended with all that it started, and another child goes on with the next check. A part of forked
+    ranks (`FORKS`) has a child for each check: a process that has used CUDA must not fork.
 
     Args:
         module: The part's module.
@@ -53,7 +54,7 @@ def run_part(module: str, names: list[str], setting: Setting, until: float) -> I
     """
     todo = [check for check in checks_of(module) if check.name in names]
     while todo and time.monotonic() < until:
-        child = _Child(module, todo, setting)
+        child = _Child(module, todo[:1] if _forks(module) else todo, setting)
         try:
             for result in child.results(until):
                 todo = todo[1:]
@@ -61,6 +62,10 @@ def run_part(module: str, names: list[str], setting: Setting, until: float) -> I
         finally:
             child.end()
     yield from (unmet(module, check.name, "not reached", "the budget was spent") for check in todo)
+
+
+def _forks(module: str) -> bool:
+    return bool(getattr(importlib.import_module(module), "FORKS", False))
 
 
 class _Child:

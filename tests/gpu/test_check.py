@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.gpu import planted_part
-from tests.gpu.check import PARTS, main
+from tests.gpu.check import PARTS, SEVERAL_GPUS, main
 from tests.gpu.checks import Check
 from tests.gpu.supervise import checks_of
 
@@ -109,6 +109,6 @@ def test_another_devices_document_is_no_start(
 
 
 def test_checks_have_names_of_their_own() -> None:
-    for part in PARTS:
+    for part in (*PARTS, SEVERAL_GPUS):
         names = [check.name for check in checks_of(part)]
         assert len(set(names)) == len(names), part

@@ -104,6 +104,7 @@ def dropped_wait_shows(name: str, evidence: Evidence) -> None:
     evidence.expect("the fault is seen", gap > 100 * tolerance(evidence), gap=gap)
 
 
+FORKS = True
 CHECKS = [
     *(Check(name, partial(equals_one_device, name), 100) for name in PLANS),
     *(Check(f"dropped wait: {name}", partial(dropped_wait_shows, name), 100) for name in FAULTS),
