@@ -19,7 +19,7 @@ from workbench.parallel.context.context_collectives import start_ring_transfer, 
 from workbench.parallel.data import data_collectives
 from workbench.parallel.expert.expert_collectives import all_to_all, exchange_counts
 from workbench.parallel.mesh import MeshAxis
-from workbench.parallel.pipeline.stage_transfers import sum_tied_gradient
+from workbench.parallel.pipeline.stage_transfers import start_recv, start_send, sum_tied_gradient
 from workbench.parallel.tensor import tensor_collectives
 from workbench.parallel.tensor.grid import grid_collectives
 
@@ -157,6 +157,12 @@ def ring_transfer(rank: int, axis: MeshAxis) -> Started:
     return partial(wait_ring_transfer, transfer), [x], transfer.received
 
 
+def stage_transfer(rank: int, axis: MeshAxis) -> Started:
+    x, theirs = torch.ones(4), torch.empty(4)
+    works = [start_send(x, 1 - rank, axis), start_recv(theirs, 1 - rank, axis)]
+    return all_of(works), [x], [theirs]
+
+
 ASYNCHRONOUS: list[Start] = [
     all_reduce,
     broadcast,
@@ -179,6 +185,7 @@ ASYNCHRONOUS: list[Start] = [
     bucket_all_gather,
     bucket_reduce_scatter,
     ring_transfer,
+    stage_transfer,
 ]
 
 

@@ -10,7 +10,7 @@ import pytest
 from tests.parallel.small import plan
 from tests.parallel.sweep import MOE, Choice, compile_once, covering_choices, draw_choice, plan_of
 from tests.sanitizer.async_sanitizer import AsyncSanitizer
-from tests.sanitizer.sanitized_ranks import violations
+from tests.sanitizer.sanitized_ranks import Transport, violations
 from workbench.parallel.async_collectives import WaitFn, start_collective
 from workbench.parallel.context import ring_attention
 from workbench.parallel.context.context_collectives import wait_ring_transfer
@@ -37,11 +37,11 @@ def drawn_choices(seed: int, meshes: tuple[tuple[int, ...], ...]) -> Iterator[Ch
                 break
 
 
-def violations_of(choice: Choice) -> str:
+def violations_of(choice: Choice, transport: Transport = "nccl") -> str:
     """What the sanitizer reports of a choice, in lines; empty if nothing."""
     found = plan_of(choice)
     assert found is not None
-    return "\n".join(f"{choice}: {each}" for each in violations(found))
+    return "\n".join(f"{choice}: {each}" for each in violations(found, transport))
 
 
 @pytest.mark.parametrize("choice", list(drawn_choices(0, MESHES)), ids=lambda c: str(c["mesh"]))
@@ -58,11 +58,13 @@ def test_more_drawn_plans_leave_collectives_in_flight_alone() -> None:
 
 @pytest.mark.sweep
 @pytest.mark.timeout(3600)
-def test_every_pair_of_values_leaves_collectives_in_flight_alone() -> None:
+@pytest.mark.parametrize("transport", ["nccl", "gloo"])
+def test_every_pair_of_values_leaves_collectives_in_flight_alone(transport: Transport) -> None:
     choices = covering_choices(seed=0)
     assert len(choices) > 50, "the space has shrunk"
     compile_once()
-    assert not "\n".join(filter(None, map(violations_of, choices)))
+    reported = (violations_of(choice, transport) for choice in choices)
+    assert not "\n".join(filter(None, reported))
 
 
 def untold(wait: Callable[..., Any]) -> Callable[..., Any]:
@@ -141,5 +143,18 @@ def test_a_dropped_wait_is_reported(strategy: str, monkeypatch: pytest.MonkeyPat
     early = [each for each in found if each.kind in ("reads", "writes", "resizes")]
     assert {each.rank for each in early} == {0, 1}, "\n".join(map(str, found))
     assert {each.collective for each in early} == {collective}
+    assert strategy != "zero-3" or "resizes" in {each.kind for each in early}
     assert all(file in each.collective_line for each in early)
     assert all(file in each.collective_line for each in found if each.kind == "never waits")
+
+
+def test_a_send_that_is_not_waited_for_within_its_step_is_reported(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ScheduleExecutor, "_wait_sends", untold(ScheduleExecutor._wait_sends))
+    found = violations(plan(pipeline=2, **SHORT))
+    assert {(each.kind, each.collective, each.rank) for each in found} >= {
+        ("never waits", "send", 0),
+        ("never waits", "send", 1),
+    }
+    assert {each.collective for each in found} == {"send"}
