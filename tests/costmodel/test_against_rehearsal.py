@@ -275,7 +275,15 @@ def test_split_backward_beside_split_sequences(schedule: str) -> None:
     )
 
 
-GROUPED = {"layers": 3, "hidden": 96, "heads": 8, "kv_heads": 2, "ffn": 160, "vocab": 400}
+GROUPED = {
+    "layers": 3,
+    "hidden": 96,
+    "heads": 8,
+    "kv_heads": 2,
+    "ffn": 160,
+    "vocab": 400,
+    "head_dim": 16,
+}
 
 
 def on_gpus(gpu: str, precision: str, kv_heads: int = 2, gpus: int = 1, **more: Any) -> Plan:
@@ -300,6 +308,43 @@ def tensors_at_the_peak(profile: Profile) -> dict[int, int]:
         & (rows.step == rows.step.max())
     ]
     return {int(rank): int(size) for rank, size in rows.groupby("rank").bytes.sum().items()}
+
+
+SMALL_FFN = {"heads": 32, "kv_heads": 4, "head_dim": 32, "ffn": 16, "vocab": 256}
+
+
+@pytest.mark.parametrize(
+    ("precision", "attention", "shape", "recompute"),
+    [
+        ("bf16", "flash", {"head_dim": 16}, "none"),
+        ("bf16", "flash", {"head_dim": 12}, "none"),
+        ("bf16", "flash", SMALL_FFN, "none"),
+        ("bf16", "flash", SMALL_FFN, "full"),
+        ("bf16", "flash", SMALL_FFN, [0]),
+        ("bf16", "efficient", SMALL_FFN | {"kv_heads": 32}, "none"),
+        ("bf16", "efficient", {"head_dim": 16}, "selective"),
+        ("fp32", "efficient", {"head_dim": 16, "kv_heads": 8}, "none"),
+        ("bf16", "math", {"head_dim": 16}, "none"),
+        ("bf16", "math", {"head_dim": 16}, "selective"),
+        ("bf16", "math", {"head_dim": 16}, [0, 1]),
+        ("fp32", "math", {"head_dim": 16}, "full"),
+    ],
+    ids=str,
+)
+def test_what_each_attention_kernel_keeps(
+    precision: str, attention: str, shape: dict[str, Any], recompute: Any
+) -> None:
+    """A rehearsal of a GPU takes its branches: what kernels save, and allocate inside."""
+    plan = on_gpus(
+        "h100-sxm-80gb",
+        precision,
+        **{"strategy.attention": attention, "strategy.recompute": recompute},
+    )
+    model = GROUPED | {"hidden": 128, "kv_heads": 2} | shape
+    plan = plan.replace(model=model, **{"training.sequence_length": 256})
+    assert tensors_at_the_peak(estimate(plan)) == pytest.approx(
+        tensors_at_the_peak(rehearse(plan)), rel=0.002
+    )
 
 
 @pytest.mark.slow
@@ -340,7 +385,7 @@ def test_attention_keeps_repeated_heads_for_backward(
     every, groups = (
         instrument(on_gpus(gpu, precision, n)).by_category["activations"] for n in (8, 2)
     )
-    layers, keys_and_values, heads, head_dim, tokens = 3, 2, 8 - 2, 96 // 8, 2 * 128
+    layers, keys_and_values, heads, head_dim, tokens = 3, 2, 8 - 2, 16, 2 * 128
     element = 2 if precision == "fp16" else 4
     more = 0 if repeated else layers * keys_and_values * heads * head_dim * tokens * element
     assert every - groups == more

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tests.parallel.small import GPT, LLAMA, plan
 from workbench.engine import session as session_module
-from workbench.engine.precision import plan_dtypes, require_fused_attention, set_matmul_precision
+from workbench.engine.precision import plan_dtypes, set_matmul_precision
 from workbench.engine.session import Session
 from workbench.engine.verify.equivalence import _Recorder
 from workbench.engine.verify.forked_ranks import run_ranks
@@ -295,21 +295,3 @@ def test_gradients_that_stay_scaled_would_show(monkeypatch: pytest.MonkeyPatch) 
     in_fp32(clipped("data", "fp32").shape)  # the reference, which is cached, is without the fault
     monkeypatch.setattr(session_module, "clip_factor", lambda norm, limit: None)
     assert distance("data", "fp16") > 1
-
-
-@pytest.mark.parametrize(
-    ("gpu", "code", "plain"),
-    [("h100-sxm-80gb", False, False), ("local", False, True), ("h100-sxm-80gb", True, True)],
-)
-def test_attention_on_gpus_is_fused_or_an_error(gpu: str, code: bool, plain: bool) -> None:
-    """Plain operators would keep [B, H, T, T] that no estimate counts; a model that is code chooses
-    for itself.
-    """
-    model: Any = {"python": "tests.parallel.users_model:build", "vocab": 260} if code else "tiny"
-    require_fused_attention(
-        Plan.of("tiny", gpu=gpu, gpus=1, strategy="ddp", set={"model": model}).resolve()
-    )
-    try:
-        assert torch.backends.cuda.math_sdp_enabled() is plain
-    finally:
-        torch.backends.cuda.enable_math_sdp(True)

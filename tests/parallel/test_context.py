@@ -15,18 +15,16 @@ from tests.parallel.test_equality import assert_equal_to_one_device
 from tests.parallel.test_mutations import failure_of
 from workbench.engine.verify.equivalence import verify
 from workbench.engine.verify.forked_ranks import run_ranks
+from workbench.models.attention_kernels import AttentionBlock, attend_block, attend_block_backward
 from workbench.models.seams import Attend, Positions
 from workbench.parallel.context import ring_attention, ulysses_attention
 from workbench.parallel.context.apply_context import token_indices
-from workbench.parallel.context.attention_block import (
-    AttentionBlock,
-    attend_block,
-    attend_block_backward,
-)
 from workbench.parallel.context.ring_attention import RingAttend
 from workbench.parallel.context.ulysses_attention import UlyssesAttend
 from workbench.parallel.mesh import MeshAxis
 from workbench.plan.schema import Plan
+from workbench.planned_device import HOST, REHEARSED_GPU
+from workbench.rehearsal.fake_process_group import fake_tensors
 
 ALGORITHMS = ["ring", "ulysses", "usp"]
 NOWHERE = Positions(torch.empty(0), torch.empty(0), torch.empty(0))
@@ -136,7 +134,7 @@ def test_repeated_gqa_heads_change_no_number() -> None:
     ]
     weight = torch.randn(2, 24, 12, 8, generator=generator, dtype=torch.float64)
     plain, repeating = Attend(), Attend()
-    repeating.repeats_heads = True
+    repeating.kernel = "efficient"
     outs = [attend(*inputs, NOWHERE) for attend in (plain, repeating)]
     gradients = [torch.autograd.grad((out * weight).sum(), inputs) for out in outs]
     for one, other in zip((outs[0], *gradients[0]), (outs[1], *gradients[1])):
@@ -174,7 +172,9 @@ def test_heads_returned_to_the_wrong_rank(monkeypatch: pytest.MonkeyPatch) -> No
 def test_keys_of_later_tokens_that_are_not_masked(monkeypatch: pytest.MonkeyPatch) -> None:
     original = attend_block
     monkeypatch.setattr(
-        ring_attention, "attend_block", lambda q, k, v, causal: original(q, k, v, causal=False)
+        ring_attention,
+        "attend_block",
+        lambda kernel, q, k, v, causal: original(kernel, q, k, v, causal=False),
     )
     assert failure_of(verify(context_plan(2, "ring")))["tensor"]
 
@@ -211,29 +211,27 @@ class RecordedLse(TorchDispatchMode):
 
 
 @pytest.mark.parametrize(
-    ("device", "dtype"),
-    [("cpu", torch.float32), ("meta", torch.bfloat16), ("meta", torch.float32)],
+    ("device", "kernel", "dtype"),
+    [
+        (HOST, "flash", torch.float32),
+        (REHEARSED_GPU, "flash", torch.bfloat16),
+        (REHEARSED_GPU, "efficient", torch.float32),
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("length", [6, 128])
 def test_backward_passes_a_packed_lse_to_the_kernel(
-    device: str, dtype: torch.dtype, length: int
+    device: torch.device, kernel: str, dtype: torch.dtype, length: int
 ) -> None:
-    """CUDA's kernels index it as packed [B, H, T] whatever its strides; meta tensors take
-    a GPU's branches.
-    """
-    q, out, gradient = (torch.zeros(2, 4, length, 8, device=device, dtype=dtype) for _ in range(3))
-    k, v = (torch.zeros(2, 2, length, 8, device=device, dtype=dtype) for _ in range(2))
-    lse = torch.zeros(2, 4, length, device=device)
+    """CUDA's kernels index it as packed [B, H, T] whatever its strides."""
     half = slice(length // 2, None)  # as ring attention takes the second half of the queries
-    with RecordedLse() as recorded:
-        attend_block_backward(
-            gradient[:, :, half],
-            q[:, :, half],
-            k,
-            v,
-            AttentionBlock(out[:, :, half], lse[:, :, half]),
-            causal=False,
+    with fake_tensors(), RecordedLse() as recorded:
+        q, out, gradient = (
+            torch.zeros(2, 4, length, 8, device=device, dtype=dtype) for _ in range(3)
         )
+        k, v = (torch.zeros(2, 2, length, 8, device=device, dtype=dtype) for _ in range(2))
+        lse = torch.zeros(2, 4, length, device=device)
+        full = AttentionBlock(out[:, :, half], lse[:, :, half])
+        attend_block_backward(kernel, gradient[:, :, half], q[:, :, half], k, v, full, causal=False)
     assert len(recorded.tensors) == 1
     assert recorded.tensors[0].is_contiguous()

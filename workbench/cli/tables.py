@@ -111,7 +111,7 @@ def plan_table(full: ResolvedPlan) -> Grid:
         if s.pipeline.size > 1
         else "–",
         "precision": f"{s.precision}, gradients {s.gradient_dtype}, recompute {s.recompute}, "
-        f"kernels {s.kernels}",
+        f"attention {s.attention}, kernels {s.kernels}",
         "batch": f"{t.global_batch} x {t.sequence_length} tokens, micro-batch {t.micro_batch}, "
         f"{full.num_microbatches} microbatches per step",
         "training": f"{t.steps} steps of {t.optimizer.name}, learning rate "

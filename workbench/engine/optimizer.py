@@ -18,6 +18,7 @@ from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
 from workbench.engine.optimizer_groups import OptimizerGroup
+from workbench.planned_device import REHEARSED_GPU, on_gpu
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -78,8 +79,6 @@ class MixedPrecisionOptimizer:
         config: The plan's optimizer.
         total_steps: Steps of the run, for the learning-rate schedule.
         kernels: The plan's `strategy.kernels`.
-        on_gpu: Whether the plan's tensors are on GPUs. In rehearsal, whose tensors are on the CPU,
-            the update is then skipped: the Triton kernel allocates nothing.
     """
 
     def __init__(
@@ -90,7 +89,6 @@ class MixedPrecisionOptimizer:
         config: schema.Optimizer,
         total_steps: int,
         kernels: str = "eager",
-        on_gpu: bool = False,
     ) -> None:
         assert parameters.keys() == gradients.keys(), sorted(parameters.keys() ^ gradients.keys())
         self.config = config
@@ -98,10 +96,9 @@ class MixedPrecisionOptimizer:
         self._state = {name: self._initial(parameter) for name, parameter in parameters.items()}
         self._fused = self._kernel(parameters, gradients, layouts) if kernels == "fused" else None
         self._groups: list[OptimizerGroup] = []
-        on_host = all(parameter.device.type == "cpu" for parameter in parameters.values())
-        is_rehearsal = kernels == "fused" and on_gpu and on_host and config.name == "adamw"
-        if self._fused is not None or is_rehearsal:
+        if self._fused is not None or (kernels == "fused" and self._rehearses_kernel(parameters)):
             return
+        on_host = not any(on_gpu(parameter) for parameter in parameters.values())
         groups = (
             self._group(
                 parameters,
@@ -140,6 +137,11 @@ class MixedPrecisionOptimizer:
             dtypes,
             decay,
         )
+
+    def _rehearses_kernel(self, parameters: Mapping[str, Tensor]) -> bool:
+        """Whether the Triton AdamW would run on the planned GPU; it allocates nothing."""
+        rehearsed = [parameter.device == REHEARSED_GPU for parameter in parameters.values()]
+        return self.config.name == "adamw" and any(rehearsed)
 
     def _kernel(
         self,

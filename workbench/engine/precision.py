@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.schema import STORED, Plan
 
 DTYPES = {
@@ -27,13 +26,3 @@ def set_matmul_precision(plan: Plan) -> None:
     The setting is the process's: the worker calls this once. It has no effect on CPU.
     """
     torch.set_float32_matmul_precision("high" if plan.strategy.precision == "tf32" else "highest")
-
-
-def require_fused_attention(plan: ResolvedPlan) -> None:
-    """Disable the unfused SDPA backend on GPUs, which materialises scores of [B, H, T, T].
-
-    Where no fused backend supports the shapes, attention raises instead of exhausting memory. The
-    setting is the process's: the worker calls this once. A Python model chooses for itself.
-    """
-    if plan.gpu.device == "cuda" and plan.code is None:
-        torch.backends.cuda.enable_math_sdp(False)

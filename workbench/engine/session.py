@@ -129,7 +129,6 @@ class Session:
             drawer,
         )
         store = part.store
-        on_gpu = plan.gpu.device == "cuda" and plan.strategy.data.offload == "none"
         optimizer = MixedPrecisionOptimizer(
             store.values,
             store.optimizer_gradients,
@@ -137,7 +136,6 @@ class Session:
             t.optimizer,
             t.steps,
             plan.strategy.kernels,
-            on_gpu,
         )
         executor = ScheduleExecutor(
             table,

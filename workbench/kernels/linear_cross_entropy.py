@@ -26,6 +26,7 @@ from workbench.kernels.backends.triton_compat import accumulation_type, jit, run
 from workbench.kernels.cross_entropy import check_tokens, statistics_of, tile_shape, write_gradient
 from workbench.kernels.input_checks import accumulation_dtype, check_tensors
 from workbench.models.seams import IGNORE_INDEX
+from workbench.planned_device import on_gpu
 from workbench.runtime_facts.loss_chunks import loss_chunk_columns, loss_chunk_tokens
 
 TILE_NUMEL = 16384
@@ -201,7 +202,7 @@ def _multiply(out: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
     """out = a b, or out += a b unless `first`; `out` may have a wider dtype than a and b."""
     if out.dtype == a.dtype:
         torch.mm(a, b, out=out) if first else out.addmm_(a, b)
-    elif out.is_cuda:
+    elif on_gpu(out):
         torch.addmm(out, a, b, beta=0 if first else 1, out_dtype=out.dtype, out=out)
     else:  # torch has that GEMM on CUDA only
         step = max(1, CHUNK_NUMEL // max(*out.shape, 1))

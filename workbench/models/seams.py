@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from workbench.models.attention_kernels import attention, repeat_heads
+
 IGNORE_INDEX = -100
 """Target that the loss ignores, as in `F.cross_entropy`."""
 
@@ -114,11 +116,11 @@ def _rotate(x_BTHK: Tensor, positions: Positions) -> Tensor:
 
 
 class Attend(nn.Module):
-    """`attend(q, k, v, positions)`: causal attention (MHA or GQA) by torch's fused operator."""
+    """`attend(q, k, v, positions)`: causal attention (MHA or GQA)."""
 
-    repeats_heads = False
-    """Whether GQA's key-value heads are repeated first: the planned GPU's operator needs one for
-    each query head.
+    kernel = "flash"
+    """The plan's `strategy.attention`. All but flash need key-value heads repeated, one for each
+    query head.
     """
 
     def forward(
@@ -126,12 +128,9 @@ class Attend(nn.Module):
     ) -> Tensor:
         """Attention output [B, T, heads, head_dim]."""
         q, k, v = (x.transpose(1, 2) for x in (q_BTHK, k_BTHK, v_BTHK))
-        if self.repeats_heads:
-            k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-        grouped = q.shape[1] != k.shape[1]
-        return F.scaled_dot_product_attention(
-            q, k, v, is_causal=True, enable_gqa=grouped
-        ).transpose(1, 2)
+        if self.kernel != "flash":
+            k, v = (repeat_heads(x, q.shape[1]) for x in (k, v))
+        return attention(self.kernel, q, k, v).transpose(1, 2)
 
 
 NONLINEARITIES: dict[str, Callable[[Tensor], Tensor]] = {

@@ -43,7 +43,6 @@ from workbench.parallel.operators.apply_operators import (
 )
 from workbench.parallel.python_model_stage import apply_to_python_model
 from workbench.parallel.tensor.apply_tensor import apply_tensor_parallel, tensor_reduction_axes
-from workbench.plan.model.attention_kernel import repeats_heads
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.rules.operator_rules import placements
 from workbench.plan.schema import PythonModel
@@ -153,7 +152,7 @@ def _build_stage(
     keep_pipeline_stage(model, stage, partition)
     replace_seams(model, plan.strategy.kernels, plan.gpu.device)
     for seam in (module for module in model.modules() if isinstance(module, Attend)):
-        seam.repeats_heads = repeats_heads(plan.gpu, plan.strategy.precision, plan.shape)
+        seam.kernel = plan.strategy.attention
     min_fused_logits = getattr(model.head, "plain_below", 0)
     layouts = _unsharded_layouts(model)
     if plan.strategy.operators:

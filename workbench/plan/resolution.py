@@ -17,6 +17,7 @@ from workbench.plan import corpus_files
 from workbench.plan.catalog import catalog, huggingface_config
 from workbench.plan.custom_schedule import schedule_sha256
 from workbench.plan.model import python_model_file
+from workbench.plan.model.attention_kernel import decided_attention
 from workbench.plan.model.model_shape import Shape
 from workbench.plan.preset_sizes import resolve_sizes, splits_nothing
 from workbench.plan.resolved_plan import ResolvedPlan
@@ -229,6 +230,8 @@ def _decided(plan: Plan, shape: Shape | None, gpu: GPU) -> ResolvedPlan:
     strategy, pipeline = data["strategy"], data["strategy"]["pipeline"]
     strategy["precision"] = _precision(asked.precision, gpu)
     strategy["gradient_dtype"] = _gradient_dtype(plan, strategy["precision"])
+    if shape and asked.attention == "auto" and asked.stack == "workbench":
+        strategy["attention"] = decided_attention(gpu, strategy["precision"], shape)
     stages = asked.pipeline.size * asked.pipeline.chunks
     length = plan.task.sequence_length
     rule = pipeline["partition"]

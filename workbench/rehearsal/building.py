@@ -30,20 +30,21 @@ class ScratchOnly(NormalDrawer):
 
 
 def build_session(
-    plan: ResolvedPlan, mesh: Mesh, model: nn.Module | None
+    plan: ResolvedPlan, mesh: Mesh, device: torch.device, model: nn.Module | None
 ) -> tuple[Session, dict[str, int]]:
     """The session on fake tensors, and the peak of its building in bytes by category.
 
     Args:
         plan: The plan.
         mesh: The rank's place in the mesh.
+        device: Of the plan's tensors, as a rehearsal has it.
         model: The module of a plan whose model is Python.
     """
-    with LiveBytes() as live:
+    with LiveBytes(device) as live:
         session = Session.build(
             plan,
             mesh,
-            torch.device("cpu"),
+            device,
             count_reader=balanced_counts,
             model=model,
             drawer=initial_drawer(plan, ScratchOnly),

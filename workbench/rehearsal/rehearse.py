@@ -17,6 +17,7 @@ from workbench.plan.rank_placement import representative_ranks
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.rules.supported import require
 from workbench.plan.schema import Plan
+from workbench.planned_device import rehearsed_device
 from workbench.profile import Profile, frame
 from workbench.rehearsal.building import build_session, with_building
 from workbench.rehearsal.fake_process_group import fake_tensors, fake_world, without_cached_results
@@ -111,7 +112,7 @@ def _described(plan: Plan) -> nn.Module | None:
 def _rehearse_rank(
     plan: ResolvedPlan, rank: int, memory: list[dict[str, Any]], collectives: list[dict[str, Any]]
 ) -> None:
-    """Two steps of one rank; the fake tensors are on the CPU whatever the plan's GPU."""
+    """Two steps of one rank."""
     with fake_world(rank, plan.world_size):
         mesh = build_mesh(plan, rank)
         samplers, building = _steps(
@@ -153,17 +154,17 @@ def _steps(
     """What was seen of the steps of a rank, which holds the tokens of so many `microbatches`; the
     peak of building its session, by category.
     """
-    t, model = plan.training, _described(plan)
+    device, t, model = rehearsed_device(plan.gpu.device), plan.training, _described(plan)
     found = []
     with fake_tensors() as mode:
         with without_cached_results(mode):
-            session, building = build_session(plan, mesh, model)
+            session, building = build_session(plan, mesh, device, model)
         shape = (microbatches, t.micro_batch, t.sequence_length)
-        batch = (torch.zeros(shape, dtype=torch.long), torch.zeros(shape, dtype=torch.long))
+        batch = [torch.zeros(shape, dtype=torch.long, device=device) for _ in range(2)]
         for step in range(STEPS):
             found.append(StepSampler(session, None))
             with found[-1].step():
-                session.step(step, *batch, found[-1])
+                session.step(step, batch[0], batch[1], found[-1])
     return found, building
 
 

@@ -315,11 +315,16 @@ def _with_launch_floor(m: DeviceRates, seconds: Number, kernels: Number, is_moe:
 
 
 def attention_pass(w: Workload, m: DeviceRates) -> PassTimes:
-    """Seconds of causal attention in one layer, fused or not as the framework profile says."""
+    """Seconds of causal attention in one layer, fused or not as the framework profile or the plan
+    says.
+    """
     head_dim, framework = w.shape.head_dim or 128, w.fixed.framework
+    scores = w.heads * w.tokens * w.fixed.sequence_length
+    if w.fixed.attention == "math":  # which upcasts its operands: twice the bytes, fp32 GEMMs
+        slower = m.flops_16bit / (w.fixed.gpu.tflops["fp32"] * 1e12)
+        return unfused_attention(m, attention_flops(w) * slower, head_dim, 2 * scores, 0.0)
     if not framework.unfused:
         return fused_attention(m, attention_flops(w), head_dim)
-    scores = w.heads * w.tokens * w.fixed.sequence_length
     return unfused_attention(m, attention_flops(w), head_dim, scores, framework.dropout)
 
 

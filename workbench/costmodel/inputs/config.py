@@ -46,6 +46,8 @@ class FixedConfig:
     sequence_length: int
     precision: str
     kernels: str
+    attention: str
+    """Attention kernel: flash, efficient or math; auto: the framework's own."""
     stack: str
     framework: FrameworkProfile
     """Framework profile that `stack` names."""
@@ -167,6 +169,7 @@ def fixed_config(plan: ResolvedPlan) -> FixedConfig:
         sequence_length=t.sequence_length,
         precision=s.precision,
         kernels=s.kernels,
+        attention=s.attention,
         stack=s.stack,
         framework=kept,
         parameter_bytes=kept.parameters

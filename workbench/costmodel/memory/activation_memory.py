@@ -13,10 +13,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from workbench.costmodel.frameworks.framework_profile import WORKBENCH
 from workbench.costmodel.inputs.config import Array, Number
 from workbench.costmodel.inputs.rank_workload import Workload
-from workbench.plan.model.attention_kernel import repeats_heads
+from workbench.costmodel.memory.attention_memory import (
+    restored_attention_bytes,
+    saved_attention_bytes,
+)
 from workbench.runtime_facts.cast_sizes import GRADIENT_CAST_NUMEL
 from workbench.runtime_facts.fused_thresholds import MIN_FUSED_SEAM_NUMEL
 
@@ -118,27 +120,19 @@ def _saved_and_needed(
     attention = (
         w.q_width + w.k_width + w.v_width + w.o_width
     ) * w.tokens * w.element_bytes + _ulysses_saved(w)
-    attention = attention + repeated_kv_bytes(w) * (1 - w.searched.selective)
     saved = 2 * norm_saved(w) + _mla_latents(w) + attention + ffn
     framework = w.fixed.framework
     saved = saved + _fp8_saved_delta(w, is_moe) - _frozen_inputs(w, wide)
-    # Unfused attention saves softmax and, with dropout, its mask and output: 5 a s^2 b of
-    # 2205.05198. FlashAttention saves one fp32 log-sum-exp per head and token.
-    scores = (
-        (2 + 3 * framework.dropout) * w.heads * w.tokens * w.fixed.sequence_length
-        if framework.unfused
-        else 4 * w.heads * w.tokens
-    )
     saved = (
         saved
         + framework.dropout * w.tokens * w.hidden_per_rank * 2 / w.sequence_parallel
-        + scores * (1 - w.searched.selective)
+        + saved_attention_bytes(w) * (1 - w.searched.selective)
     )
     if framework.recompute_alternate_ops:
         return saved + w.searched.selective * (alternate_ops_saved(w, wide) - saved), saved
     if framework.selective_saved_share >= 0:
         saved = saved * (1 - w.searched.selective * (1 - framework.selective_saved_share))
-    return saved, saved
+    return saved, saved + w.searched.selective * restored_attention_bytes(w)
 
 
 def _feed_forward_backward(w: Workload, wide: Number, matrix: Number) -> Number:
@@ -205,24 +199,6 @@ def _ulysses_saved(w: Workload) -> Number:
         1 - w.searched.selective
     )
     return (w.ulysses > 1) * extra_width * w.tokens * w.element_bytes
-
-
-def repeated_kv_bytes(w: Workload) -> Number:
-    """Additional bytes where attention repeats key-value heads for every query head
-    (`plan/model/attention_kernel.py`).
-
-    The unrepeated heads are freed, except those that Ulysses has exchanged together with the
-    queries. Ring attention does not use the attention seam.
-    """
-    s = w.fixed
-    if s.stack != WORKBENCH or not repeats_heads(s.gpu, s.precision, w.shape):
-        return 0.0
-    exchanged = np.asarray(w.ulysses > 1)
-    repeats = w.k_width * np.where(exchanged, w.kv_head_repeats, 1.0) < w.q_width
-    extra_width = w.q_width + w.o_width - np.where(exchanged, 0.0, w.k_width + w.v_width)
-    applies = repeats & np.asarray(w.ring == 1)
-    num_bytes: Number = applies * extra_width * w.tokens * w.element_bytes
-    return num_bytes
 
 
 def grid_block_bytes(w: Workload, x: Number, matrix: Number, y: Number) -> Number:

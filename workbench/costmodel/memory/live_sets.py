@@ -8,10 +8,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from workbench.costmodel.frameworks.framework_profile import WORKBENCH
 from workbench.costmodel.inputs.config import Array, Number
 from workbench.costmodel.inputs.rank_parameters import ParamCounts
 from workbench.costmodel.inputs.rank_workload import Workload
-from workbench.costmodel.memory import activation_memory
+from workbench.costmodel.memory import activation_memory, attention_memory
 from workbench.costmodel.memory.activation_memory import LayerActivations
 from workbench.costmodel.memory.loss_memory import HeadMemory
 from workbench.costmodel.memory.loss_memory import head_memory as head_of
@@ -214,6 +215,14 @@ def _last_layer_backward(
             "temporary": w.zeros + layer.norm_backward,
         },
     }
+    if w.fixed.stack == WORKBENCH:
+        freed = layer.freed_before_norm + attention_memory.freed_by_attention_backward(w)
+        backward = attention_memory.attention_backward_bytes(w)
+        phases["attention"] = {
+            "activations": before - freed * ~recomputed,
+            "logits": logits,
+            "temporary": np.asarray(np.maximum(0.0, restored - freed * recomputed) + backward),
+        }
     return {name: add_categories(live, incoming) for name, live in phases.items()}
 
 
@@ -223,10 +232,15 @@ def _recomputed_layer_backward(
     """The last recomputed layer, when the layers behind it have freed what they saved."""
     restored = np.maximum(0.0, layer.saved - layer.checkpoint)
     earlier = before - np.minimum(w.layers_after_recomputed, w.layers) * layer.saved
+    temporary = layer.feed_forward_backward + restored
+    if w.fixed.stack == WORKBENCH:
+        freed = layer.freed_before_norm + attention_memory.freed_by_attention_backward(w)
+        attention = attention_memory.attention_backward_bytes(w)
+        temporary = np.maximum(temporary, restored - freed + attention)
     return {
         "activations": np.where(w.recomputed_layers > 0, earlier, 0.0),
         "logits": logits,
-        "temporary": np.where(w.recomputed_layers > 0, layer.feed_forward_backward + restored, 0.0),
+        "temporary": np.where(w.recomputed_layers > 0, temporary, 0.0),
         "communication": _received_gradient(w),
     }
 
@@ -238,10 +252,10 @@ def _split_backward(w: Workload, deferred: Array, logits: Array) -> dict[str, Me
     inputs = (
         w.q_width + w.k_width + w.v_width
     ) * w.tokens * w.element_bytes + 4 * w.heads * w.tokens
-    inputs = inputs + activation_memory.repeated_kv_bytes(w)
+    inputs = inputs + attention_memory.copied_operand_bytes(w)
     freed_later = inputs + w.residual_bytes
     return {
-        "attention": {
+        "split_attention": {
             "activations": deferred + freed_later,
             "logits": logits,
             "temporary": w.zeros + w.o_width * w.tokens * w.element_bytes,

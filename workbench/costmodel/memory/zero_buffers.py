@@ -37,7 +37,8 @@ def zero_buffer_deltas(w: Workload, p: ParamCounts) -> dict[str, MemoryByCategor
         "feed_forward",
         "column_parallel",
         "norm",
-        *(("attention", "first_norm") if w.fixed.splits_backward else ()),
+        "attention",
+        *(("split_attention", "first_norm") if w.fixed.splits_backward else ()),
     )
     by_phase = {
         **dict.fromkeys(PHASES_BEFORE_LAYER_BACKWARD, _head_phase(w, p)),

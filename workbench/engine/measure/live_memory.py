@@ -36,6 +36,7 @@ from workbench.engine.measure.recorded_collective import (
 )
 from workbench.models.torch_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from workbench.parallel.async_collectives import CompositeCollective, current_composite
+from workbench.planned_device import HOST
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -113,7 +114,7 @@ class LiveBytes(TorchDispatchMode):
     the step.
     """
 
-    def __init__(self, device: str = "cpu") -> None:
+    def __init__(self, device: torch.device = HOST) -> None:
         super().__init__()
         self.device = device
         self.levels = MemoryLevels()
@@ -143,7 +144,7 @@ class LiveBytes(TorchDispatchMode):
         return out
 
     def _countable(self, tensor: torch.Tensor) -> bool:
-        if tensor.device.type != self.device:
+        if tensor.device != self.device:
             return False
         return type(tensor) in (
             torch.Tensor,

@@ -51,7 +51,7 @@ class StepSampler(ActionTracker):
     def __init__(self, session: Session, meter: MemoryMeter | None) -> None:
         super().__init__()
         self.session, self.meter = session, meter
-        self.live = LiveBytes(session.device.type)
+        self.live = LiveBytes(session.device)
         self.stage = session.first_stage
         self._stages: dict[str, int] = {}
         """Moment -> the stage that was computing."""

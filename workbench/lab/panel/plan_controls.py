@@ -92,6 +92,7 @@ CONTROL_ROWS: dict[str, tuple[tuple[str, str, str, Form], ...]] = {
         ("keep_gathered", "strategy.data.keep_gathered", "Keep gathered parameters", "switch"),
     ),
     "Kernels, gradients and optimizer": (
+        ("attention", "strategy.attention", "Attention", "choice"),
         ("kernels", "strategy.kernels", "Kernels", "choice"),
         ("gradient_dtype", "strategy.gradient_dtype", "Gradient dtype", "choice"),
         ("optimizer", "training.optimizer.name", "Optimizer", "choice"),

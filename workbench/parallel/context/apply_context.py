@@ -31,7 +31,9 @@ def apply_context_parallel(
     """
     for module in model.modules():
         if isinstance(module, Attention):
-            attend: nn.Module = RingAttend(ring) if ring.size > 1 else module.attend
+            attend: nn.Module = module.attend
+            if ring.size > 1:
+                attend = RingAttend(ring, module.attend.kernel)
             if ulysses.size > 1:
                 attend = UlyssesAttend(attend, ulysses)
             setattr(module, "attend", attend)  # noqa: B010 (a seam takes any module of its signature)

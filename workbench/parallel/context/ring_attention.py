@@ -15,13 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from workbench.models.attention_kernels import AttentionBlock, attend_block, attend_block_backward
 from workbench.models.seams import Positions, at_least_fp32
-from workbench.parallel.context.attention_block import (
-    AttentionBlock,
-    attend_block,
-    attend_block_backward,
-    merge_blocks,
-)
 from workbench.parallel.context.context_collectives import start_ring_transfer, wait_ring_transfer
 from workbench.parallel.mesh import MeshAxis
 
@@ -29,9 +24,9 @@ from workbench.parallel.mesh import MeshAxis
 class RingAttend(nn.Module):
     """The attend seam by ring attention, over a sequence that is sharded over `axis`."""
 
-    def __init__(self, axis: MeshAxis) -> None:
+    def __init__(self, axis: MeshAxis, kernel: str = "flash") -> None:
         super().__init__()
-        self.axis = axis
+        self.axis, self.kernel = axis, kernel
 
     def forward(
         self, q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, positions: Positions
@@ -47,16 +42,17 @@ class RingAttend(nn.Module):
             [B, T / ranks, heads, head_dim].
         """
         heads_first = (x.transpose(1, 2) for x in (q_BTHK, k_BTGK, v_BTGK))
-        out: Tensor = _RingAttention.apply(*heads_first, self.axis)
+        out: Tensor = _RingAttention.apply(*heads_first, self.axis, self.kernel)
         return out.transpose(1, 2)
 
 
 class _RingAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor, axis: MeshAxis) -> Tensor:
-        keys = torch.stack((k_BGTK, v_BGTK))
-        transfer = start_ring_transfer([keys], axis)
-        full = _upcast(attend_block(q_BHTK, k_BGTK, v_BGTK, causal=True))
+    def forward(
+        ctx: Any, q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor, axis: MeshAxis, kernel: str
+    ) -> Tensor:
+        transfer = start_ring_transfer([torch.stack((k_BGTK, v_BGTK))], axis)
+        full = _upcast(attend_block(kernel, q_BHTK, k_BGTK, v_BGTK, causal=True))
         for step in range(1, axis.size):
             (keys,) = wait_ring_transfer(transfer)
             # Sent on before attention to them, which the next transfer overlaps with.
@@ -64,39 +60,47 @@ class _RingAttention(torch.autograd.Function):
                 transfer = start_ring_transfer([keys], axis)
             queries, visible = _visible_slices(q_BHTK, step, axis)
             k, v = keys[..., visible, :]
-            _merge_into(
-                full, _upcast(attend_block(q_BHTK[:, :, queries], k, v, causal=False)), queries
-            )
+            block = attend_block(kernel, q_BHTK[:, :, queries], k, v, causal=False)
+            _merge_into(full, _upcast(block), queries)
         out = full.out.to(q_BHTK.dtype)
         # Only this rank's keys and values are kept: backward sends them around the ring again.
         ctx.save_for_backward(q_BHTK, k_BGTK, v_BGTK, out, full.lse)
-        ctx.axis = axis
+        ctx.axis, ctx.kernel = axis, kernel
         return out
 
     @staticmethod
-    def backward(ctx: Any, gradient_BHTK: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         q_BHTK, k_BGTK, v_BGTK, out_BHTK, lse_BHT = ctx.saved_tensors
-        axis, full = ctx.axis, AttentionBlock(out_BHTK, lse_BHT)
-        transfer = start_ring_transfer([torch.stack((k_BGTK, v_BGTK))], axis)
-        dq, dk, dv = attend_block_backward(gradient_BHTK, q_BHTK, k_BGTK, v_BGTK, full, causal=True)
+        axis, kernel, full = ctx.axis, ctx.kernel, AttentionBlock(out_BHTK, lse_BHT)
+        key_transfer = start_ring_transfer([torch.stack((k_BGTK, v_BGTK))], axis)
+        dq, dk, dv = attend_block_backward(kernel, gradient, q_BHTK, k_BGTK, v_BGTK, full, True)
         dq, own_dkv = at_least_fp32(dq), at_least_fp32(torch.stack((dk, dv)))
+        gradient_transfer = None
         for step in range(1, axis.size):
-            keys, *others = wait_ring_transfer(transfer)
+            (keys,) = wait_ring_transfer(key_transfer)
+            if step < axis.size - 1:
+                key_transfer = start_ring_transfer([keys], axis)
             queries, visible = _visible_slices(q_BHTK, step, axis)
             k, v = keys[..., visible, :]
             part = AttentionBlock(*(x[:, :, queries] for x in full))
             dq_part, dk, dv = attend_block_backward(
-                gradient_BHTK[:, :, queries], q_BHTK[:, :, queries], k, v, part, causal=False
+                kernel, gradient[:, :, queries], q_BHTK[:, :, queries], k, v, part, False
             )
             dq[:, :, queries] += dq_part
-            # The gradients of travelling keys and values travel with them. Every rank adds its
-            # part, and one transfer after the last step brings them to their owner.
-            dkv = others[0] if others else torch.zeros_like(own_dkv)
+            # The gradients of travelling keys and values travel a step behind them, so that they
+            # arrive during attention. Every rank adds its part, and one transfer after the last
+            # step brings them to their owner.
+            dkv = (
+                torch.zeros_like(own_dkv)
+                if gradient_transfer is None
+                else wait_ring_transfer(gradient_transfer)[0]
+            )
             dkv[..., visible, :] += torch.stack((dk, dv))
-            last = step == axis.size - 1
-            transfer = start_ring_transfer([dkv] if last else [keys, dkv], axis)
-        own_dkv += wait_ring_transfer(transfer)[0]
-        return (dq.to(q_BHTK.dtype), own_dkv[0].to(k_BGTK.dtype), own_dkv[1].to(v_BGTK.dtype), None)
+            gradient_transfer = start_ring_transfer([dkv], axis)
+        assert gradient_transfer is not None, "a ring has two ranks or more"
+        own_dkv += wait_ring_transfer(gradient_transfer)[0]
+        dk, dv = own_dkv[0].to(k_BGTK.dtype), own_dkv[1].to(v_BGTK.dtype)
+        return dq.to(q_BHTK.dtype), dk, dv, None, None
 
 
 def _visible_slices(q_BHTK: Tensor, step: int, axis: MeshAxis) -> tuple[slice, slice]:
@@ -116,3 +120,16 @@ def _merge_into(full: AttentionBlock, block: AttentionBlock, queries: slice) -> 
     merged = merge_blocks(AttentionBlock(*(x[:, :, queries] for x in full)), block)
     for into, value in zip(full, merged):
         into[:, :, queries] = value
+
+
+def merge_blocks(first: AttentionBlock, second: AttentionBlock) -> AttentionBlock:
+    """Attention to both blocks of keys, from the attention to each.
+
+    With L = logaddexp(L1, L2) the output is o1 exp(L1 - L) + o2 exp(L2 - L): each block's softmax,
+    rescaled to the common denominator (online softmax, as in FlashAttention).
+    """
+    lse = torch.logaddexp(first.lse, second.lse)
+    parts = (block.out * (block.lse - lse).exp()[..., None] for block in (first, second))
+    return AttentionBlock(
+        sum(parts, torch.zeros((), dtype=first.out.dtype, device=first.out.device)), lse
+    )

@@ -1,4 +1,4 @@
-"""Which fused attention a plan's GPU has for its dtype."""
+"""Which attention kernels a plan's GPU has for its precision and head size."""
 
 from __future__ import annotations
 
@@ -10,17 +10,37 @@ from workbench.plan.schema import STORED
 FLASH_DTYPES = ("bf16", "fp16")
 WIDEST = 256
 """Entries of a head beyond which there is no flash kernel."""
+ALIGNED_BYTES = 16
+"""Both fused CUDA kernels load a multiple of so many bytes of a head."""
 
 
-def repeats_heads(gpu: GPU, precision: str, shape: Shape) -> bool:
-    """Whether key-value heads are repeated, one for every query head, before fused attention.
+def attention_kernels(gpu: GPU, precision: str, head_dim: int) -> tuple[str, ...]:
+    """Kernels that run, best first.
 
-    On CUDA, flash attention takes fewer key-value heads than query heads, in 16 bits and from
-    compute capability 8.0 on, the first that has bf16. What takes the rest, the memory-efficient
-    operator, refuses them in torch 2.11 to 2.13, which leaves plain operators that keep scores [B,
-    H, T, T] for backward.
+    On CUDA, flash attention takes 16 bits and compute capability 8.0 on, the first that has bf16
+    (`sdp_utils.cpp` of torch 2.11 to 2.13). CPU ranks have one fused kernel for every dtype.
     """
-    if gpu.device != "cuda" or num_kv_heads(shape) == shape.heads:
-        return False
-    sixteen = STORED.get(precision, precision) in FLASH_DTYPES and "bf16" in gpu.tflops
-    return not sixteen or int(shape.head_dim or 0) > WIDEST
+    if gpu.device == "cpu":
+        return ("flash", "math")
+    sixteen = STORED.get(precision, precision) in FLASH_DTYPES
+    flash = sixteen and "bf16" in gpu.tflops and head_dim <= WIDEST
+    efficient = is_aligned(precision, head_dim)
+    return (*(("flash",) if flash else ()), *(("efficient",) if efficient else ()), "math")
+
+
+def is_aligned(precision: str, head_dim: int) -> bool:
+    """Whether CUDA's fused kernels take heads as they are."""
+    sixteen = STORED.get(precision, precision) in FLASH_DTYPES
+    return head_dim * (2 if sixteen else 4) % ALIGNED_BYTES == 0
+
+
+def decided_attention(gpu: GPU, precision: str, shape: Shape) -> str:
+    """What `auto` is."""
+    return attention_kernels(gpu, precision, int(shape.head_dim or 0))[0]
+
+
+def repeats_heads(attention: str, shape: Shape) -> bool:
+    """Whether key-value heads are repeated, one for every query head, before attention: all kernels
+    but flash need that in torch 2.11 to 2.13.
+    """
+    return attention in ("efficient", "math") and num_kv_heads(shape) != shape.heads

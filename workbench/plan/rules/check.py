@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from workbench.errors import PlanError, Problem
+from workbench.plan.model.attention_kernel import attention_kernels, is_aligned
 from workbench.plan.model.model_shape import Shape
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.rules import axis_rules, legal_sizes, python_model_rules
@@ -33,7 +34,16 @@ def problems(plan: ResolvedPlan) -> list[Problem]:
     broken = [*([] if plan.code else _shape(plan)), *_cluster(plan)]
     if broken:
         return broken  # sizes mean nothing on a shape or a cluster that cannot exist
-    rules = (*axis_rules.RULES, _batch, _sequence, _precision, _recompute, _training, _corpus)
+    rules = (
+        *axis_rules.RULES,
+        _batch,
+        _sequence,
+        _precision,
+        _attention,
+        _recompute,
+        _training,
+        _corpus,
+    )
     if plan.code:
         rules = (
             *axis_rules.WITHOUT_SHAPE,
@@ -145,6 +155,24 @@ def _precision(plan: ResolvedPlan) -> Iterator[Problem]:
             "strategy.gradient_dtype",
             f"is {s.gradient_dtype} with precision {s.precision}; legal: {kinds}",
         )
+
+
+def _attention(plan: ResolvedPlan) -> Iterator[Problem]:
+    s, head_dim = plan.strategy, int(plan.shape.head_dim or 0)
+    if s.stack != "workbench":
+        if s.attention != "auto":
+            why = f"and attention under {s.stack} is as its framework profile says"
+            yield Problem("strategy.attention", f"is {s.attention}, {why}; legal: auto")
+        return
+    legal = attention_kernels(plan.gpu, s.precision, head_dim)
+    where = f"which {plan.gpu.name} does not have for {s.precision} and head_dim {head_dim}"
+    if s.context.size > s.context.num_ulysses_ranks:
+        aligned = plan.gpu.device == "cpu" or is_aligned(s.precision, head_dim)
+        legal = tuple(kernel for kernel in legal if kernel != "math" and aligned)
+        where += ", or ring attention cannot use, which merges blocks by their log-sum-exp"
+    if s.attention not in legal:
+        fit = ", ".join(("auto", *legal)) if legal else "none; a head_dim that 8 divides has flash"
+        yield Problem("strategy.attention", f"is {s.attention}, {where}; legal: {fit}")
 
 
 def _recompute(plan: ResolvedPlan) -> Iterator[Problem]:

@@ -54,6 +54,7 @@ def _whole(plan: Plan) -> Iterator[Problem]:
         ("strategy.tensor.algorithm", s.tensor.algorithm, "1d"),
         ("strategy.tensor.sequence", s.tensor.sequence, False),
         ("strategy.recompute", s.recompute or "none", "none"),
+        ("strategy.attention", s.attention, "auto"),
         ("training.dropout", plan.training.dropout, 0.0),
         ("training.lora", "set" if plan.training.lora else None, None),
     )

@@ -149,6 +149,11 @@ class Strategy(Frozen):
         description="Gradients add up and are reduced in it; parameters: as they are; auto: fp32 "
         "if several add up.",
     )
+    attention: Literal["auto", "flash", "efficient", "math"] = Field(
+        "auto",
+        description="Attention kernel; auto: flash where the GPU has it for precision and "
+        "head_dim, else efficient, else math, which keeps [T, T] scores.",
+    )
     kernels: Literal["eager", "compiled", "fused"] = Field(
         "eager", description="What runs memory-bound operators."
     )
