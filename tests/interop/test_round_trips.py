@@ -249,7 +249,7 @@ def said(field: str, names: list[str]) -> bool:
     )
 
 
-OWN = ("version", "strategy.stack")
+OWN = ("version", "strategy.stack", "strategy.attention")
 """Fields that are the format's own."""
 
 

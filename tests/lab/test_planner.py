@@ -372,6 +372,7 @@ def test_schedules_and_grids_bring_their_sizes(planner: Planner) -> None:
 
 
 CHANGES = {
+    "attention": "math",
     "nodes": 4,
     "gpus_per_node": 4,
     "fabric": "dgx-a100",

@@ -118,7 +118,7 @@ def _matters(
 ) -> bool:
     if name in ("cluster.fabric", "cluster.nodes", "cluster.gpus_per_node", "name"):
         return any(key == name or key.startswith(name + ".") for key in written)
-    if field == PARTITION:
+    if field in (PARTITION, "strategy.attention"):
         return False  # always filled; where it matters it reads back otherwise
     return (
         name in ALWAYS
@@ -133,6 +133,8 @@ def _same(field: str, ours: Any, theirs: Any, full: ResolvedPlan, written: bool)
     """
     if field == "name" or field.startswith(("cluster.gpu.", "cluster.fabric")):
         return True  # handed to the reader as they are
+    if field == "strategy.attention" and not written:
+        return True  # each framework has its own
     if field == "strategy.placement" and not written:
         many = [axis for axis, size in full.sizes.items() if size > 1]
         return [a for a in ours if a in many] == [a for a in theirs if a in many]

@@ -158,7 +158,7 @@ LOST = {
     "strategy.recompute": "FSDP recomputes every wrapped layer, or none",
     "strategy.precision": "accelerate knows no (fp32), fp16, bf16 and fp8",
     "strategy.gradient_dtype": "accelerate reduces gradients as it computes",
-    "strategy.attention": "the user's model chooses its attention",
+    "strategy.attention": "attention under accelerate is as its framework profile says",
     "strategy.kernels": "accelerate runs the user's model eagerly or compiled (dynamo)",
     "training": "the user's script decides",
     "checkpoint": "the user's script decides",

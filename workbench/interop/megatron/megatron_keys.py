@@ -317,7 +317,7 @@ WHYS = {
     "attention-dropout": "a plan drops what goes into the residual stream, never attention's "
     "probabilities",
     "make-vocab-size-divisible-by": "a plan pads the vocabulary by its own rule",
-    "use-flash-attn": "a plan's attention is flash wherever the GPU has it",
+    "use-flash-attn": "attention under Megatron is as its framework profile says",
     "init-method-std": "a plan's weights start by the model's own rule",
     **dict.fromkeys(
         ("loss-scale", "initial-loss-scale", "min-loss-scale", "loss-scale-window", "hysteresis"),
@@ -358,7 +358,7 @@ LOST = {
     "every stage",
     "strategy.placement": "Megatron orders tensor, context, then data and pipeline in either order",
     "strategy.precision": "Megatron knows fp32, fp16, bf16 and fp8",
-    "strategy.attention": "Megatron knows flash, fused and unfused attention",
+    "strategy.attention": "attention under Megatron is as its framework profile says",
     "strategy.kernels": "Megatron's layers are Transformer Engine's fused ones, or local",
     "training.optimizer.master": "Megatron keeps master weights beside 16-bit parameters",
     "training.optimizer.moments": "Megatron's moments are fp32 or bf16 here",

@@ -92,7 +92,6 @@ def _plan(keys: ForeignKeys, given: ImportOptions) -> dict[str, Any]:
         "precision": precision,
         "gradient_dtype": gradients,
         "placement": _placement(keys),
-        "attention": _attention(keys),
         "kernels": _kernels(keys),
     }
     return {"model": model, "cluster": cluster, "strategy": strategy, **training}
@@ -381,11 +380,6 @@ def _placement(keys: ForeignKeys) -> list[str]:
         if keys.flag("use-tp-pp-dp-mapping")
         else [*inner, "data", "pipeline"]
     )
-
-
-def _attention(keys: ForeignKeys) -> str:
-    kinds = {"auto": "auto", "fused": "auto", "flash": "flash", "unfused": "math", "local": "math"}
-    return str(keys.choice("attention-backend", kinds) or "auto")
 
 
 def _kernels(keys: ForeignKeys) -> str:

@@ -111,8 +111,6 @@ def _precision(full: Plan) -> dict[str, Any]:
     )
     if precision == "fp8":
         found["fp8-format"] = "hybrid"
-    if full.strategy.attention == "math":
-        found["attention-backend"] = "unfused"
     return found | {
         "transformer-impl": "local" if full.strategy.kernels == "eager" else "transformer_engine"
     }

@@ -135,7 +135,7 @@ LOST = {
     "or all",
     "strategy.precision": "torchtitan computes in bfloat16, float32 or float8",
     "strategy.gradient_dtype": "torchtitan reduces gradients in float32 or bfloat16",
-    "strategy.attention": "torchtitan leaves the kernel to torch",
+    "strategy.attention": "attention under torchtitan is as its framework profile says",
     "strategy.kernels": "torchtitan runs its layers eagerly or compiled",
     "training.optimizer.name": "torchtitan trains with AdamW or Adam",
     "training.optimizer": "torchtitan has no such setting",

@@ -151,8 +151,7 @@ class Strategy(Frozen):
     )
     attention: Literal["auto", "flash", "efficient", "math"] = Field(
         "auto",
-        description="Attention kernel; auto: flash where the GPU has it for precision and "
-        "head_dim, else efficient, else math, which keeps [T, T] scores.",
+        description="Attention kernel; auto: the best that the GPU has; math keeps [T, T] scores.",
     )
     kernels: Literal["eager", "compiled", "fused"] = Field(
         "eager", description="What runs memory-bound operators."
