@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from workbench.engine.measure.live_memory import UNCOUNTED, LiveBytes
@@ -14,6 +13,7 @@ from workbench.models.counter_normal import NormalDrawer, chunk_shape
 from workbench.models.moe import balanced_counts
 from workbench.parallel.mesh import Mesh
 from workbench.plan.resolved_plan import ResolvedPlan
+from workbench.planned_device import rehearsed_device
 
 
 class ScratchOnly(NormalDrawer):
@@ -30,16 +30,16 @@ class ScratchOnly(NormalDrawer):
 
 
 def build_session(
-    plan: ResolvedPlan, mesh: Mesh, device: torch.device, model: nn.Module | None
+    plan: ResolvedPlan, mesh: Mesh, model: nn.Module | None
 ) -> tuple[Session, dict[str, int]]:
     """The session on fake tensors, and the peak of its building in bytes by category.
 
     Args:
         plan: The plan.
         mesh: The rank's place in the mesh.
-        device: Of the plan's tensors, as a rehearsal has it.
         model: The module of a plan whose model is Python.
     """
+    device = rehearsed_device(plan.gpu.device)
     with LiveBytes(device) as live:
         session = Session.build(
             plan,

@@ -158,7 +158,7 @@ def _steps(
     found = []
     with fake_tensors() as mode:
         with without_cached_results(mode):
-            session, building = build_session(plan, mesh, device, model)
+            session, building = build_session(plan, mesh, model)
         shape = (microbatches, t.micro_batch, t.sequence_length)
         batch = [torch.zeros(shape, dtype=torch.long, device=device) for _ in range(2)]
         for step in range(STEPS):
