@@ -101,6 +101,8 @@ def test_nccls_own_durations_are_read(known: float | None, seconds: float | None
     work: Any = NcclWork(known)
     watch._track(work, one)
     watch.calls.append(one)
+    watch.resolve()
+    assert not one.works
     (row,) = watch.rows({"shards": "data"})
     assert (row["axis"], row["count"], row["seconds"]) == ("data", 1, seconds)
 
@@ -156,6 +158,7 @@ def test_synchronous_calls_are_waits_and_a_batch_has_one_work(
         group._start_coalescing("cuda")
         group.send([x], 1, 0)
         group._end_coalescing("cuda")
+    watch.resolve()
     assert group.timed == 1 and told == ["all_reduce", "end"]
     sums, send = watch.rows({})
     assert (sums["count"], send["kind"], send["bytes"]) == (2, "send", 16)

@@ -10,6 +10,7 @@ from workbench.engine import garbage_collection
 from workbench.engine.garbage_collection import collected_on_common_steps
 from workbench.engine.measure.allocator_memory import memory_meter
 from workbench.engine.measure.step_sampler import ActionTracker, StepSampler
+from workbench.engine.measure.step_timeline import StepTimeline
 from workbench.engine.session import Session
 from workbench.engine.verify.forked_ranks import run_ranks
 from workbench.parallel.mesh import build_mesh
@@ -73,7 +74,10 @@ def test_steps_leave_no_tensor_to_the_collector(
 
 def _step(session: Session, index: int, tokens: torch.Tensor, sampled: bool) -> None:
     if not sampled:
-        session.step(index, tokens, tokens, ActionTracker())
+        timeline = StepTimeline(session)
+        with timeline.step():
+            session.step(index, tokens, tokens, timeline)
+        timeline.collective_rows()
         return
     meter = memory_meter(CPU)
     meter.start()

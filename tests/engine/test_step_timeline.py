@@ -107,7 +107,7 @@ def test_compute_begins_after_the_wait_for_its_input(bubble: list[tuple[Rows, Ro
     "strategy",
     [
         "dapple",
-        "zero-3",
+        pytest.param("zero-3", marks=pytest.mark.slow),
         pytest.param("megatron-tp", marks=pytest.mark.slow),
         pytest.param("ring-attention", marks=pytest.mark.slow),
     ],

@@ -6,56 +6,48 @@ import math
 import sys
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from torch import Tensor
 
 from workbench.engine.data import tokenized_corpus
+from workbench.engine.data.batch_feed import BatchFeed
 from workbench.engine.data.batch_sampler import BatchSampler as TextSampler
 from workbench.engine.garbage_collection import collected_on_common_steps
 from workbench.engine.measure.allocator_memory import memory_meter
 from workbench.engine.measure.experiment_trackers import Trackers
 from workbench.engine.measure.step_sampler import (
+    FIRST_SAMPLES,
     ActionTracker,
     SampledStep,
     StepSampler,
     allocated_rows,
+    observed_by,
 )
 from workbench.engine.measure.step_timeline import StepTimeline
+from workbench.engine.measure.step_under_way import HostCopy, StepUnderWay
 from workbench.engine.measure.telemetry_writer import TelemetryWriter
 from workbench.engine.optimizer import learning_rate
-from workbench.engine.session import Observer, Session, StepResult, initial_drawer
+from workbench.engine.session import Session, initial_drawer
 from workbench.engine.session_checkpoint import SessionCheckpointer
 from workbench.parallel.mesh import Mesh
 from workbench.parallel.tensor.apply_tensor import counts_own_loss
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.runs.store.stop_request import read_stop
 
-FIRST_SAMPLES = 2
-"""Steps whose memory is always sampled: the first, and the first of the steady state. The step
-after them is timed.
-"""
 GO_ON, STOP, SAVE_AND_STOP = 0, 1, 2
 
 
-def observed_by(done: int, every: int) -> Literal["memory", "timeline", ""]:
-    """What is measured of the step after `done` others of this launch: its memory, its timeline or
-    neither.
-
-    Never both: sampling memory runs Python at every operator, and the timeline would show that.
-
-    Args:
-        done: Steps done before.
-        every: The plan's `telemetry.memory_every`.
+def runs_ahead(session: Session) -> bool:
+    """Whether the host enqueues a step before it has read the last one's scalars, so that a GPU
+    never waits for it. A stop request then takes effect a step later. Loss scaling needs to know
+    whether a step was skipped before the next one; on CPU there is nothing to run ahead of.
     """
-    every = max(every, 2) if every else 0
-    if done < FIRST_SAMPLES or (every and done % every == 0):
-        return "memory"
-    return "timeline" if done == FIRST_SAMPLES or (every and done % every == 1) else ""
+    return session.device.type == "cuda" and session.scaler is None
 
 
 class TrainingLoop:
@@ -75,7 +67,7 @@ class TrainingLoop:
         self.plan, self.run_dir, self.mesh, self.telemetry = plan, run_dir, mesh, telemetry
         self.action_tracker = ActionTracker()
         self.action_tracker.current = "building"
-        self.index = 0
+        self.index = self.first = 0
         self.meter = memory_meter(accelerator.device)
         self.trackers = Trackers(accelerator, plan)
         self._phase("building")
@@ -85,8 +77,9 @@ class TrainingLoop:
         self._open_window()
         self.session = Session.build(plan, mesh, accelerator.device, drawer=initial_drawer(plan))
         shape = (plan.num_microbatches, plan.training.micro_batch, plan.training.sequence_length)
-        self.tokens = torch.zeros(shape, dtype=torch.long, device=accelerator.device)
-        self.targets = torch.zeros_like(self.tokens)
+        self.feed = BatchFeed(self.text, shape, accelerator.device, plan.telemetry.timeout_seconds)
+        self._under_way: list[StepUnderWay] = []
+        self._last_end = 0.0
         self.saver = SessionCheckpointer(self.session, run_dir, self._saved)
         if plan.checkpoint.every:
             self.saver.prepare()
@@ -107,95 +100,123 @@ class TrainingLoop:
         self.index = self.saver.load()
         for kernel in self.session.warm_up():
             self._phase("compiling", kernel)
-        first, last = self.index, self.plan.training.steps
+        self.first = self.index
         self._phase("training")
         with collected_on_common_steps() as collect:
-            while self.index < last:
-                done = self.index - first
-                if done >= FIRST_SAMPLES:
+            while self.index < self.plan.training.steps:
+                if self.index - self.first >= FIRST_SAMPLES:
                     self._end_window()
-                stopping = self._step(observed_by(done, self.plan.telemetry.memory_every))
-                self.index += 1
+                self._enqueue()
                 collect(self.index)
+                stopping = self._finish_steps(but=int(self._may_run_ahead()))
+                if stopping != GO_ON:
+                    stopping = max(stopping, self._finish_steps())
                 self._evaluate()
                 self._save(stopping == SAVE_AND_STOP)
                 if stopping != GO_ON:
                     break
         self._end_window()
         self._finish_saving()
+        self.feed.close()
         self.trackers.close()
         self._phase("done")
         self.telemetry.record("bye", step=self.index)
 
-    def _step(self, observed: str) -> int:
-        """One step and its telemetry record; returns what all ranks agreed to do next."""
+    def _observed(self) -> str:
+        """What is measured of the step at `index`."""
+        return observed_by(self.index - self.first, self.plan.telemetry.memory_every)
+
+    def _may_run_ahead(self) -> bool:
+        """Whether the step at `index` may be enqueued before the last one's scalars are read. What
+        is evaluated or saved comes from steps known to be good, and a step that is measured has the
+        device for itself.
+        """
+        t, every = self.plan.training, self.plan.checkpoint.every
+        due = self.index == t.steps or any(
+            often and self.index % often == 0 for often in (t.evaluation.every, every)
+        )
+        measured = self._observed() or self._under_way[-1].timeline is not None
+        return runs_ahead(self.session) and not due and not measured
+
+    def _enqueue(self) -> None:
+        """Enqueue the step at `index`, and count it."""
+        observed = self._observed()
         began = time.perf_counter()
-        self._fill(*self.text.batch(self.index))
+        batch = self.feed.load(self.index)
         asked = self._asked_to_stop()
         self.meter.begin_step()
         timeline = None
-        if observed == "memory":
-            result = self._sampled(asked)
-        elif observed == "timeline":
-            timeline = StepTimeline(self.session)
-            with timeline.step():
-                result = self._plain(asked, timeline)
-        else:
-            result = self._plain(asked, self.action_tracker)
+        with ExitStack() as stack:
+            self.action_tracker = ActionTracker()
+            if observed == "memory":
+                self._open_window()
+                self.action_tracker = sampler = StepSampler(self.session, self.meter)
+                self._samples.append(SampledStep(self.index, sampler))
+                stack.enter_context(sampler.step())
+            elif observed == "timeline":
+                self.action_tracker = timeline = StepTimeline(self.session)
+                stack.enter_context(timeline.step())
+            result = self.session.step(self.index, *batch, self.action_tracker, asked)
         counters = self.meter.end_step(observed == "memory")
         if observed == "memory":
             self._samples[-1].counters = counters
-        loss, norm, stop, *scaling = torch.stack([x for x in result if x is not None]).tolist()
+        scalars = HostCopy(torch.stack([x for x in result if x is not None]))
+        action = self.action_tracker.current
+        self._under_way.append(
+            StepUnderWay(self.index, began, scalars, self.meter.now(), counters, action, timeline)
+        )
+        self.index += 1
+
+    def _finish_steps(self, but: int = 0) -> int:
+        """Read and record the steps under way, `but` the newest so many; returns what all ranks
+        agreed to do next.
+        """
+        stopping = GO_ON
+        while len(self._under_way) > but:
+            stopping = max(stopping, self._finish(self._under_way.pop(0)))
+        return stopping
+
+    def _finish(self, step: StepUnderWay) -> int:
+        loss, norm, stop, *scaling = step.scalars.tolist()
+        ended = time.perf_counter()
+        seconds, self._last_end = ended - max(step.began, self._last_end), ended
         t, scaler = self.plan.training, self.session.scaler
-        scheduled = self.index - (scaler.skipped if scaler else 0)
+        scheduled = step.index - (scaler.skipped if scaler else 0)
         skipped = bool(scaler and scaling[1])
         if scaler:
             scaler.count_skipped(skipped)
         if not (math.isfinite(loss) or skipped):
+            self.index = step.index
             raise FloatingPointError(
-                f"the loss of step {self.index} is {loss}: training cannot continue; lower "
+                f"the loss of step {step.index} is {loss}: training cannot continue; lower "
                 "training.optimizer.learning_rate, or check the weights that checkpoint.load names"
             )
         record: dict[str, Any] = {
-            "step": self.index,
+            "step": step.index,
             "loss": loss,
-            "seconds": time.perf_counter() - began,
+            "seconds": seconds,
             "tokens": t.global_batch * t.sequence_length,
             "gradient_norm": norm,
             "learning_rate": learning_rate(scheduled, t.optimizer, t.steps),
             "loss_scale": scaling[0] if scaler else None,
             "skipped": skipped,
-            "bytes": self.meter.now(),
-            **counters.of_step(),
-            "action": self.action_tracker.current,
+            "bytes": step.bytes,
+            **step.counters.of_step(),
+            "action": step.action,
         }
         self.telemetry.record("step", **record)
-        self.trackers.log(record, self.index)
-        if timeline is not None:
-            rows = timeline.timeline_rows()
-            self.telemetry.record("timeline", step=self.index, rows=rows)
-            rows = timeline.collective_rows()
-            self.telemetry.record("collectives", step=self.index, rows=rows)
+        self.trackers.log(record, step.index)
+        if step.timeline is not None:
+            rows = step.timeline.timeline_rows()
+            self.telemetry.record("timeline", step=step.index, rows=rows)
+            rows = step.timeline.collective_rows()
+            self.telemetry.record("collectives", step=step.index, rows=rows)
         return int(stop)
 
     def _asked_to_stop(self) -> int:
         """The stop request on disk, read by rank 0 only; the step's all-reduce distributes it."""
         wish = read_stop(self.run_dir) if self.mesh.rank == 0 else None
         return GO_ON if wish is None else SAVE_AND_STOP if wish.checkpoint else STOP
-
-    def _fill(self, tokens: Tensor, targets: Tensor) -> None:
-        self.tokens.copy_(tokens)
-        self.targets.copy_(targets)
-
-    def _plain(self, asked: int, observer: Observer) -> StepResult:
-        return self.session.step(self.index, self.tokens, self.targets, observer, asked)
-
-    def _sampled(self, asked: int) -> StepResult:
-        self._open_window()
-        sampler = StepSampler(self.session, self.meter)
-        self._samples.append(SampledStep(self.index, sampler))
-        with sampler.step():
-            return self.session.step(self.index, self.tokens, self.targets, sampler, asked)
 
     def _open_window(self) -> None:
         if not self._window_open:
@@ -224,8 +245,7 @@ class TrainingLoop:
         self._phase("evaluating")
         total = torch.zeros((), dtype=torch.float64, device=self.session.device)
         for i in range(e.batches):
-            self._fill(*self.text.evaluation(i))
-            loss = self.session.evaluate(self.tokens, self.targets)
+            loss = self.session.evaluate(*self.feed.load_evaluation(i))
             total += loss.double() if loss is not None and counts_own_loss(self.mesh) else 0.0
         if self.mesh.world_size > 1:
             dist.all_reduce(total)

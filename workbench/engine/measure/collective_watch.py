@@ -60,18 +60,26 @@ class TimedCall:
     """When the last wait for it returned."""
     works: list[dist.Work] = field(default_factory=list)
     """Works that know their own duration, once the device has been synchronised."""
+    measured: float | None = None
+    """Sum of their durations."""
 
     @property
     def seconds(self) -> float | None:
         """Its own duration: NCCL's where that is measured; on gloo from its start to its
         completion, or where that is not told (send, recv), to the end of the wait for it.
         """
-        if self.works:
-            durations = [_duration(work) for work in self.works]
-            return None if None in durations else sum(x for x in durations if x is not None)
+        if self.measured is not None:
+            return self.measured
         ends = self.completed if len(self.completed) == self.parts else []
         end = max(ends, default=self.waited)
         return None if end is None else min(end, self.waited or end) - self.begin
+
+    def resolve(self) -> None:
+        """Read the works' durations, and let go of them and of the tensors that they hold."""
+        durations = [_duration(work) for work in self.works]
+        known = [seconds for seconds in durations if seconds is not None]
+        self.measured = sum(known) if known and len(known) == len(durations) else None
+        self.works.clear()
 
 
 def _duration(work: Any) -> float | None:
@@ -129,6 +137,11 @@ class CollectiveWatch:
                 setattr(owner, name, method)
             self._by_work.clear()
 
+    def resolve(self) -> None:
+        """Read the durations of what the device has measured; it must have been synchronised."""
+        for call in self.calls:
+            call.resolve()
+
     def rows(self, axis_of: Mapping[str, str]) -> list[dict[str, Any]]:
         """Rows of the collectives frame; `seconds` is the mean of the calls that a row counts."""
         counts = Counter(call.recorded for call in self.calls)
@@ -182,7 +195,7 @@ class CollectiveWatch:
                 return method(work, *args, **kwargs)
             finally:
                 self.end_wait()
-                if call is not None:
+                if call is not None and not self.cuda:  # there the host does not wait
                     call.waited = time.perf_counter()
 
         return wait

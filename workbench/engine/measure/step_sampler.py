@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -22,6 +22,28 @@ from workbench.vocabulary import FRAGMENTATION, OUTSIDE
 
 STEP, STEP_END = "initialised", "after_optimizer"
 """Marks of a step's start, when only persistent tensors exist, and of its end."""
+
+
+FIRST_SAMPLES = 2
+"""Steps whose memory is always sampled: the first, and the first of the steady state. The step
+after them is timed.
+"""
+
+
+def observed_by(done: int, every: int) -> Literal["memory", "timeline", ""]:
+    """What is measured of the step after `done` others of this launch: its memory, its timeline or
+    neither.
+
+    Never both: sampling memory runs Python at every operator, and the timeline would show that.
+
+    Args:
+        done: Steps done before.
+        every: The plan's `telemetry.memory_every`.
+    """
+    every = max(every, 2) if every else 0
+    if done < FIRST_SAMPLES or (every and done % every == 0):
+        return "memory"
+    return "timeline" if done == FIRST_SAMPLES or (every and done % every == 1) else ""
 
 
 class ActionTracker:

@@ -87,6 +87,7 @@ class StepTimeline(ActionTracker):
             yield
             self._mark(OTHER)
         self.clock.synchronize()
+        self.collectives.resolve()
 
     @contextmanager
     def action(self, label: str, action: Action | None) -> Iterator[None]:
