@@ -10,7 +10,7 @@ from tests.gpu.checks import Evidence
 from workbench.plan.schema import Plan
 from workbench.runs import Reader, Run, start
 
-STEPS = 12
+STEPS = 20
 START_SECONDS = 120.0
 REPOSITORY = Path(__file__).parents[2]
 Records = list[dict[str, Any]]

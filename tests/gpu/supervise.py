@@ -21,9 +21,6 @@ import psutil
 from tests.gpu.checks import Check, Evidence, Result, unmet
 from workbench.runs.launch.parent_death import die_with_parent
 
-START_SECONDS = 60.0
-"""Deadline of a child's first word."""
-
 
 @dataclass(frozen=True)
 class Setting:

@@ -11,6 +11,7 @@ import pytest
 from tests.gpu import planted_part
 from tests.gpu.check import PARTS, SEVERAL_GPUS, main
 from tests.gpu.checks import Check
+from tests.gpu.parts import kernels
 from tests.gpu.supervise import checks_of
 
 PLANTED = planted_part.__name__
@@ -112,3 +113,9 @@ def test_checks_have_names_of_their_own() -> None:
     for part in (*PARTS, SEVERAL_GPUS):
         names = [check.name for check in checks_of(part)]
         assert len(set(names)) == len(names), part
+
+
+def test_every_operator_has_a_check() -> None:
+    from tests.kernels import test_gpu
+
+    assert set(kernels.OPERATORS) == set(test_gpu.OPERATORS)

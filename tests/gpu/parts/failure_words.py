@@ -68,14 +68,19 @@ def does_not_fit(evidence: Evidence) -> None:
     evidence.expect("--force is named", "--force" in said)
 
 
+def too_large(evidence: Evidence) -> Plan:
+    """17 billion parameters in bf16 and their optimizer, more than a GPU holds."""
+    wide = {"layers": 4, "hidden": 16384, "heads": 64, "kv_heads": 64, "ffn": 65536, "vocab": 4096}
+    changes = {"model": wide, "strategy.precision": "bf16"}
+    return tiny_plan(evidence, training__steps=2).replace(**changes)
+
+
 def out_of_memory(evidence: Evidence) -> None:
     """A run that is out of memory says so, with advice."""
     names = ("it fails", "the cause is memory", "advice is given")
     if not evidence.on_gpu("a host that is out of memory harms what else runs there", *names):
         return
-    wide = {"layers": 4, "hidden": 16384, "heads": 64, "kv_heads": 64, "ffn": 65536, "vocab": 4096}
-    plan = tiny_plan(evidence, training__steps=2).replace(model=wide)
-    run = launch(plan, evidence, force=True)
+    run = launch(too_large(evidence), evidence, force=True)
     state = run.wait(START_SECONDS)
     evidence.expect(names[0], state.phase == "failed", phase=state.phase)
     message, advice = (state.cause.message, state.cause.advice) if state.cause else ("", "")

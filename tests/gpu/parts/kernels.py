@@ -114,7 +114,7 @@ def optimizer_and_models(evidence: Evidence) -> None:
 
 
 CHECKS = [
-    *(Check(name, partial(operator, name), 60) for name in OPERATORS),
+    *(Check(name, partial(operator, name), 120) for name in OPERATORS),
     Check("AdamW and models", optimizer_and_models, 90),
     Check("beyond 2^31 entries", beyond_32_bits, 90),
 ]

@@ -21,11 +21,11 @@ SANITIZED = ("zero-3 offload parameters", "ring", "pipeline 1f1b", "megatron-tp 
 
 def sanitized(name: str, evidence: Evidence) -> None:
     """No tensor is touched that a stream or a collective still uses."""
-    found = [str(each) for each in violations(PLANS[name])]
-    evidence.expect("collectives in flight are left alone", not found, found=found[:3])
-    races = "streams do not race"
+    in_flight, races = "collectives in flight are left alone", "streams do not race"
     if not evidence.on_gpu("a CPU has no streams", races):
-        return
+        found = [str(each) for each in violations(PLANS[name])]
+        return evidence.expect(in_flight, not found, found=found[:3])
+    evidence.left_out("CPU ranks show it, in a dry run and in `make test`", in_flight)
     plan = PLANS[name].replace(**{"cluster.gpu": gpu_name(evidence)}).resolve()
     error = ""
     try:
