@@ -25,8 +25,9 @@ a GPU.
 SCRATCH_TENSORS = 5
 """Tensors of half a chunk that drawing needs, 4 bytes an entry."""
 
-_LOG = (-0.5975674390792847, -0.7995463609695435, -1.333335518836975, 0.0)
-"""-2 log((1 + s) / (1 - s)) / s + 4, by powers of s^2 from the highest, for |s| <= 0.172."""
+_LOG = (-0.5975674390792847, -0.7995463609695435, -1.333335518836975)
+"""(-2 log((1 + s) / (1 - s)) / s + 4) / s^2, by powers of s^2 from the highest, for |s| <= 0.172.
+"""
 _SIN = (-3.573704088921659e-05, 0.0024896953254938126, -0.08074532449245453, 0.2853981554508209)
 """sin(x pi/4) / x - 1/2, by powers of x^2, for x <= 1."""
 _COS = (
@@ -143,15 +144,16 @@ def _radius(bits: Tensor, scratch: Sequence[Tensor]) -> Tensor:
     whole, exponent, sums = scratch
     mantissa, square = whole.view(torch.float32), exponent.view(torch.float32)
     mantissa.copy_(bits.bitwise_and_(2**31 - 1)).add_(0.5)
-    whole.add_(_ONE - _SQRT_HALF)
+    # The shift then leaves k, and the mantissa's bits are as they were.
+    whole.add_(_ONE - _SQRT_HALF - ((127 + 31) << 23))
     torch.bitwise_right_shift(whole, 23, out=exponent)
     result = bits.view(torch.float32)
-    result.copy_(exponent.sub_(127 + 31)).mul_(-2 * math.log(2))
+    result.copy_(exponent).mul_(-2 * math.log(2))
     whole.bitwise_and_(_MANTISSA).add_(_SQRT_HALF)
     mantissa.sub_(1.0)
     s = mantissa.div_(torch.add(mantissa, 2.0, out=square))
     log = _polynomial(_LOG, torch.mul(s, s, out=square), sums.view(torch.float32))
-    return result.add_(log.mul_(s).add_(s, alpha=-4)).sqrt_()
+    return result.add_(log.mul_(square).mul_(s).add_(s, alpha=-4)).sqrt_()
 
 
 def _direction(bits: Tensor, scratch: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
