@@ -75,7 +75,9 @@ def _run(part: str, report: Report, until: float) -> None:
     try:
         names = [check.name for check in checks_of(part) if check.name not in known]
     except Exception:  # a package is missing here: the other parts may do without
-        report.add(unmet(part, "import", "failed", traceback.format_exc(limit=-3)))
+        broken = unmet(part, "import", "failed", traceback.format_exc(limit=-3))
+        report.add(broken)
+        print(line(broken), flush=True)
         return
     for result in run_part(part, names, report.setting, until):
         report.add(result)

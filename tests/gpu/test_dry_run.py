@@ -10,9 +10,34 @@ from pathlib import Path
 
 import pytest
 
-from tests.gpu.check import LEAST_SHARE, PARTS
+from tests.gpu.check import LEAST_SHARE, PARTS, SEVERAL_GPUS
 
 BUDGET = 900
+NOT_ON_A_GPU_MACHINE = (
+    "altair",
+    "anywidget",
+    "ipywidgets",
+    "IPython",
+    "jinja2",
+    "jupyterlab",
+    "nbclient",
+    "tensorboard",
+    "tree_sitter",
+    "tree_sitter_bash",
+    "vl_convert",
+)
+"""Of the project's dependencies: none has a part in training."""
+
+
+@pytest.mark.slow
+def test_parts_load_without_what_a_gpu_machine_lacks() -> None:
+    code = (
+        "import sys, importlib\n"
+        f"sys.modules.update(dict.fromkeys({NOT_ON_A_GPU_MACHINE}))\n"
+        f"for part in {(*PARTS, SEVERAL_GPUS)}: importlib.import_module(part)"
+    )
+    asked = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert asked.returncode == 0, asked.stderr
 
 
 @pytest.mark.slow

@@ -5,10 +5,12 @@ from __future__ import annotations
 import operator
 import re
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-from tree_sitter import Node
+if TYPE_CHECKING:
+    from tree_sitter import Node
 
-Lookup = Callable[[Node], str | None]
+Lookup = Callable[["Node"], str | None]
 """The text of a node that is no operator; None where it is not known."""
 
 BOUND = 2**63

@@ -7,8 +7,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-
-from tree_sitter import Node
+from typing import TYPE_CHECKING
 
 from workbench.interop.shell.values import (
     Break,
@@ -23,6 +22,9 @@ from workbench.interop.shell.values import (
     split,
 )
 from workbench.interop.shell.words import Source, Words
+
+if TYPE_CHECKING:
+    from tree_sitter import Node
 
 DEEPEST = 12
 """Functions, `eval` and `bash -c` inside each other that are followed."""

@@ -5,8 +5,7 @@ from __future__ import annotations
 import fnmatch
 import re
 from collections.abc import Callable
-
-from tree_sitter import Node
+from typing import TYPE_CHECKING
 
 from workbench.interop.shell.values import (
     MOST,
@@ -18,6 +17,9 @@ from workbench.interop.shell.values import (
     shown_value,
 )
 from workbench.interop.shell.words import Words
+
+if TYPE_CHECKING:
+    from tree_sitter import Node
 
 _NUMBERS: dict[str, Callable[[int, int], bool]] = {
     "-eq": lambda a, b: a == b,

@@ -8,14 +8,14 @@ import bisect
 import functools
 import re
 from collections.abc import Callable, Sequence
-
-import tree_sitter_bash
-from tree_sitter import Language, Node, Parser, Tree
+from typing import TYPE_CHECKING
 
 from workbench.errors import refuse
 from workbench.interop.shell.words import Source
 
-_BASH = Language(tree_sitter_bash.language())
+if TYPE_CHECKING:
+    from tree_sitter import Node, Parser, Tree
+
 _SLICE = re.compile(rb"\$\{(\w+:(?![-=+?])\s*\$?\{?[\w +*/$-]+\}?)\}")
 """`${NAME:FROM:COUNT}`, which the grammar lacks and nothing here knows: read as a variable that
 nothing sets.
@@ -42,12 +42,21 @@ def parse_script(data: bytes, line: Callable[[int], int]) -> tuple[Node, Source]
     return tree.root_node, source
 
 
+@functools.cache
+def _bash_parser() -> Parser:
+    """Imported when a script is read: ranks, and machines that only run, do without."""
+    import tree_sitter_bash
+    from tree_sitter import Language, Parser
+
+    return Parser(Language(tree_sitter_bash.language()))
+
+
 def _mended(data: bytes, line: Callable[[int], int]) -> tuple[Tree, bytes, Callable[[int], int]]:
     """(tree, text, line of each byte), with `$NAME` as `${NAME}` where the grammar tears it
     (`$A/$B/c`).
     """
     for _ in range(8):
-        tree = Parser(_BASH).parse(data)
+        tree = _bash_parser().parse(data)
         torn = [at for at in _torn(tree.root_node) if re.match(rb"\w", data[at + 1 : at + 2])]
         if not torn:
             break

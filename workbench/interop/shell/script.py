@@ -6,8 +6,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-
-from tree_sitter import Node
+from typing import TYPE_CHECKING
 
 from workbench.errors import refuse
 from workbench.interop.shell import conditions
@@ -27,6 +26,9 @@ from workbench.interop.shell.values import (
     weight,
 )
 from workbench.interop.shell.words import Source
+
+if TYPE_CHECKING:
+    from tree_sitter import Node
 
 __all__ = ["Script", "ShellCommand", "commands"]
 

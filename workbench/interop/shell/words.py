@@ -6,8 +6,7 @@ import functools
 import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-
-from tree_sitter import Node
+from typing import TYPE_CHECKING
 
 from workbench.interop.shell import arithmetic
 from workbench.interop.shell.values import (
@@ -25,6 +24,9 @@ from workbench.interop.shell.values import (
     quoted,
     shown_value,
 )
+
+if TYPE_CHECKING:
+    from tree_sitter import Node
 
 _NAMED = re.compile(r"\$\{\s*(#|!)?(\w+|[@*#?$!])(?:\[([^\]]*)\])?(.*)\}", re.DOTALL)
 _OPERATORS = (":-", "-", ":=", "=", ":+", "+", ":?", "?", ",,", "^^")
