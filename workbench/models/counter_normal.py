@@ -87,9 +87,9 @@ class NormalDrawer:
                 _fill_chunk(part, row + r * rows, column + c * columns, key, deviation, scratch)
 
     def scratch(self, rows: int, columns: int) -> Tensor:
-        """The temporaries [5, N] of chunks of at most so many rows and columns."""
+        """The temporaries [N] of chunks of at most so many rows and columns."""
         return torch.empty(
-            SCRATCH_TENSORS, rows * (columns // 2 + 1), dtype=torch.int32, device=self.device
+            SCRATCH_TENSORS * rows * (columns // 2 + 1), dtype=torch.int32, device=self.device
         )
 
 
@@ -120,12 +120,17 @@ def _fill_chunk(
 ) -> None:
     rows, columns = into_RC.shape
     first, pairs = column // 2, (column + columns + 1) // 2 - column // 2
-    radius, angle, *three = (x[: rows * pairs].view(rows, pairs) for x in scratch)
-    counters = column_counters(first, pairs, scratch.device)
-    ids = torch.arange(2 * row, 2 * (row + rows), device=scratch.device)
-    keys_R22 = row_keys(ids, key).view(rows, 2, 2)
-    random_bits(counters, keys_R22[:, 0], radius, three[0])
-    random_bits(counters, keys_R22[:, 1], angle, three[0])
+    parts = scratch[: SCRATCH_TENSORS * rows * pairs].view(SCRATCH_TENSORS, rows, pairs)
+    ids = torch.arange(2 * row, 2 * (row + rows), device=scratch.device).view(rows, 2)
+    keys = row_keys(ids.t().flatten(), key)
+    # Both hashes at once: operators cost microseconds each.
+    random_bits(
+        column_counters(first, pairs, scratch.device),
+        keys,
+        parts[:2].flatten(0, 1),
+        parts[2:4].flatten(0, 1),
+    )
+    radius, angle, *three = parts
     scale = _radius(radius, three).mul_(deviation)
     even, odd = _direction(angle, three)
     # A box that begins in an odd column begins with the second number of a pair.
