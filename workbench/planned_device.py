@@ -24,3 +24,10 @@ def rehearsed_device(device_type: str) -> torch.device:
 def on_gpu(x: Tensor) -> bool:
     """Whether `x` is on a GPU, or on the planned one in a rehearsal."""
     return x.is_cuda or x.device == REHEARSED_GPU
+
+
+def tensor_device(device: torch.device) -> torch.device:
+    """`device` as real tensors name it: without an index on CPU, where Accelerate gives ranks
+    one.
+    """
+    return HOST if device.type == "cpu" else device

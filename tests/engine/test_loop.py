@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from accelerate import Accelerator
 
 from workbench.checkpoint import checkpoint_format
 from workbench.checkpoint.resume_point import finished_checkpoints
@@ -80,6 +82,17 @@ def test_memory_and_the_timeline_are_sampled_on_different_steps(
         if (row["category"], row["moment"]) == ("allocated", "peak")
     ]
     assert peaks == pytest.approx([peaks[0]] * len(sampled), rel=0.02)
+
+
+def test_memory_of_ranks_whose_device_has_an_index_is_counted(
+    tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Accelerate gives a launched CPU rank `cpu:0`; tensors are on `cpu`."""
+    monkeypatch.setattr(Accelerator, "device", torch.device("cpu", 0))
+    code, records = trained(tmp_path / "run", text)
+    (rows, _) = (record["rows"] for record in records if record["kind"] == "memory")
+    assert code == 0
+    assert sum(row["bytes"] for row in rows if row["category"] == "parameters") > 0
 
 
 def test_one_step(tmp_path: Path, text: Path) -> None:

@@ -37,6 +37,7 @@ from workbench.engine.session_checkpoint import SessionCheckpointer
 from workbench.parallel.mesh import Mesh
 from workbench.parallel.tensor.apply_tensor import counts_own_loss
 from workbench.plan.resolved_plan import ResolvedPlan
+from workbench.planned_device import tensor_device
 from workbench.runs.store.stop_request import read_stop
 
 GO_ON, STOP, SAVE_AND_STOP = 0, 1, 2
@@ -68,16 +69,17 @@ class TrainingLoop:
         self.action_tracker = ActionTracker()
         self.action_tracker.current = "building"
         self.index = self.first = 0
-        self.meter = memory_meter(accelerator.device)
+        device = tensor_device(accelerator.device)
+        self.meter = memory_meter(device)
         self.trackers = Trackers(accelerator, plan)
         self._phase("building")
         self.text = self._text()
         self._samples: list[SampledStep] = []
         self._window_open = False
         self._open_window()
-        self.session = Session.build(plan, mesh, accelerator.device, drawer=initial_drawer(plan))
+        self.session = Session.build(plan, mesh, device, drawer=initial_drawer(plan))
         shape = (plan.num_microbatches, plan.training.micro_batch, plan.training.sequence_length)
-        self.feed = BatchFeed(self.text, shape, accelerator.device, plan.telemetry.timeout_seconds)
+        self.feed = BatchFeed(self.text, shape, device, plan.telemetry.timeout_seconds)
         self._under_way: list[StepUnderWay] = []
         self._last_end = 0.0
         self.saver = SessionCheckpointer(self.session, run_dir, self._saved)
