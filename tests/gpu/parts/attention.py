@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import gc
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.gpu.checks import Check, Evidence, relative_gap
 from workbench.models.attention_kernels import (
@@ -112,17 +114,38 @@ def both(case: Case, evidence: Evidence) -> None:
     sliced(case, evidence)
 
 
-def bytes_that_are_kept(case: Case, evidence: Evidence) -> None:
-    """Bytes that forward and backward of the plan's kernel allocate."""
-    no_scores = "no scores [B, H, T, T] are kept"
-    if not evidence.on_gpu("the allocator of the kernels is CUDA's", no_scores):
-        return
+class _KernelsRun(TorchDispatchMode):
+    """Names of the attention operators that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "scaled_dot_product" in str(func):
+            self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def kernel_and_bytes(case: Case, evidence: Evidence) -> None:
+    """Which kernel runs, and the bytes that forward and backward allocate."""
+    case = replace(case, tokens=128) if evidence.dry else case
     q, k, v, gradient = (x.requires_grad_() for x in case.inputs(evidence.device))
+    if case.kernel != "flash":
+        k, v = (repeat_heads(x, case.heads) for x in (k, v))
+    with _KernelsRun() as run:
+        attention(case.kernel, q, k, v)
+    fused = bool(run.names) and not any("math" in name for name in run.names)
+    evidence.expect("a fused kernel runs", fused, names=run.names)
+    planned, no_scores = "the planned kernel runs", "no scores [B, H, T, T] are kept"
+    if not evidence.on_gpu(
+        "a CPU has one kernel, and torch's allocator is CUDA's", planned, no_scores
+    ):
+        return
+    evidence.expect(planned, f"_{case.kernel}_attention" in run.names[0], names=run.names)
     gc.collect()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    if case.kernel != "flash":
-        k, v = (repeat_heads(x, case.heads) for x in (k, v))
     attention(case.kernel, q, k, v).backward(gradient)
     peak = torch.cuda.max_memory_allocated() - before
     scores = BATCH * case.heads * case.tokens**2 * q.element_size()
@@ -131,12 +154,12 @@ def bytes_that_are_kept(case: Case, evidence: Evidence) -> None:
 
 
 LONG = {
-    f"bytes: {kind}, {str(dtype).removeprefix('torch.')}": Case(8, groups, 4096, dtype)
+    f"kernel: {kind}, {str(dtype).removeprefix('torch.')}": Case(8, groups, 4096, dtype)
     for dtype in TOLERANCE
     for kind, groups in (("MHA", 8), ("GQA", 2))
 }
 
 CHECKS = [
     *(Check(name, partial(both, case), 30) for name, case in CASES.items()),
-    *(Check(name, partial(bytes_that_are_kept, case), 30) for name, case in LONG.items()),
+    *(Check(name, partial(kernel_and_bytes, case), 30) for name, case in LONG.items()),
 ]
