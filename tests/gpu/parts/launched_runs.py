@@ -100,8 +100,9 @@ def killed_resumed_stopped(evidence: Evidence) -> None:
         checkpoint__every=CUT,
     )
     run = launch(endless, evidence)
-    reached = until(lambda: max(losses(run), default=0) >= CUT + 2, START_SECONDS)
-    evidence.expect("steps are taken", reached, phase=run.state.phase)
+    # Checkpoints are written while training goes on: one must be there before the kill.
+    saved = until(lambda: records_of(run, "checkpoint"), START_SECONDS)
+    evidence.expect("a checkpoint is saved", saved, phase=run.state.phase)
     os.kill(records_of(run, "hello")[0]["pid"], signal.SIGKILL)
     state = run.wait(60)
     message = state.cause.message if state.cause else ""
@@ -109,22 +110,23 @@ def killed_resumed_stopped(evidence: Evidence) -> None:
         "the killed rank is named", "rank 0 was killed by SIGKILL" in message, said=message
     )
     again = launch(endless, evidence, resume=run)
-    shared = range(CUT, CUT + 2)
-    reached = until(lambda: set(shared) <= set(losses(again)), START_SECONDS)
+    reached = until(lambda: losses(again), START_SECONDS)
     evidence.expect("the resumed run takes steps", reached, phase=again.state.phase)
-    first = min(losses(again), default=-1)
-    evidence.expect("it goes on at a checkpoint", first >= CUT and first % CUT == 0, first=first)
     before, after = losses(run), losses(again)
-    both = sorted(set(before) & set(after))
-    gaps = [abs(before[i] - after[i]) / before[i] for i in both]
-    evidence.expect("its losses go on", all(gap < NOISE[precision] for gap in gaps), gaps=gaps[:3])
+    first = min(after, default=-1)
+    evidence.expect("it goes on at a checkpoint", first >= CUT and first % CUT == 0, first=first)
+    # A run killed between a checkpoint and its next step has no loss to compare with but the last.
+    expected, off = (
+        (before[first], NOISE[precision]) if first in before else (before[first - 1], 0.1)
+    )
+    gap = abs(after[first] - expected) / expected
+    evidence.expect("its losses go on", gap < off, gap=gap, allowed=off)
     again.stop(checkpoint=True)
     state = again.wait(60)
     evidence.expect("it stops", (state.phase, state.exit_code) == ("stopped", 0), phase=state.phase)
-    saved = records_of(again, "checkpoint")
-    last = max(losses(again), default=0)
-    kept = bool(saved) and saved[-1]["step"] >= last
-    evidence.expect("it leaves a checkpoint of its last step", kept, saved=saved[-1:], last=last)
+    written, last = records_of(again, "checkpoint"), max(losses(again))
+    kept = bool(written) and written[-1]["step"] >= last
+    evidence.expect("it leaves a checkpoint of its last step", kept, last=last)
 
 
 def until(condition: Any, seconds: float) -> bool:
