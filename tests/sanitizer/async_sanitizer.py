@@ -72,7 +72,7 @@ class Violation:
             f"started at {self.collective_line}"
         )
         if self.kind == "never waits":
-            return f"rank {self.rank} never waits for {started}; its handle is gone at {self.line}"
+            return f"rank {self.rank} never waits for {started}; at {self.line} it is too late"
         return (
             f"rank {self.rank}: {self.operator} {self.kind} {list(self.shape)} at {self.line}, "
             f"before the wait for {started}"
@@ -133,7 +133,8 @@ class WatchedWork(dist.Work):
 class AsyncSanitizer(TorchDispatchMode):
     """Records the `violations` of the code under it, on this rank.
 
-    Calls still in flight when it is left are reported as never waited for.
+    A call that is never waited for is reported when its handle is dropped, at the end of its step
+    (`expect_none_in_flight`), or when the sanitizer is left.
     """
 
     def __init__(self) -> None:
@@ -164,10 +165,14 @@ class AsyncSanitizer(TorchDispatchMode):
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
         self._patches.close()
-        self._handed_over = None
-        for pending in self._pending:
-            self._lost(pending)
+        self.expect_none_in_flight()
         self._pending.clear()
+
+    def expect_none_in_flight(self) -> None:
+        """Report every call that has not been waited for: at the end of a training step."""
+        self._handed_over = None
+        for pending in list(self._pending):
+            self._lost(pending)
 
     def __torch_dispatch__(
         self,
@@ -288,7 +293,7 @@ class AsyncSanitizer(TorchDispatchMode):
                     self._report("frees", "the last reference", each.shape, pending)
 
     def _lost(self, pending: PendingCollective) -> None:
-        """Nobody can wait for it any more."""
+        """Nobody can wait for it any more, or not in time."""
         if pending in self._pending and not pending.is_reported_lost:
             pending.is_reported_lost = True
             self._report("never waits", pending.kind, pending.largest_shape, pending)

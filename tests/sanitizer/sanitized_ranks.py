@@ -45,6 +45,7 @@ def _train(plan: ResolvedPlan, transport: Transport, rank: int) -> list[Violatio
         built = Session.build(plan, build_mesh(plan, rank, CPU), CPU)
         for step in range(NUM_STEPS):
             built.step(step, *_batch(plan, built, step))
+            sanitizer.expect_none_in_flight()
         built.evaluate(*_batch(plan, built, NUM_STEPS))
     return sanitizer.violations
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from tests.sanitizer.async_sanitizer import AsyncSanitizer, Violation
 from workbench.engine.verify.forked_ranks import run_ranks
@@ -209,7 +210,14 @@ def keeps_the_handle(rank: int) -> None:
     KEPT.append(dist.all_reduce(KEPT[-1], async_op=True))  # starts
 
 
-NEVER_WAITED: list[Planted] = [drops_the_handle, keeps_the_handle]
+def waits_after_the_step(rank: int) -> None:
+    x = torch.ones(3)
+    work = dist.all_reduce(x, async_op=True)  # starts
+    _get_current_dispatch_mode().expect_none_in_flight()
+    work.wait()
+
+
+NEVER_WAITED: list[Planted] = [drops_the_handle, keeps_the_handle, waits_after_the_step]
 
 
 @pytest.mark.parametrize("planted", NEVER_WAITED, ids=lambda planted: planted.__name__)
