@@ -8,7 +8,7 @@ IN_TWO := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 BENCH_ARGS ?=
 DEMO := $(addprefix demo/,ddp.yaml megatron-tp.yaml dapple.yaml tensor-pipeline.yaml)
 
-.PHONY: demo test test-slow sweep verify-all gpu-bench gpu-check cpu-bench lab lint clean
+.PHONY: demo test test-slow sweep verify-all check-order gpu-bench gpu-check cpu-bench lab lint clean
 
 demo: .venv/.ready $(DEMO)
 	$(BIN)/workbench compare $(DEMO) --run --html report.html
@@ -33,13 +33,17 @@ test-slow: .venv/.ready-test
 	TRITON_INTERPRET=1 $(PYTEST) tests/kernels/interpreted
 
 # Hours: every verified plan, tests marked `sweep`, and 20 times as many drawn inputs.
-sweep: verify-all
+sweep: verify-all check-order
 	FUZZ_FACTOR=20 $(PYTEST) $(IN_TWO) --timeout 7200 -m "sweep or hypothesis" $(PYTEST_ARGS)
 
 # Stopped, it goes on from the details of build/; the summary is written when every plan is verified.
 verify-all: .venv/.ready-test
 	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m tests.parallel.sweep --all \
 	  --summary data/benchmarks/verified.json --details build/verified.jsonl
+
+# The same plans' collectives and sends, replayed as strictly as NCCL may run them.
+check-order: .venv/.ready-test
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.parallel.sweep --all --order --details build/order.jsonl
 
 # Kernels beside their peers, each to one file of data/benchmarks; a machine with GPUs may have torch and Triton of its own.
 gpu-bench:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 __all__ = [
     "attach",
     "calibrate",
+    "check_order",
     "compare",
     "estimate",
     "explain",
@@ -185,6 +186,37 @@ def rehearse(
     from workbench.runs.launch import subprocess_verbs
 
     return subprocess_verbs.rehearse(_plan(plan), ranks, progress, allow_code)
+
+
+def check_order(
+    plan: Plan | str | Path,
+    progress: Callable[[int, int], None] | None = None,
+    *,
+    allow_code: bool = False,
+) -> dict[str, Any]:
+    """Check that no rank of a plan can hang: the order of every collective and P2P call.
+
+    Ranks' calls are recorded on fake tensors in a child process, and replayed on a transport as
+    strict as NCCL may be: every rank gets through, members of a collective agree on kind, count and
+    dtype, all ranks of a group make its first call, and no tensor is in host memory.
+
+    Args:
+        plan: A plan, or the path of a plan file.
+        progress: Called with (ranks traced, ranks to trace). Above 16 ranks one of each class of
+            equal ranks is traced, and 32 drawn to compare.
+        allow_code: Build a model that is given as Python.
+
+    Returns:
+        `problems`, in words, empty where no rank can hang; `world_size`, `traced`, `calls` and
+        `microbatches`.
+
+    Raises:
+        PlanError: The plan is illegal, or this version cannot rehearse it.
+        ChildError: The check fails.
+    """
+    from workbench.runs.launch import subprocess_verbs
+
+    return subprocess_verbs.check_order(_plan(plan), progress, allow_code)
 
 
 def run(

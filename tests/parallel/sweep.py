@@ -7,6 +7,9 @@ every pair of values that some legal plan joins, on eight every factorisation. `
 every factorisation of the ranks with every schedule, ZeRO stage and tensor algorithm, the rest
 drawn by the seed.
 
+`--order` instead checks, without computing, that no order of collectives and sends can hang on
+NCCL.
+
 `--details` names a JSON-lines file, kept out of git, with a line per plan; a sweep that was stopped
 goes on from it. `--summary` names the file for the repository, written when all plans are verified.
 """
@@ -36,6 +39,7 @@ from workbench.kernels.fused_seams import VocabParallelLoss, replace_seams, warm
 from workbench.models import Transformer
 from workbench.plan.rules.supported import unsupported
 from workbench.plan.schema import Plan
+from workbench.rehearsal.order_check import check_order
 
 Choice = dict[str, Any]
 """Name of a dimension -> its value."""
@@ -225,6 +229,25 @@ def verify_choice(choice: Choice) -> dict[str, Any]:
     }
 
 
+def check_choice(choice: Choice) -> dict[str, Any]:
+    """The order check of one plan, on H100s where they have attention for its heads."""
+    plan = plan_of(choice)
+    assert plan is not None
+    started = time.monotonic()
+    try:
+        auto = dict.fromkeys(
+            ("strategy.precision", "strategy.attention", "strategy.gradient_dtype"), "auto"
+        )
+        plan = plan.replace(**{"cluster.gpu": "h100-sxm-80gb", **auto})
+        plan.resolve()
+    except PlanError:  # ring attention of six entries a head
+        plan = plan.replace(**{"cluster.gpu": "local"})
+    found = check_order(plan)
+    problem = found.problems[0] if found.problems else ""
+    seconds = round(time.monotonic() - started, 1)
+    return {**choice, "passed": not problem, "error": problem, "seconds": seconds}
+
+
 def main() -> int:
     """Verify and report; 1 where a plan failed."""
     parser = argparse.ArgumentParser(
@@ -234,6 +257,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="of what is drawn")
     parser.add_argument("--summary", type=Path, metavar="FILE", help="counts and worst errors")
     parser.add_argument("--details", type=Path, metavar="FILE", help="every plan; resumed from")
+    parser.add_argument("--order", action="store_true", help="check the order of calls instead")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     seed = arguments.seed
@@ -242,20 +266,29 @@ def main() -> int:
         "source": "measured",
         "versions": versions(),
         "all": arguments.all,
+        **({"order": True} if arguments.order else {}),
         "seed": seed,
         "mesh": AXES,
     }
     details = Details(arguments.details, head)
     print(f"{len(choices)} plans, {len(details.rows)} already in {arguments.details}", flush=True)
+    if arguments.order:
+        found = verify_all(track(choices, "checking"), check_choice, details)
+        return report(found, "cannot hang")
     compile_once()
     found = verify_all(track(choices, "verifying"), verify_choice, details)
     if arguments.summary:
         dated = {**head, "date": date.today().isoformat()}
         write_summary(arguments.summary, summary(dated, found))
+    return report(found, "equal one device")
+
+
+def report(found: list[dict[str, Any]], what: str) -> int:
+    """Print the plans that failed, and how many do `what`; 1 where one failed."""
     failed = [one for one in found if not one["passed"]]
     for one in failed:
         print(json.dumps(one))
-    print(f"{len(found) - len(failed)} of {len(found)} plans equal one device")
+    print(f"{len(found) - len(failed)} of {len(found)} plans {what}")
     return bool(failed)
 
 

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.parallel.small import GPT, plan
 from tests.parallel.test_tensor_grids import DEEP, SQUARE, on
-from workbench.engine.measure.live_memory import _group
+from workbench.engine.measure.recorded_collective import process_group_of
 from workbench.engine.session import Session
 from workbench.engine.verify.forked_ranks import run_ranks
 from workbench.parallel import mesh
@@ -33,7 +33,10 @@ class FirstUse(TorchDispatchMode):
         self.seen: dict[tuple[str, tuple[int, ...]], str] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace in ("c10d", "_c10d_functional") and (group := _group(args)) is not None:
+        if (
+            func.namespace in ("c10d", "_c10d_functional")
+            and (group := process_group_of(args)) is not None
+        ):
             key = group.group_name, tuple(dist.get_process_group_ranks(group))
             self.seen.setdefault(key, func.overloadpacket.__name__)
         return func(*args, **(kwargs or {}))

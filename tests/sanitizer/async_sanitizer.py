@@ -32,8 +32,7 @@ from tests.sanitizer.tensor_accesses import (
     functional_accesses,
     operator_accesses,
 )
-from workbench.engine.measure.live_memory import _group
-from workbench.engine.measure.recorded_collective import KINDS
+from workbench.engine.measure.recorded_collective import KINDS, process_group_of
 
 FUNCTIONAL = ("_c10d_functional", "_c10d_functional_autograd")
 HOST_READS = ("tolist", "numpy")
@@ -200,7 +199,7 @@ class AsyncSanitizer(TorchDispatchMode):
 
     def _start(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator of c10d, and hand out its work as a watched one."""
-        group = _group(args)
+        group = process_group_of(args)
         accesses = collective_accesses(func, args, kwargs, group.rank() if group else 0)
         self._check(str(func), accesses)
         out = func(*args, **kwargs)
@@ -229,7 +228,7 @@ class AsyncSanitizer(TorchDispatchMode):
         self._check(str(func), TensorAccesses(reads))
         out = func(*args, **kwargs)
         for result in functional_accesses(func, args, kwargs, out).writes:
-            self._add(func, _group(args), TensorAccesses(reads, [result]))
+            self._add(func, process_group_of(args), TensorAccesses(reads, [result]))
         return out
 
     def _add(

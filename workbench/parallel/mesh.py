@@ -114,6 +114,14 @@ def build_mesh(
     return Mesh(rank, plan.world_size, axes, operators)
 
 
+def mesh_ranks(plan: ResolvedPlan, rank: int) -> dict[str, tuple[int, ...]]:
+    """Axis of the mesh of `rank` -> global ranks along it, without process groups."""
+    return {
+        name: tuple(next(row for row in members.tolist() if rank in row))
+        for name, (members, _) in _axes(plan).items()
+    }
+
+
 def _ranks(members: list[int]) -> str:
     """Ranks of a group, in words: all of a few, the ends of more."""
     few = len(members) <= 8

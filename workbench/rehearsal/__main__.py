@@ -1,6 +1,8 @@
-"""`python -m workbench.rehearsal PLAN --to FOLDER [--ranks 0,1]`: rehearse in a process of its own.
+"""`python -m workbench.rehearsal PLAN --to FOLDER [--ranks 0,1] [--check]`: rehearse in a process
+of its own.
 
-Writes the profile into FOLDER; prints a line of JSON after each rank.
+Writes the profile into FOLDER, or with `--check` the order of calls as `order.json`; prints a line
+of JSON after each rank.
 """
 
 from __future__ import annotations
@@ -13,7 +15,9 @@ from pathlib import Path
 import torch
 
 from workbench.plan.schema import Plan
+from workbench.rehearsal.order_check import check_order
 from workbench.rehearsal.rehearse import rehearse
+from workbench.runs.launch.subprocess_verbs import ORDER_FILE
 
 
 def main() -> int:
@@ -23,6 +27,7 @@ def main() -> int:
     parser.add_argument("--to", type=Path, required=True)
     parser.add_argument("--ranks", type=lambda text: [int(x) for x in text.split(",")])
     parser.add_argument("--allow-code", action="store_true")
+    parser.add_argument("--check", action="store_true")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
 
@@ -31,7 +36,12 @@ def main() -> int:
 
     try:
         plan = Plan.load(arguments.plan)
-        rehearse(plan, arguments.ranks, progress, arguments.allow_code).save(arguments.to)
+        if arguments.check:
+            found = check_order(plan, progress, arguments.allow_code).json()
+            arguments.to.mkdir(parents=True)
+            (arguments.to / ORDER_FILE).write_text(json.dumps(found))
+        else:
+            rehearse(plan, arguments.ranks, progress, arguments.allow_code).save(arguments.to)
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2

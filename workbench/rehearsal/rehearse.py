@@ -96,10 +96,10 @@ def with_fewer_microbatches(plan: ResolvedPlan, stage: int) -> ResolvedPlan:
     if plan.strategy.pipeline.schedule != "1f1b" or left_whole:
         return plan
     enough = min(plan.num_microbatches, plan.sizes["pipeline"] - stage + STEADY)
-    return _with_microbatches(plan, enough)
+    return with_microbatches(plan, enough)
 
 
-def _described(plan: Plan) -> nn.Module | None:
+def python_model(plan: Plan) -> nn.Module | None:
     """The module of a plan whose model is code, without bytes. Built outside the fake mode: copying
     a fake tensor, as torch's own layers do, would copy its mode.
     """
@@ -144,7 +144,7 @@ def _calls_of_whole_steps(
     calls = [sampler.collective_rows() for sampler in samplers]
     if few == of:
         return calls
-    longer, _ = _steps(_with_microbatches(plan, few + 1), mesh, of)
+    longer, _ = _steps(with_microbatches(plan, few + 1), mesh, of)
     return [grown(rows, more.collective_rows(), of - few) for rows, more in zip(calls, longer)]
 
 
@@ -154,7 +154,7 @@ def _steps(
     """What was seen of the steps of a rank, which holds the tokens of so many `microbatches`; the
     peak of building its session, by category.
     """
-    device, t, model = rehearsed_device(plan.gpu.device), plan.training, _described(plan)
+    device, t, model = rehearsed_device(plan.gpu.device), plan.training, python_model(plan)
     found = []
     with fake_tensors() as mode:
         with without_cached_results(mode):
@@ -185,7 +185,8 @@ def grown(
     return [{**dict(key), "count": count} for key, count in counts.items() if count]
 
 
-def _with_microbatches(plan: ResolvedPlan, number: int) -> ResolvedPlan:
+def with_microbatches(plan: ResolvedPlan, number: int) -> ResolvedPlan:
+    """The plan with another number of microbatches a step."""
     return plan.with_fields(
         **{"training.global_batch": number * plan.training.micro_batch * plan.sizes["data"]}
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
@@ -76,12 +77,17 @@ def rehearse(
     ranks: Annotated[
         str | None, typer.Option("--ranks", help="Ranks, e.g. 0,7; default one a pipeline stage.")
     ] = None,
+    check: Annotated[
+        bool, typer.Option("--check", help="Instead check that no order of calls can hang.")
+    ] = False,
     allow_code: AllowCode = False,
     json: Json = False,
 ) -> None:
     from workbench.cli.progress import Status
 
     full = plan.resolve()
+    if check:
+        return _check_order(full, allow_code, json)
     wanted = None if ranks is None else _ranks(ranks, full.world_size)
     with Status("rehearsing") as status:
         found = verbs.rehearse(
@@ -91,6 +97,30 @@ def rehearse(
             allow_code=allow_code,
         )
     emit(json, found.summary(), lambda: _tables().rehearsal_table(full, found))
+
+
+def _check_order(plan: Plan, allow_code: bool, json: bool) -> None:
+    from workbench.cli.progress import Status
+
+    with Status("tracing") as status:
+        found = verbs.check_order(
+            plan, lambda done, of: status(f"tracing, rank {done} of {of}"), allow_code=allow_code
+        )
+    emit(json, found, lambda: _order_lines(found))
+    if found["problems"]:
+        raise typer.Exit(1)
+
+
+def _order_lines(found: dict[str, Any]) -> Iterator[str]:
+    world, traced = found["world_size"], found["traced"]
+    how = f"all {world} ranks traced"
+    if traced < world:
+        how = f"by symmetry, {traced} of {world} ranks traced"
+    yield (
+        f"order of calls (rehearsed): {found['calls']} collectives and P2P calls of "
+        f"{found['microbatches']} microbatches, {how}"
+    )
+    yield from found["problems"] or ["no rank can hang"]
 
 
 def _ranks(text: str, world_size: int) -> list[int]:

@@ -22,14 +22,13 @@ import weakref
 from collections import Counter
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
-from torch.distributed.distributed_c10d import _resolve_process_group
 
 from workbench.engine.measure.recorded_collective import (
     RecordedCollective,
+    process_group_of,
     recorded_call,
     recorded_composite,
     tensors_in,
@@ -40,14 +39,6 @@ from workbench.planned_device import HOST
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
-
-    from torch.distributed.distributed_c10d import GroupName
-
-if not "2.11" <= torch.__version__ < "2.14":
-    raise ImportError(
-        f"workbench.engine.measure.live_memory uses torch's private process groups of 2.11 to "
-        f"2.13, not {torch.__version__}"
-    )
 
 SURVIVORS = {
     "F": "activations",
@@ -288,16 +279,4 @@ class LiveBytes(TorchDispatchMode):
                 self.calls[recorded_composite(part_of, self._kind)] += 1
             return
         sides = (*args, out if func.namespace == "_c10d_functional" else None)
-        self.calls[recorded_call(name, _group(args), sides, self._kind)] += 1
-
-
-def _group(args: tuple[Any, ...]) -> dist.ProcessGroup | None:
-    """The process group among an operator's arguments: boxed, or named by the last string."""
-    for value in args:
-        if (
-            isinstance(value, torch.ScriptObject)
-            and "ProcessGroup" in value._type().qualified_name()
-        ):
-            return dist.ProcessGroup.unbox(value)
-    names = [value for value in args if isinstance(value, str)]
-    return _resolve_process_group(cast("GroupName", names[-1])) if names else None
+        self.calls[recorded_call(name, process_group_of(args), sides, self._kind)] += 1

@@ -8,8 +8,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import GroupName, _resolve_process_group
 
 from workbench.parallel.async_collectives import CompositeCollective
+
+if not "2.11" <= torch.__version__ < "2.14":
+    raise ImportError(
+        f"workbench.engine.measure.recorded_collective uses torch's private process groups of 2.11 "
+        f"to 2.13, not {torch.__version__}"
+    )
 
 KINDS = {
     "allreduce_": "all_reduce",
@@ -121,3 +128,15 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     elif isinstance(value, list | tuple):
         for item in value:
             yield from tensors_in(item)
+
+
+def process_group_of(args: tuple[Any, ...]) -> dist.ProcessGroup | None:
+    """The process group among an operator's arguments: boxed, or named by the last string."""
+    for value in args:
+        if (
+            isinstance(value, torch.ScriptObject)
+            and "ProcessGroup" in value._type().qualified_name()
+        ):
+            return dist.ProcessGroup.unbox(value)
+    names = [value for value in args if isinstance(value, str)]
+    return _resolve_process_group(GroupName(names[-1])) if names else None

@@ -24,6 +24,8 @@ from workbench.runs.launch import child_process
 from workbench.runs.launch.kernel_compilers import missing_compiler
 from workbench.units import GIB
 
+ORDER_FILE = "order.json"
+"""What a check of the order of calls writes."""
 VERIFY_COPIES = 8
 """Copies of the model that one device holds in 8-byte numbers: weights, gradients, moments, work
 space.
@@ -37,7 +39,29 @@ def rehearse(
     allow_code: bool = False,
 ) -> Profile:
     """Rehearse `plan` in a child process; see `workbench.rehearse`."""
-    full = plan.resolve()
+    chosen = [] if ranks is None else ["--ranks", ",".join(map(str, ranks))]
+    with tempfile.TemporaryDirectory() as folder:
+        return Profile.read(_rehearsed(plan, folder, chosen, progress, allow_code))
+
+
+def check_order(
+    plan: Plan, progress: Callable[[int, int], None] | None = None, allow_code: bool = False
+) -> dict[str, Any]:
+    """Check the order of a plan's calls in a child process; see `workbench.check_order`."""
+    with tempfile.TemporaryDirectory() as folder:
+        found = _rehearsed(plan, folder, ["--check"], progress, allow_code)
+        return dict(json.loads((found / ORDER_FILE).read_text()))
+
+
+def _rehearsed(
+    plan: Plan,
+    folder: str,
+    options: list[str],
+    progress: Callable[[int, int], None] | None,
+    allow_code: bool,
+) -> Path:
+    """Run the rehearsal's child with `options`; the folder of its answer."""
+    full, out = plan.resolve(), Path(folder, "rehearsed")
     require(full, "rehearse", allow_code)
 
     def on_line(text: str) -> None:
@@ -45,12 +69,9 @@ def rehearse(
             record = json.loads(text)
             progress(record["done"], record["of"])
 
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder, "profile")
-        chosen = [] if ranks is None else ["--ranks", ",".join(map(str, ranks))]
-        options = ["--to", str(out), *chosen, *_allow_code(allow_code)]
-        child_process.python("workbench.rehearsal", [_plan_file(full, folder), *options], on_line)
-        return Profile.read(out)
+    arguments = [_plan_file(full, folder), "--to", str(out), *options, *_allow_code(allow_code)]
+    child_process.python("workbench.rehearsal", arguments, on_line)
+    return out
 
 
 def verify(

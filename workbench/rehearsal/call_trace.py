@@ -1,0 +1,117 @@
+"""The sequence of every collective and P2P call of a rank, recorded without communicating."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from workbench.engine.measure.recorded_collective import KINDS, process_group_of, tensors_in
+from workbench.models.torch_dispatch import TorchDispatchMode
+
+P2P = ("send", "recv")
+
+
+class Call(NamedTuple):
+    """One call of a rank.
+
+    Attributes:
+        kind: all_reduce, send, and so on.
+        group: Name of the process group, as this rank's mesh calls it.
+        ranks: Global ranks of the group.
+        dtype: Of the tensors.
+        numel: Entries of all input tensors.
+        peer: Global rank of the other end of a send or receive; -1 for collectives.
+        batch: Sends and receives of one `batch_isend_irecv` share a number; -1 for collectives.
+        on_host: Whether a tensor is in host memory though the plan's are on a GPU.
+    """
+
+    kind: str
+    group: str
+    ranks: tuple[int, ...]
+    dtype: str
+    numel: int
+    peer: int = -1
+    batch: int = -1
+    on_host: bool = False
+
+    def __str__(self) -> str:
+        what = f"{self.kind} of {self.numel} x {self.dtype}"
+        if self.peer >= 0:
+            what += f" {'to' if self.kind == 'send' else 'from'} rank {self.peer}"
+        return f"{what} on group {self.group} {self.ranks}"
+
+
+class CallRecorder(TorchDispatchMode):
+    """Records the calls that are made while it is entered, any number of times.
+
+    Args:
+        device: Of the plan's tensors; None while groups are made, whose tensors have no plan.
+    """
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        super().__init__()
+        self.device = device
+        self.calls: list[Call] = []
+        self._batch = 0
+        self._in_batch = False
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        name = func.overloadpacket.__name__
+        if func.namespace in ("c10d", "_c10d_functional") and name != "wait_tensor":
+            self._record(KINDS.get(name, name), args)
+        return func(*args, **(kwargs or {}))
+
+    def _record(self, kind: str, args: tuple[Any, ...]) -> None:
+        group, found = process_group_of(args), list(tensors_in(args))
+        assert group is not None, kind
+        ranks = tuple(dist.get_process_group_ranks(group))
+        peer, batch = -1, -1
+        if kind in P2P:
+            peer = ranks[next(value for value in args if isinstance(value, int))]
+            self._batch += not self._in_batch
+            batch = self._batch
+        first = found[0].dtype if found else None
+        self.calls.append(
+            Call(
+                kind,
+                str(group.group_name),
+                ranks,
+                str(first).removeprefix("torch."),
+                sum(x.numel() for x in found),
+                peer,
+                batch,
+                self.device is not None and any(x.device != self.device for x in found),
+            )
+        )
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """A context in which calls are recorded, and those of one P2P batch are kept together."""
+        original = dist.batch_isend_irecv
+        dist.batch_isend_irecv = self._batched(original)
+        try:
+            with self:
+                yield
+        finally:
+            dist.batch_isend_irecv = original
+
+    def _batched(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def batch_isend_irecv(ops: list[dist.P2POp]) -> list[dist.Work]:
+            self._batch, self._in_batch = self._batch + 1, True
+            try:
+                works: list[dist.Work] = original(ops)
+                return works
+            finally:
+                self._in_batch = False
+
+        return batch_isend_irecv

@@ -1,0 +1,161 @@
+"""Check that no rank can hang: the order of every rank's collectives and P2P calls, replayed.
+
+Each rank's session is built and stepped on fake tensors, as a rehearsal does, and its calls are
+recorded. The traces of all ranks are then replayed on the strictest transport (`strict_replay`).
+In a large world one rank of each class of equal ranks is traced, the others' calls follow from it,
+and ranks drawn by seed are traced as well and compared.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from workbench.parallel.mesh import Mesh, build_mesh, mesh_ranks
+from workbench.plan.resolved_plan import ResolvedPlan
+from workbench.plan.rules.supported import require
+from workbench.plan.schema import Plan
+from workbench.planned_device import rehearsed_device
+from workbench.rehearsal.building import build_session
+from workbench.rehearsal.call_trace import Call, CallRecorder
+from workbench.rehearsal.fake_process_group import fake_tensors, fake_world
+from workbench.rehearsal.rehearse import python_model, with_microbatches
+from workbench.rehearsal.strict_replay import replay
+from workbench.rehearsal.symmetric_ranks import rank_class, translated
+
+TRACED_WHOLE = 16
+"""Ranks of the largest world of which every rank is traced."""
+DRAWN = 32
+"""Ranks drawn of a larger world, whose traces are compared with what symmetry says of them."""
+
+
+@dataclass(frozen=True)
+class OrderCheck:
+    """What was found.
+
+    Attributes:
+        world_size: Ranks of the plan.
+        traced: Ranks whose calls were recorded; the others' follow by symmetry.
+        calls: Calls of all ranks.
+        microbatches: Microbatches of a traced step.
+        problems: In words; empty where no rank can hang.
+    """
+
+    world_size: int
+    traced: int
+    calls: int
+    microbatches: int
+    problems: tuple[str, ...]
+
+    def json(self) -> dict[str, Any]:
+        """As plain data."""
+        return asdict(self) | {"problems": list(self.problems)}
+
+
+def check_order(
+    plan: Plan,
+    progress: Callable[[int, int], None] | None = None,
+    allow_code: bool = False,
+    seed: int = 0,
+) -> OrderCheck:
+    """Trace and replay a plan's ranks.
+
+    Args:
+        plan: The plan.
+        progress: Called with (ranks traced, ranks to trace).
+        allow_code: Build a model that is Python.
+        seed: Of the ranks drawn in a world of more than `TRACED_WHOLE`.
+
+    Raises:
+        PlanError: The plan is illegal, or this version cannot rehearse it.
+    """
+    full = plan.resolve()
+    require(full, "rehearse", allow_code)
+    full = _with_few_microbatches(full)
+    ranks, drawn = _chosen(full, seed)
+    traces: dict[int, list[Call]] = {}
+    for done, rank in enumerate(sorted({*ranks, *drawn}), 1):
+        traces[rank] = trace(full, rank)
+        if progress:
+            progress(done, len({*ranks, *drawn}))
+    every, problems = _every_trace(full, ranks, traces)
+    problems += replay(every)
+    calls = sum(map(len, every.values()))
+    return OrderCheck(full.world_size, len(traces), calls, full.num_microbatches, tuple(problems))
+
+
+def _with_few_microbatches(plan: ResolvedPlan) -> ResolvedPlan:
+    """The plan with as many microbatches as fill its pipeline and repeat its pattern."""
+    p = plan.strategy.pipeline
+    enough = 2 * p.size
+    return with_microbatches(plan, enough) if plan.num_microbatches > enough else plan
+
+
+def _chosen(plan: ResolvedPlan, seed: int) -> tuple[list[int], list[int]]:
+    """(one rank of each class, ranks drawn to compare); all ranks of a small world."""
+    world = range(plan.world_size)
+    if plan.world_size <= TRACED_WHOLE:
+        return list(world), []
+    first: dict[tuple[int, ...], int] = {}
+    for rank in world:
+        first.setdefault(rank_class(plan, rank), rank)
+    return list(first.values()), random.Random(seed).sample(world, min(DRAWN, plan.world_size))
+
+
+def _every_trace(
+    plan: ResolvedPlan, ranks: list[int], traces: dict[int, list[Call]]
+) -> tuple[dict[int, list[Call]], list[str]]:
+    """(rank -> its calls, of the whole world; ranks that symmetry is wrong about)."""
+    by_class = {rank_class(plan, rank): rank for rank in ranks}
+    every, problems = {}, []
+    for rank in range(plan.world_size):
+        example = by_class.get(rank_class(plan, rank), rank)
+        follows = (
+            traces[rank]
+            if plan.world_size <= TRACED_WHOLE
+            else translated(
+                traces[example], mesh_ranks(plan, example), mesh_ranks(plan, rank), example, rank
+            )
+        )
+        if rank in traces and traces[rank] != follows:
+            problems.append(f"rank {rank} does not call what rank {example} does")
+        every[rank] = traces.get(rank, follows)
+    return every, problems
+
+
+def trace(plan: ResolvedPlan, rank: int) -> list[Call]:
+    """The calls of one rank: making its groups, a step or two, and an evaluation."""
+    recorder = CallRecorder()
+    with fake_world(rank, plan.world_size):
+        with recorder.recording():
+            mesh = build_mesh(plan, rank)
+        recorder.device = rehearsed_device(plan.gpu.device)
+        model = python_model(plan)
+        with fake_tensors():
+            session, _ = build_session(plan, mesh, model)
+            t = plan.training
+            shape = (plan.num_microbatches, t.micro_batch, t.sequence_length)
+            batch = [torch.zeros(shape, dtype=torch.long, device=recorder.device) for _ in range(2)]
+            with recorder.recording():
+                # ZeRO-3 gathers in the order that its first step found.
+                for step in range(2 if plan.strategy.data.zero == 3 else 1):
+                    session.step(step, batch[0], batch[1])
+                session.evaluate(batch[0], batch[1])
+        names = _group_names(mesh)
+    return [call._replace(group=names.get(call.group, "world")) for call in recorder.calls]
+
+
+def _group_names(mesh: Mesh) -> dict[str, str]:
+    """torch's name of a process group -> the axis that it is of, the same on every rank."""
+    names: dict[str, str] = {}
+    for axis in mesh.axes.values():
+        if axis.group is not None:
+            names.setdefault(str(axis.group.group_name), axis.name)
+        for peer, group in axis.pair_groups.items():
+            low, high = sorted((axis.index, peer))
+            names[str(group.group_name)] = f"{axis.name} {low}-{high}"
+    return names

@@ -1,0 +1,63 @@
+"""Ranks of a plan that do the same: their classes, and a rank's calls from another's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from workbench.parallel.mesh import mesh_ranks
+from workbench.plan.resolved_plan import ResolvedPlan
+from workbench.rehearsal.call_trace import Call
+
+Axes = Mapping[str, tuple[int, ...]]
+"""Axis of a rank's mesh -> global ranks along it."""
+RING = "context"
+"""Axes of this name send around a ring, so that a peer is so many places further; along others a
+peer has an index of its own.
+"""
+
+
+def rank_class(plan: ResolvedPlan, rank: int) -> tuple[int, ...]:
+    """What decides a rank's calls: its place in the pipeline, and on a tensor grid, whose ranks
+    send to different peers.
+    """
+    axes = mesh_ranks(plan, rank)
+    names = ["pipeline"]
+    if plan.strategy.tensor.algorithm != "1d" or plan.strategy.operators:
+        names.append("tensor")
+    return tuple(axes[name].index(rank) for name in names)
+
+
+def translated(calls: Sequence[Call], of: Axes, to: Axes, example: int, rank: int) -> list[Call]:
+    """The calls of `rank` from those of `example`, a rank of its class.
+
+    Args:
+        calls: Calls of `example`.
+        of: Its mesh.
+        to: The mesh of `rank`.
+        example: Rank of `calls`.
+        rank: Rank to translate to.
+    """
+    known: dict[tuple[str, tuple[int, ...], int], tuple[tuple[int, ...], int]] = {}
+    out = []
+    for call in calls:
+        key = call.group, call.ranks, call.peer
+        if key not in known:
+            known[key] = _place(call, of, to, example, rank)
+        ranks, peer = known[key]
+        out.append(call._replace(ranks=ranks, peer=peer))
+    return out
+
+
+def _place(call: Call, of: Axes, to: Axes, example: int, rank: int) -> tuple[tuple[int, ...], int]:
+    """(ranks of the group, the peer) as `rank` sees them."""
+    if call.group == "world":
+        return call.ranks, call.peer
+    axis = call.group.split(" ")[0] if call.group not in of else call.group
+    theirs, own = of[axis], to[axis]
+    ranks = tuple(own[theirs.index(member)] for member in call.ranks)
+    if call.peer < 0:
+        return ranks, call.peer
+    index = theirs.index(call.peer)
+    if axis.startswith(RING):
+        index = (index - theirs.index(example) + own.index(rank)) % len(own)
+    return ranks, own[index]
