@@ -52,6 +52,7 @@ def test_drawn_plans_leave_collectives_in_flight_alone(choice: Choice) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_more_drawn_plans_leave_collectives_in_flight_alone() -> None:
     choices = list(drawn_choices(1, MESHES * 4))
     assert len(choices) == 20
