@@ -29,6 +29,9 @@ OPTIONAL = (
     "steps",
     "ranks",
     "tokens_per_second",
+    "measured_allocated_bytes",
+    "rehearsed_allocated_bytes",
+    "estimated_allocated_bytes",
     "rehearsed_error",
     "estimated_error",
 )
