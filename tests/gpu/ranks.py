@@ -9,7 +9,7 @@ import torch
 from tests.gpu.checks import Evidence
 from workbench.engine.verify.equivalence import TOLERANCE, verify
 from workbench.machine import gpu_catalog
-from workbench.machine.attached import attached
+from workbench.machine.attached import attached, is_another_model
 from workbench.plan.schema import Plan
 
 GPU_TOLERANCE = 1e-4
@@ -29,7 +29,7 @@ def gpu_name(evidence: Evidence) -> str:
     known = (
         name
         for name, entry in gpu_catalog.gpus().items()
-        if any(driver in found for driver in entry.driver_names)
+        if entry.driver_names and not is_another_model(entry.gpu, found)
     )
     return next(known, ANY_GPU)
 

@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from os import stat_result
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,11 +16,13 @@ from typing import Any
 import pytest
 
 from tests.conftest import Ask
+from tests.machine import stub_nvml
 from workbench.checkpoint.checksums import refuse_damaged
 from workbench.checkpoint.manifest import VERSION, manifest_text
 from workbench.checkpoint.resume_point import checkpoint_meta
 from workbench.errors import PlanError
 from workbench.machine.attached import Attached
+from workbench.machine.nvml_devices import NvmlDevice
 from workbench.plan.model.parameter_count import parameters
 from workbench.plan.schema import Plan
 from workbench.planner import estimate
@@ -28,6 +31,7 @@ from workbench.runs.launch import accelerate_command, checked_launch
 from workbench.runs.launch.free_memory import free_gpu_bytes, least_bytes
 from workbench.runs.store import run_directory
 from workbench.runs.store.run_state import first_state, write_state
+from workbench.units import GIB
 
 
 def messages(plan: Plan, **more: Any) -> list[Any]:
@@ -208,19 +212,38 @@ def test_a_gpu_that_others_have_filled_is_refused_unless_forced(
 
 
 def test_the_visible_gpu_with_the_least_free_memory_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    free = [5, 30, 20, 40]
-    driver = SimpleNamespace(
-        nvmlInit=lambda: None,
-        nvmlShutdown=lambda: None,
-        nvmlDeviceGetCount=lambda: len(free),
-        nvmlDeviceGetHandleByIndex=lambda index: index,
-        nvmlDeviceGetMemoryInfo=lambda index: SimpleNamespace(free=free[index]),
-    )
-    monkeypatch.setitem(sys.modules, "pynvml", driver)
+    free = zip(stub_nvml.gpus(4), [5.0, 30.0, 20.0, 40.0])
+    stub_nvml.install(monkeypatch, [replace(gpu, free_gib=gib) for gpu, gib in free])
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert free_gpu_bytes(2) == 5
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,1,0")
-    assert free_gpu_bytes(2) == 30
+    assert free_gpu_bytes(2) == 5 * GIB
+    for visible in ("3,1,0", "GPU-d,GPU-b", "3,1,7,0"):  # of the last CUDA takes two
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        assert free_gpu_bytes(2) == 30 * GIB
+
+
+def test_gpus_that_cannot_be_used_are_refused_with_the_reason(
+    monkeypatch: pytest.MonkeyPatch, plan: Plan, tmp_path: Path
+) -> None:
+    why = "2 x NVIDIA H100 80GB HBM3 here, but torch 2.11.0 is a build without CUDA"
+    found = Attached("cpu", 8, "CPU, 2 cores", 2**34, 2, why, unusable=True)
+    machine(monkeypatch, found)
+    monkeypatch.setattr("workbench.plan.resolution.attached", lambda: found)
+    (told,) = messages(h100s(2), root=tmp_path)
+    assert told.startswith(f"cluster.gpu: is h100-sxm-80gb, and {why}; ") and "doctor" in told
+    with pytest.raises(PlanError, match=r"cluster.gpu: is local, and 2 x NVIDIA H100"):
+        messages(plan, root=tmp_path)
+
+
+def test_one_unlike_gpu_among_those_of_the_plan_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    h100, a100 = (
+        NvmlDevice(name, "", 80 * GIB, 80 * GIB) for name in (stub_nvml.H100, stub_nvml.A100)
+    )
+    found = Attached("cuda", 2, h100.name, 80 * GIB, 8, gpus=(h100, a100))
+    machine(monkeypatch, found)
+    (told,) = messages(h100s(2), root=tmp_path)
+    assert "another model than is attached" in told and stub_nvml.A100 in told
 
 
 def test_the_least_that_a_rank_holds() -> None:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
-
 import psutil
 
 from workbench.errors import Problem
 from workbench.machine.attached import Attached
+from workbench.machine.nvml_devices import order_is_known, visible_gpus
 from workbench.plan.model.parameter_count import parameters
 from workbench.plan.optimizer_state import state_bytes
 from workbench.plan.resolved_plan import ResolvedPlan
@@ -62,19 +61,9 @@ def least_bytes(plan: ResolvedPlan) -> int:
 
 
 def free_gpu_bytes(ranks: int) -> int:
-    """Least free memory of the first `ranks` GPUs that a process here would see, from
-    NVML.
+    """Least free memory of the first `ranks` GPUs, or of the MIG slice, that a process here would
+    see, from NVML; of all of them where CUDA's order is not known.
     """
-    import pynvml  # only where GPUs are attached
-
-    pynvml.nvmlInit()
-    try:
-        handles = [
-            pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())
-        ]
-        free = [int(pynvml.nvmlDeviceGetMemoryInfo(handle).free) for handle in handles]
-    finally:
-        pynvml.nvmlShutdown()
-    named = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")]
-    seen = [free[int(name)] for name in named if name.isdigit() and int(name) < len(free)]
-    return min((seen or free)[:ranks])
+    gpus = visible_gpus()
+    unlike = len({gpu.name for gpu in gpus}) > 1 and not order_is_known()
+    return min(gpu.free_bytes for gpu in (gpus if unlike else gpus[:ranks]))

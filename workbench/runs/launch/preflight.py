@@ -13,7 +13,7 @@ from workbench.checkpoint.huggingface_folder import check_config
 from workbench.checkpoint.manifest import FINITE, MANIFEST, check_size, read_manifest
 from workbench.checkpoint.resume_point import CONFIG, is_huggingface_folder, steps_done
 from workbench.errors import PlanError, Problem, refuse
-from workbench.machine.attached import Attached, attached, is_another_model
+from workbench.machine.attached import CPU_RANKS, Attached, attached, is_another_model
 from workbench.plan import corpus_files
 from workbench.plan.model.parameter_count import parameters
 from workbench.plan.optimizer_state import state_bytes
@@ -73,7 +73,9 @@ def _gpus(plan: ResolvedPlan, found: Attached) -> list[Problem]:
         f"here: {found.count} x {found.name}" if found.device == "cuda" else f"here: {found.name}"
     )
     legal = f"`cluster.gpu: local` with `cluster.gpus` from 1 to {found.count} runs on it"
-    gib = found.memory_bytes / GIB
+    gib = found.least_bytes(ranks) / GIB
+    if gpu.device != found.device and found.unusable:
+        return [Problem("cluster.gpu", f"is {gpu.name}, and {found.why_not_cuda}; {CPU_RANKS}")]
     if gpu.device != found.device:
         why = f" ({found.why_not_cuda})" if found.why_not_cuda else ""
         field, message = (
@@ -95,7 +97,8 @@ def _gpus(plan: ResolvedPlan, found: Attached) -> list[Problem]:
             "gpu",
             f"{gpu.name} has {gpu.memory_gib:.1f} GiB, {found.name} {gib:.1f} GiB; {legal}",
         )
-    elif gpu.device == "cuda" and is_another_model(gpu, found.name):
+    elif gpu.device == "cuda" and any(is_another_model(gpu, name) for name in found.names(ranks)):
+        here = f"here: {', '.join(found.names(ranks))}"
         field, message = "gpu", f"is {gpu.name}, another model than is attached ({here}); {legal}"
     else:
         return []
