@@ -9,6 +9,7 @@ import textwrap
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -59,6 +60,40 @@ def test_other_failures_say_what_was_said_last(
 ) -> None:
     with pytest.raises(ChildError, match=words):
         child_process.python(program(ending), [], print)
+
+
+HANGING = """
+    import os, sys, time
+    print("asking the driver", file=sys.stderr, flush=True)
+    print(os.getpid(), flush=True)
+    if len(sys.argv) > 1:
+        os.close(1)
+    elif os.fork():
+        time.sleep(60)
+    time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("arguments", [[], ["output closed"]])
+def test_a_child_that_hangs_is_ended_at_its_deadline_with_its_last_words(
+    program: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, arguments: list[str]
+) -> None:
+    """The deadline passes when the child has said its line, so that a busy machine has time."""
+    pids: list[int] = []
+    clock = SimpleNamespace(monotonic=lambda: 100.0 * len(pids), sleep=time.sleep)
+    monkeypatch.setattr(child_process, "time", clock)
+    with pytest.raises(ChildError, match=r"was not done in 90 s:\nasking the driver$"):
+        child_process.python(
+            program(HANGING), arguments, lambda line: pids.append(int(line)), deadline_seconds=90
+        )
+    assert len(pids) == 1 and _gone(pids[0])
+
+
+def test_words_without_a_line_end_and_in_no_encoding_come_too(program: Callable[..., Any]) -> None:
+    said: list[str] = []
+    text = "import os; os.write(1, b'one\\ntwo \\xff\\n\\nthree')"
+    child_process.python(program(text), [], said.append, deadline_seconds=30)
+    assert said == ["one", "two \ufffd", "", "three"]
 
 
 SLEEPER = """

@@ -17,8 +17,8 @@ from tests.conftest import Ask
 from workbench.cli import tables
 from workbench.cli.commands import compare as cli_compare
 from workbench.cli.commands import doctor, explain, kernels, operators, search, validate
-from workbench.cli.commands.doctor import Finding
 from workbench.cli.commands.interop import notes
+from workbench.cli.gpu_findings import Finding
 from workbench.cli.progress import run_to_end
 from workbench.cli.terminal import Grid
 from workbench.errors import RunError

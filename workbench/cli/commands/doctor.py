@@ -9,11 +9,12 @@ import re
 import shutil
 import sys
 import tomllib
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 import typer
 
+from workbench.cli.gpu_findings import Finding, gpu_findings
 from workbench.cli.options import Json, emit
 from workbench.cli.tables import table
 from workbench.cli.terminal import Grid
@@ -30,16 +31,6 @@ installed.
 """
 
 
-@dataclass(frozen=True)
-class Finding:
-    """One thing looked at. `ok` is None where it is optional and absent."""
-
-    what: str
-    ok: bool | None
-    found: str
-    mend: str = ""
-
-
 def doctor(json: Json = False) -> None:
     found = examine()
     emit(json, [asdict(finding) for finding in found], lambda: [_table(found)])
@@ -50,7 +41,7 @@ def doctor(json: Json = False) -> None:
 def _table(found: list[Finding]) -> Grid:
     built = table("Doctor", ("what", "", "found", "fix"))
     for finding in found:
-        mark = {True: "ok", False: "MISSING", None: "optional"}[finding.ok]
+        mark = {True: "ok", False: "PROBLEM", None: "optional"}[finding.ok]
         built.add_row(finding.what, mark, finding.found, "" if finding.ok else finding.mend)
     return built
 
@@ -107,11 +98,7 @@ def _devices() -> list[Finding]:
         if here.device == "cuda"
         else f"{here.name}: up to {here.count} ranks"
     )
-    devices = Finding("devices", True, what)
-    if here.device == "cuda":
-        return [devices]
-    fix = "runs use CPU ranks; a CUDA build of torch uses GPUs"
-    return [devices, Finding("GPUs", None, here.why_not_cuda, fix)]
+    return [Finding("devices", True, what), *gpu_findings(here)]
 
 
 def _memory() -> Finding:

@@ -77,7 +77,7 @@ def bind_gpu(plan: ResolvedPlan) -> torch.device:
     index, host = int(os.environ.get("LOCAL_RANK", "0")), socket.gethostname()
     if not torch.cuda.is_available():
         raise refuse(
-            "cluster.gpu", f"is {plan.gpu.name}, but torch has no GPU on {host}: {_why_not_cuda()}"
+            "cluster.gpu", f"is {plan.gpu.name}, but torch has no GPU on {host}: {why_not_cuda()}"
         )
     count = torch.cuda.device_count()
     if index >= count:
@@ -89,7 +89,8 @@ def bind_gpu(plan: ResolvedPlan) -> torch.device:
     return device
 
 
-def _why_not_cuda() -> str:
+def why_not_cuda() -> str:
+    """Why torch has no GPU here, in the driver's words."""
     if torch.version.cuda is None:
         return f"torch {torch.__version__} is a CPU build"
     try:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import selectors
 import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import IO
 
 from workbench.errors import ChildError
 from workbench.runs.launch.parent_death import SAFE_PATH, python_module
@@ -17,7 +19,11 @@ END_SECONDS = 3.0
 
 
 def python(
-    module: str, arguments: Sequence[str], on_line: Callable[[str], None], threads: int = 1
+    module: str,
+    arguments: Sequence[str],
+    on_line: Callable[[str], None],
+    threads: int = 1,
+    deadline_seconds: float | None = None,
 ) -> None:
     """Run `python -P -m module arguments` and wait for it.
 
@@ -29,10 +35,12 @@ def python(
         arguments: Its command line.
         on_line: Called with each line of its output.
         threads: OpenMP threads of the child.
+        deadline_seconds: When it is killed; a child that a driver holds is left behind then. None:
+            it may take as long as it likes.
 
     Raises:
         ValueError: It ends with exit code 2 (usage); the message is its stderr.
-        ChildError: It fails otherwise.
+        ChildError: It fails otherwise, or is not done by the deadline.
     """
     command = [
         *python_module("workbench.runs.launch.parent_death"),
@@ -45,45 +53,89 @@ def python(
         "OMP_NUM_THREADS": str(threads),
         "OMP_WAIT_POLICY": "passive",
     }
+    end = None if deadline_seconds is None else time.monotonic() + deadline_seconds
+    late = False
     with tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(
             [*command, *arguments],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=errors,
-            text=True,
             env=environment,
             start_new_session=True,
         )
         try:
             assert process.stdout is not None
-            for text in process.stdout:
-                on_line(text.rstrip("\n"))
-            os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+            for text in _lines(process.stdout, end):
+                on_line(text)
+            _await_end(process.pid, end)
+        except TimeoutError:
+            late = True
         except BaseException:
             _ask_to_end(process.pid)
             raise
         finally:
             # Whatever the child started is in its process group. The leader is not reaped yet
-            # (WNOWAIT above), so its number cannot have gone to a process of somebody else.
+            # (WNOWAIT below), so its number cannot have gone to a process of somebody else.
             os.killpg(process.pid, signal.SIGKILL)
-            code = process.wait()
+            code = _reap(process, END_SECONDS if late else None)
         errors.seek(0)
         stderr = errors.read().strip()
+    if late:
+        raise ChildError(f"{module} was not done in {deadline_seconds:g} s:\n{stderr[-4000:]}")
     if code == 2:
         raise ValueError(stderr)
     if code != 0:
         raise ChildError(f"{module} ended with {_words(code)}:\n{stderr[-4000:]}")
 
 
+def _lines(output: IO[bytes], end: float | None) -> Iterator[str]:
+    """Lines of `output`; raises TimeoutError at `end`, of the monotonic clock."""
+    rest = b""
+    with output, selectors.DefaultSelector() as ready:
+        ready.register(output, selectors.EVENT_READ)
+        while True:
+            left = None if end is None else end - time.monotonic()
+            if left is not None and (left <= 0 or not ready.select(left)):
+                raise TimeoutError
+            chunk = os.read(output.fileno(), 2**16)
+            *whole, rest = (rest + chunk).split(b"\n")
+            if not chunk and rest:
+                whole = [rest]
+            yield from (line.decode(errors="replace") for line in whole)
+            if not chunk:
+                return
+
+
+def _await_end(pid: int, end: float | None) -> None:
+    """Wait for the child, without reaping it; raises TimeoutError at `end`."""
+    if end is None:
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    elif not _has_ended(pid, end):
+        raise TimeoutError
+
+
+def _has_ended(pid: int, end: float) -> bool:
+    """Whether the child ends before `end`; it is not reaped."""
+    while not (ended := os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)):
+        if time.monotonic() > end:
+            break
+        time.sleep(0.02)
+    return bool(ended)
+
+
+def _reap(process: subprocess.Popen[bytes], seconds: float | None) -> int:
+    """The exit code; a killed process that the kernel does not let go counts as killed."""
+    try:
+        return process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        return -signal.SIGKILL
+
+
 def _ask_to_end(pid: int) -> None:
     """Ask the child's session to end, and give it a moment."""
     os.killpg(pid, signal.SIGTERM)
-    deadline = time.monotonic() + END_SECONDS
-    while time.monotonic() < deadline:
-        if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG):
-            return
-        time.sleep(0.02)
+    _has_ended(pid, time.monotonic() + END_SECONDS)
 
 
 def _words(code: int) -> str:

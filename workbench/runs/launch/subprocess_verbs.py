@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from workbench.checkpoint.resume_point import checkpoint_of
-from workbench.errors import PlanError, refuse
+from workbench.errors import ChildError, PlanError, refuse
 from workbench.machine.attached import attached, host_memory
 from workbench.machine.gpu_catalog import local_constants
 from workbench.plan.model.parameter_count import parameters
@@ -26,6 +26,9 @@ from workbench.units import GIB
 
 ORDER_FILE = "order.json"
 """What a check of the order of calls writes."""
+GPU_CHECK = "workbench.engine.gpu_check"
+GPU_CHECK_SECONDS = 90.0
+"""When a child that asks the GPUs is ended; it starts torch, and waits for drivers."""
 VERIFY_COPIES = 8
 """Copies of the model that one device holds in 8-byte numbers: weights, gradients, moments, work
 space.
@@ -112,6 +115,33 @@ def export_weights(
         "workbench.engine.export_weights", [str(checkpoint), "--to", str(folder)], on_line
     )
     return {"source": str(checkpoint), **record}
+
+
+def gpu_check(what: Literal["facts", "all-reduce"], *options: str) -> dict[str, Any]:
+    """Ask torch of the GPUs, or measure an all-reduce over them, in a child process.
+
+    Args:
+        what: `facts` (`engine.gpu_check.facts`) or `all-reduce` (`all_reduce_bandwidth` there).
+        options: Its command line.
+
+    Returns:
+        Its answer.
+
+    Raises:
+        ChildError, ValueError: It died, hung or refused; the last lines are its last words.
+    """
+    lines: list[str] = []
+    try:
+        child_process.python(
+            GPU_CHECK, [what, *options], lines.append, deadline_seconds=GPU_CHECK_SECONDS
+        )
+    except ChildError as error:  # NCCL warns on the standard output
+        head, _, rest = str(error).partition("\n")
+        raise ChildError("\n".join([head, *lines, rest])) from None
+    answers = [line for line in lines if line.startswith("{")]
+    if not answers:
+        raise ChildError("\n".join([f"{GPU_CHECK} gave no answer:", *lines]))
+    return dict(json.loads(answers[-1]))
 
 
 def inspect(plan: Plan) -> None:
