@@ -45,9 +45,9 @@ def test_a_dropped_weight_gradient(monkeypatch: pytest.MonkeyPatch, name: str) -
 def test_a_weight_gradient_that_is_never_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     original = compute_deferred_weight_grads
 
-    def compute(deferred: list[Any], accumulate: Any) -> None:
+    def compute(deferred: list[Any], *accumulate: Any) -> None:
         del deferred[0]
-        original(deferred, accumulate)
+        original(deferred, *accumulate)
 
     monkeypatch.setattr(module, "compute_deferred_weight_grads", compute)
     assert any(part in failure_of(verify(scheduled("zb-h1")))["tensor"] for part in LINEAR)

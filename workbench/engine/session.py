@@ -146,6 +146,7 @@ class Session:
                 store.reduce,
                 store.expect_last_backward,
                 store.accumulate,
+                store.accumulate_product,
                 part.samples.start_microbatch,
                 None if device.type == "cuda" else _sends_end(plan, table, pipeline.index),
             ),

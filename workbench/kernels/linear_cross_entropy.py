@@ -25,14 +25,12 @@ from workbench.kernels import cross_entropy as ce
 from workbench.kernels.backends.triton_compat import accumulation_type, jit, runs_triton, tl
 from workbench.kernels.cross_entropy import check_tokens, statistics_of, tile_shape, write_gradient
 from workbench.kernels.input_checks import accumulation_dtype, check_tensors
+from workbench.models.gemm_into import multiply_into
 from workbench.models.seams import IGNORE_INDEX
-from workbench.planned_device import on_gpu
 from workbench.runtime_facts.loss_chunks import loss_chunk_columns, loss_chunk_tokens
 
 TILE_NUMEL = 16384
 """Entries of a row per tile: few rows at a time, which stay in the cache until read again."""
-CHUNK_NUMEL = 2**22
-"""Entries upcast at once where no GEMM has 16-bit inputs and an fp32 output."""
 
 
 def reference(
@@ -138,9 +136,9 @@ def chunk_op(
         return _losses(logits_NV, targets_N, num_real, smoothing, z, kernels)[0]
     loss_N = _both(logits_NV, targets_N, num_real, smoothing, z, kernels)
     if dx_ND is not None:
-        _multiply(dx_ND, logits_NV[:, :num_real], weight_VD, True)
+        multiply_into(dx_ND, logits_NV[:, :num_real], weight_VD, True)
     if dw_VD is not None:
-        _multiply(dw_VD, logits_NV[:, :num_real].t(), x_ND, first)
+        multiply_into(dw_VD, logits_NV[:, :num_real].t(), x_ND, first)
     return loss_N
 
 
@@ -196,22 +194,6 @@ def _both(
         **shape,
     )
     return loss_N
-
-
-def _multiply(out: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
-    """out = a b, or out += a b unless `first`; `out` may have a wider dtype than a and b."""
-    if out.dtype == a.dtype:
-        torch.mm(a, b, out=out) if first else out.addmm_(a, b)
-    elif on_gpu(out):
-        torch.addmm(out, a, b, beta=0 if first else 1, out_dtype=out.dtype, out=out)
-    else:  # torch has that GEMM on CUDA only
-        step = max(1, CHUNK_NUMEL // max(*out.shape, 1))
-        for at in range(0, len(b), step):
-            out.addmm_(
-                a[:, at : at + step].to(out.dtype),
-                b[at : at + step].to(out.dtype),
-                beta=float(at or not first),
-            )
 
 
 # ---- the operator for autograd -------------------------------------------------------------------

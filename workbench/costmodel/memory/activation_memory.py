@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from workbench.costmodel.frameworks.framework_profile import WORKBENCH
 from workbench.costmodel.inputs.config import Array, Number
 from workbench.costmodel.inputs.rank_workload import Workload
 from workbench.costmodel.memory.attention_memory import (
@@ -303,16 +304,22 @@ def _mla_latents(w: Workload) -> Number:
 
 
 def weight_gradient_bytes(w: Workload) -> Number:
-    """Temporaries while the largest weight of a layer gets its gradient, in a separate W."""
+    """Temporaries while the largest weight of a layer gets its gradient, in a separate W: none
+    where the GEMM adds to the gradient itself.
+    """
     _, matrix = _feed_forward(w, False)
+    if w.fixed.gpu.device == "cuda" or w.gradient_element_bytes == w.element_bytes:
+        return 0.0
     return accumulated_gradient_bytes(w, matrix)
 
 
 def accumulated_gradient_bytes(w: Workload, parameters: Number) -> Number:
     """Bytes of a weight gradient while it is accumulated into its bucket; where dtypes differ, it
-    is upcast in pieces of `GRADIENT_CAST_NUMEL`.
+    is upcast, on CPU in pieces of `GRADIENT_CAST_NUMEL`, by CUDA in registers.
     """
     widened = w.gradient_element_bytes * (w.gradient_element_bytes != w.element_bytes)
+    if w.fixed.stack == WORKBENCH and w.fixed.gpu.device == "cuda":
+        widened = 0.0 * widened
     return (
         parameters * w.element_bytes + np.minimum(parameters, GRADIENT_CAST_NUMEL) * widened
     ) * has_weight_gradients(w)

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from workbench.models.gemm_into import multiply_into
 from workbench.parallel.async_collectives import WaitFn
 from workbench.parallel.data.data_collectives import (
     local_shard,
@@ -18,6 +19,7 @@ from workbench.parallel.data.data_collectives import (
     start_reduce_scatter,
 )
 from workbench.parallel.data.flat_buckets import BucketLayout
+from workbench.planned_device import on_gpu
 from workbench.runtime_facts.cast_sizes import GRADIENT_CAST_NUMEL
 
 CollectiveChain = Iterator[WaitFn | None]
@@ -29,8 +31,12 @@ starts it.
 def accumulate_upcast(total: Tensor, gradient: Tensor) -> None:
     """Add a gradient to a total of a wider dtype.
 
-    It is cast chunk by chunk: a copy of all of it in the wider dtype would be live beside it.
+    CUDA widens in registers. On CPU it is cast chunk by chunk: a copy of all of it in the wider
+    dtype would be live beside it.
     """
+    if on_gpu(total):
+        total.add_(gradient)
+        return
     chunks = zip(
         total.flatten().split(GRADIENT_CAST_NUMEL), gradient.flatten().split(GRADIENT_CAST_NUMEL)
     )
@@ -70,6 +76,14 @@ class AccumulatedGrads:
             view.add_(gradient)
         else:
             accumulate_upcast(view, gradient)
+
+    def accumulate_product(self, name: str, a: Tensor, b: Tensor) -> None:
+        """Add a microbatch's gradient a b of a weight."""
+        view = self.views[name]
+        if view.dtype == a.dtype or on_gpu(view):
+            multiply_into(view, a, b, first=False)
+        else:  # the GEMM in the operands' dtype is the faster one
+            self.accumulate(name, a @ b)
 
     @property
     def is_chained(self) -> bool:
@@ -120,15 +134,29 @@ class ShardedGrads:
 
     def accumulate(self, name: str, gradient: Tensor) -> None:
         """Add a microbatch's gradient of a parameter."""
+        view, first = self._unsharded_view(name)
+        if first:
+            view.copy_(gradient)
+        else:
+            accumulate_upcast(view, gradient)
+
+    def accumulate_product(self, name: str, a: Tensor, b: Tensor) -> None:
+        """Add a microbatch's gradient a b of a weight."""
+        if self.dtype == a.dtype or on_gpu(self.shard):
+            view, first = self._unsharded_view(name)
+            multiply_into(view, a, b, first)
+        else:
+            self.accumulate(name, a @ b)
+
+    def _unsharded_view(self, name: str) -> tuple[Tensor, bool]:
+        """(where a parameter's gradient lies, whether it holds none yet)."""
         if self._unsharded is None:
             # Not zeroed: the first gradient of each parameter is copied, and `reduction` zeroes
             # what has none.
             self._unsharded = torch.empty(self.layout.numel, dtype=self.dtype, device=self.device)
             self._unwritten = self.layout.views(self._unsharded)
-        if (view := self._unwritten.pop(name, None)) is not None:
-            view.copy_(gradient)
-        else:
-            accumulate_upcast(self.layout.views(self._unsharded)[name], gradient)
+        view = self._unwritten.pop(name, None)
+        return (self.layout.views(self._unsharded)[name], False) if view is None else (view, True)
 
     @property
     def is_chained(self) -> bool:

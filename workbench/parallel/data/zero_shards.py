@@ -196,9 +196,15 @@ class ParamAndGradStore:
         self._reset_pending(stage)
 
     def accumulate(self, parameter: nn.Parameter, gradient: Tensor) -> None:
-        """Add a microbatch's gradient that autograd does not accumulate: a deferred W."""
+        """Add a microbatch's gradient that autograd does not accumulate: a deferred W's bias."""
         stage, bucket, name = self._bucket_of[id(parameter)]
         bucket.grads.accumulate(name, gradient)
+        self._on_gradient(stage, bucket)
+
+    def accumulate_product(self, weight: nn.Parameter, a: Tensor, b: Tensor) -> None:
+        """Add a microbatch's gradient a b of a weight that autograd does not accumulate."""
+        stage, bucket, name = self._bucket_of[id(weight)]
+        bucket.grads.accumulate_product(name, a, b)
         self._on_gradient(stage, bucket)
 
     def reduce(self, stage: int) -> None:

@@ -58,6 +58,8 @@ class ExecutorHooks:
     """The next backward of this stage completes its gradients."""
     accumulate: Callable[[nn.Parameter, Tensor], None]
     """Add a gradient that autograd does not accumulate."""
+    accumulate_product: Callable[[nn.Parameter, Tensor, Tensor], None]
+    """The same of a weight, by the factors of its gradient."""
     before_forward: Callable[[int], None] = lambda microbatch: None
     """The next forward is of this microbatch."""
     sends_end: Mapping[Action, int] | None = None
@@ -206,7 +208,9 @@ class ScheduleExecutor:
         if action in self.last_backwards:
             self.hooks.expect_last_backward(stage)
         if action.kind == "W":
-            return compute_deferred_weight_grads(state.deferred.pop(key), self.hooks.accumulate)
+            return compute_deferred_weight_grads(
+                state.deferred.pop(key), self.hooks.accumulate, self.hooks.accumulate_product
+            )
         gradient = state.output_gradients.pop(key, None)
         if gradient is not None:
             self._wait_receive(Action(stage, "RECV_B", microbatch), gradient, state)

@@ -135,16 +135,22 @@ class _SplitLinear(torch.autograd.Function):
 
 @torch.no_grad()
 def compute_deferred_weight_grads(
-    deferred: list[DeferredWeightGrad], accumulate: Callable[[nn.Parameter, Tensor], None]
+    deferred: list[DeferredWeightGrad],
+    accumulate: Callable[[nn.Parameter, Tensor], None],
+    accumulate_product: Callable[[nn.Parameter, Tensor, Tensor], None],
 ) -> None:
     """Run a W action: compute the deferred gradients in the order they were deferred.
 
-    Each is passed to `accumulate`, and its operands are freed before the next is computed.
+    Args:
+        deferred: Operands; each pair is freed before the next is multiplied.
+        accumulate: Takes a bias and its gradient.
+        accumulate_product: Takes a weight [out, in] and the factors of its gradient, [out, N] and
+            [N, in].
     """
     deferred.reverse()
     while deferred:
         x, gradient, weight, bias = deferred.pop()
         gradient_NO = gradient.flatten(0, -2)
-        accumulate(weight, gradient_NO.t() @ x.flatten(0, -2))
+        accumulate_product(weight, gradient_NO.t(), x.flatten(0, -2))
         if bias is not None:
             accumulate(bias, gradient_NO.sum(0))
