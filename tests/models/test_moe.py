@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from workbench.models import Transformer
-from workbench.models.moe import MoE, balanced_counts
+from workbench.models.host_counts import balanced_counts
+from workbench.models.moe import MoE
 from workbench.models.moe_routing import capacity_rows, dropless_rows
 from workbench.plan.model.model_shape import Moe, Shape, rows_of_an_expert
 from workbench.plan.model.parameter_count import parameters
@@ -182,8 +183,8 @@ def test_router_scores_are_fp32_and_their_gradients_are_not_lost() -> None:
 
 
 def test_counts_without_values_are_even() -> None:
-    assert balanced_counts(torch.zeros(4), 10) == [3, 3, 2, 2]
-    assert balanced_counts(torch.zeros(2, 4), 8) == [[2, 2, 2, 2]] * 2
+    assert balanced_counts(torch.zeros(4), 10)() == [3, 3, 2, 2]
+    assert balanced_counts(torch.zeros(2, 4), 8)() == [[2, 2, 2, 2]] * 2
 
 
 @pytest.mark.parametrize("biases", ["none", "all"])

@@ -20,7 +20,7 @@ from workbench.engine.optimizer import MixedPrecisionOptimizer
 from workbench.engine.precision import plan_dtypes
 from workbench.kernels.fused_seams import warm_up
 from workbench.models.counter_normal import NormalDrawer
-from workbench.models.moe import CountReader, read_counts
+from workbench.models.host_counts import CountReader, start_reading
 from workbench.parallel.apply_strategy import ParallelModel, parallelize
 from workbench.parallel.context.apply_context import local_tokens
 from workbench.parallel.layout import square_norm
@@ -90,7 +90,7 @@ class Session:
         mesh: Mesh,
         device: torch.device,
         dtype: torch.dtype | None = None,
-        count_reader: CountReader = read_counts,
+        count_reader: CountReader = start_reading,
         model: nn.Module | None = None,
         drawer: type[NormalDrawer] | None = NormalDrawer,
     ) -> Session:

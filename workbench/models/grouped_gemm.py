@@ -4,11 +4,53 @@ experts).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+
+from workbench.planned_device import on_gpu
+
+ALIGNED_BYTES = 16
+"""torch's grouped GEMM reads rows of weights and inputs at multiples of so many bytes."""
+
+
+class RowGroups:
+    """How many rows each group has: on the device, and on the host once somebody asks.
+
+    Args:
+        counts_E: Rows of each group [E], on the device.
+        read: Reads them, which waits for the device.
+    """
+
+    def __init__(self, counts_E: Tensor, read: Callable[[], Sequence[int]]) -> None:
+        self._counts_E, self._read = counts_E, read
+
+    @cached_property
+    def ends_E(self) -> Tensor:
+        """End of each group among the rows, int32 [E]."""
+        return self._counts_E.cumsum(0, dtype=torch.int32)
+
+    @property
+    def empty_E(self) -> Tensor:
+        """Whether a group has no rows, [E]."""
+        return self._counts_E == 0
+
+    @cached_property
+    def counts(self) -> tuple[int, ...]:
+        """Rows of each group, on the host."""
+        return tuple(self._read())
+
+    def slices(self) -> Iterator[tuple[int, slice]]:
+        """(group, its rows) for every group that has rows."""
+        start = 0
+        for group, count in enumerate(self.counts):
+            if count:
+                yield group, slice(start, start + count)
+            start += count
 
 
 class GroupedLinear(nn.Module):
@@ -21,16 +63,48 @@ class GroupedLinear(nn.Module):
         self.bias_share = 1.0
         """The share of the bias that is added here, where several ranks' results are summed."""
 
-    def forward(self, x_RI: Tensor, counts: Sequence[int]) -> Tensor:
-        """Rows [R, in], the first `counts[0]` of group 0 and so on, to [R, out]."""
+    def forward(self, x_RI: Tensor, groups: RowGroups) -> Tensor:
+        """Rows [R, in], those of group 0 first and so on, to [R, out]."""
+        output: Tensor
+        if self.bias is None and has_grouped_kernel(x_RI, self.weight):
+            output = _GroupedKernel.apply(x_RI, self.weight, groups)
+            return output
         bias = (
             self.bias if self.bias is None or self.bias_share == 1 else self.bias * self.bias_share
         )
-        output: Tensor = _GroupedGemm.apply(x_RI, self.weight, bias, tuple(counts))
+        output = _GemmPerGroup.apply(x_RI, self.weight, bias, groups)
         return output
 
 
-class _GroupedGemm(torch.autograd.Function):
+def has_grouped_kernel(x_RI: Tensor, weight: Tensor) -> bool:
+    """Whether one kernel multiplies all groups: on GPUs in bf16, which compute capability 8.0 has
+    first, and where rows are aligned.
+    """
+    aligned = all(x * weight.element_size() % ALIGNED_BYTES == 0 for x in weight.shape[1:])
+    return on_gpu(x_RI) and x_RI.dtype == torch.bfloat16 and aligned
+
+
+class _GroupedKernel(torch.autograd.Function):
+    """One GEMM of all groups, whose rows the device counts: the host waits for nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, x_RI: Tensor, weight: Tensor, groups: RowGroups) -> Tensor:
+        ctx.save_for_backward(x_RI, weight)
+        ctx.groups = groups
+        return F.grouped_mm(x_RI, weight.transpose(1, 2), offs=groups.ends_E)
+
+    @staticmethod
+    def backward(ctx: Any, gradient_RO: Tensor) -> tuple[Tensor, Tensor, None]:
+        x_RI, weight = ctx.saved_tensors
+        gradient_RO, ends_E = gradient_RO.contiguous(), ctx.groups.ends_E
+        x_gradient = F.grouped_mm(gradient_RO, weight, offs=ends_E)
+        weight_gradient = F.grouped_mm(gradient_RO.T, x_RI, offs=ends_E)
+        # A product over no rows: zero, whatever the kernel leaves there.
+        weight_gradient.masked_fill_(ctx.groups.empty_E[:, None, None], 0)
+        return x_gradient, weight_gradient, None
+
+
+class _GemmPerGroup(torch.autograd.Function):
     """One GEMM for each group, written straight into one output.
 
     Autograd on split, matmul and concatenate would hold a list of chunks beside it, in forward and
@@ -39,12 +113,12 @@ class _GroupedGemm(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x_RI: Tensor, weight: Tensor, bias: Tensor | None, counts: tuple[int, ...]
+        ctx: Any, x_RI: Tensor, weight: Tensor, bias: Tensor | None, groups: RowGroups
     ) -> Tensor:
         ctx.save_for_backward(x_RI, weight)
-        ctx.counts, ctx.has_bias = counts, bias is not None
+        ctx.groups, ctx.has_bias = groups, bias is not None
         y_RO = x_RI.new_empty(len(x_RI), weight.shape[1])
-        for group, rows in _group_slices(counts):
+        for group, rows in groups.slices():
             if bias is None:
                 torch.mm(x_RI[rows], weight[group].T, out=y_RO[rows])
             else:
@@ -58,18 +132,9 @@ class _GroupedGemm(torch.autograd.Function):
         x_RI, weight = ctx.saved_tensors
         x_gradient, weight_gradient = torch.empty_like(x_RI), torch.zeros_like(weight)
         bias_gradient = weight.new_zeros(weight.shape[:2]) if ctx.has_bias else None
-        for group, rows in _group_slices(ctx.counts):
+        for group, rows in ctx.groups.slices():
             torch.mm(gradient_RO[rows], weight[group], out=x_gradient[rows])
             torch.mm(gradient_RO[rows].T, x_RI[rows], out=weight_gradient[group])
             if bias_gradient is not None:
                 bias_gradient[group] = gradient_RO[rows].sum(0)
         return x_gradient, weight_gradient, bias_gradient, None
-
-
-def _group_slices(counts: tuple[int, ...]) -> Iterator[tuple[int, slice]]:
-    """(group, its rows) for every group that has rows."""
-    start = 0
-    for group, count in enumerate(counts):
-        if count:
-            yield group, slice(start, start + count)
-        start += count

@@ -5,36 +5,17 @@ Shapes as in `moe_routing`: N tokens = B sequences x T, E experts, k choices a t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from workbench.models.grouped_gemm import GroupedLinear
+from workbench.models.grouped_gemm import GroupedLinear, RowGroups
+from workbench.models.host_counts import CountReader, kept_for_recomputation, start_reading
 from workbench.models.moe_routing import ExpertRows, Router, Routing, capacity_rows, dropless_rows
 from workbench.models.seams import Activate
 from workbench.plan.model.model_shape import Moe, Shape
-
-CountReader = Callable[[Tensor, int], list[Any]]
-"""Turns counts on the device, whose last dim adds up to a total, into integers on the host.
-
-`read_counts` reads them, which waits for the device; a rehearsal, whose tensors have no values,
-takes them to be `balanced_counts`.
-"""
-
-
-def read_counts(counts: Tensor, total: int) -> list[Any]:
-    """The counts as they are; waits for the device."""
-    values: list[Any] = counts.tolist()
-    return values
-
-
-def balanced_counts(counts: Tensor, total: int) -> list[Any]:
-    """Counts as even as integers allow, in the shape of `counts`, whose values are not read."""
-    size = counts.shape[-1]
-    row = [total // size + (i < total % size) for i in range(size)]
-    return row if counts.dim() == 1 else [balanced_counts(each, total) for each in counts.unbind()]
 
 
 class GroupedExperts(nn.Module):
@@ -49,16 +30,20 @@ class GroupedExperts(nn.Module):
         self.down = GroupedLinear(moe.experts, moe.ffn, shape.hidden, bias)
         self.activate = Activate(shape.mlp)
 
-    def forward(self, x_RD: Tensor, counts: Sequence[int]) -> Tensor:
-        """Rows [R, D], sorted by expert, `counts` of each, to the experts' outputs [R, D]."""
-        up = self.up(x_RD, counts)
+    def forward(self, x_RD: Tensor, groups: RowGroups) -> Tensor:
+        """Rows [R, D], sorted by expert, to the experts' outputs [R, D]."""
+        up = self.up(x_RD, groups)
         activated = (
             self.activate(up, None)
             if self.gate is None
-            else self.activate(self.gate(x_RD, counts), up)
+            else self.activate(self.gate(x_RD, groups), up)
         )
-        output: Tensor = self.down(activated, counts)
+        output: Tensor = self.down(activated, groups)
         return output
+
+
+ExpertRun = Callable[[Tensor], Tensor]
+"""Rows [R, D], sorted by expert, to the outputs of their experts, in the same order."""
 
 
 class TokenDispatcher(nn.Module):
@@ -66,30 +51,32 @@ class TokenDispatcher(nn.Module):
     device.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, read_counts: CountReader = start_reading) -> None:
         super().__init__()
-        self.read_counts: CountReader = read_counts
+        self.read_counts = read_counts
 
-    def forward(self, x_RD: Tensor, counts_E: Tensor | None, experts: GroupedExperts) -> Tensor:
-        """Outputs of the experts for rows that are sorted by expert.
+    def forward(self, num_rows: int, counts_E: Tensor | None, experts: GroupedExperts) -> ExpertRun:
+        """Start to learn how many rows each expert gets, which the rows are gathered behind.
 
         Args:
-            x_RD: Rows [R, D].
+            num_rows: Rows of all experts, R.
             counts_E: Rows of each expert [E]; None if all have the same number.
             experts: The experts of this rank.
-
-        Returns:
-            [R, D], in the order of the rows.
         """
-        output: Tensor = experts(
-            x_RD, self._host_counts(counts_E, len(x_RD), len(experts.up.weight))
-        )
-        return output
-
-    def _host_counts(self, counts_E: Tensor | None, total: int, num_experts: int) -> list[int]:
+        num_experts = len(experts.up.weight)
         if counts_E is None:
-            return [total // num_experts] * num_experts
-        return self.read_counts(counts_E, total)
+            groups = equal_groups(num_rows, num_experts, experts.up.weight.device)
+        else:
+            groups = kept_for_recomputation(
+                lambda: RowGroups(counts_E, self.read_counts(counts_E, num_rows))
+            )
+        return lambda x_RD: experts(x_RD, groups)
+
+
+def equal_groups(total: int, num_groups: int, device: torch.device) -> RowGroups:
+    """Groups of the same number of rows."""
+    counts = [total // num_groups] * num_groups
+    return RowGroups(torch.full((num_groups,), counts[0], device=device), lambda: counts)
 
 
 class MoE(nn.Module):
@@ -121,8 +108,9 @@ class MoE(nn.Module):
         """
         routing = self.route(x_BTD)
         rows, gates_NK = self.rows(routing)
+        run_experts = self.dispatcher(len(rows.tokens_R), rows.counts_E, self.experts)
         dispatched_RD = _Dispatch.apply(x_BTD.flatten(0, 1), rows)
-        expert_out_RD = self.dispatcher(dispatched_RD, rows.counts_E, self.experts)
+        expert_out_RD = run_experts(dispatched_RD)
         y_BTD = _Combine.apply(expert_out_RD, gates_NK, rows.rows_NK).view_as(x_BTD)
         return y_BTD if self.shared is None else y_BTD + self.shared(x_BTD), routing.aux_loss
 

@@ -7,7 +7,8 @@ function of the position, so that recomputation repeats forward exactly.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, Literal
 
@@ -15,13 +16,31 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from workbench.models import Transformer
+from workbench.models.host_counts import recomputation_contexts
 from workbench.models.seams import Positions
 from workbench.models.transformer import Attention
 from workbench.parallel.context.ulysses_attention import UlyssesAttend
 from workbench.parallel.pipeline.zero_bubble import checkpoint_contexts
 
+
+def _contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """What a checkpointed forward and its recomputation run in: a split backward is entered again,
+    and counts of rows are repeated.
+    """
+    split, counts = checkpoint_contexts(), recomputation_contexts()
+    return _both(split[0], counts[0]), _both(split[1], counts[1])
+
+
+@contextmanager
+def _both(
+    first: AbstractContextManager[Any], second: AbstractContextManager[Any]
+) -> Iterator[None]:
+    with first, second:
+        yield
+
+
 _checkpoint = partial(
-    checkpoint, use_reentrant=False, preserve_rng_state=False, context_fn=checkpoint_contexts
+    checkpoint, use_reentrant=False, preserve_rng_state=False, context_fn=_contexts
 )
 
 

@@ -25,7 +25,7 @@ from workbench.models import Transformer
 from workbench.models.counter_dropout import SampleIndices
 from workbench.models.counter_normal import CHUNK_NUMEL, NormalDrawer
 from workbench.models.deferred_init import FillReplay, RecordedFill, build_deferred
-from workbench.models.moe import CountReader, read_counts
+from workbench.models.host_counts import CountReader, start_reading
 from workbench.models.python_model import build_python_model
 from workbench.models.seams import Attend
 from workbench.models.weight_init import WeightInit
@@ -81,7 +81,7 @@ def parallelize(
     device: torch.device,
     dtype: torch.dtype,
     gradient_dtype: torch.dtype,
-    count_reader: CountReader = read_counts,
+    count_reader: CountReader = start_reading,
     model: nn.Module | None = None,
     drawer: type[NormalDrawer] | None = NormalDrawer,
 ) -> ParallelModel:

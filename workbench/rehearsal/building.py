@@ -10,7 +10,7 @@ from workbench.engine.measure.live_memory import UNCOUNTED, LiveBytes
 from workbench.engine.measure.step_sampler import host_tensors, persistent_tensors
 from workbench.engine.session import Session, initial_drawer
 from workbench.models.counter_normal import NormalDrawer, chunk_shape
-from workbench.models.moe import balanced_counts
+from workbench.models.host_counts import balanced_counts
 from workbench.parallel.mesh import Mesh
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.planned_device import rehearsed_device

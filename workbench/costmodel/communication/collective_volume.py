@@ -184,7 +184,7 @@ def _ulysses_calls(w: Workload) -> list[CollectiveCall]:
 
 def _expert_calls(w: Workload) -> list[CollectiveCall]:
     """MoE all-to-all: dispatch and combine in each direction. Token counts are exchanged first,
-    unless a capacity factor fixes them.
+    unless a capacity factor fixes them; this engine keeps them for recomputation.
     """
     moe, dtype = w.shape.moe, w.dtype
     if moe is None:
@@ -198,6 +198,7 @@ def _expert_calls(w: Workload) -> list[CollectiveCall]:
         w.hidden_activation_bytes * w.routed_rows_per_token,
         float(moe.capacity is None),
     )
+    exchanged_again = exchanges_counts * again * (w.fixed.stack != "workbench")
     counts = {"F": times, "B": times + again}
     return [
         *(
@@ -207,9 +208,7 @@ def _expert_calls(w: Workload) -> list[CollectiveCall]:
         CollectiveCall(
             "expert", "all_to_all", e, "int64", 8.0 * moe.experts, exchanges_counts * times, "F"
         ),
-        CollectiveCall(
-            "expert", "all_to_all", e, "int64", 8.0 * moe.experts, exchanges_counts * again, "B"
-        ),
+        CollectiveCall("expert", "all_to_all", e, "int64", 8.0 * moe.experts, exchanged_again, "B"),
         *_load_balance_calls(w, times, again),
     ]
 

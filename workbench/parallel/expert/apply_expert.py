@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from workbench.models import Transformer
-from workbench.models.moe import CountReader, MoE
+from workbench.models.host_counts import CountReader
+from workbench.models.moe import MoE
 from workbench.parallel.data.flat_buckets import ReductionAxes
 from workbench.parallel.expert.aux_loss import scale_gradient
 from workbench.parallel.expert.expert_collectives import all_reduce_counts
