@@ -31,6 +31,7 @@ from workbench.models.seams import Attend
 from workbench.models.weight_init import WeightInit
 from workbench.parallel.activation_checkpointing import apply_activation_checkpointing
 from workbench.parallel.context.apply_context import apply_context_parallel
+from workbench.parallel.data.copy_stream import CopyStream
 from workbench.parallel.data.sharded_params import ParamInit
 from workbench.parallel.data.zero_shards import ParamAndGradStore
 from workbench.parallel.expert.apply_expert import apply_expert_parallel, gradient_reduction_axes
@@ -130,7 +131,7 @@ def parallelize(
         mesh,
         plan.strategy.data,
         gradient_dtype,
-        ParamInit(device, dtype, fill),
+        ParamInit(device, dtype, fill, CopyStream(device)),
         overlap,
         separate=tied,
     )

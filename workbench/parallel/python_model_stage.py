@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from workbench.models.deferred_init import FillReplay
 from workbench.models.python_model import add_loss
+from workbench.parallel.data.copy_stream import CopyStream
 from workbench.parallel.data.sharded_params import ParamInit
 from workbench.parallel.data.zero_shards import ParamAndGradStore
 from workbench.parallel.layout import Layout
@@ -59,7 +60,7 @@ def apply_to_python_model(
         for name, axes in operator_reduction_axes(layouts, placements, mesh).items()
     }
     fill = None if replay is None else partial(_fill_initial, initial, replay)
-    init = ParamInit(device, dtype, fill)
+    init = ParamInit(device, dtype, fill, CopyStream(device))
     store = ParamAndGradStore(
         {0: model},
         layouts,

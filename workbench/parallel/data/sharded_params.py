@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from workbench.parallel.async_collectives import WaitFn
+from workbench.parallel.data.copy_stream import CopyStream
 from workbench.parallel.data.data_collectives import local_shard, start_all_gather
 from workbench.parallel.data.flat_buckets import BucketLayout
 from workbench.parallel.data.storage_resize import (
@@ -29,11 +30,13 @@ class ParamInit:
         dtype: Of parameters.
         fill: Fills a local tensor of zeros, given its local name and its layout; None where a
             checkpoint fills parameters before they are used.
+        copies: The stream of copies from and to host memory (offload).
     """
 
     device: torch.device
     dtype: torch.dtype
     fill: Callable[[str, Layout, Tensor], None] | None
+    copies: CopyStream
 
 
 def _init_shard(
@@ -112,6 +115,7 @@ class ShardedParams:
         )
         _init_shard(self.shard, layout, layouts, init)
         self.unsharded_bytes = self.flat.nbytes
+        self._copies = init.copies
         self._wait: WaitFn | None = None
         self.is_unsharded = False
 
@@ -126,12 +130,15 @@ class ShardedParams:
             return
         self.is_unsharded = True
         resize_storage(self.flat, self.unsharded_bytes)
-        shard, axis = self.shard, self.layout.shard_axis
+        axis = self.layout.shard_axis
+        if not self.on_host and axis.size > 1:
+            self._wait = start_all_gather(self.flat, self.shard, axis)
+            return
         # An all-gather reads its input on the device; a single rank has none, and only copies.
-        if self.on_host or axis.size == 1:
+        with self._copies.copying():
             shard = local_shard(self.flat, axis)
             shard.copy_(self.shard, non_blocking=True)
-        self._wait = start_all_gather(self.flat, shard, axis)
+            self._wait = start_all_gather(self.flat, shard, axis) or self._copies.copied()
 
     def unshard(self) -> None:
         """All-gather the parameters and wait for them."""

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from workbench.parallel.data.copy_stream import CopyStream
+
 if TYPE_CHECKING:
     from workbench.parallel.data.sharded_params import ReplicatedParams, ShardedParams
 
@@ -38,7 +40,12 @@ class HostShards:
     `values` and `gradients`, by local name, are what the optimizer steps and by which gradients.
     """
 
-    def __init__(self, buckets: Sequence[tuple[ReplicatedParams | ShardedParams, Tensor]]) -> None:
+    def __init__(
+        self, buckets: Sequence[tuple[ReplicatedParams | ShardedParams, Tensor]], copies: CopyStream
+    ) -> None:
+        self._copies = copies
+        self._started: set[int] = set()
+        """Ids of gradient shards whose copy to the host is under way."""
         self._buckets = [
             _HostBucket(
                 params,
@@ -55,20 +62,28 @@ class HostShards:
             self.gradients |= bucket.params.layout.shard_views(bucket.host_grads)
 
     @torch.no_grad()
+    def start_copy_to_host(self, grads: Tensor) -> None:
+        """Start to copy a shard of gradients that are final to the host."""
+        if id(grads) in self._started:
+            return
+        self._started.add(id(grads))
+        bucket = next(bucket for bucket in self._buckets if bucket.grads is grads)
+        with self._copies.copying():
+            bucket.host_grads.copy_(grads, non_blocking=True)
+
     def copy_grads_to_host(self) -> None:
-        """Copy the gradients' shards to the host, and wait until they are there."""
+        """Copy what is left of the gradients' shards to the host, and wait until all are there."""
         for bucket in self._buckets:
-            bucket.host_grads.copy_(bucket.grads, non_blocking=True)
-        # The CPU reads them next, and the copies are ordered on the stream only.
-        if any(bucket.grads.is_cuda for bucket in self._buckets):
-            torch.cuda.current_stream().synchronize()
+            self.start_copy_to_host(bucket.grads)
+        self._copies.synchronize()  # the CPU reads them next
+        self._started.clear()
 
     @torch.no_grad()
-    def copy_params_to_device(self) -> None:
-        """Copy the updated parameters' shards to the device; those that live on the host stay."""
-        for bucket in self._buckets:
-            if bucket.host_params is not bucket.params.shard:
-                bucket.params.shard.copy_(bucket.host_params, non_blocking=True)
+    def copy_params_to_device(self, params: ReplicatedParams | ShardedParams) -> None:
+        """Copy a bucket's updated shard to the device, unless it lives on the host."""
+        bucket = next(bucket for bucket in self._buckets if bucket.params is params)
+        if bucket.host_params is not params.shard:
+            params.shard.copy_(bucket.host_params, non_blocking=True)
 
     def persistent(self) -> dict[str, list[Tensor]]:
         """Host buffers that live from step to step, by category of the memory frame."""

@@ -14,6 +14,7 @@ With a shard group smaller than data parallelism (hybrid sharding, HSDP), shards
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -85,7 +86,8 @@ class ParamAndGradStore:
         overlap: bool,
         separate: str | None,
     ) -> None:
-        self.plan, self.overlap = plan, overlap
+        self.plan, self.overlap, self._separate = plan, overlap, separate
+        self._copies = init.copies
         self.buckets: dict[int, list[ParamBucket]] = {}
         materialized: dict[int, nn.Parameter] = {}
         for stage, model in models.items():
@@ -144,7 +146,8 @@ class ParamAndGradStore:
         self.optimizer_gradients = self.gradients
         self.host: HostShards | None = None
         if self.plan.offload != "none":
-            self.host = HostShards([(b.params, b.grads.shard) for b in self._all_buckets()])
+            shards = [(b.params, b.grads.shard) for b in self._all_buckets()]
+            self.host = HostShards(shards, self._copies)
             self.values, self.optimizer_gradients = self.host.values, self.host.gradients
 
     def _register_grad_hooks(self) -> None:
@@ -216,6 +219,7 @@ class ParamAndGradStore:
         if stage in self._last_backward:
             self._last_backward.discard(stage)
             self._all_reduce_partial(stage)
+            self._start_copies_to_host(stage)
             if stage in self._gatherers:
                 self._gatherers[stage].reshard()
 
@@ -230,12 +234,16 @@ class ParamAndGradStore:
 
         ZeRO-3 does not need it: it all-gathers parameters when they are next used.
         """
-        if self.host is not None:
-            self.host.copy_params_to_device()
-        params = (bucket.params for bucket in self._all_buckets())
+        params = [bucket.params for bucket in self._all_buckets()]
         replicated = [p for p in params if isinstance(p, ReplicatedParams)]
-        for each in replicated:
-            each.start_all_gather()
+        with self._copies.copying() if self.host is not None else nullcontext():
+            for each in params:  # a bucket's all-gather runs beside the next one's copy
+                if self.host is not None:
+                    self.host.copy_params_to_device(each)
+                if isinstance(each, ReplicatedParams):
+                    each.start_all_gather()
+            copied = self._copies.copied()
+        copied()
         for each in replicated:
             each.wait_all_gather()
 
@@ -272,6 +280,14 @@ class ParamAndGradStore:
             for axis in bucket.grads.layout.partial_axes:
                 if wait := start_all_reduce(bucket.grads.shard, axis):
                     wait()
+
+    def _start_copies_to_host(self, stage: int) -> None:
+        """Under offload, of gradients that are final: all but a tied weight's, to which another
+        stage adds.
+        """
+        for bucket in self.buckets[stage] if self.host is not None else ():
+            if self.host is not None and self._separate not in bucket.params.parameters:
+                self.host.start_copy_to_host(bucket.grads.shard)
 
     def _reset_pending(self, stage: int) -> None:
         self._next_bucket[stage] = 0
