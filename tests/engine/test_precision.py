@@ -15,11 +15,12 @@ from torch import Tensor
 
 from tests.parallel.small import GPT, LLAMA, plan
 from workbench.engine import session as session_module
-from workbench.engine.precision import plan_dtypes, set_matmul_precision
+from workbench.engine.precision import plan_dtypes, set_determinism, set_matmul_precision
 from workbench.engine.session import Session
 from workbench.engine.verify.equivalence import _Recorder
 from workbench.engine.verify.forked_ranks import run_ranks
 from workbench.errors import PlanError
+from workbench.interop.launch_environment import environment
 from workbench.models import Transformer
 from workbench.models.weight_init import initial_value
 from workbench.parallel.layout import Layout
@@ -182,6 +183,17 @@ def test_tf32_is_fp32_whose_products_round_their_inputs() -> None:
         torch.set_float32_matmul_precision(before)
     assert plan_dtypes(on_a_card("tf32")) == plan_dtypes(on_a_card("fp32")) == (WIDE, WIDE)
     require(on_a_card("tf32"), "run")
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_plan_may_ask_for_kernels_that_repeat(deterministic: bool) -> None:
+    plan = on_a_card("bf16").replace(**{"training.deterministic": deterministic}).resolve()
+    try:
+        set_determinism(plan)
+        assert torch.are_deterministic_algorithms_enabled() is deterministic
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert ("CUBLAS_WORKSPACE_CONFIG" in environment(plan, cores=8)) is deterministic
 
 
 def test_fp8_is_refused_with_the_legal_values() -> None:

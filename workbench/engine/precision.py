@@ -1,4 +1,4 @@
-"""Dtypes and torch settings of a plan's precision. There is no autocast."""
+"""Dtypes and torch settings of a plan's numbers. There is no autocast."""
 
 from __future__ import annotations
 
@@ -26,3 +26,16 @@ def set_matmul_precision(plan: Plan) -> None:
     The setting is the process's: the worker calls this once. It has no effect on CPU.
     """
     torch.set_float32_matmul_precision("high" if plan.strategy.precision == "tf32" else "highest")
+
+
+def set_determinism(plan: Plan) -> None:
+    """Let torch take kernels that add in the same order every time, where the plan asks for it.
+
+    Without, flash attention's backward and embeddings' gradients on GPUs are added by atomics. An
+    operator that has no such kernel raises, naming itself. cuBLAS needs its workspace fixed too:
+    the launch sets CUBLAS_WORKSPACE_CONFIG. The setting is the process's: the worker calls this
+    once.
+    """
+    torch.use_deterministic_algorithms(plan.training.deterministic)
+    # Only what is read uninitialized would differ, and nothing is.
+    setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # noqa: B010

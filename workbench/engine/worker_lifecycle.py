@@ -25,7 +25,7 @@ from workbench.engine.measure.telemetry_writer import (
     set_aside_former_records,
     write_error,
 )
-from workbench.engine.precision import set_matmul_precision
+from workbench.engine.precision import set_determinism, set_matmul_precision
 from workbench.engine.process_group.gpu_binding import gpu_record, init_gpu_process_group
 from workbench.engine.process_group.rendezvous import init_cpu_process_group
 from workbench.errors import PlanError
@@ -67,6 +67,7 @@ def train(plan_path: Path, allow_code: bool = False) -> int:
             plan = Plan.load(plan_path).resolve()
             require(plan, "run", allow_code)
             set_matmul_precision(plan)
+            set_determinism(plan)
             elsewhere.begin(plan)
             joining("the process group")
             accelerator = join_launch(plan, run_dir)

@@ -51,6 +51,10 @@ SINGLE_QUEUE_ARCHITECTURES = ("volta", "turing", "ampere", "ada", "hopper")
 """GPU generations on which one hardware queue keeps kernels in the order of their launches; from
 Blackwell on Megatron-LM does not ask for it.
 """
+DETERMINISTIC_WORKSPACE = ":4096:8"
+"""Eight buffers of 4 MiB a handle and stream, with which cuBLAS repeats its results (its
+documentation, "Results reproducibility").
+"""
 LARGEST_ROUNDED_MB = 64
 """Pinned memory is rounded up to a power of two up to this size, MiB: a shard of 5 GiB would take
 8.
@@ -87,6 +91,8 @@ def _nccl(plan: ResolvedPlan) -> dict[str, str]:
     GEMM must reach the GPU before the GEMM fills it.
     """
     found = {"NCCL_DEBUG": "WARN", "TORCH_NCCL_HIGH_PRIORITY": "1"}
+    if plan.training.deterministic:
+        found["CUBLAS_WORKSPACE_CONFIG"] = DETERMINISTIC_WORKSPACE
     return found | ({"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if single_queue(plan) else {})
 
 

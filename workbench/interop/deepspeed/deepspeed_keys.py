@@ -291,6 +291,7 @@ LOST = {
     "strategy.precision": "a ds_config.json knows fp32, bf16 and fp16",
     "training.sequence_length": "the sequence length is the user's data loader's",
     "training.steps": "a constant schedule has no length; the user's loop decides",
+    "training.deterministic": "the user's script decides",
     "training.optimizer.final_ratio": "only a cosine ends above zero (cos_min_ratio)",
     "training.optimizer": "DeepSpeed's optimizer has no such setting",
 }

@@ -24,11 +24,12 @@ def read_training(keys: ForeignKeys, data: int) -> dict[str, Any]:
     batch = _batch(keys, data)
     steps = _steps(keys, batch.get("global_batch", 1))
     optimizer = _optimizer(keys, steps or 100, batch.get("global_batch", 1))
-    training = {
+    training: dict[str, Any] = {
         **batch,
         "optimizer": optimizer,
         "evaluation": _evaluation(keys),
         "seed": _seed(keys),
+        "deterministic": bool(keys.flag("deterministic-mode")),
     }
     if steps is not None:
         training["steps"] = steps

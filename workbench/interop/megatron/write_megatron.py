@@ -126,6 +126,7 @@ def _training(full: Plan) -> dict[str, Any]:
         "seed": t.seed,
         "hidden-dropout": t.dropout,
         "attention-dropout": 0.0,
+        **_on(deterministic_mode=t.deterministic),
     }
     if t.evaluation.every == 0:
         return {**found, "eval-iters": 0}

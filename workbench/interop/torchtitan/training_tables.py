@@ -34,6 +34,8 @@ def read_training(
     }
     if (seed := keys.integer("training.seed", 0)) is not None:
         training["seed"] = seed
+    if keys.flag("training.deterministic"):
+        training["deterministic"] = True
     trackers = [name for name in ("tensorboard", "wandb") if keys.flag(f"metrics.enable_{name}")]
     timeout = keys.integer("comm.train_timeout_seconds")
     telemetry = {"trackers": trackers} | (

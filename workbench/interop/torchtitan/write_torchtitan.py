@@ -56,6 +56,7 @@ def _training(full: ResolvedPlan) -> dict[str, Any]:
     return (
         found
         | ({"enable_cpu_offload": True} if s.data.offload != "none" else {})
+        | ({"deterministic": True} if t.deterministic else {})
         | ({"compile": True} if s.kernels == "compiled" else {})
     )
 

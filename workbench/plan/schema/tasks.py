@@ -100,3 +100,6 @@ class Training(Task):
         "estimated only.",
     )
     seed: Seed = Field(0, description="Seed of initial weights, sampling and dropout.")
+    deterministic: bool = Field(
+        False, description="Repeat a run bit for bit on the same GPUs; slower kernels."
+    )
