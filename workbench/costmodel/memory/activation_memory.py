@@ -308,9 +308,9 @@ def weight_gradient_bytes(w: Workload) -> Number:
     where the GEMM adds to the gradient itself.
     """
     _, matrix = _feed_forward(w, False)
-    if w.fixed.gpu.device == "cuda" or w.gradient_element_bytes == w.element_bytes:
+    if w.fixed.gpu.device == "cuda":
         return 0.0
-    return accumulated_gradient_bytes(w, matrix)
+    return accumulated_gradient_bytes(w, matrix) * (w.gradient_element_bytes != w.element_bytes)
 
 
 def accumulated_gradient_bytes(w: Workload, parameters: Number) -> Number:
