@@ -4,6 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator
 
+ALIGNED_NUMEL = 64
+"""Tensors and shards of a flat bucket start at a multiple of so many elements: 128 bytes in 16-bit
+dtypes. cuBLAS and kernels load vectors of 16 bytes where addresses allow it, and NCCL moves lines
+of 128.
+"""
+
 
 def pack_by_size(tensors: Iterable[tuple[Hashable, int]], limit: float) -> Iterator[list[int]]:
     """Buckets of at most `limit` elements, in the order in which they are full.
@@ -31,6 +37,16 @@ def pack_by_size(tensors: Iterable[tuple[Hashable, int]], limit: float) -> Itera
         yield bucket
 
 
-def padded_numel(elements: int, shard_ranks: int) -> int:
-    """Elements of a bucket, padded to a multiple of the ranks that ZeRO shards it over."""
-    return -(-elements // shard_ranks) * shard_ranks
+def aligned_numel(elements: int) -> int:
+    """Elements of a tensor and of the padding behind it."""
+    return -(-elements // ALIGNED_NUMEL) * ALIGNED_NUMEL
+
+
+def padded_numel(tensors: Iterable[int], shard_ranks: int) -> int:
+    """Elements of a bucket of aligned tensors, which ZeRO cuts into as many equal aligned shards.
+
+    Args:
+        tensors: Elements of each.
+        shard_ranks: Number of shards.
+    """
+    return aligned_numel(-(-sum(map(aligned_numel, tensors)) // shard_ranks)) * shard_ranks

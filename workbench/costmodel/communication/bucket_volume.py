@@ -40,7 +40,7 @@ class StageParameter:
 
 @dataclass(frozen=True)
 class PackedBucket:
-    """Tensors side by side in one flat buffer, padded to a multiple of the shard group."""
+    """Tensors side by side in one flat buffer, aligned and padded to equal shards."""
 
     unit: str
     elements: int
@@ -73,9 +73,9 @@ def _pack(w: Workload, parameters: list[StageParameter]) -> list[PackedBucket]:
 
 
 def _bucket(w: Workload, parameters: list[StageParameter]) -> PackedBucket:
-    last, elements = parameters[-1], sum(p.elements for p in parameters)
-    bucket = PackedBucket(last.unit, elements, last.partial_over, last.experts)
-    return replace(bucket, elements=padded_numel(elements, _shard_ranks(w, bucket)))
+    last, sizes = parameters[-1], [p.elements for p in parameters]
+    bucket = PackedBucket(last.unit, sum(sizes), last.partial_over, last.experts)
+    return replace(bucket, elements=padded_numel(sizes, _shard_ranks(w, bucket)))
 
 
 def _expert_ranks(w: Workload, bucket: PackedBucket) -> int:

@@ -8,13 +8,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import accumulate
 
 from torch import Tensor
 
 from workbench.parallel.layout import Layout
 from workbench.parallel.mesh import Mesh, MeshAxis
-from workbench.runtime_facts.bucket_packing import pack_by_size, padded_numel
+from workbench.runtime_facts.bucket_packing import aligned_numel, pack_by_size, padded_numel
 
 ReductionAxes = Mapping[str, tuple[MeshAxis, ...]]
 """Local parameter name -> the axes over which its gradient is summed. The last one is the axis of
@@ -30,7 +29,7 @@ HYBRID_AXES = {
 
 @dataclass(frozen=True)
 class BucketLayout:
-    """Where parameters lie in one flat bucket, padded to a multiple of the shard group's size.
+    """Where parameters lie in one flat bucket: each aligned, all padded to equal aligned shards.
 
     Rank r of `shard_axis` owns the r-th of the equal shards. A gradient's shard is summed over
     `replicate_axis` too (hybrid sharding), and finally over `partial_axes`, along which a gradient
@@ -47,13 +46,23 @@ class BucketLayout:
     @property
     def numel(self) -> int:
         """Number of elements of the bucket, padding included."""
-        return padded_numel(sum(map(math.prod, self.shapes.values())), self.shard_axis.size)
+        return padded_numel(map(math.prod, self.shapes.values()), self.shard_axis.size)
 
     def spans(self) -> Iterator[tuple[str, int, int]]:
         """(name, start, stop) of every parameter in the flat bucket."""
-        ends = accumulate(map(math.prod, self.shapes.values()))
-        for (name, shape), end in zip(self.shapes.items(), ends):
-            yield name, end - math.prod(shape), end
+        start = 0
+        for name, shape in self.shapes.items():
+            numel = math.prod(shape)
+            yield name, start, start + numel
+            start += aligned_numel(numel)
+
+    def padding(self) -> Iterator[slice]:
+        """What lies between the parameters, and behind the last one."""
+        stops = [stop for _, _, stop in self.spans()]
+        starts = [start for _, start, _ in self.spans()][1:]
+        for stop, start in zip(stops, [*starts, self.numel]):
+            if start > stop:
+                yield slice(stop, start)
 
     def views(self, flat: Tensor) -> dict[str, Tensor]:
         """Every parameter, in its shape, as a view into the unsharded bucket."""

@@ -151,9 +151,11 @@ class ShardedGrads:
     def _unsharded_view(self, name: str) -> tuple[Tensor, bool]:
         """(where a parameter's gradient lies, whether it holds none yet)."""
         if self._unsharded is None:
-            # Not zeroed: the first gradient of each parameter is copied, and `reduction` zeroes
-            # what has none.
+            # Not zeroed but for its padding: the first gradient of each parameter is copied, and
+            # `reduction` zeroes what has none.
             self._unsharded = torch.empty(self.layout.numel, dtype=self.dtype, device=self.device)
+            for gap in self.layout.padding():
+                self._unsharded[gap].zero_()
             self._unwritten = self.layout.views(self._unsharded)
         view = self._unwritten.pop(name, None)
         return (self.layout.views(self._unsharded)[name], False) if view is None else (view, True)
