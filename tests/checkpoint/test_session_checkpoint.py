@@ -5,6 +5,8 @@ ties included.
 from __future__ import annotations
 
 import re
+import threading
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,8 +17,11 @@ import torch
 from safetensors import safe_open
 
 from tests.parallel.small import GPT, LLAMA, plan
-from workbench.checkpoint import read_tensors, tensor_integrity
+from workbench.checkpoint import background_writer, read_tensors, tensor_integrity
 from workbench.checkpoint.checksums import file_sha256
+from workbench.checkpoint.host_staging import start_copy_to_host
+from workbench.copy_stream import CopyStream
+from workbench.engine import session_checkpoint
 from workbench.engine.session import Session, initial_drawer
 from workbench.engine.session_checkpoint import SessionCheckpointer
 from workbench.engine.verify.forked_ranks import run_ranks
@@ -47,6 +52,60 @@ def save(made: ResolvedPlan, folder: Path, rank: int) -> None:
     saver = SessionCheckpointer(session, folder)
     saver.save(1)
     saver.wait()
+
+
+class LateCopies(CopyStream):
+    """Copies that are made at the latest moment at which a GPU's could be: when an update of what
+    is copied waits for them.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.made = threading.Event()
+        self.copy: Callable[[], object] = lambda: None
+
+    def copied(self) -> Callable[[], None]:
+        return self.synchronize_now
+
+    def synchronize_now(self) -> None:
+        self.copy()
+        self.made.set()
+
+    def synchronize(self) -> None:
+        if not self.made.wait(timeout=5):
+            self.synchronize_now()
+
+
+def test_an_update_waits_for_the_copies_of_a_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = plan(shape=LLAMA).resolve()
+    session = session_of(made, 0)
+
+    def copy_late(shards: Any, copies: LateCopies, former: Any) -> Any:
+        into = start_copy_to_host(shards, CopyStream(session.device), former)
+        for shard in into:
+            shard.tensor.fill_(-1)
+        copies.copy = lambda: [new.tensor.copy_(old.tensor) for new, old in zip(into, shards)]
+        return into
+
+    monkeypatch.setattr(session_checkpoint, "CopyStream", LateCopies)
+    monkeypatch.setattr(background_writer, "start_copy_to_host", copy_late)
+    shape = (made.num_microbatches, made.training.micro_batch, made.training.sequence_length)
+    text = torch.randint(257, shape, generator=torch.Generator().manual_seed(1))
+    session.step(0, text, text.flip(-1))
+    saver = SessionCheckpointer(session, tmp_path)
+    shards = [shard for _, shard in saver._shards() if shard.kind == "parameter"]
+    expected = {shard.name: shard.tensor.clone() for shard in shards}
+    path = saver.save(1)
+    session.step(1, text, text.flip(-1))
+    saver.wait()
+    again = session_of(plan(shape=LLAMA, changes={"checkpoint.load": str(path)}).resolve(), 0)
+    loader = SessionCheckpointer(again, Path("unused"))
+    loader.load()
+    for _, shard in loader._shards():
+        if shard.kind == "parameter":
+            assert torch.equal(shard.tensor, expected[shard.name])
 
 
 def load(made: ResolvedPlan, rank: int) -> list[tuple[str, str, Any, np.ndarray]]:

@@ -1,4 +1,5 @@
-"""Asynchronous distributed checkpointing: a step waits for a copy to host memory only.
+"""Asynchronous distributed checkpointing: training goes on beside copies to host memory, and waits
+for them before it changes what is copied.
 
 Ranks synchronise through the folder, without collectives, which a background thread could not order
 with the training's: each rank writes its file, then its index; rank 0 merges the indexes and
@@ -18,10 +19,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from workbench.checkpoint import checkpoint_format
 from workbench.checkpoint.checkpoint_format import Shard, checkpoint_path
 from workbench.checkpoint.checkpoint_lock import FREE_SPACE, unwritable_error
-from workbench.checkpoint.host_staging import copy_to_host
+from workbench.checkpoint.host_staging import start_copy_to_host
+from workbench.copy_stream import CopyStream
 
 FIRST_POLL_SECONDS, MAX_POLL_SECONDS = 0.005, 0.5
 """Interval at which the folder is polled: doubled from the first to the last."""
@@ -52,6 +56,7 @@ class CheckpointWriter:
         keep: Number of latest checkpoints that stay.
         timeout: Seconds without progress on the disk after which a checkpoint is given up.
         on_committed: Called from the thread with (step, folder, seconds since `start`).
+        copies: The stream of copies to host memory, which nothing else uses.
     """
 
     def __init__(
@@ -63,7 +68,10 @@ class CheckpointWriter:
         keep: int,
         timeout: float,
         on_committed: Callable[[int, Path, float], None] = lambda step, path, seconds: None,
+        copies: CopyStream | None = None,
     ) -> None:
+        self._stream = copies or CopyStream(torch.device("cpu"))
+        self._wait_for_copies: Callable[[], None] = lambda: None
         self.folder, self.rank, self.world_size, self.token = folder, rank, world_size, token
         self.keep, self.timeout, self.on_committed = keep, timeout, on_committed
         self._thread: threading.Thread | None = None
@@ -84,8 +92,8 @@ class CheckpointWriter:
             step: Steps done.
             shards: This rank's shards.
             meta: The manifest's `meta`.
-            copy: Copy to host memory first; without, the shards must not change until `wait`
-                returns.
+            copy: Copy to host memory first: the shards must not change before `before_update`.
+                Without, they must not change until `wait` returns.
 
         Returns:
             The folder that the checkpoint will have once committed.
@@ -103,7 +111,8 @@ class CheckpointWriter:
         final = checkpoint_path(self.folder, step)
         writing = final.with_name(f"{final.name}.writing-{self.token}")
         if copy:
-            shards = self._copies = copy_to_host(shards, self._copies)
+            shards = self._copies = start_copy_to_host(shards, self._stream, self._copies)
+            self._wait_for_copies = self._stream.copied()
         job = WriteJob(step, shards, meta, writing, final, began)
         self._beat = time.monotonic()
         self._thread = threading.Thread(
@@ -111,6 +120,11 @@ class CheckpointWriter:
         )
         self._thread.start()
         return final
+
+    def before_update(self) -> None:
+        """Let the device wait for the copies, before shards change."""
+        self._wait_for_copies()
+        self._wait_for_copies = lambda: None
 
     def check(self) -> None:
         """Raise the background error, if there is one already."""
@@ -149,6 +163,7 @@ class CheckpointWriter:
             self._error = error
 
     def _write(self, job: WriteJob) -> None:
+        self._stream.synchronize()
         job.writing.mkdir(parents=True, exist_ok=True)
         checkpoint_format.write_rank_file(
             job.writing, self.rank, job.shards, partial(self._alive, job.writing)
@@ -224,7 +239,9 @@ class CheckpointWriter:
     def _mark(self, writing: Path, error: BaseException) -> None:
         """Leave the error for the other ranks, if the disk allows."""
         try:
-            (writing / f"rank{self.rank:05d}.failed").write_text(f"{error} (rank {self.rank})")
+            checkpoint_format.write_atomically(
+                writing / f"rank{self.rank:05d}.failed", f"{error} (rank {self.rank})"
+            )
         except OSError:
             return
 

@@ -10,16 +10,21 @@ import torch
 from torch import Tensor
 
 from workbench.checkpoint.checkpoint_format import Shard
+from workbench.copy_stream import CopyStream
 
 
-def copy_to_host(shards: Sequence[Shard], former: Sequence[Shard] = ()) -> list[Shard]:
-    """Copy shards to host memory; returns when the copies are complete.
+def start_copy_to_host(
+    shards: Sequence[Shard], copies: CopyStream, former: Sequence[Shard] = ()
+) -> list[Shard]:
+    """Start to copy shards to host memory.
 
-    Copies of CUDA tensors are in pinned memory. Copies of CPU tensors are allocated by numpy,
-    outside of torch's allocator, whose count is the training's own memory.
+    Copies of CUDA tensors are in pinned memory, and complete once `copies` is. Copies of CPU
+    tensors are complete at once; they are allocated by numpy, outside of torch's allocator, whose
+    count is the training's own memory.
 
     Args:
         shards: The shards to copy.
+        copies: The stream that copies.
         former: Earlier copies of the same shards, which are overwritten: allocating costs more than
             copying.
 
@@ -31,13 +36,11 @@ def copy_to_host(shards: Sequence[Shard], former: Sequence[Shard] = ()) -> list[
     buffers = (
         [copy.tensor for copy in former] if again else [_host_buffer(s.tensor) for s in shards]
     )
-    copies = [
-        replace(shard, tensor=into.copy_(shard.tensor.detach(), non_blocking=shard.tensor.is_cuda))
-        for shard, into in zip(shards, buffers)
-    ]
-    if any(shard.tensor.is_cuda for shard in shards):
-        torch.cuda.current_stream().synchronize()
-    return copies
+    with copies.copying():
+        return [
+            replace(shard, tensor=into.copy_(shard.tensor.detach(), non_blocking=True))
+            for shard, into in zip(shards, buffers)
+        ]
 
 
 def _host_buffer(tensor: Tensor) -> Tensor:

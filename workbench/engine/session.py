@@ -5,7 +5,7 @@ The worker, the rehearsal and `verify` all build this session: what is verified 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -82,6 +82,8 @@ class Session:
     optimizer: MixedPrecisionOptimizer
     executor: ScheduleExecutor
     scaler: LossScaler | None = None
+    before_update: Callable[[], None] = lambda: None
+    """Called in every step before parameters or optimizer state change."""
 
     @classmethod
     def build(
@@ -223,6 +225,7 @@ class Session:
                 factor = (1.0 if factor is None else factor) / result.loss_scale
         with watch.action("OPTIMIZER", None):
             self.part.store.copy_grads_to_host()
+            self.before_update()
             self.optimizer.step(
                 index - (self.scaler.skipped if self.scaler else 0), factor, result.skipped
             )

@@ -16,6 +16,7 @@ from workbench.checkpoint.checkpoint_format import Shard
 from workbench.checkpoint.checkpoint_lock import lock_checkpoints
 from workbench.checkpoint.read_tensors import LoadingRanks
 from workbench.checkpoint.resume_point import checkpoint_meta, is_huggingface_folder, steps_done
+from workbench.copy_stream import CopyStream
 from workbench.engine.process_group.rendezvous import all_gather_json
 from workbench.engine.session import Session
 from workbench.engine.verify import replica_check
@@ -61,7 +62,9 @@ class SessionCheckpointer:
             plan.checkpoint.keep,
             timeout,
             self.on_committed,
+            CopyStream(self.session.device),
         )
+        self.session.before_update = self._writer.before_update
 
     def _lock_folder(self) -> str:
         """Lock the folder on rank 0; returns a token unique to this run, empty on other ranks."""
@@ -73,8 +76,9 @@ class SessionCheckpointer:
     def save(self, step: int) -> Path:
         """Save the state after `step` steps; called by all ranks together.
 
-        Waits for the previous checkpoint, copies this rank's shards to host memory, and returns
-        while they are written; with `checkpoint.asynchronous` off it waits for this one too.
+        Waits for the previous checkpoint, starts to copy this rank's shards to host memory, and
+        returns while they are copied and written; with `checkpoint.asynchronous` off it waits for
+        this one too.
 
         Args:
             step: Steps done.

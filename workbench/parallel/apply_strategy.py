@@ -20,6 +20,7 @@ from itertools import accumulate
 import torch
 from torch import nn
 
+from workbench.copy_stream import CopyStream
 from workbench.kernels.fused_seams import replace_seams
 from workbench.models import Transformer
 from workbench.models.counter_dropout import SampleIndices
@@ -31,7 +32,6 @@ from workbench.models.seams import Attend
 from workbench.models.weight_init import WeightInit
 from workbench.parallel.activation_checkpointing import apply_activation_checkpointing
 from workbench.parallel.context.apply_context import apply_context_parallel
-from workbench.parallel.data.copy_stream import CopyStream
 from workbench.parallel.data.sharded_params import ParamInit
 from workbench.parallel.data.zero_shards import ParamAndGradStore
 from workbench.parallel.expert.apply_expert import apply_expert_parallel, gradient_reduction_axes

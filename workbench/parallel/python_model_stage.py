@@ -8,9 +8,9 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from workbench.copy_stream import CopyStream
 from workbench.models.deferred_init import FillReplay
 from workbench.models.python_model import add_loss
-from workbench.parallel.data.copy_stream import CopyStream
 from workbench.parallel.data.sharded_params import ParamInit
 from workbench.parallel.data.zero_shards import ParamAndGradStore
 from workbench.parallel.layout import Layout

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from workbench.copy_stream import CopyStream
 from workbench.parallel.async_collectives import WaitFn
-from workbench.parallel.data.copy_stream import CopyStream
 from workbench.parallel.data.data_collectives import local_shard, start_all_gather
 from workbench.parallel.data.flat_buckets import BucketLayout
 from workbench.parallel.data.storage_resize import (

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from workbench.parallel.data.copy_stream import CopyStream
+from workbench.copy_stream import CopyStream
 
 if TYPE_CHECKING:
     from workbench.parallel.data.sharded_params import ReplicatedParams, ShardedParams

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from workbench.parallel.data.copy_stream import CopyStream
+from workbench.copy_stream import CopyStream
 
 
 class FakeStream:

@@ -31,9 +31,7 @@ class CopyStream:
             yield
 
     def copied(self) -> Callable[[], None]:
-        """To be asked inside `copying`: lets the stream that later calls it wait for the copies so
-        far, and for no later ones.
-        """
+        """Lets the stream that later calls it wait for the copies so far, and for no later ones."""
         if self._stream is None:
             return lambda: None
         event = torch.cuda.Event()
