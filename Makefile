@@ -43,7 +43,7 @@ verify-all: .venv/.ready-test
 
 # The same plans' collectives and sends, replayed as strictly as NCCL may run them.
 check-order: .venv/.ready-test
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.parallel.sweep --all --order --details build/order.jsonl
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.parallel.sweep --all --order --jobs 2 --details build/order.jsonl
 
 # Kernels beside their peers, each to one file of data/benchmarks; a machine with GPUs may have torch and Triton of its own.
 gpu-bench:

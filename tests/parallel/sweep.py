@@ -29,7 +29,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.progress import track
 
 from tests.parallel.small import GPT, LLAMA
 from tests.parallel.sweep_record import Details, summary, verify_all, versions, write_summary
@@ -258,6 +257,7 @@ def main() -> int:
     parser.add_argument("--summary", type=Path, metavar="FILE", help="counts and worst errors")
     parser.add_argument("--details", type=Path, metavar="FILE", help="every plan; resumed from")
     parser.add_argument("--order", action="store_true", help="check the order of calls instead")
+    parser.add_argument("--jobs", type=int, default=1, help="processes that check orders")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     seed = arguments.seed
@@ -273,10 +273,10 @@ def main() -> int:
     details = Details(arguments.details, head)
     print(f"{len(choices)} plans, {len(details.rows)} already in {arguments.details}", flush=True)
     if arguments.order:
-        found = verify_all(track(choices, "checking"), check_choice, details)
+        found = verify_all(choices, check_choice, details, arguments.jobs)
         return report(found, "cannot hang")
     compile_once()
-    found = verify_all(track(choices, "verifying"), verify_choice, details)
+    found = verify_all(choices, verify_choice, details)
     if arguments.summary:
         dated = {**head, "date": date.today().isoformat()}
         write_summary(arguments.summary, summary(dated, found))

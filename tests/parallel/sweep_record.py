@@ -5,11 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import multiprocessing
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
 import torch
+from rich.progress import track
 
 import workbench
 
@@ -72,16 +75,29 @@ def verify_all(
     choices: Iterable[dict[str, Any]],
     verify_choice: Callable[[dict[str, Any]], dict[str, Any]],
     details: Details,
+    jobs: int = 1,
 ) -> list[dict[str, Any]]:
-    """The results of `choices`, in their order; those in `details` are not verified again."""
+    """The results of `choices`, in their order; those in `details` are not verified again.
+
+    Args:
+        choices: What to verify.
+        verify_choice: Gives a row.
+        details: Results so far, to which new ones are added.
+        jobs: Processes that share the choices; with one, `verify_choice` may fork ranks.
+    """
     done = {_choice_key(row): row for row in details.rows}
-    found = []
-    for choice in choices:
-        if (key := _choice_key(choice)) not in done:
+    choices = list(choices)
+    left = [choice for choice in choices if _choice_key(choice) not in done]
+    if jobs == 1:
+        for choice in track(left):
             details.add(verify_choice(choice))
-            done[key] = details.rows[-1]
-        found.append(done[key])
-    return found
+    else:
+        with ProcessPoolExecutor(jobs, multiprocessing.get_context("fork")) as pool:
+            under_way = [pool.submit(verify_choice, choice) for choice in left]
+            for one in track(as_completed(under_way), total=len(left)):
+                details.add(one.result())
+    done = {_choice_key(row): row for row in details.rows}
+    return [done[_choice_key(choice)] for choice in choices]
 
 
 def _choice_key(row: dict[str, Any]) -> str:
