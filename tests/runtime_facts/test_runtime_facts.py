@@ -26,5 +26,7 @@ def test_a_bucket_closes_before_it_is_too_large() -> None:
     assert list(pack_by_size([], 8)) == []
 
 
-def test_a_bucket_is_padded_to_equal_shards() -> None:
-    assert [padded_numel(n, 4) for n in (0, 1, 4, 5)] == [0, 4, 4, 8]
+def test_a_bucket_is_padded_to_equal_aligned_shards() -> None:
+    assert [padded_numel([n], 4) for n in (0, 1, 256, 257)] == [0, 256, 256, 512]
+    assert padded_numel([1, 65, 64], 1) == 64 + 128 + 64
+    assert padded_numel([1, 65, 64], 3) == 3 * 128
