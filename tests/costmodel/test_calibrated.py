@@ -14,6 +14,7 @@ from workbench.costmodel.rates.measured_curves import MeasuredCurves, fit_nonneg
 from workbench.machine import calibration_file
 from workbench.machine.attached import attached, local_cluster
 from workbench.machine.calibration_file import (
+    AttentionRate,
     Calibration,
     Collective,
     Doubt,
@@ -399,3 +400,33 @@ def test_an_estimate_of_cpu_ranks_says_whether_it_was_calibrated(kept: Path) -> 
         assert ("uncalibrated" in said.notes) == (bare.resolve().gpu.device == "cpu")
         assert ("workbench calibrate" in repr(said)) == ("uncalibrated" in said.notes)
     assert "uncalibrated" not in estimate(plan(kept)).notes
+
+
+def test_attention_takes_the_rates_of_its_kernel_and_dtype() -> None:
+    """A step with the efficient kernel is not estimated by flash, nor fp16 by bf16."""
+    rows = [
+        ("bf16", "flash", 1.0),
+        ("bf16", "efficient", 2.0),
+        ("fp16", "efficient", 3.0),
+        ("fp32", "efficient", 8.0),
+    ]
+    sizes = {"batch": 1, "heads": 4, "sequence": 512, "head_dim": 64, "ranks": 1}
+    attention = tuple(
+        AttentionRate(**sizes, dtype=dtype, kernel=kernel, forward=seconds, backward=2 * seconds)
+        for dtype, kernel, seconds in rows
+    )
+    flops = 2 * 4 * 512**2 * 64
+
+    def seconds(curves: MeasuredCurves, *which: str) -> float:
+        rates = curves.attention_rates(*which)
+        assert rates is not None and rates[1] == 2.0
+        return flops / rates[0]
+
+    curves = MeasuredCurves(made().model_copy(update={"attention": attention}), 1)
+    asked = [("bf16", "flash"), ("bf16", "efficient"), ("fp16", "efficient"), ("fp32", "efficient")]
+    assert [seconds(curves, *which) for which in asked] == [1.0, 2.0, 3.0, 8.0]
+    assert seconds(curves, "fp16", "flash") == 1.0, "bf16 stands for fp16"
+    assert seconds(curves, "bf16", "auto") == seconds(curves, "bf16", "math") == 1.0
+    unknown = tuple(row.model_copy(update={"kernel": None}) for row in attention[1:2])
+    curves = MeasuredCurves(made().model_copy(update={"attention": unknown}), 1)
+    assert seconds(curves, "bf16", "flash") == 2.0, "what torch chose"

@@ -15,8 +15,9 @@ import torch
 
 from workbench.costmodel.rates.measured_curves import MeasuredCurves
 from workbench.engine.calibrate import collective_points
+from workbench.engine.calibrate.local_points import local_points
 from workbench.engine.calibrate.measure import calibrate
-from workbench.engine.calibrate.measured_sizes import CalibrationSurvey
+from workbench.engine.calibrate.measured_sizes import CalibrationSurvey, survey_of
 from workbench.engine.calibrate.timing import Stopwatch
 from workbench.engine.precision import DTYPES
 from workbench.machine.attached import attached
@@ -27,6 +28,7 @@ from workbench.machine.calibration_file import (
     read_calibration,
     write_calibration,
 )
+from workbench.machine.gpu_catalog import gpus
 
 SMALL = CalibrationSurvey(
     gemm=((16, 16, 16), (256, 256, 256)),
@@ -54,7 +56,9 @@ def test_every_point_of_the_survey_is_there(found: Calibration) -> None:
     assert {(s.bytes, s.ranks) for s in found.memory} == {
         (size, w) for size in SMALL.streams for w in worlds
     }
-    assert {(a.dtype, a.ranks) for a in found.attention} == {(d, w) for d in dtypes for w in worlds}
+    assert {(a.dtype, a.kernel, a.ranks) for a in found.attention} == {
+        (d, "flash", w) for d in dtypes for w in worlds
+    }
     refused = {
         tuple(re.findall(r"kind (\w+),.* bytes (\d+)", d.point)[0])
         for d in found.doubts
@@ -144,6 +148,58 @@ def test_points_that_the_backend_refuses_are_left_out(monkeypatch: pytest.Monkey
         d.point.split(",")[0].removeprefix("collectives kind ") for d in found.doubts if d.refused
     }
     assert {c.kind for c in found.collectives} | refused == set(KINDS)
+
+
+@pytest.mark.parametrize(
+    ("name", "kernels"),
+    [
+        ("v100-sxm2-16gb", {"fp32": "efficient", "fp16": "efficient"}),
+        ("t4", {"fp32": "efficient", "fp16": "efficient"}),
+        (
+            "h100-sxm-80gb",
+            dict.fromkeys(("fp32", "tf32"), "efficient")
+            | dict.fromkeys(("bf16", "fp16"), "flash, efficient"),
+        ),
+    ],
+)
+def test_a_gpu_is_measured_in_its_dtypes_with_its_attention_kernels(
+    name: str, kernels: dict[str, str]
+) -> None:
+    """A dry run: the same points on small CPU tensors, of which every one can be called."""
+    whole = survey_of(gpus()[name].gpu)
+    assert {dtype: ", ".join(found) for dtype, found in whole.kernels.items()} == kernels
+    small = replace(whole, gemm=((8, 16, 32),), attention=((1, 2, 16, 8),), streams=(1200,))
+    points = list(local_points(small, torch.device("cpu")))
+    for point in points:
+        point.call()
+    told = [point.labels for point in points if point.section == "attention"]
+    assert {(one["dtype"], one["kernel"], one["pass"]) for one in told} == {
+        (dtype, kernel, which)
+        for dtype, found in whole.kernels.items()
+        for kernel in found
+        for which in ("forward", "backward")
+    }
+    assert [p.labels["dtype"] for p in points if p.section == "gemm"] == list(kernels)
+
+
+def test_tf32_is_measured_as_tf32_and_nothing_else_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    used = []
+
+    def observed(*operands: torch.Tensor) -> None:
+        used.append(torch.get_float32_matmul_precision())
+
+    monkeypatch.setattr(torch.nn.functional, "linear", observed)
+    survey = replace(survey_of(gpus()["h100-sxm-80gb"].gpu), gemm=((8, 16, 32),), attention=())
+    points = local_points(replace(survey, streams=()), torch.device("cpu"))
+    for point in [point for point in points if point.section == "gemm"]:
+        point.call()
+    assert dict(zip(survey.dtypes, used)) == {
+        "fp32": "highest",
+        "tf32": "high",
+        "bf16": "highest",
+        "fp16": "highest",
+    }
+    assert torch.get_float32_matmul_precision() == "highest"
 
 
 def test_a_window_is_filled() -> None:

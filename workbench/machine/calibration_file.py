@@ -48,6 +48,7 @@ AGAIN = "write a new one with `workbench calibrate -o FILE`, or remove the field
 CPUINFO = Path("/proc/cpuinfo")
 
 Dtype = Literal["fp32", "tf32", "bf16", "fp16"]
+AttentionKernel = Literal["flash", "efficient", "math"]
 Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"]
 KINDS: tuple[Kind, ...] = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send")
 
@@ -86,13 +87,16 @@ class Stream(Frozen):
 
 
 class AttentionRate(Frozen):
-    """Fused causal attention, forward, and backward with respect to all three inputs."""
+    """Fused causal attention, forward, and backward with respect to all three inputs; `kernel` is
+    null where torch chose it.
+    """
 
     batch: Elements
     heads: Width
     sequence: Elements
     head_dim: Width
     dtype: Dtype
+    kernel: AttentionKernel | None = None
     ranks: Ranks
     forward: Seconds
     backward: Seconds

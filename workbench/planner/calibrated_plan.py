@@ -156,7 +156,7 @@ def measured_constants(curves: MeasuredCurves, gpu: GPU, plan: ResolvedPlan) -> 
     }
     if gpu.device == "cpu":
         found["ranks_per_core"] = max(1.0, curves.ranks / curves.calibration.machine.cores)
-    attention = curves.attention_rates(precision)
+    attention = curves.attention_rates(precision, plan.strategy.attention)
     if attention is not None:
         forward, backward = attention
         found |= {"attention_share": forward / most, "attention_backward": 2.5 / backward}

@@ -120,12 +120,16 @@ class MeasuredCurves:
         """Bytes a second that one rank reads and writes, by the bytes of one operator."""
         return np.asarray(np.asarray(size, float) / self.stream_seconds(size))
 
-    def attention_rates(self, dtype: str) -> tuple[float, float] | None:
+    def attention_rates(self, dtype: str, kernel: str = "flash") -> tuple[float, float] | None:
         """(forward FLOP/s, backward over forward seconds) of fused causal attention; None where
-        not measured.
+        not measured. A kernel that was not measured takes the figures of a fused one.
         """
         chosen, crowd = self._crowd({a.ranks for a in self.calibration.attention} or {1})
         points = [a for a in self.calibration.attention if a.ranks == chosen]
+        for name in (kernel, "flash", "efficient"):
+            if own := [a for a in points if a.kernel in (name, None)]:
+                points = own
+                break
         points = _of_dtype(points, dtype, lambda a: a.dtype)
         if not points:
             return None

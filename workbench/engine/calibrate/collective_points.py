@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import torch
 import torch.distributed as dist
 
-from workbench.engine.calibrate.local_points import Point
+from workbench.engine.calibrate.local_points import Point, stored_dtype
 from workbench.engine.calibrate.measured_sizes import CalibrationSurvey
 from workbench.engine.precision import DTYPES
 from workbench.machine.calibration_file import Dtype, Kind
@@ -23,10 +23,11 @@ SUMS = ("all_reduce", "reduce_scatter")
 def collective_points(survey: CalibrationSurvey, device: torch.device) -> Iterator[Point]:
     """Collectives over all ranks, and concurrently over pairs of neighbours."""
     world = dist.get_world_size()
+    dtypes = tuple(dict.fromkeys(stored_dtype(dtype) for dtype in survey.dtypes))
     for size in sorted({2, world}) if world > 1 else []:
         axis = _axis(size, device)
         for kind in (k for k in survey.kinds if k != "send" or size == 2):
-            for dtype in survey.dtypes if kind in SUMS else survey.dtypes[:1]:
+            for dtype in dtypes if kind in SUMS else dtypes[:1]:
                 for size_bytes in survey.messages:
                     yield _point(kind, dtype, size_bytes, axis, device)
 

@@ -68,7 +68,7 @@ def calibrate(
         RankError: A rank failed or hangs.
     """
     found = attached()
-    points = survey or survey_of(found.device)
+    points = survey or survey_of(local_cluster(found, 1)[0])
     sizes = worlds or _worlds(found)
     machine, busy = _machine(found), believable_figures.conditions()
     begin = time.monotonic()

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from workbench.machine.calibration_file import KINDS, Dtype, Kind
+from workbench.machine.calibration_file import KINDS, AttentionKernel, Dtype, Kind
+from workbench.machine.hardware import GPU
+from workbench.plan.model.attention_kernel import attention_kernels
 
 SIDES = (32, 64, 128, 256, 512, 1024)
 FLAT = (
@@ -20,6 +22,8 @@ FLAT = (
     (2048, 64, 192),
 )
 KIB, MIB = 2**10, 2**20
+GPU_DTYPES: tuple[Dtype, ...] = ("fp32", "tf32", "bf16", "fp16")
+FUSED_KERNELS: tuple[AttentionKernel, ...] = ("flash", "efficient")
 
 
 def _probe(**sizes: int) -> Mapping[str, int]:
@@ -43,6 +47,12 @@ class CalibrationSurvey:
         (4, 8, 128, 64),
     )
     """(batch, heads, sequence, head_dim)."""
+    kernels: Mapping[Dtype, tuple[AttentionKernel, ...]] = field(
+        default_factory=lambda: {"fp32": ("flash",), "bf16": ("flash",)}
+    )
+    """Attention kernels by dtype. Scores that the math kernel keeps would fill small GPUs, and
+    estimates take it from its GEMMs.
+    """
     messages: tuple[int, ...] = (256, 4 * KIB, 64 * KIB, 512 * KIB, 4 * MIB, 16 * MIB)
     kinds: tuple[Kind, ...] = KINDS
     dtypes: tuple[Dtype, ...] = ("fp32", "bf16")
@@ -84,6 +94,18 @@ class GpuSurvey(CalibrationSurvey):
     probes: tuple[Mapping[str, int], ...] = ()
 
 
-def survey_of(device: str) -> CalibrationSurvey:
-    """The points for a device type."""
-    return CalibrationSurvey() if device == "cpu" else GpuSurvey()
+def survey_of(gpu: GPU) -> CalibrationSurvey:
+    """The points for a GPU, in the dtypes and with the fused attention kernels that it has."""
+    if gpu.device == "cpu":
+        return CalibrationSurvey()
+    dtypes: tuple[Dtype, ...] = tuple(dtype for dtype in GPU_DTYPES if dtype in gpu.tflops)
+    sizes = {shape[-1] for shape in GpuSurvey().attention}
+    kernels = {
+        dtype: tuple(
+            kernel
+            for kernel in FUSED_KERNELS
+            if all(kernel in attention_kernels(gpu, dtype, size) for size in sizes)
+        )
+        for dtype in dtypes
+    }
+    return GpuSurvey(dtypes=dtypes, kernels=kernels)
