@@ -15,6 +15,8 @@ import pytest
 from tests.conftest import Ask
 from tests.machine import stub_nvml
 from tests.machine.stub_nvml import A100, GIB, H100, StubGpu
+from workbench.cli import gpu_findings
+from workbench.cli.commands import doctor
 from workbench.machine import attached as machine
 from workbench.machine import nvml_devices
 from workbench.runs.launch import child_process, subprocess_verbs
@@ -93,10 +95,9 @@ def test_what_torch_says_is_shown_with_its_numbers(gpu_doctor: Doctor) -> None:
     assert told["facts"] == ALL_REDUCE
 
 
-def test_a_child_that_hangs_is_a_problem_with_its_last_words(
-    gpu_doctor: Doctor, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The deadline passes when the child has printed its process id."""
+@pytest.fixture
+def deadline_after_first_line(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Lines of children; once one is printed, all deadlines pass."""
     printed: list[str] = []
     asked = child_process.python
 
@@ -110,13 +111,43 @@ def test_a_child_that_hangs_is_a_problem_with_its_last_words(
     clock = SimpleNamespace(monotonic=lambda: 1000.0 * len(printed))
     monkeypatch.setattr(child_process, "time", clock)
     monkeypatch.setattr(child_process, "python", observed)
+    return printed
+
+
+def test_a_child_that_hangs_is_a_problem_with_its_last_words(
+    gpu_doctor: Doctor, deadline_after_first_line: list[str]
+) -> None:
     code, found = gpu_doctor(HANGS, stub_nvml.gpus(1))
     assert code == 1 and found["CUDA"]["ok"] is False
     assert "was not done in 90 s" in found["CUDA"]["found"]
     assert found["CUDA"]["found"].endswith("GPU 1: running its first kernel")
     assert "all-reduce (NCCL)" not in found
     with pytest.raises(ProcessLookupError):
-        os.kill(int(printed[0]), 0)
+        os.kill(int(deadline_after_first_line[0]), 0)
+
+
+def test_a_driver_that_hangs_is_a_problem_before_this_process_asks_it(
+    gpu_doctor: Doctor,
+    deadline_after_first_line: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "nvidia0").touch()
+    monkeypatch.setattr(gpu_findings, "NVML_CHECK", "a_gpu_check")
+
+    def hang() -> None:
+        raise AssertionError("this process asks a driver that hangs")
+
+    monkeypatch.setattr(doctor, "attached", hang)
+    code, found = gpu_doctor(HANGS, stub_nvml.gpus(1))
+    assert code == 1 and "was not done in 20 s" in found["GPUs"]["found"]
+    assert "devices" not in found and found["torch"]["ok"]
+
+
+def test_a_driver_that_answers_is_asked_on(gpu_doctor: Doctor, tmp_path: Path) -> None:
+    (tmp_path / "nvidia0").touch()
+    code, found = gpu_doctor(ANSWERS, stub_nvml.gpus(3))
+    assert code == 0 and found["CUDA"]["ok"]
 
 
 def test_an_all_reduce_that_crashes_is_a_problem_beside_the_facts(gpu_doctor: Doctor) -> None:

@@ -27,6 +27,21 @@ def meter(allocator: FakeAllocator) -> CudaMemoryMeter:
     return CudaMemoryMeter(torch.device("cuda", 0))
 
 
+def test_counters_are_reset_only_where_there_is_an_allocator(
+    allocator: FakeAllocator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker that no launcher started comes here before anything has touched CUDA."""
+    begun: list[str] = []
+
+    def reset(device: object) -> None:
+        assert begun, "Invalid device argument: did you call init?"
+
+    monkeypatch.setattr(torch.cuda, "init", lambda: begun.append("init"))
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", reset)
+    CudaMemoryMeter(torch.device("cuda", 0)).start()
+    assert begun == ["init"]
+
+
 def test_each_step_has_its_own_peaks_and_retries(
     allocator: FakeAllocator, meter: CudaMemoryMeter
 ) -> None:

@@ -77,9 +77,27 @@ def _asks(machine: Sequence[StubGpu]) -> list[Any]:
             raise pynvml.NVMLError(gpu.error)
         if version and not gpu.supports_v2:
             raise pynvml.NVMLError(pynvml.NVML_ERROR_FUNCTION_NOT_FOUND)
-        sizes = {"total": gpu.gib, "free": gpu.free_gib}
+        sizes = {"total": gpu.gib, "free": gpu.free_gib, "used": gpu.gib - gpu.free_gib}
         sizes |= {"reserved": gpu.reserved_gib} if version else {}
         return SimpleNamespace(**{name: int(size * GIB) for name, size in sizes.items()})
+
+    def nvmlDeviceGetHandleByUUID(uuid: str) -> StubGpu:
+        for gpu in machine:
+            for one in (gpu, *(gpu.slices or [])):
+                if one is not None and one.uuid == uuid:
+                    return one
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_FOUND)
+
+    def nvmlDeviceGetIndex(gpu: StubGpu) -> int:
+        if gpu not in machine:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_INVALID_ARGUMENT)
+        return machine.index(gpu)
+
+    def nvmlDeviceGetDeviceHandleFromMigDeviceHandle(part: StubGpu) -> StubGpu:
+        return next(gpu for gpu in machine if part in (gpu.slices or []))
+
+    def nvmlDeviceGetComputeRunningProcesses(gpu: StubGpu) -> list[object]:
+        return []
 
     def nvmlDeviceGetMigMode(gpu: StubGpu) -> list[int]:
         return [int(gpu.slices is not None)] * 2

@@ -8,12 +8,19 @@ from typing import Any
 
 from workbench.errors import ChildError
 from workbench.machine.attached import Attached
+from workbench.machine.nvml_devices import has_device_nodes
+from workbench.runs.launch import child_process
 from workbench.runs.launch.subprocess_verbs import gpu_check
 from workbench.units import GIB
 
+NVML_CHECK = "workbench.machine.nvml_devices"
+NVML_SECONDS = 20.0
 LAST_WORDS = 4
 """Lines shown of a child that failed."""
 NO_GPUS = "runs use CPU ranks; a CUDA build of torch uses GPUs"
+NO_DRIVER = (
+    "nvidia-smi will hang or fail likewise, and so will runs; reset the GPU or restart the machine"
+)
 UNUSABLE = (
     "make the driver (`nvidia-smi`) and a CUDA build of torch agree; CUDA_VISIBLE_DEVICES= "
     "(empty) chooses CPU ranks"
@@ -36,6 +43,17 @@ class Finding:
     mend: str = ""
     facts: dict[str, Any] = field(default_factory=dict)
     """Its numbers, for `--json`."""
+
+
+def driver_problem() -> Finding | None:
+    """A driver that hangs or crashes when NVML is asked, which this process would do likewise."""
+    if not has_device_nodes():
+        return None
+    try:
+        child_process.python(NVML_CHECK, [], lambda line: None, deadline_seconds=NVML_SECONDS)
+    except (ChildError, ValueError) as error:
+        return Finding("GPUs", False, last_words(error), NO_DRIVER)
+    return None
 
 
 def gpu_findings(here: Attached) -> list[Finding]:

@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 
 from workbench.engine.exit_codes import exit_status
-from workbench.engine.process_group.gpu_binding import why_not_cuda
 from workbench.engine.verify.forked_ranks import run_ranks
 
 MESSAGE_BYTES = 64 * 2**20
@@ -52,6 +51,9 @@ def facts() -> dict[str, Any]:
     Raises:
         ValueError: torch has no GPU, or one that does not run a kernel.
     """
+    # loads Accelerate, which the ranks of an all-reduce are better forked without
+    from workbench.engine.process_group.gpu_binding import why_not_cuda
+
     if not torch.cuda.is_available():
         raise ValueError(why_not_cuda())
     devices = range(torch.cuda.device_count())

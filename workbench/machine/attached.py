@@ -22,6 +22,7 @@ from workbench.machine.nvml_devices import (
 from workbench.units import GIB
 
 CPU_RANKS = "`workbench doctor` says more; CUDA_VISIBLE_DEVICES= (empty) chooses CPU ranks"
+ONE_SLICE = "; CUDA shows a process one MIG slice"
 MORE_OF_THE_NAME = r"(?: \d+GB| HBM\d\w*| SXM\d| AC| Blackwell( \w+)* Edition| MIG .*)*"
 """What a driver may say after the model. Any other word is another model: `H200 NVL` is no `H200`,
 `RTX 3090 Ti` no `RTX 3090`.
@@ -132,7 +133,7 @@ def local_cluster(found: Attached, ranks: int) -> tuple[GPU, Fabric]:
         why = (
             f"{found.cores} cores x {per_core} ranks"
             if found.device == "cpu"
-            else f"{found.count} x {found.name}"
+            else f"{found.count} x {found.name}{ONE_SLICE if ' MIG ' in found.name else ''}"
         )
         raise refuse(
             "cluster.gpus",

@@ -1,9 +1,13 @@
-"""GPUs and MIG slices that a CUDA process here would see, asked of NVML: no CUDA context."""
+"""GPUs and MIG slices that a CUDA process here would see, asked of NVML: no CUDA context.
+
+As a program it only asks: `doctor` sees by it whether the driver answers.
+"""
 
 from __future__ import annotations
 
 import os
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -63,6 +67,11 @@ def visible_gpus() -> list[NvmlDevice]:
         pynvml.nvmlShutdown()
 
 
+def has_device_nodes() -> bool:
+    """Whether a driver has made the node of a GPU here, whether or not it answers."""
+    return any(DEVICE_NODES.glob("nvidia[0-9]*"))
+
+
 def order_is_known() -> bool:
     """Whether CUDA numbers unlike GPUs as NVML does; its default puts the fastest first."""
     return os.environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID"
@@ -78,7 +87,7 @@ def _nvml() -> ModuleType:
 
 def _no_answer(why: str, absent: bool) -> Exception:
     """What NVML's silence means; `absent`: it may be that there is no driver at all."""
-    if absent and not any(DEVICE_NODES.glob("nvidia[0-9]*")):
+    if absent and not has_device_nodes():
         return NoGpu(f"no NVIDIA driver ({why})")
     if hides_all(os.environ.get("CUDA_VISIBLE_DEVICES")):
         return NoGpu("CUDA_VISIBLE_DEVICES hides every GPU, which chooses CPU ranks")
@@ -170,3 +179,8 @@ def _memory(nvml: ModuleType, handle: Any) -> tuple[int, int]:
 
 def _text(name: str | bytes) -> str:
     return name.decode() if isinstance(name, bytes) else name
+
+
+if __name__ == "__main__":  # asked in a child process, which may hang where the driver does
+    with suppress(NoGpu, UnusableGpu):
+        visible_gpus()

@@ -1,14 +1,16 @@
-"""A GPU as NVML knows it, by UUID: its index is not CUDA's where CUDA_VISIBLE_DEVICES hides or
-reorders GPUs.
+"""A GPU or MIG slice as NVML knows it, by UUID: its index is not CUDA's where CUDA_VISIBLE_DEVICES
+hides or reorders GPUs.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from types import ModuleType
+from typing import Any, NamedTuple
 
 
 def nvml_index(uuid: str) -> int:
-    """NVML's index of the GPU with this UUID, as torch gives it (without the leading `GPU-`).
+    """NVML's index of the GPU, or of that of the MIG slice, with this UUID, as torch gives it
+    (without the leading `GPU-` or `MIG-`).
 
     Raises an error of NVML's family where it knows no such GPU.
     """
@@ -16,9 +18,24 @@ def nvml_index(uuid: str) -> int:
 
     pynvml.nvmlInit()
     try:
-        return int(pynvml.nvmlDeviceGetIndex(pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")))
+        handle, is_slice = _handle(pynvml, uuid)
+        if is_slice:
+            handle = pynvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(handle)
+        return int(pynvml.nvmlDeviceGetIndex(handle))
     finally:
         pynvml.nvmlShutdown()
+
+
+def _handle(nvml: ModuleType, uuid: str) -> tuple[Any, bool]:
+    """(handle, whether it is a MIG slice's)."""
+    try:
+        return nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}"), False
+    except Exception:  # whose family NVML alone knows
+        try:
+            return nvml.nvmlDeviceGetHandleByUUID(f"MIG-{uuid}"), True
+        except Exception:
+            pass
+        raise
 
 
 class MemoryUsed(NamedTuple):
@@ -29,7 +46,8 @@ class MemoryUsed(NamedTuple):
 
 
 def nvml_memory_used(uuid: str, pid: int) -> MemoryUsed:
-    """Bytes that NVML reports in use on the GPU with this UUID, by all and by process `pid`.
+    """Bytes that NVML reports in use on the GPU or MIG slice with this UUID, by all and by process
+    `pid`.
 
     NVML knows processes by the host's numbers, which a container's are not: the only process on a
     GPU is then this one. Raises an error of NVML's family where it knows no such GPU.
@@ -38,7 +56,7 @@ def nvml_memory_used(uuid: str, pid: int) -> MemoryUsed:
 
     pynvml.nvmlInit()
     try:
-        handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
+        handle, _ = _handle(pynvml, uuid)
         used = int(pynvml.nvmlDeviceGetMemoryInfo(handle).used)
         processes = pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
         own = [process for process in processes if process.pid == pid] or processes

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import typer
 
-from workbench.cli.gpu_findings import Finding, gpu_findings
+from workbench.cli.gpu_findings import Finding, driver_problem, gpu_findings
 from workbench.cli.options import Json, emit
 from workbench.cli.tables import table
 from workbench.cli.terminal import Grid
@@ -92,6 +92,8 @@ def _python() -> Finding:
 
 
 def _devices() -> list[Finding]:
+    if (problem := driver_problem()) is not None:
+        return [problem]
     here = attached()
     what = (
         f"{here.count} x {here.name}"
