@@ -371,19 +371,24 @@ def report(profiles: Sequence[Any] | Comparison, path: str | Path) -> Path:
 
 def verify(
     plan: Plan | str | Path,
-    precision: Literal["fp64", "fp32"] = "fp64",
+    precision: Literal["fp64", "fp32", "bf16"] | None = None,
     *,
+    on: Literal["cpu", "gpu"] = "cpu",
     allow_code: bool = False,
 ) -> dict[str, Any]:
     """Verify that a plan computes what one device does.
 
-    Numerical equivalence in fp64 or fp32, which replaces the plan's own precision: a few steps with
-    the same seed on one device and under the plan, on CPU ranks; then loss, every gradient and
-    every weight are compared. The plan's bf16 or fp16 arithmetic itself is not verified.
+    Numerical equivalence in a precision that replaces the plan's own: a few steps with the same
+    seed on one device and under the plan; then loss, every gradient and every weight are compared.
+    On CPU ranks in fp64 or fp32; or on the attached GPUs, which accelerate launches as it does a
+    run, in fp32 or bf16.
 
     Args:
         plan: A plan, or the path of a plan file.
-        precision: fp64 or fp32, in place of the plan's own; fp32 also replaces AdamW by SGD.
+        precision: In place of the plan's own. On CPU fp64 (default) or fp32; on GPUs fp32 (default,
+            never TF32) or bf16, each rank against its own GPU in the same precision. All but fp64
+            also replace AdamW by SGD.
+        on: cpu, or gpu: the attached GPUs over NCCL, of which the plan must be.
         allow_code: Run a model that is given as Python.
 
     Returns:
@@ -391,11 +396,12 @@ def verify(
         loss, gradients and weights, the worst tensor, and `passed`.
 
     Raises:
-        PlanError: The plan is illegal, cannot run, or is too large for this machine's CPU ranks.
+        PlanError: The plan is illegal, cannot run, or is too large for this machine's CPU ranks or
+            GPUs; or `on` is gpu, and the plan's GPUs are not attached.
     """
     from workbench.runs.launch import subprocess_verbs
 
-    return subprocess_verbs.verify(_plan(plan), precision, allow_code)
+    return subprocess_verbs.verify(_plan(plan), precision, allow_code, on)
 
 
 def calibrate(

@@ -57,7 +57,7 @@ def test_help_of_a_verb_is_its_docstring(capsys: pytest.CaptureFixture[str]) -> 
     assert answer(["verify", "--help"]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert "Verify that a plan computes what one device does." in said
-    assert "Numerical equivalence in fp64 or fp32" in said and "Args:" not in said
+    assert "Numerical equivalence in a precision that replaces" in said and "Args:" not in said
 
 
 def test_every_command_has_a_text_and_a_function(capsys: pytest.CaptureFixture[str]) -> None:

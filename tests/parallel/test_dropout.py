@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from tests.parallel.small import GPT, LLAMA, plan
 from tests.parallel.test_equality import assert_equal_to_one_device
 from tests.parallel.test_mutations import failure_of
-from workbench.engine.verify.equivalence import _batches, verify
+from workbench.engine.verify.equivalence import random_batches, verify
 from workbench.engine.verify.single_device import train_on_one_device
 from workbench.errors import PlanError
 from workbench.models import Transformer
@@ -78,7 +78,7 @@ def test_it_changes_the_loss_of_every_step_of_training() -> None:
     none.
     """
     made = dropping().resolve()
-    batch = next(_batches(made))
+    batch = next(random_batches(made))
     still = made.resolve().with_fields(**{"training.optimizer.learning_rate": 1e-30})
     first, second = train_on_one_device(still, [batch] * 2, torch.float64).losses
     plain, again = train_on_one_device(

@@ -15,6 +15,7 @@ from tests.gpu.parts.staged_ranks import MOE, PLANS
 from tests.gpu.ranks import expect_equal
 from tests.parallel.small import plan
 from workbench.plan.schema import Plan
+from workbench.runs.launch import subprocess_verbs
 
 CHUNKS = {
     "1f1b": 1,
@@ -67,8 +68,28 @@ def disturbed(number: signal.Signals, evidence: Evidence) -> None:
     evidence.measured("cause", cause.message if cause else None)
 
 
+def verifies_as_launched(name: str, precision: str, evidence: Evidence) -> None:
+    """`workbench verify --on gpu`: ranks of `accelerate launch`, each against its own GPU."""
+    changed = EQUAL[name].replace(**{"cluster.gpu": "local"})
+    said = "the launched verification passes"
+    if evidence.dry or changed.cluster.gpus > evidence.gpus:
+        return evidence.left_out(f"it needs {changed.cluster.gpus} GPUs", said)
+    answer = subprocess_verbs.verify(changed, precision, on="gpu")
+    evidence.expect(said, answer["passed"], worst=str(answer["worst"]))
+    evidence.measured("largest relative differences", answer["max_relative_diff"])
+
+
 FORKS = True
 CHECKS = [
+    *(
+        Check(
+            f"verify --on gpu, {name} {precision}",
+            partial(verifies_as_launched, name, precision),
+            150,
+        )
+        for name in ("megatron-tp", "schedule 1f1b")
+        for precision in ("fp32", "bf16")
+    ),
     *(Check(name, partial(equals_one_device, name), 100) for name in EQUAL),
     Check("a frozen rank", partial(disturbed, signal.SIGSTOP), 240),
     Check("an aborted rank", partial(disturbed, signal.SIGABRT), 240),

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
@@ -18,6 +18,9 @@ from workbench.plan.catalog import catalog, huggingface_config
 from workbench.plan.plan_diff import diff
 from workbench.plan.schema import Plan
 from workbench.untrusted_text import shown
+
+if TYPE_CHECKING:
+    from workbench.runs.launch.subprocess_verbs import VerifiedOn, VerifiedPrecision
 
 
 @planned
@@ -143,20 +146,28 @@ def _ranks(text: str, world_size: int) -> list[int]:
 def verify(
     plan: Plan,
     precision: Annotated[
-        str,
+        str | None,
         typer.Option(
-            "--precision", help="fp64 or fp32, in which the plan is verified instead of its own."
+            "--precision",
+            help="In which the plan is verified instead of its own: fp64 (default) or fp32; on "
+            "GPUs fp32 (default) or bf16.",
         ),
-    ] = "fp64",
+    ] = None,
+    on: Annotated[
+        str, typer.Option("--on", help="cpu, or gpu: the attached GPUs, launched as for a run.")
+    ] = "cpu",
     allow_code: AllowCode = False,
     json: Json = False,
 ) -> None:
     from workbench.cli.progress import Status
 
-    if precision not in ("fp64", "fp32"):
-        raise refuse("--precision", f"is '{precision}'; legal: fp64, fp32")
-    with Status(f"training in {precision} on one device, and under the plan"):
-        found = verbs.verify(plan, "fp64" if precision == "fp64" else "fp32", allow_code=allow_code)
+    with Status("training on one device, and under the plan"):
+        found = verbs.verify(
+            plan,
+            cast("VerifiedPrecision | None", precision),
+            on=cast("VerifiedOn", on),
+            allow_code=allow_code,
+        )
     emit(
         json,
         found,

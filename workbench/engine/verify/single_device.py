@@ -19,6 +19,8 @@ from workbench.models.weight_init import seed_of
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.schema import Plan
 
+CPU = torch.device("cpu")
+
 
 @dataclass
 class ReferenceRun:
@@ -27,6 +29,10 @@ class ReferenceRun:
     losses: list[float]
     gradients: dict[str, Tensor]
     weights: dict[str, Tensor]
+
+    def numel(self) -> dict[str, int]:
+        """Entries of each tensor."""
+        return {name: weight.numel() for name, weight in self.weights.items()}
 
     @property
     def largest_gradient(self) -> float:
@@ -65,38 +71,73 @@ def verification_weight(name: str, shape: tuple[int, ...], seed: int, dtype: tor
 
 
 def train_on_one_device(
-    plan: ResolvedPlan, batches: list[tuple[Tensor, Tensor]], dtype: torch.dtype
+    plan: ResolvedPlan,
+    batches: list[tuple[Tensor, Tensor]],
+    dtype: torch.dtype,
+    device: torch.device = CPU,
 ) -> ReferenceRun:
     """Train on one device, one optimizer step per batch.
 
     Args:
         plan: The plan, of which model and training count.
         batches: (tokens, targets), each [global_batch, sequence_length].
-        dtype: Precision of everything.
+        dtype: Of parameters, activations and gradients; the optimizer steps fp32 copies of 16-bit
+            parameters.
+        device: The device; default: the CPU.
+
+    Returns:
+        Its results, on CPU.
     """
-    model = _model(plan).to(dtype)
+    model = _model(plan).to(device=device, dtype=dtype)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(
                 verification_weight(name, tuple(parameter.shape), plan.training.seed, dtype)
             )
-    optimizer = _optimizer(model, plan)
+    stepped = _SteppedParameters(model)
+    optimizer = _optimizer(stepped.targets, plan)
     losses: list[float] = []
     first: dict[str, Tensor] = {}
     for step, (tokens, targets) in enumerate(batches):
-        optimizer.zero_grad()
+        model.zero_grad()
         if isinstance(model, Transformer):
             model.samples.start_step(step * plan.training.global_batch, plan.training.global_batch)
-        loss = model(tokens, targets) / targets.numel()
+        loss = model(tokens.to(device), targets.to(device)) / targets.numel()
         loss.backward()
         losses.append(loss.item())
-        first = first or {name: _gradient(p).clone() for name, p in model.named_parameters()}
+        stepped.take_gradients()
+        first = first or {n: _gradient(p).cpu().clone() for n, p in stepped.targets.items()}
         if plan.training.optimizer.clip is not None:
-            nn.utils.clip_grad_norm_(model.parameters(), plan.training.optimizer.clip)
+            nn.utils.clip_grad_norm_(stepped.targets.values(), plan.training.optimizer.clip)
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, plan.training.optimizer, plan.training.steps)
         optimizer.step()
-    return ReferenceRun(losses, first, {name: p.detach() for name, p in model.named_parameters()})
+        stepped.store()
+    return ReferenceRun(losses, first, {n: p.detach().cpu() for n, p in model.named_parameters()})
+
+
+class _SteppedParameters:
+    """What the optimizer steps: a model's parameters, or fp32 copies where they have 16 bits."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.parameters = dict(model.named_parameters())
+        self.targets = {
+            name: p if p.element_size() > 2 else nn.Parameter(p.detach().float())
+            for name, p in self.parameters.items()
+        }
+
+    def take_gradients(self) -> None:
+        """Give the copies the parameters' gradients."""
+        for name, target in self.targets.items():
+            if target is not self.parameters[name]:
+                target.grad = _gradient(self.parameters[name]).float()
+
+    @torch.no_grad()
+    def store(self) -> None:
+        """Round the copies into the parameters."""
+        for name, target in self.targets.items():
+            if target is not self.parameters[name]:
+                self.parameters[name].copy_(target)
 
 
 def _model(plan: ResolvedPlan) -> nn.Module:
@@ -110,13 +151,11 @@ def _gradient(parameter: nn.Parameter) -> Tensor:
     return parameter.grad
 
 
-def _optimizer(model: nn.Module, plan: Plan) -> torch.optim.Optimizer:
+def _optimizer(parameters: dict[str, nn.Parameter], plan: Plan) -> torch.optim.Optimizer:
     o = plan.training.optimizer
-    decayed = {
-        name: p.ndim >= 2 and not name.endswith("bias") for name, p in model.named_parameters()
-    }
-    matrices = [p for name, p in model.named_parameters() if decayed[name]]
-    vectors = [p for name, p in model.named_parameters() if not decayed[name]]
+    decayed = {name: p.ndim >= 2 and not name.endswith("bias") for name, p in parameters.items()}
+    matrices = [p for name, p in parameters.items() if decayed[name]]
+    vectors = [p for name, p in parameters.items() if not decayed[name]]
     groups = [
         {"params": matrices, "weight_decay": o.weight_decay},
         {"params": vectors, "weight_decay": 0.0},

@@ -59,14 +59,14 @@ def preflight(
     """
     full = plan.resolve()
     found = attached()
-    asked = [*_gpus(full, found), *missing_compiler(full.strategy.kernels, full.gpu.device)]
+    asked = [*gpu_problems(full, found), *missing_compiler(full.strategy.kernels, full.gpu.device)]
     asked += [*_corpus(full), *_checkpoint(full), *_root(default_root(root)), *_port(port)]
     if not asked and not force:
         asked += [*_memory(full, found), *_disk(full, default_root(root))]
     return [*unsupported(full, "run", allow_code), *asked]
 
 
-def _gpus(plan: ResolvedPlan, found: Attached) -> list[Problem]:
+def gpu_problems(plan: ResolvedPlan, found: Attached) -> list[Problem]:
     """The plan's GPUs against those attached: kind, machines, number, memory, model."""
     gpu, ranks, nodes = plan.gpu, plan.world_size, plan.cluster.nodes or 1
     here = (

@@ -22,6 +22,7 @@ from workbench.plan.schema import Plan
 from workbench.profile import Profile
 from workbench.runs.launch import child_process
 from workbench.runs.launch.kernel_compilers import missing_compiler
+from workbench.runs.launch.preflight import gpu_problems
 from workbench.units import GIB
 
 ORDER_FILE = "order.json"
@@ -29,6 +30,14 @@ ORDER_FILE = "order.json"
 GPU_CHECK = "workbench.engine.gpu_check"
 GPU_CHECK_SECONDS = 90.0
 """When a child that asks the GPUs is ended; it starts torch, and waits for drivers."""
+VerifiedOn = Literal["cpu", "gpu"]
+VerifiedPrecision = Literal["fp64", "fp32", "bf16"]
+VERIFIED_PRECISIONS: dict[str, tuple[str, ...]] = {"cpu": ("fp64", "fp32"), "gpu": ("fp32", "bf16")}
+"""What a plan can be verified in, by where; the first is the default."""
+VERIFY_MODULES = {
+    "cpu": "workbench.engine.verify.equivalence",
+    "gpu": "workbench.engine.verify.launched_ranks",
+}
 VERIFY_COPIES = 8
 """Copies of the model that one device holds in 8-byte numbers: weights, gradients, moments, work
 space.
@@ -78,23 +87,60 @@ def _rehearsed(
 
 
 def verify(
-    plan: Plan, precision: Literal["fp64", "fp32"] = "fp64", allow_code: bool = False
+    plan: Plan,
+    precision: VerifiedPrecision | None = None,
+    allow_code: bool = False,
+    on: VerifiedOn = "cpu",
 ) -> dict[str, Any]:
     """Verify `plan` in a child process; see `workbench.verify`."""
-    full = plan.resolve()
+    full, in_precision = plan.resolve(), _verified_precision(precision, on)
     require(full, "run", allow_code)
-    _refuse_what_is_too_large(full)
-    if problems := missing_compiler(full.strategy.kernels, "cpu"):
+    if on == "gpu":
+        _refuse_other_gpus(full)
+    else:
+        _refuse_what_is_too_large(full)
+    if problems := missing_compiler(full.strategy.kernels, "cuda" if on == "gpu" else "cpu"):
         raise PlanError(problems)
     lines: list[str] = []
     with tempfile.TemporaryDirectory() as folder:
-        options = ["--precision", precision, *_allow_code(allow_code)]
-        child_process.python(
-            "workbench.engine.verify.equivalence",
-            [_plan_file(full, folder), *options],
-            lines.append,
-        )
+        options = ["--precision", in_precision, *_allow_code(allow_code)]
+        child_process.python(VERIFY_MODULES[on], [_plan_file(full, folder), *options], lines.append)
     return dict(json.loads(lines[-1]))
+
+
+def _verified_precision(precision: str | None, on: VerifiedOn) -> str:
+    """The precision to verify in; the first that is legal where none is given."""
+    if on not in VERIFIED_PRECISIONS:
+        raise refuse("--on", f"is '{on}'; legal: {', '.join(VERIFIED_PRECISIONS)}")
+    legal = VERIFIED_PRECISIONS[on]
+    if precision is not None and precision not in legal:
+        where = " with --on gpu" if on == "gpu" else ""
+        raise refuse("--precision", f"is '{precision}'{where}; legal: {', '.join(legal)}")
+    return precision or legal[0]
+
+
+def _refuse_other_gpus(plan: ResolvedPlan) -> None:
+    """Refuse to verify on GPUs where the plan's are not attached, or do not hold two models."""
+    found = attached()
+    if plan.gpu.device != "cuda":
+        why = f"; {found.why_not_cuda}" if found.why_not_cuda else ""
+        raise refuse(
+            "--on",
+            f"is gpu, but cluster.gpu is {plan.gpu.name}, whose ranks are {plan.gpu.device} "
+            f"ranks{why}; legal: cpu, or a plan of the attached GPUs",
+        )
+    if problems := gpu_problems(plan, found):
+        raise PlanError(problems)
+    if plan.code:
+        return
+    need = 8 * 2 * VERIFY_COPIES * parameters(plan.shape).total
+    have = found.least_bytes(plan.world_size)
+    if need > have:
+        raise refuse(
+            "model",
+            f"verifying {plan.shape.name} takes about {need / GIB:.1f} GiB of each GPU, which has "
+            f"{have / GIB:.1f} GiB; legal: a smaller model with the same strategy, e.g. tiny",
+        )
 
 
 def export_weights(
