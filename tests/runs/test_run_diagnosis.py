@@ -1,15 +1,19 @@
 """The first cause, from evidence alone."""
 
 import json
+import pickle
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.runs.test_flight_recorder import done, dump, entry
 from workbench.plan.rules.supported import unsupported
 from workbench.plan.schema.written_plan import Plan
 from workbench.runs.diagnose.first_cause import RankStatus, first_cause, read_errors
+from workbench.runs.diagnose.flight_recorder import PREFIX
 from workbench.runs.store.rank_logs import failure_lines, last_lines, log_tail
 from workbench.runs.store.run_state import Cause
 
@@ -254,3 +258,85 @@ def test_a_checkpoint_that_could_not_be_written_is_known_until_one_is() -> None:
     assert seen.unsaved == "checkpoint: cannot write"
     seen.take({"kind": "checkpoint", "step": 4, "path": "step-00000004", "seconds": 0.1})
     assert seen.unsaved == ""
+
+
+WATCHDOG = (
+    "[rank{rank}]:[E1123 14:00:00.1 ProcessGroupNCCL.cpp:684] [Rank {rank}] Watchdog caught "
+    "collective operation timeout: WorkNCCL(SeqNum={sequence}, OpType=_ALLGATHER_BASE, NumelIn=8, "
+    "NumelOut=32, Timeout(ms)=120000) ran for 120037 milliseconds before timing out.\n"
+    + "frame #0: c10d::ProcessGroupNCCL::watchdogHandler()\n" * 40
+)
+
+
+def test_ranks_that_nccl_timed_out_waited_for_the_one_that_it_did_not(
+    blame: Callable[..., Any],
+) -> None:
+    """The watchdog aborts those that wait; the launcher then ends the one that they wait for."""
+    log = "".join(WATCHDOG.format(rank=rank, sequence=9) for rank in (0, 2))
+    cause = blame([seen(0), seen(1), seen(2)], (), log + report((1, -15), (2, -6), (0, -6)))
+    assert cause.rank == 1 and "stopped answering" in cause.message
+    assert "timeout_seconds" in cause.advice and "crashed" not in cause.advice
+
+
+def test_where_nccl_timed_out_all_the_furthest_behind_is_told(blame: Callable[..., Any]) -> None:
+    log = WATCHDOG.format(rank=0, sequence=11) + WATCHDOG.format(rank=1, sequence=9)
+    cause = blame([seen(0), seen(1)], (), log + report((1, -6), (0, -6)))
+    assert cause.rank == 1 and "timeout_seconds" in cause.advice
+    assert "waited 120 s in allgather 9, and NCCL timed out" in cause.message
+
+
+def test_an_abort_without_a_watchdog_is_a_crash(blame: Callable[..., Any]) -> None:
+    cause = blame([seen(0), seen(1)], (), report((0, -15), (1, -6)))
+    assert cause.rank == 1 and "killed by SIGABRT" in cause.message and "crashed" in cause.advice
+
+
+def test_a_dump_tells_whom_ranks_waited_for(blame: Callable[..., Any], tmp_path: Path) -> None:
+    waits = dump(done("0", 1), entry("0", 2))
+    for rank, content in {0: waits, 1: waits, 2: dump(done("0", 1)), 3: waits}.items():
+        (tmp_path / "logs" / f"{PREFIX}{rank}").write_bytes(pickle.dumps(content))
+    log = "".join(WATCHDOG.format(rank=rank, sequence=2) for rank in range(4))
+    cause = blame([seen(rank) for rank in range(4)], (), log + report((1, -6), (0, -6)))
+    assert cause.rank == 2 and cause.message.startswith("rank 2 did not enter all-reduce 2")
+    assert "timeout_seconds" in cause.advice
+
+
+def test_a_rank_out_of_memory_goes_before_those_that_waited_for_it(
+    blame: Callable[..., Any], tmp_path: Path
+) -> None:
+    (tmp_path / "logs" / f"{PREFIX}0").write_bytes(pickle.dumps(dump(entry("1", 2))))
+    words = (
+        "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 1 has a total capacity of 79.25 GiB "
+        "of which 1.50 GiB is free. Including non-PyTorch memory, this process has 77.75 GiB "
+        "memory in use. Of the allocated memory 70.25 GiB is allocated by PyTorch, and 5.00 GiB "
+        "is reserved by PyTorch but unallocated."
+    )
+    errors = [(1, 50.0, "OutOfMemoryError", words)]
+    cause = blame([seen(0), seen(1)], errors, WATCHDOG.format(rank=0, sequence=2) + report((0, -6)))
+    assert cause.rank == 1
+    figures = (
+        "of the GPU's 79.25 GiB; free 1.50 GiB; allocated 70.25 GiB; "
+        "reserved but unallocated 5.00 GiB; asked for 2.00 GiB. It ran out of memory."
+    )
+    assert re.search(rf"Memory: estimated peak [\d.]+ GiB a rank; {figures}", cause.advice)
+
+
+@pytest.mark.parametrize(
+    "words, advice",
+    [
+        ("NVRM: Xid (PCI:0000:3b:00): 79, GPU has fallen off the bus.", "Take that GPU"),
+        ("CUDA error: uncorrectable ECC error encountered", "Take that GPU"),
+        ("ncclInvalidUsage: Duplicate GPU detected : rank 1 and rank 0 both on 3b000", "its own"),
+        ("CUDA driver version is insufficient for CUDA runtime version", "update the driver"),
+        ("Failed to initialize NVML: Driver/library version mismatch", "restart the machine"),
+        ("CUDA error: no kernel image is available for execution", "compute capability"),
+        ("CUDA error: an illegal memory access was encountered", "CUDA_LAUNCH_BLOCKING"),
+        ("ncclRemoteError: A call failed possibly due to a network error", "NCCL_SOCKET_IFNAME"),
+        ("NET/IB : Got completion from peer with status=12 ", "NCCL_IB_DISABLE"),
+        ("ncclSystemError: socketStartConnect: No route to host", "NCCL_SOCKET_IFNAME"),
+    ],
+)
+def test_the_words_of_nccl_and_the_driver_have_advice(
+    blame: Callable[..., Any], words: str, advice: str
+) -> None:
+    cause = blame([seen(0), seen(1)], [(1, 50.0, "DistBackendError", words)], report((1, 1)))
+    assert cause.rank == 1 and advice in cause.advice

@@ -6,6 +6,8 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from workbench.units import GIB
+
 if TYPE_CHECKING:
     from workbench.plan.resolved_plan import ResolvedPlan
 
@@ -13,7 +15,45 @@ _MEMORY = re.compile(
     r"out of memory|can't allocate memory|cannot allocate memory|MemoryError|bad_alloc",
     re.IGNORECASE,
 )
+NETWORK = (
+    "`workbench doctor` measures an all-reduce between the GPUs of a machine; between machines, name "
+    "the interface in NCCL_SOCKET_IFNAME, try NCCL_IB_DISABLE=1, and see the launch's log with "
+    "NCCL_DEBUG=INFO. A GPU that failed is in `dmesg` (Xid)."
+)
 _KNOWN = (
+    (
+        r"\bXid\b|uncorrectable ECC|fallen off the bus|GPU is lost|NVLink error",
+        "The GPU or its link failed: `dmesg` and `nvidia-smi -q` say how (NVIDIA's list of Xid "
+        "errors), and other ranks will not mend it. Take that GPU or machine out, reset it, and "
+        "resume from the last checkpoint.",
+    ),
+    (
+        r"Duplicate GPU detected",
+        "Two ranks use one GPU: give every rank its own (cluster.gpus of a machine at most its "
+        "GPUs), and let the launcher choose among CUDA_VISIBLE_DEVICES.",
+    ),
+    (
+        r"driver version is insufficient|Driver/library version mismatch|forward compatibility"
+        r"|driver on your system is too old|PTX was compiled with an unsupported toolchain",
+        "The NVIDIA driver does not fit this torch's CUDA: update the driver (after an update, "
+        "restart the machine), or install a torch for its CUDA version; `workbench doctor` shows "
+        "both.",
+    ),
+    (
+        r"no kernel image is available",
+        "This torch was not built for this GPU's compute capability: install one that was; "
+        "`workbench doctor` shows both.",
+    ),
+    (
+        r"illegal memory access|device-side assert|misaligned address|unspecified launch failure",
+        "A kernel read or wrote where it must not: CUDA_LAUNCH_BLOCKING=1 shows which; `kernels: "
+        "eager` tells whether a fused one is at fault.",
+    ),
+    (
+        r"ncclRemoteError|ncclSystemError|NET/(?:IB|Socket|OFI)|\bibv_|no route to host"
+        r"|network is unreachable|No socket interface found|Connection closed by remote peer",
+        NETWORK,
+    ),
     (
         r"no space left on device",
         "Free disk space, lower checkpoint.keep, or keep runs elsewhere (--root).",
@@ -42,6 +82,11 @@ _KNOWN = (
         "memory.",
     ),
     (
+        r"NCCL timed out|did not enter|wait for each other",
+        "Look at what that rank does in its log. If a step may rightly take this long, raise "
+        "telemetry.timeout_seconds.",
+    ),
+    (
         r"SIGSEGV|SIGABRT|SIGBUS",
         "A library crashed: see its log. Ranks that disagree about a tensor's size abort too.",
     ),
@@ -58,10 +103,39 @@ def advise(folder: Path, text: str) -> str:
     if _MEMORY.search(text):
         from workbench.plan.schema import Plan  # only after a failure: a supervisor stays small
 
-        return memory_advice(Plan.load(folder / "plan.yaml").resolve())
+        plan = Plan.load(folder / "plan.yaml").resolve()
+        return memory_figures(plan, text) + memory_advice(plan)
     return next(
         (advice for pattern, advice in _KNOWN if re.search(pattern, text, re.IGNORECASE)), ""
     )
+
+
+def memory_figures(plan: ResolvedPlan, text: str) -> str:
+    """What the plan was estimated to take, beside what the allocator of torch said it had."""
+    from workbench.errors import PlanError
+    from workbench.planner.estimate import estimate
+
+    found = [f"{name} {size[1]}" for name, pattern in _ALLOCATOR if (size := pattern.search(text))]
+    try:
+        peak = max(estimate(plan).peak_bytes_by_rank.values()) / GIB
+        estimated = f"estimated peak {peak:.2f} GiB a rank"
+    except PlanError:  # of models that are trained and not estimated
+        estimated = ""
+    facts = "; ".join(word for word in (estimated, *found) if word)
+    return f"Memory: {facts}. " if facts else ""
+
+
+_ALLOCATOR = tuple(
+    (name, re.compile(pattern))
+    for name, pattern in (
+        ("of the GPU's", r"total capacity of ([\d.]+ \w+)"),
+        ("free", r"of which ([\d.]+ \w+) is free"),
+        ("allocated", r"([\d.]+ \w+) is allocated by PyTorch"),
+        ("reserved but unallocated", r"([\d.]+ \w+) is reserved by PyTorch but unallocated"),
+        ("asked for", r"Tried to allocate ([\d.]+ \w+)"),
+    )
+)
+"""Figures of torch.OutOfMemoryError."""
 
 
 def memory_advice(plan: ResolvedPlan) -> str:

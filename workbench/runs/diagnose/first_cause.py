@@ -11,7 +11,10 @@ from typing import Any
 
 import orjson
 
-from workbench.runs.diagnose.failure_advice import advise
+from workbench.runs.diagnose.failure_advice import NETWORK, advise
+from workbench.runs.diagnose.flight_recorder import read_dumps
+from workbench.runs.diagnose.nccl_timeout import nccl_timeout
+from workbench.runs.diagnose.stalled_collective import find_stall
 from workbench.runs.store.rank_logs import (
     SEARCHED_LINES,
     failure_lines,
@@ -104,6 +107,7 @@ class _Suspect:
 
     weight: int
     when: float
+    """Epoch seconds; of ranks that NCCL timed out, the collective that they waited in."""
     rank: int
     message: str
     refused: bool = False
@@ -135,6 +139,8 @@ def first_cause(
     first = min(suspects, key=lambda s: (s.weight, s.when, s.rank), default=None)
     if first is None or (first.weight and launcher_signal(folder, exit_code)):
         return _at_launch(folder, exit_code)
+    if first.weight and (cause := _stalled(folder, ranks)) is not None:
+        return cause
     tail = "" if first.refused else log_tail(folder, first.rank)
     killed = codes.get(first.rank) == -signal.SIGKILL and out_of_memory
     evidence = f"{first.message}\n{tail}" + ("\nout of memory" if killed else "")
@@ -217,8 +223,23 @@ def _killed_first(
     ]
 
 
+def _stalled(folder: Path, ranks: Mapping[int, RankStatus]) -> Cause | None:
+    """The rank that held up the others, by what all of them entered."""
+    stall = find_stall(read_dumps(folder))
+    if stall is None:
+        return None
+    if stall.rank is None:
+        return Cause(None, stall.message, NETWORK)
+    tail, seen = log_tail(folder, stall.rank), ranks.get(stall.rank)
+    message = stall.message + (f" ({seen.where})" if seen else "")
+    return Cause(stall.rank, message, advise(folder, f"{message}\n{tail}\ntimed out"), tail)
+
+
 def _ended(seen: RankStatus, code: int | None, folder: Path) -> _Suspect:
     when = seen.gone - LOOK_LATE_SECONDS if seen.gone else float("inf")
+    if (late := nccl_timeout(folder, seen.rank)) is not None:
+        # It waited for another rank. Of several, the one that is furthest behind came first.
+        return _Suspect(2, late.sequence, seen.rank, f"{seen.name} {late} ({seen.where})")
     if seen.stopped:
         return _Suspect(
             0, 0.0, seen.rank, f"{seen.name} is frozen: its process is stopped ({seen.where})"

@@ -61,7 +61,7 @@ def log_tail(folder: Path, rank: int, lines: int = TAIL_LINES) -> str:
     A launch by torchrun keeps each rank's streams apart; where nothing did, the launcher's own
     lines.
     """
-    own = _logs(folder, rank)
+    own = log_files(folder, rank)
     found = next(
         (words for path in own if (words := failure_lines(tail_of(path, SEARCHED_LINES), lines))),
         "",
@@ -74,12 +74,12 @@ def log_tail(folder: Path, rank: int, lines: int = TAIL_LINES) -> str:
 
 def last_lines(folder: Path, rank: int, lines: int = TAIL_LINES) -> str:
     """The last lines that `rank` printed, whatever they say; of the same logs as `log_tail`."""
-    own = _logs(folder, rank)
+    own = log_files(folder, rank)
     found = next((words for path in own if (words := tail_of(path, lines))), "")
     return found if found or len(own) > 1 else tail_of(folder / "logs" / "launcher.log", lines)
 
 
-def _logs(folder: Path, rank: int) -> list[Path]:
+def log_files(folder: Path, rank: int) -> list[Path]:
     """Log files of a rank: its streams, where torchrun separated them, and the one it wrote
     itself.
     """
