@@ -5,7 +5,8 @@ Its "collective" waits until every peer has written the step before; a peer that
 of the kind that gloo gives. STUB_FAULT says how one rank misbehaves: `raise:RANK:STEP`,
 `silent:RANK`, `stuck:RANK` (joins one group less than its peers, which wait for it), `torn:RANK`,
 `deaf` (heeds no stop), `exit:RANK:STEP`, `nobye:RANK`, `helper:RANK` (leaves a process of its own
-behind), `loop:RANK:STEP` (works for ever).
+behind), `loop:RANK:STEP` (works for ever), `spin:RANK:STEP` (the same on GPUs, where the ranks that
+wait keep their cores busy).
 """
 
 from typing import Any
@@ -71,7 +72,7 @@ class Stub:
             pid=os.getpid(),
             host=platform.node(),
             backend="stub",
-            device="cpu",
+            device="cuda:0" if FAULT[0] == "spin" else "cpu",
             epoch_offset=time.time() - time.monotonic(),
             coordinates={"data": self.rank},
             stage=0,
@@ -98,7 +99,7 @@ class Stub:
         ):
             if time.monotonic() > deadline:
                 raise TimeoutError("Timed out waiting 60000ms for a peer")
-            time.sleep(PACE / 2)
+            time.sleep(0 if FAULT[0] == "spin" else PACE / 2)
 
     def last_step(self, step: int) -> int:
         """Rank 0 heeds the request to stop and tells the others after which step."""
@@ -129,7 +130,7 @@ class Stub:
             if self.fault("exit", step):
                 print("native code gave up", file=sys.stderr, flush=True)
                 os._exit(7)
-            while self.fault("loop", step):
+            while self.fault("loop", step) or self.fault("spin", step):
                 pass
             time.sleep(PACE)
             self.write(

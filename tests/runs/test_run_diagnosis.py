@@ -264,7 +264,8 @@ WATCHDOG = (
     "[rank{rank}]:[E1123 14:00:00.1 ProcessGroupNCCL.cpp:684] [Rank {rank}] Watchdog caught "
     "collective operation timeout: WorkNCCL(SeqNum={sequence}, OpType=_ALLGATHER_BASE, NumelIn=8, "
     "NumelOut=32, Timeout(ms)=120000) ran for 120037 milliseconds before timing out.\n"
-    + "frame #0: c10d::ProcessGroupNCCL::watchdogHandler()\n" * 40
+    + "frame #0: c10d::ProcessGroupNCCL::watchdogHandler()\n"
+    * 40
 )
 
 

@@ -190,6 +190,15 @@ def test_a_rank_in_an_endless_loop_is_named(go: Callable[..., Any], world: int) 
     )
 
 
+@pytest.mark.slow
+def test_a_rank_that_holds_others_on_gpus_is_named_though_all_are_busy(
+    go: Callable[..., Any],
+) -> None:
+    state = go("spin:1:4", steps=5000, progress_seconds=1.5, world=3).wait(30)
+    assert (state.phase, state.cause.rank) == ("failed", 1)
+    assert "rank 1 is furthest behind, and no rank has written anything" in state.cause.message
+
+
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 2 MiB."""

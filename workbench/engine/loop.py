@@ -32,6 +32,7 @@ from workbench.engine.measure.step_timeline import StepTimeline
 from workbench.engine.measure.step_under_way import HostCopy, StepUnderWay
 from workbench.engine.measure.telemetry_writer import TelemetryWriter
 from workbench.engine.optimizer import learning_rate
+from workbench.engine.process_group.collective_deadlines import extend_deadlines, restore_deadlines
 from workbench.engine.session import Session, initial_drawer
 from workbench.engine.session_checkpoint import SessionCheckpointer
 from workbench.parallel.mesh import Mesh
@@ -103,6 +104,8 @@ class TrainingLoop:
         for kernel in self.session.warm_up():
             self._phase("compiling", kernel)
         self.first = self.index
+        if self.session.device.type == "cuda":
+            extend_deadlines(self.mesh, self.plan.telemetry.timeout_seconds)
         self._phase("training")
         with collected_on_common_steps() as collect:
             while self.index < self.plan.training.steps:
@@ -181,6 +184,8 @@ class TrainingLoop:
     def _finish(self, step: StepUnderWay) -> int:
         loss, norm, stop, *scaling = step.scalars.tolist()
         ended = time.perf_counter()
+        if step.index == self.first and (device := self.session.device).type == "cuda":
+            restore_deadlines(self.mesh, self.plan.telemetry.timeout_seconds, device)
         seconds, self._last_end = ended - max(step.began, self._last_end), ended
         t, scaler = self.plan.training, self.session.scaler
         scheduled = step.index - (scaler.skipped if scaler else 0)

@@ -55,6 +55,10 @@ DETERMINISTIC_WORKSPACE = ":4096:8"
 """Eight buffers of 4 MiB a handle and stream, with which cuBLAS repeats its results (its
 documentation, "Results reproducibility").
 """
+RECORDED_CALLS = "2000"
+"""Collectives that torch's flight recorder remembers, its own default; before torch 2.13 it is off
+by default.
+"""
 LARGEST_ROUNDED_MB = 64
 """Pinned memory is rounded up to a power of two up to this size, MiB: a shard of 5 GiB would take
 8.
@@ -88,9 +92,15 @@ def environment(plan: ResolvedPlan, cores: int | None = None) -> dict[str, str]:
 
 def _nccl(plan: ResolvedPlan) -> dict[str, str]:
     """What NCCL says of itself, and which kernels go first: an all-reduce that is to overlap with a
-    GEMM must reach the GPU before the GEMM fills it.
+    GEMM must reach the GPU before the GEMM fills it. Where a collective times out, every rank tells
+    which collectives it entered.
     """
-    found = {"NCCL_DEBUG": "WARN", "TORCH_NCCL_HIGH_PRIORITY": "1"}
+    found = {
+        "NCCL_DEBUG": "WARN",
+        "TORCH_NCCL_HIGH_PRIORITY": "1",
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+        "TORCH_FR_BUFFER_SIZE": RECORDED_CALLS,
+    }
     if plan.training.deterministic:
         found["CUBLAS_WORKSPACE_CONFIG"] = DETERMINISTIC_WORKSPACE
     return found | ({"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if single_queue(plan) else {})

@@ -102,7 +102,9 @@ def build_mesh(
         key = (reported, str(members.tolist()))
         if size > 1 and key not in groups:
             joining(f"the {name} group of {_ranks(mine)}")
-            made, _ = dist.new_subgroups_by_enumeration(members.tolist(), timeout=deadline)
+            made, _ = dist.new_subgroups_by_enumeration(
+                members.tolist(), timeout=deadline, group_desc=name
+            )
             assert made is not None
             _connect(made, device)
             groups[key] = made
@@ -159,7 +161,9 @@ def _connect_pairs(
             joining(f"the pipeline transfers of {_ranks([axis.ranks[index] for index in pair])}")
         if pair_groups(plan):
             members = [[ranks[index] for index in pair] for ranks in pipelines]
-            made, _ = dist.new_subgroups_by_enumeration(members, timeout=deadline)
+            made, _ = dist.new_subgroups_by_enumeration(
+                members, timeout=deadline, group_desc="pipeline transfers"
+            )
             if made is not None:
                 _connect(made, device)
                 groups[pair[axis.index == pair[0]]] = made

@@ -24,6 +24,7 @@ from workbench.errors import PlanError, Problem, refuse
 from workbench.machine.attached import is_another_model
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.schema import Plan
+from workbench.runs.diagnose.flight_recorder import PREFIX
 
 VERDICT_READ_TIMEOUT = timedelta(seconds=10)
 """Time that rank 0, which serves the store, waits for every rank to read its verdict."""
@@ -63,9 +64,18 @@ def init_gpu_process_group(plan: ResolvedPlan, run_dir: Path) -> None:
         return
     store, rank, world = join_store(plan, deadline, run_dir)
     check_gpus(plan, gpu_of(device), store, rank, world)
+    _name_dumps(run_dir)
     dist.init_process_group(
         "nccl", store=store, rank=rank, world_size=world, timeout=deadline, device_id=device
     )
+
+
+def _name_dumps(run_dir: Path) -> None:
+    """Let torch's flight recorder write to the run directory, unless the user says where."""
+    (run_dir / "logs").mkdir(exist_ok=True)
+    for name in run_dir.glob(f"logs/{PREFIX}*"):
+        name.unlink(missing_ok=True)  # of an earlier launch
+    os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(run_dir / "logs" / PREFIX))
 
 
 def bind_gpu(plan: ResolvedPlan) -> torch.device:

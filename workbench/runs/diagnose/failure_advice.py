@@ -16,9 +16,9 @@ _MEMORY = re.compile(
     re.IGNORECASE,
 )
 NETWORK = (
-    "`workbench doctor` measures an all-reduce between the GPUs of a machine; between machines, name "
-    "the interface in NCCL_SOCKET_IFNAME, try NCCL_IB_DISABLE=1, and see the launch's log with "
-    "NCCL_DEBUG=INFO. A GPU that failed is in `dmesg` (Xid)."
+    "`workbench doctor` measures an all-reduce between the GPUs of a machine; between machines, "
+    "name the interface in NCCL_SOCKET_IFNAME, try NCCL_IB_DISABLE=1, and see the launch's log "
+    "with NCCL_DEBUG=INFO. A GPU that failed is in `dmesg` (Xid)."
 )
 _KNOWN = (
     (

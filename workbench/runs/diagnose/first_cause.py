@@ -53,6 +53,7 @@ class RankStatus:
     bye: bool = False
     gone: float | None = None
     """When its process was found gone, epoch seconds."""
+    on_gpu: bool = False
     stopped: bool = False
     exit_code: int | None = None
     """How its process ended, -n for signal n, where the launcher was too late to ask before us."""
@@ -68,6 +69,7 @@ class RankStatus:
         kind = record["kind"]
         if kind == "hello":
             self.pid, self.phase = record["pid"], "started"
+            self.on_gpu = str(record.get("device")).startswith("cuda")
             if whole(node := record.get("node")):
                 self.place = f" of node {node} ({record['host']})"
         elif kind == "phase":
@@ -139,7 +141,7 @@ def first_cause(
     first = min(suspects, key=lambda s: (s.weight, s.when, s.rank), default=None)
     if first is None or (first.weight and launcher_signal(folder, exit_code)):
         return _at_launch(folder, exit_code)
-    if first.weight and (cause := _stalled(folder, ranks)) is not None:
+    if first.weight and (cause := stall_cause(folder, ranks)) is not None:
         return cause
     tail = "" if first.refused else log_tail(folder, first.rank)
     killed = codes.get(first.rank) == -signal.SIGKILL and out_of_memory
@@ -223,8 +225,8 @@ def _killed_first(
     ]
 
 
-def _stalled(folder: Path, ranks: Mapping[int, RankStatus]) -> Cause | None:
-    """The rank that held up the others, by what all of them entered."""
+def stall_cause(folder: Path, ranks: Mapping[int, RankStatus]) -> Cause | None:
+    """The rank that held up the others, by what all of them entered; None where none wrote it."""
     stall = find_stall(read_dumps(folder))
     if stall is None:
         return None

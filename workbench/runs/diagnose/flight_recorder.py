@@ -20,12 +20,7 @@ PREFIX = "flight_recorder_rank"
 """What a dump in the run directory's `logs` is called before the rank's number."""
 MAX_BYTES = 64 * 2**20
 """A larger file is no dump: 2,000 calls with their stacks take a few MiB."""
-_ENTRY = {
-    "record_id": whole,
-    "collective_seq_id": whole,
-    "profiling_name": text,
-    "state": text,
-}
+_ENTRY = {"record_id": whole, "collective_seq_id": whole, "profiling_name": text, "state": text}
 _PEERS = re.compile(r"(?:send|recv) (\d+)(?:->|<-)(\d+)")
 _LIBRARIES = re.compile(r"/(?:torch|accelerate)/|<frozen ")
 

@@ -88,7 +88,9 @@ def _absent(
 ) -> str:
     held = [other for other, ranks in awaited.items() if rank in ranks]
     call = waiting[held[0]]
-    same = [o for o in held if (waiting[o].group, waiting[o].sequence) == (call.group, call.sequence)]
+    same = [
+        o for o in held if (waiting[o].group, waiting[o].sequence) == (call.group, call.sequence)
+    ]
     message = f"rank {rank} did not enter {_named(call, dumps)}, in which {_ranks(same)}"
     if rank in dumps and dumps[rank].calls:
         last = dumps[rank].calls[-1]

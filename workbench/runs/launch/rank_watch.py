@@ -11,21 +11,18 @@ from typing import Any
 
 import psutil
 
-from workbench.runs.diagnose.first_cause import RankStatus
+from workbench.runs.diagnose.first_cause import RankStatus, stall_cause
 from workbench.runs.store.command_file import RunCommand
 from workbench.runs.store.process_identity import exit_code
 from workbench.runs.store.rank_logs import log_tail
 from workbench.runs.store.run_state import Cause
 from workbench.runs.store.telemetry_reader import Reader
+from workbench.runtime_facts.phase_deadlines import SLOW_FACTOR
 
 POLL_SECONDS = 0.5
 """Time between two looks at the ranks' processes."""
 IDLE_SHARE = 0.05
 """A rank that uses less than this share of one core while it writes nothing is not working."""
-SLOW_FACTOR = 10.0
-"""A step may take this many times as long as the slowest so far; building, compiling and
-evaluating, which write only when they are through, this many times the deadline of a collective.
-"""
 SLOW_PHASES = ("building", "compiling", "checkpointing")
 """Phases in which ranks may wait for a disk, or for a compiler's processes."""
 
@@ -179,18 +176,21 @@ class RankWatch:
     def _stalled(self) -> Cause | None:
         """Nobody writes and nobody works: the rank that is furthest behind holds the others.
 
-        Not while files are read or written, which may be slow for good reasons; there the ranks'
-        own timeouts hold.
+        Not on GPUs: a rank that waits for NCCL keeps its core busy, and one that waits for its GPU
+        may be right to. Not while files are read or written, which may be slow for good reasons;
+        there the ranks' own timeouts hold.
         """
         now, limit = time.monotonic(), self.command.progress_seconds
         open_ranks = [rank for rank in self._processes if not self._has_ended(rank)]
         if not open_ranks or self._ended_since or not self.all_here:
             return None
         if any(
-            self.ranks[rank].stopped or self.ranks[rank].phase in SLOW_PHASES for rank in open_ranks
+            seen.on_gpu or seen.stopped or seen.phase in SLOW_PHASES
+            for seen in (self.ranks[rank] for rank in open_ranks)
         ):
             return None
-        if not all(self._idle(rank, now, limit) for rank in open_ranks):
+        silent = [now - self._processes[rank].last_record for rank in open_ranks]
+        if min(silent) < limit or not all(self._is_idle(rank, now) for rank in open_ranks):
             return None
         slowest = min(
             open_ranks, key=lambda rank: (self.ranks[rank].step, self._processes[rank].last_record)
@@ -200,8 +200,11 @@ class RankWatch:
         )
 
     def _looping(self) -> Cause | None:
-        """Nobody writes, though some work: no step of this run took near as long, and ranks' own
-        deadlines are over.
+        """Nobody writes, though some may work: no step of this run took near as long, and ranks'
+        own deadlines are over.
+
+        The rank that is furthest behind is blamed; of several, on CPU, one that works: the others
+        wait for it.
         """
         now = time.monotonic()
         open_ranks = [rank for rank in self._processes if not self._has_ended(rank)]
@@ -216,13 +219,21 @@ class RankWatch:
             now - self._processes[rank].last_record < self._patience(rank) for rank in open_ranks
         ):
             return None
+        if (known := stall_cause(self.folder, self.ranks)) is not None:
+            return known
         slowest = min(
-            open_ranks, key=lambda rank: (self.ranks[rank].step, self._processes[rank].last_record)
+            open_ranks,
+            key=lambda rank: (
+                self.ranks[rank].step,
+                not self.ranks[rank].on_gpu and self._is_idle(rank, now),
+                self._processes[rank].last_record,
+            ),
         )
         silent = now - self._processes[slowest].last_record
+        at_work = "" if self.ranks[slowest].on_gpu else " and at work"
         return self._blame(
             slowest,
-            f"is furthest behind and at work, and no rank has written anything for {silent:.0f} s",
+            f"is furthest behind{at_work}, and no rank has written anything for {silent:.0f} s",
         )
 
     def _patience(self, rank: int) -> float:
@@ -238,10 +249,11 @@ class RankWatch:
     def _has_ended(self, rank: int) -> bool:
         return self.ranks[rank].bye or self.ranks[rank].gone is not None
 
-    def _idle(self, rank: int, now: float, limit: float) -> bool:
+    def _is_idle(self, rank: int, now: float) -> bool:
+        """Whether it has not used a core since its last record."""
         live = self._processes[rank]
-        silent = now - live.last_record
-        return silent >= limit and live.cpu - live.cpu_at_last_record < IDLE_SHARE * silent
+        used = live.cpu - live.cpu_at_last_record
+        return used < IDLE_SHARE * (now - live.last_record)
 
     def _blame(self, rank: int, what: str) -> Cause:
         advice = (
