@@ -12,8 +12,9 @@ import pytest
 from tests.runs.test_flight_recorder import done, dump, entry
 from workbench.plan.rules.supported import unsupported
 from workbench.plan.schema.written_plan import Plan
-from workbench.runs.diagnose.first_cause import RankStatus, first_cause, read_errors
+from workbench.runs.diagnose.first_cause import first_cause, read_errors
 from workbench.runs.diagnose.flight_recorder import PREFIX
+from workbench.runs.diagnose.rank_status import RankStatus
 from workbench.runs.store.rank_logs import failure_lines, last_lines, log_tail
 from workbench.runs.store.run_state import Cause
 
@@ -284,6 +285,66 @@ def test_where_nccl_timed_out_all_the_furthest_behind_is_told(blame: Callable[..
     cause = blame([seen(0), seen(1)], (), log + report((1, -6), (0, -6)))
     assert cause.rank == 1 and "timeout_seconds" in cause.advice
     assert "waited 120 s in allgather 9, and NCCL timed out" in cause.message
+
+
+def test_a_time_out_in_a_group_goes_by_the_processs_rank_not_the_groups(
+    blame: Callable[..., Any],
+) -> None:
+    """Rank 3 is rank 1 of its tensor group, and torch calls it so."""
+    words = WATCHDOG.format(rank=1, sequence=9).replace("[rank1]", "[rank3]")
+    cause = blame([seen(n) for n in range(4)], (), words + report((2, -15), (3, -6)))
+    assert cause.rank == 0 and "stopped answering" in cause.message
+    cause = blame([seen(3)], (), words + report((3, -6)))
+    assert cause.rank == 3 and "NCCL timed out" in cause.message
+
+
+GROUP = (
+    "[rank{rank}]:[E1123 14:00:00.1 ProcessGroupNCCL.cpp:2395] [PG ID 3 PG GUID {guid}(tensor) "
+    "Rank 0]  failure detected by watchdog at work sequence id: {sequence} PG status: last "
+    "enqueued work: 12, last completed work: 8\n"
+)
+
+
+def test_collectives_of_different_groups_are_not_compared(blame: Callable[..., Any]) -> None:
+    """Ranks 0 and 1 are at 9 and 8 of their group; rank 2 at 1 of another is behind nobody."""
+    log = "".join(
+        WATCHDOG.format(rank=rank, sequence=sequence)
+        + GROUP.format(rank=rank, guid=guid, sequence=sequence)
+        for rank, sequence, guid in ((0, 9, 5), (1, 8, 5), (2, 1, 6))
+    )
+    cause = blame([seen(0), seen(1), seen(2)], (), log + report((2, -6), (1, -6), (0, -6)))
+    assert cause.rank == 1
+    assert "waited 120 s in allgather 8 of the tensor group, and NCCL timed out" in cause.message
+
+
+REMOTE = (
+    "[rank{rank}]:[E1123 14:00:00.1 ProcessGroupNCCL.cpp:2068] [PG ID 0 PG GUID 0(default_pg) "
+    "Rank {rank}] Process group watchdog thread terminated with exception: NCCL error: remote "
+    "process exited or there was a network error, NCCL version 2.27.5\n"
+    "ncclRemoteError: A call failed possibly due to a network error or a remote process exiting "
+    "prematurely.\nLast error:\nsocketProgress: Connection closed by remote peer node-2<59116>\n"
+)
+
+
+def test_a_killed_rank_before_those_that_nccl_aborted_for_it(blame: Callable[..., Any]) -> None:
+    """The launcher looks once, and names the abort of lower rank as the first."""
+    ranks, log = [seen(0), seen(1)], REMOTE.format(rank=0) + report((1, -9), (0, -6))
+    cause = blame(ranks, (), log)
+    assert cause.rank == 1 and "killed by SIGKILL" in cause.message
+
+
+def test_an_error_before_the_aborts_that_follow_it(blame: Callable[..., Any]) -> None:
+    log = REMOTE.format(rank=0) + report((1, 1), (0, -6))
+    cause = blame([seen(0), seen(1)], [(1, 999.9, "ValueError", "bad batch")], log)
+    assert cause.rank == 1 and "ValueError: bad batch" in cause.message
+
+
+def test_a_lost_connection_where_nobody_died_is_the_networks(blame: Callable[..., Any]) -> None:
+    """The launcher ends rank 1 a moment after NCCL has aborted rank 0."""
+    later = RankStatus(1, pid=101, step=6, phase="training", gone=1005.0)
+    cause = blame([seen(0), later], (), REMOTE.format(rank=0) + report((1, -15), (0, -6)))
+    assert cause.rank == 0 and "lost its NCCL connection to another rank" in cause.message
+    assert "NCCL_SOCKET_IFNAME" in cause.advice and "crashed" not in cause.advice
 
 
 def test_an_abort_without_a_watchdog_is_a_crash(blame: Callable[..., Any]) -> None:

@@ -13,7 +13,8 @@ import orjson
 
 from workbench.runs.diagnose.failure_advice import NETWORK, advise
 from workbench.runs.diagnose.flight_recorder import read_dumps
-from workbench.runs.diagnose.nccl_timeout import nccl_timeout
+from workbench.runs.diagnose.nccl_watchdog import NcclTimeout, lags, lost_connection, nccl_timeout
+from workbench.runs.diagnose.rank_status import RankStatus
 from workbench.runs.diagnose.stalled_collective import find_stall
 from workbench.runs.store.rank_logs import (
     SEARCHED_LINES,
@@ -39,68 +40,6 @@ LOOK_LATE_SECONDS = 1.0
 """A process is seen to be gone at most this long after its end."""
 
 
-@dataclass
-class RankStatus:
-    """What is known of one rank from its records and its process."""
-
-    rank: int
-    pid: int | None = None
-    step: int = -1
-    action: str | None = None
-    phase: str = "starting"
-    joined: int = 0
-    """Process groups that it began to join."""
-    bye: bool = False
-    gone: float | None = None
-    """When its process was found gone, epoch seconds."""
-    on_gpu: bool = False
-    stopped: bool = False
-    exit_code: int | None = None
-    """How its process ended, -n for signal n, where the launcher was too late to ask before us."""
-    slowest: float = 0.0
-    """Seconds of its slowest step."""
-    unsaved: str = ""
-    """Why its last checkpoint could not be written; empty where it could."""
-    place: str = ""
-    """Its node, in words, where there are several."""
-
-    def take(self, record: Mapping[str, Any]) -> None:
-        """Learn from one telemetry record."""
-        kind = record["kind"]
-        if kind == "hello":
-            self.pid, self.phase = record["pid"], "started"
-            self.on_gpu = str(record.get("device")).startswith("cuda")
-            if whole(node := record.get("node")):
-                self.place = f" of node {node} ({record['host']})"
-        elif kind == "phase":
-            self.phase = record["phase"]
-            if self.phase == "joining":
-                self.phase, self.joined = f"joining {record['detail']}", self.joined + 1
-        elif kind == "step":
-            self.step, self.action = record["step"], record["action"]
-            seconds = record.get("seconds")
-            self.slowest = (
-                max(self.slowest, seconds) if isinstance(seconds, int | float) else self.slowest
-            )
-        elif kind in ("checkpoint", "unsaved"):
-            self.unsaved = record["message"] if kind == "unsaved" else ""
-        self.bye = self.bye or kind == "bye"
-
-    @property
-    def name(self) -> str:
-        """The rank, and its node where there are several, in words."""
-        return f"rank {self.rank}{self.place}"
-
-    @property
-    def where(self) -> str:
-        """How far it came, in words."""
-        if self.step < 0:
-            return f"{self.phase}, no step done"
-        return f"{self.phase}, last step done: {self.step}" + (
-            f", last action {self.action}" if self.action else ""
-        )
-
-
 @dataclass(frozen=True)
 class _Suspect:
     """A rank that ended badly; `weight` 0: a cause of its own, 1: stalled the others, 2: followed
@@ -109,7 +48,7 @@ class _Suspect:
 
     weight: int
     when: float
-    """Epoch seconds; of ranks that NCCL timed out, the collective that they waited in."""
+    """Epoch seconds; of ranks that NCCL timed out, how far they were ahead of their group."""
     rank: int
     message: str
     refused: bool = False
@@ -131,10 +70,16 @@ def first_cause(
         codes, root = _seen_codes(ranks)
     suspects = [_raised(error) for error in errors.values()]
     wordless = [seen for seen in ranks.values() if _unexplained(seen, errors, codes)]
-    by_itself = {root, *_killed_first(wordless, errors, codes)}
+    late = {s.rank: t for s in wordless if (t := nccl_timeout(folder, s.rank)) is not None}
+    rest = [seen for seen in wordless if seen.rank not in late]
+    lost = {seen.rank for seen in rest if lost_connection(folder, seen.rank)}
+    by_itself = {root, *_killed_first(wordless, errors, codes, {*late, *lost})}
+    suspects += _timed_out(late, ranks)
     suspects += [
-        _ended(seen, codes.get(seen.rank) if seen.rank in by_itself else None, folder)
-        for seen in wordless
+        _disconnected(seen)
+        if seen.rank in lost
+        else _ended(seen, codes.get(seen.rank) if seen.rank in by_itself else None, folder)
+        for seen in rest
     ]
     # Ranks that lose a peer fail too, with errors of their own ("connection closed"), and often
     # write them first: a cause of its own goes before a stall, a stall before a consequence.
@@ -208,15 +153,19 @@ def _unexplained(seen: RankStatus, errors: Mapping[int, Any], codes: Mapping[int
 
 
 def _killed_first(
-    wordless: list[RankStatus], errors: Mapping[int, Any], codes: Mapping[int, int]
+    wordless: list[RankStatus],
+    errors: Mapping[int, Any],
+    codes: Mapping[int, int],
+    aborted: set[int],
 ) -> list[int]:
-    """Ranks killed before any other complained.
+    """Ranks killed before any other complained; those that NCCL `aborted` complain by their end.
 
     Ranks that the launcher ended because of another's failure are in its report too: by SIGTERM at
     first, by SIGKILL half a minute later. Of those that fell between two of its looks it names the
     one of lowest rank the first.
     """
-    complained = min((error["t_epoch"] for error in errors.values()), default=0.0)
+    ends = [seen.gone for seen in wordless if seen.rank in aborted and seen.gone is not None]
+    complained = min([*(error["t_epoch"] for error in errors.values()), *ends], default=0.0)
     return [
         seen.rank
         for seen in wordless
@@ -237,11 +186,28 @@ def stall_cause(folder: Path, ranks: Mapping[int, RankStatus]) -> Cause | None:
     return Cause(stall.rank, message, advise(folder, f"{message}\n{tail}\ntimed out"), tail)
 
 
+def _timed_out(late: dict[int, NcclTimeout], ranks: Mapping[int, RankStatus]) -> list[_Suspect]:
+    """Ranks that waited for another. Of several, the one that is furthest behind came first."""
+    return [
+        _Suspect(2, -behind, rank, f"{ranks[rank].name} {late[rank]} ({ranks[rank].where})")
+        for rank, behind in lags(late).items()
+    ]
+
+
+def _disconnected(seen: RankStatus) -> _Suspect:
+    """A rank that NCCL aborted because it did not reach another, which has ended, or the network
+    has failed.
+    """
+    words = f"{seen.name} lost its NCCL connection to another rank ({seen.where})"
+    return _Suspect(1, _end(seen), seen.rank, words)
+
+
+def _end(seen: RankStatus) -> float:
+    return seen.gone - LOOK_LATE_SECONDS if seen.gone else float("inf")
+
+
 def _ended(seen: RankStatus, code: int | None, folder: Path) -> _Suspect:
-    when = seen.gone - LOOK_LATE_SECONDS if seen.gone else float("inf")
-    if (late := nccl_timeout(folder, seen.rank)) is not None:
-        # It waited for another rank. Of several, the one that is furthest behind came first.
-        return _Suspect(2, late.sequence, seen.rank, f"{seen.name} {late} ({seen.where})")
+    when = _end(seen)
     if seen.stopped:
         return _Suspect(
             0, 0.0, seen.rank, f"{seen.name} is frozen: its process is stopped ({seen.where})"

@@ -11,7 +11,8 @@ from typing import Any
 
 import psutil
 
-from workbench.runs.diagnose.first_cause import RankStatus, stall_cause
+from workbench.runs.diagnose.first_cause import stall_cause
+from workbench.runs.diagnose.rank_status import RankStatus
 from workbench.runs.store.command_file import RunCommand
 from workbench.runs.store.process_identity import exit_code
 from workbench.runs.store.rank_logs import log_tail

@@ -9,7 +9,8 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from workbench.runs.diagnose.first_cause import RankStatus, first_cause, read_errors
+from workbench.runs.diagnose.first_cause import first_cause, read_errors
+from workbench.runs.diagnose.rank_status import RankStatus
 from workbench.runs.store.process_identity import (
     CLOCK_SECONDS,
     is_process,

@@ -1,0 +1,89 @@
+"""What NCCL's watchdog wrote into a rank's log before it ended the process (torch's
+`ProcessGroupNCCL.cpp`).
+
+A line begins with the process's rank ("[rank3]:"). The "[Rank 1]" after it is that of the process
+group whose collective the process waited for first, and says nothing of who wrote the line.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from workbench.runs.store.rank_logs import log_files, tail_of
+
+SEARCHED_LINES = 400
+"""A stack of C++ frames follows the words, one for each process group."""
+_TIMED_OUT = re.compile(
+    r"\[rank(\d+)\]:.*Watchdog caught collective operation timeout: WorkNCCL\(SeqNum=(\d+), "
+    r"OpType=(\w+),.*?Timeout\(ms\)=(\d+)"
+)
+_GROUP = re.compile(
+    r"\[rank(\d+)\]:.*\[PG ID \d+ PG GUID (\w+)(?:\(([^)]*)\))? Rank \d+\] .*detected by watchdog "
+    r"at work(?: sequence id)?: (\d+)"
+)
+_LOST = re.compile(
+    r"\[rank(\d+)\]:.*watchdog thread terminated with exception: NCCL error: remote process exited"
+)
+
+
+@dataclass(frozen=True)
+class NcclTimeout:
+    """A collective of a rank that took longer than the deadline.
+
+    Attributes:
+        sequence: Its number among those of its process group.
+        group: The process group, the same on all its ranks; empty where torch did not say.
+        purpose: What the group is for; empty likewise.
+    """
+
+    sequence: int
+    what: str
+    seconds: float
+    group: str = ""
+    purpose: str = ""
+
+    def __str__(self) -> str:
+        named = self.purpose not in ("", "undefined", "default_pg")
+        where = f" of the {self.purpose} group" if named else ""
+        return (
+            f"waited {self.seconds:g} s in {self.what} {self.sequence}{where}, and NCCL timed out"
+        )
+
+
+def nccl_timeout(folder: Path, rank: int) -> NcclTimeout | None:
+    """The first collective of `rank` that timed out, by its log, or the launcher's; None where the
+    watchdog wrote nothing.
+    """
+    found = next(_lines(_TIMED_OUT, folder, rank), None)
+    if found is None:
+        return None
+    groups = (m for m in _lines(_GROUP, folder, rank) if m[4] == found[2])
+    _, group, purpose, _ = m.groups() if (m := next(groups, None)) else ("", "", "", "")
+    what = found[3].lower().strip("_").removesuffix("_base").replace("_", "-")
+    return NcclTimeout(int(found[2]), what, int(found[4]) / 1000, group, purpose or "")
+
+
+def lags(timeouts: dict[int, NcclTimeout]) -> dict[int, int]:
+    """Rank -> how many collectives it is behind the furthest of its process group that timed out;
+    numbers of different groups say nothing of each other.
+    """
+    furthest: dict[str, int] = {}
+    for late in timeouts.values():
+        furthest[late.group] = max(late.sequence, furthest.get(late.group, 0))
+    return {rank: furthest[late.group] - late.sequence for rank, late in timeouts.items()}
+
+
+def lost_connection(folder: Path, rank: int) -> bool:
+    """Whether the watchdog ended `rank` because NCCL no longer reached another."""
+    return next(_lines(_LOST, folder, rank), None) is not None
+
+
+def _lines(pattern: re.Pattern[str], folder: Path, rank: int) -> Iterator[re.Match[str]]:
+    """What `pattern`, whose first group is a rank, finds of `rank`."""
+    for path in (*log_files(folder, rank), folder / "logs" / "launcher.log"):
+        for found in pattern.finditer(tail_of(path, SEARCHED_LINES)):
+            if int(found[1]) == rank:
+                yield found

@@ -1,0 +1,71 @@
+"""What the supervisor knows of each rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from workbench.safe_io.json_field_checks import whole
+
+
+@dataclass
+class RankStatus:
+    """What is known of one rank from its records and its process."""
+
+    rank: int
+    pid: int | None = None
+    step: int = -1
+    action: str | None = None
+    phase: str = "starting"
+    joined: int = 0
+    """Process groups that it began to join."""
+    bye: bool = False
+    gone: float | None = None
+    """When its process was found gone, epoch seconds."""
+    on_gpu: bool = False
+    stopped: bool = False
+    exit_code: int | None = None
+    """How its process ended, -n for signal n, where the launcher was too late to ask before us."""
+    slowest: float = 0.0
+    """Seconds of its slowest step."""
+    unsaved: str = ""
+    """Why its last checkpoint could not be written; empty where it could."""
+    place: str = ""
+    """Its node, in words, where there are several."""
+
+    def take(self, record: Mapping[str, Any]) -> None:
+        """Learn from one telemetry record."""
+        kind = record["kind"]
+        if kind == "hello":
+            self.pid, self.phase = record["pid"], "started"
+            self.on_gpu = str(record.get("device")).startswith("cuda")
+            if whole(node := record.get("node")):
+                self.place = f" of node {node} ({record['host']})"
+        elif kind == "phase":
+            self.phase = record["phase"]
+            if self.phase == "joining":
+                self.phase, self.joined = f"joining {record['detail']}", self.joined + 1
+        elif kind == "step":
+            self.step, self.action = record["step"], record["action"]
+            seconds = record.get("seconds")
+            self.slowest = (
+                max(self.slowest, seconds) if isinstance(seconds, int | float) else self.slowest
+            )
+        elif kind in ("checkpoint", "unsaved"):
+            self.unsaved = record["message"] if kind == "unsaved" else ""
+        self.bye = self.bye or kind == "bye"
+
+    @property
+    def name(self) -> str:
+        """The rank, and its node where there are several, in words."""
+        return f"rank {self.rank}{self.place}"
+
+    @property
+    def where(self) -> str:
+        """How far it came, in words."""
+        if self.step < 0:
+            return f"{self.phase}, no step done"
+        return f"{self.phase}, last step done: {self.step}" + (
+            f", last action {self.action}" if self.action else ""
+        )
