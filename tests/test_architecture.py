@@ -63,8 +63,8 @@ OUTSIDE = {
     "checkpoint": {"torch", "safetensors", "numpy"},
     "runs": {"psutil", "orjson", "pynvml", "pandas"},
     "kernels": {"torch", "triton"},
-    "parallel": {"torch"},
-    "engine": {"torch", "accelerate", "safetensors", "tokenizers", "numpy"},
+    "parallel": {"torch", "torchao"},
+    "engine": {"torch", "torchao", "accelerate", "safetensors", "tokenizers", "numpy"},
     "rehearsal": {"torch"},
     "lab": {
         "ipywidgets",

@@ -196,14 +196,6 @@ def test_a_plan_may_ask_for_kernels_that_repeat(deterministic: bool) -> None:
     assert ("CUBLAS_WORKSPACE_CONFIG" in environment(plan, cores=8)) is deterministic
 
 
-def test_fp8_is_refused_with_the_legal_values() -> None:
-    with pytest.raises(
-        PlanError,
-        match=r"precision.*'fp8'; this version can run 'fp32' or 'tf32' or 'bf16' or 'fp16'",
-    ):
-        require(on_a_card("fp8"), "run")
-
-
 MIXTURE = {**LLAMA, "moe": {"experts": 4, "top_k": 2, "ffn": 24}}
 NARROW_MESHES: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
     "one": ((1, 1, 1), {}),

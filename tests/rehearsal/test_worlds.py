@@ -181,7 +181,7 @@ def test_ranks_that_do_the_same_are_rehearsed_once() -> None:
 
 
 @pytest.mark.parametrize(
-    "field, value", [("strategy.precision", "fp8"), ("strategy.stack", "torchtitan")]
+    "field, value", [("training.optimizer.moments", "int8"), ("strategy.stack", "torchtitan")]
 )
 def test_fields_that_cannot_be_rehearsed_are_named(field: str, value: str) -> None:
     plan = Plan.of("tiny", gpu="h100-sxm-80gb", gpus=2, strategy="dapple", set={field: value})

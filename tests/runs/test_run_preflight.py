@@ -292,12 +292,16 @@ def test_the_least_is_below_the_estimate_of_what_stays_from_step_to_step(
 
 def test_every_problem_is_told_at_once(plan: Plan, tmp_path: Path) -> None:
     bad = plan.replace(
-        **{"cluster.gpu": "h100-sxm-80gb", "corpus.source": "/none", "strategy.precision": "fp8"}
+        **{
+            "cluster.gpu": "h100-sxm-80gb",
+            "corpus.source": "/none",
+            "training.optimizer.moments": "int8",
+        }
     )
     assert {problem.field for problem in preflight(bad, root=tmp_path)} >= {
         "cluster.gpu",
         "corpus.source",
-        "strategy.precision",
+        "training.optimizer.moments",
     }
 
 

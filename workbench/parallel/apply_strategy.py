@@ -1,7 +1,7 @@
 """Applies a plan's strategy to its model, in one fixed order (torchtitan's `parallelize`).
 
-pipeline stages -> kernels -> tensor or operator strategies -> experts -> context -> activation
-checkpointing -> tied weights -> initial weights -> data (ZeRO).
+pipeline stages -> kernels -> tensor or operator strategies -> fp8 GEMMs -> experts -> context ->
+activation checkpointing -> tied weights -> initial weights -> data (ZeRO).
 
 - Pipeline stages come first, so that no rank ever holds the whole model.
 - Kernels come before anything is sharded: they replace what a seam runs, and an axis wraps or
@@ -160,6 +160,11 @@ def _build_stage(
         apply_operator_strategies(model, layouts, placements(plan), mesh)
     else:
         apply_tensor_parallel(model, layouts, plan, mesh)
+    if plan.strategy.precision == "fp8":
+        # Imported only here: torchao takes seconds.
+        from workbench.parallel.float8.apply_float8 import apply_float8
+
+        apply_float8(model, mesh)
     apply_expert_parallel(model, layouts, mesh, plan.strategy.tensor.sequence, count_reader)
     if mesh["context"].size > 1:
         apply_context_parallel(

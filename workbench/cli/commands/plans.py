@@ -150,7 +150,7 @@ def verify(
         typer.Option(
             "--precision",
             help="In which the plan is verified instead of its own: fp64 (default) or fp32; on "
-            "GPUs fp32 (default) or bf16.",
+            "GPUs fp32 (default) or bf16; of a plan in fp8: fp8.",
         ),
     ] = None,
     on: Annotated[

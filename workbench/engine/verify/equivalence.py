@@ -30,15 +30,19 @@ from workbench.engine.verify.single_device import (
 from workbench.parallel.layout import Layout
 from workbench.parallel.mesh import Mesh, build_mesh
 from workbench.plan.resolved_plan import ResolvedPlan
+from workbench.plan.rules.float8_rules import verified_precision
 from workbench.plan.rules.supported import require
 from workbench.plan.schema import Optimizer, Plan
 from workbench.schedules import Action
 
 NUM_STEPS = 3
-TOLERANCE = {"fp64": 1e-10, "fp32": 1e-5}
+TOLERANCE = {"fp64": 1e-10, "fp32": 1e-5, "fp8": 1e-2}
 """Largest relative difference. fp32 compares weights after SGD: AdamW divides by the gradient's own
-size.
+size. fp8 stands for the plan's fp8 GEMMs with all else in fp32: a value in the midst of two of fp8
+may be rounded the other way, and is then 1/16 off.
 """
+VERIFIED_DTYPES = DTYPES | {"fp8": torch.float32}
+"""Precision of a verification -> dtype of parameters and activations."""
 NOISE_EPSILONS = 16
 """Rounding allowed to a gradient that is zero in exact arithmetic (a key bias), in epsilons."""
 GPU_FACTOR = 10
@@ -48,6 +52,7 @@ ten times what it may on CPU.
 GPU_TOLERANCE = {
     "fp32": GPU_FACTOR * TOLERANCE["fp32"],
     "bf16": NOISE_EPSILONS * torch.finfo(torch.bfloat16).eps,
+    "fp8": TOLERANCE["fp8"],
 }
 """The same on GPUs, against one GPU in the same precision. In bf16 two ranks of tensor parallelism
 differ by 5 epsilons from one (measured on CPU), and a missing all-reduce by 60 or more.
@@ -88,7 +93,7 @@ class _Recorder:
 
 def verify(
     plan: Plan,
-    precision: Literal["fp64", "fp32"] = "fp64",
+    precision: Literal["fp64", "fp32", "fp8"] = "fp64",
     seconds: float = 300.0,
     allow_code: bool = False,
     backend: str = "gloo",
@@ -127,7 +132,7 @@ def verify(
     written = plan.resolve()
     full = in_precision(written, precision, allow_code)
     check_python_model(full, allow_code)
-    dtype = DTYPES[precision]
+    dtype = VERIFIED_DTYPES[precision]
     batches = list(random_batches(full))
     reference, scale = reference_and_scale(full, batches, precision, TOLERANCE[precision])
     ranks = partial(_compare, full, batches=batches, reference=reference, scale=scale, dtype=dtype)
@@ -155,11 +160,13 @@ def reference_and_scale(
         tolerance: Of relative differences.
         device: The one device.
     """
-    reference = train_on_one_device(plan, batches, DTYPES[precision], device)
+    reference = train_on_one_device(
+        plan, batches, VERIFIED_DTYPES[precision], device, float8=precision == "fp8"
+    )
     exact = reference
     if precision != "fp64":
         exact = train_on_one_device(plan, batches[:1], torch.float64, device)
-    epsilon = torch.finfo(DTYPES[precision]).eps
+    epsilon = torch.finfo(VERIFIED_DTYPES[precision]).eps
     scale = DifferenceScale(
         tolerance,
         epsilon,
@@ -177,7 +184,9 @@ def in_precision(plan: ResolvedPlan, precision: str, allow_code: bool) -> Resolv
     overrides them. In bf16, gradients and optimizer state are fp32.
     """
     require(plan, "run", allow_code)
-    stored = "bf16" if precision == "bf16" else "fp32"
+    if (plan.strategy.precision == "fp8") != (precision == "fp8"):
+        verified_precision(plan, precision, "cpu")
+    stored = precision if precision in ("bf16", "fp8") else "fp32"
     changes: dict[str, Any] = {"strategy.precision": stored, "strategy.gradient_dtype": "fp32"}
     changes |= {"training.optimizer.moments": "fp32", "training.optimizer.master": "auto"}
     if precision != "fp64":
@@ -188,7 +197,7 @@ def in_precision(plan: ResolvedPlan, precision: str, allow_code: bool) -> Resolv
 def replaced_fields(plan: ResolvedPlan, precision: str) -> dict[str, dict[str, str]]:
     """Dotted plan field -> its value in the plan and in the verification, where they differ."""
     optimizer = plan.training.optimizer
-    accumulated = "fp32" if precision == "bf16" else precision
+    accumulated = precision if precision == "fp64" else "fp32"
     name = optimizer.name if precision == "fp64" else "sgd"
     pairs = {
         "strategy.precision": (plan.strategy.precision, precision),

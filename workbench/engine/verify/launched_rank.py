@@ -40,12 +40,11 @@ def main() -> int:
 def _compare(plan_path: Path, rank: int, allow_code: bool) -> dict[str, Any]:
     from dataclasses import asdict
 
-    import torch
-
     from workbench.engine.check_python_model import check_python_model
-    from workbench.engine.precision import DTYPES, set_matmul_precision
+    from workbench.engine.precision import set_matmul_precision
     from workbench.engine.verify.equivalence import (
         GPU_TOLERANCE,
+        VERIFIED_DTYPES,
         compare_with_reference,
         random_batches,
         reference_and_scale,
@@ -63,7 +62,7 @@ def _compare(plan_path: Path, rank: int, allow_code: bool) -> dict[str, Any]:
     mesh, batches = build_mesh(plan, rank, device), list(random_batches(plan))
     tolerance = GPU_TOLERANCE[precision]
     reference, scale = reference_and_scale(plan, batches, precision, tolerance, device)
-    dtype = None if DTYPES[precision] == torch.bfloat16 else DTYPES[precision]
+    dtype = None if precision == "bf16" else VERIFIED_DTYPES[precision]
     found = compare_with_reference(plan, mesh, device, batches, reference, scale, dtype)
     differences, owned = [asdict(each) for each in found[0]], found[1]
     return {"differences": differences, "owned": owned, "numel": reference.numel()}

@@ -47,7 +47,7 @@ LAST_CHARACTERS = 4000
 
 def verify_launched(
     plan: Plan,
-    precision: Literal["fp32", "bf16"] = "fp32",
+    precision: Literal["fp32", "bf16", "fp8"] = "fp32",
     seconds: float = 600.0,
     allow_code: bool = False,
     module: str = RANK,

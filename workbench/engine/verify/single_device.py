@@ -75,6 +75,7 @@ def train_on_one_device(
     batches: list[tuple[Tensor, Tensor]],
     dtype: torch.dtype,
     device: torch.device = CPU,
+    float8: bool = False,
 ) -> ReferenceRun:
     """Train on one device, one optimizer step per batch.
 
@@ -84,6 +85,8 @@ def train_on_one_device(
         dtype: Of parameters, activations and gradients; the optimizer steps fp32 copies of 16-bit
             parameters.
         device: The device; default: the CPU.
+        float8: Whether the blocks' linear layers are torchao's `Float8Linear`. The plan's
+            microbatches then are this device's too: scales are of the largest entry of one.
 
     Returns:
         Its results, on CPU.
@@ -94,17 +97,24 @@ def train_on_one_device(
             parameter.copy_(
                 verification_weight(name, tuple(parameter.shape), plan.training.seed, dtype)
             )
-    stepped = _SteppedParameters(model)
+    if float8:
+        _convert_to_float8(model, device)
+    stepped, t = _SteppedParameters(model), plan.training
+    rows = t.micro_batch if float8 else t.global_batch
     optimizer = _optimizer(stepped.targets, plan)
     losses: list[float] = []
     first: dict[str, Tensor] = {}
     for step, (tokens, targets) in enumerate(batches):
         model.zero_grad()
         if isinstance(model, Transformer):
-            model.samples.start_step(step * plan.training.global_batch, plan.training.global_batch)
-        loss = model(tokens.to(device), targets.to(device)) / targets.numel()
-        loss.backward()
-        losses.append(loss.item())
+            model.samples.start_step(step * t.global_batch, rows)
+        losses.append(0.0)
+        for index, pair in enumerate(zip(tokens.split(rows), targets.split(rows))):
+            if isinstance(model, Transformer):
+                model.samples.start_microbatch(index)
+            loss = model(pair[0].to(device), pair[1].to(device)) / targets.numel()
+            loss.backward()
+            losses[-1] += loss.item()
         stepped.take_gradients()
         first = first or {n: _gradient(p).cpu().clone() for n, p in stepped.targets.items()}
         if plan.training.optimizer.clip is not None:
@@ -114,6 +124,17 @@ def train_on_one_device(
         optimizer.step()
         stepped.store()
     return ReferenceRun(losses, first, {n: p.detach().cpu() for n, p in model.named_parameters()})
+
+
+def _convert_to_float8(model: nn.Module, device: torch.device) -> None:
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    config = Float8LinearConfig(emulate=device.type == "cpu", round_scales_to_power_of_2=True)
+    convert_to_float8_training(
+        model,
+        module_filter_fn=lambda module, path: ".attention." in path or ".mlp." in path,
+        config=config,
+    )
 
 
 class _SteppedParameters:

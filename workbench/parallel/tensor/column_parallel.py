@@ -30,6 +30,7 @@ from workbench.parallel.async_collectives import (
     reduce_scatter_async,
     start_collective,
 )
+from workbench.parallel.float8.float8_linear import Float8Gemms, Float8Layer
 from workbench.parallel.mesh import MeshAxis
 from workbench.parallel.pipeline.zero_bubble import DeferredWeightGrad, deferred_list_of
 from workbench.parallel.tensor.tensor_collectives import all_gather, share_weight
@@ -53,6 +54,8 @@ class ColumnParallelBackward:
     """Input of the layers, of all tokens [N, in]."""
     wait_gather: WaitFn | None = None
     wait_reduce: WaitFn | None = None
+    float8: Sequence[Float8Gemms] = ()
+    """The layers' GEMMs, where they are fp8; the first finds the scale of their input."""
 
     def start_gather(self, x_BTD: Tensor) -> None:
         """Start the all-gather of the layers' input, if weight gradients need it.
@@ -97,11 +100,44 @@ class ColumnParallelBackward:
         if self.wait_gather is not None:
             self.wait_gather()
             self.wait_gather = None
+        if self.float8:
+            return self.float8[layer].weight_gradient(gradient_NO, input_ND)
         return gradient_NO.t() @ input_ND
+
+    def outputs(
+        self, x_BTD: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
+    ) -> tuple[Tensor, ...]:
+        """[B, T, out] of each layer."""
+        if not self.float8:
+            return tuple(F.linear(x_BTD, weight, bias) for weight, bias in zip(weights, biases))
+        ys: list[Tensor] = []
+        for gemms, weight, bias in zip(self.float8, weights, biases):
+            if ys:
+                gemms.scales["input"] = self.float8[0].scales["input"]
+            y = gemms.output(x_BTD, weight)
+            ys.append(y if bias is None else y + bias)
+        return tuple(ys)
+
+    def input_gradient(self, gradients_NO: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
+        """Gradient [N, in] of the input, summed over the layers."""
+        if self.float8:
+            parts = zip(self.float8, gradients_NO, weights)
+            products = [gemms.input_gradient(g, weight) for gemms, g, weight in parts]
+            for product in products[1:]:
+                products[0] += product
+            return products[0]
+        input_gradient_ND = gradients_NO[0] @ weights[0]
+        for gradient_NO, weight in zip(gradients_NO[1:], weights[1:]):
+            input_gradient_ND.addmm_(gradient_NO, weight)
+        return input_gradient_ND
 
 
 def column_parallel_linear(
-    x_BTD: Tensor, layers: Sequence[Parameters], axis: MeshAxis, sequence: bool
+    x_BTD: Tensor,
+    layers: Sequence[Parameters],
+    axis: MeshAxis,
+    sequence: bool,
+    float8: Sequence[Float8Layer] = (),
 ) -> tuple[Tensor, ...]:
     """y_i = x W_i^T + b_i for a group of layers that are sharded by outputs over `axis`.
 
@@ -111,6 +147,8 @@ def column_parallel_linear(
             reduce-scattered.
         layers: Weight [out / ranks, D] and bias [out / ranks] or None of each layer.
         sequence: Whether the input is sharded by tokens.
+        float8: Of each layer, where GEMMs are fp8; collectives are of the dtypes given all the
+            same.
 
     Returns:
         [B, T, out / ranks] of each layer.
@@ -119,6 +157,8 @@ def column_parallel_linear(
     # be kept until W.
     deferred = None if sequence else deferred_list_of(layers)
     state = ColumnParallelBackward(axis, sequence, layers, deferred)
+    if float8:
+        state.float8 = [Float8Gemms(layer) for layer in float8]
     x_BTD = _WaitInputGradient.apply(x_BTD, state)
     weights = [_WeightGradient.apply(weight, state, i) for i, (weight, _) in enumerate(layers)]
     biases = (bias for _, bias in layers)
@@ -168,7 +208,7 @@ class _ColumnParallelGemm(torch.autograd.Function):
         ctx.save_for_backward(x_BTD, *weights)
         ctx.state = state
         full_BTD = all_gather(x_BTD, state.axis) if state.sequence else x_BTD
-        return tuple(F.linear(full_BTD, weight, bias) for weight, bias in zip(weights, biases))
+        return state.outputs(full_BTD, weights, biases)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
@@ -178,9 +218,7 @@ class _ColumnParallelGemm(torch.autograd.Function):
         flat = [gradient.flatten(0, -2) for gradient in gradients]
         state.output_gradients = {i: gradient_NO for i, gradient_NO in enumerate(flat) if needed[i]}
         state.start_gather(x_BTD)
-        input_gradient_ND = flat[0] @ weights[0]
-        for gradient_NO, weight in zip(flat[1:], weights[1:]):
-            input_gradient_ND.addmm_(gradient_NO, weight)
+        input_gradient_ND = state.input_gradient(flat, weights)
         # Autograd checks the shape of what goes on to a weight's node, which computes the true
         # gradient; these placeholders hold a single element each.
         placeholders = [x_BTD.new_empty(()).expand(weight.shape) for weight in weights]
@@ -214,6 +252,7 @@ class ColumnParallelLinear(nn.Module):
         self.weight, self.bias, self.axis = weight, bias, axis
         self.shard, self.num_shards = shard, num_shards
         self.output: Tensor | None = None
+        self.float8: Float8Layer | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         """The output [B, T, out / shards] that the group has computed from the same input."""
@@ -241,6 +280,7 @@ class ColumnParallelGroup:
 
     def _compute_outputs(self, parent: nn.Module, inputs: tuple[Any, ...]) -> None:
         parameters = [layer.gemm_parameters() for layer in self.layers]
-        outputs = column_parallel_linear(inputs[0], parameters, self.axis, self.sequence)
+        float8 = [layer.float8 for layer in self.layers if layer.float8 is not None]
+        outputs = column_parallel_linear(inputs[0], parameters, self.axis, self.sequence, float8)
         for layer, y in zip(self.layers, outputs):
             layer.output = y

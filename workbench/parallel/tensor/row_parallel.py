@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from workbench.parallel.float8.float8_linear import Float8Layer, float8_linear
 from workbench.parallel.mesh import MeshAxis
 from workbench.parallel.tensor.tensor_collectives import reduce_from_tensor_region, scatter_tokens
 
@@ -33,12 +34,18 @@ class RowParallelLinear(nn.Module):
         super().__init__()
         self.weight, self.bias, self.axis = weight, bias, axis
         self.num_inputs, self.sequence = num_inputs, sequence
+        self.float8: Float8Layer | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, T, in / ranks] to [B, T, out], or with sequence parallelism [B, T / ranks, out]."""
         padded = self.num_inputs < self.weight.shape[1]
         weight = self.weight[:, : self.num_inputs] if padded else self.weight
-        partial = F.linear(x[..., : self.num_inputs] if padded else x, weight)
+        inputs = x[..., : self.num_inputs] if padded else x
+        partial = (
+            F.linear(inputs, weight)
+            if self.float8 is None
+            else float8_linear(inputs, weight, self.float8)
+        )
         y = (
             scatter_tokens(partial, self.axis)
             if self.sequence

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from workbench.errors import PlanError, Problem
 from workbench.plan.catalog import catalog
 from workbench.plan.resolved_plan import ResolvedPlan
-from workbench.plan.rules import legal_sizes, operator_rules, python_model_rules
+from workbench.plan.rules import float8_rules, legal_sizes, operator_rules, python_model_rules
 from workbench.plan.schema import Plan
 from workbench.schedules.generators import SCHEDULES
 
@@ -76,7 +76,6 @@ ENGINE_LIMITS: tuple[tuple[str, Callable[[ResolvedPlan], Any], tuple[Any, ...]],
         lambda p: p.shape.moe.capacity if p.shape.moe and p.strategy.context.size > 1 else None,
         (None,),
     ),
-    ("strategy.precision", lambda p: p.strategy.precision, ("fp32", "tf32", "bf16", "fp16")),
     ("model.mla", lambda p: "set" if p.shape.mla else None, (None,)),
     ("model.positions", lambda p: p.shape.positions, ("rope", "learned")),
     ("model.window", lambda p: p.shape.window, (None,)),
@@ -151,6 +150,7 @@ def _lacking(plan: ResolvedPlan, verb: Verb) -> list[Problem]:
     unfit: list[Problem] = []
     if verb != "estimate":
         unfit = [*operator_rules.problems(plan), *_experts_on_grid(plan), *_kernels_of_code(plan)]
+        unfit += float8_rules.problems(plan)
     return unfit + [
         Problem(field, f"is {value!r}; this version can {verb} {_legal(can)}")
         for field, read, can in table

@@ -142,7 +142,7 @@ class Strategy(Frozen):
     precision: Precision = Field(
         "auto",
         description="Parameters, activations, gradients; auto: bf16, else fp16, CPU fp32; fp8: "
-        "estimated only.",
+        "the layers' GEMMs.",
     )
     gradient_dtype: GradientDtype = Field(
         "auto",

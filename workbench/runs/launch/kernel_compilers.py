@@ -1,4 +1,4 @@
-"""Compilers of a plan's kernels: Triton on a GPU, a C++ compiler on a CPU."""
+"""Compilers of a plan's kernels: Triton on a GPU, a C++ compiler on a CPU; torchao for fp8."""
 
 from __future__ import annotations
 
@@ -33,5 +33,17 @@ def missing_compiler(kernels: str, device: str) -> list[Problem]:
         Problem(
             "strategy.kernels",
             f"is '{kernels}', which needs {needed}; it is not here; legal: 'eager'",
+        )
+    ]
+
+
+def missing_torchao(precision: str) -> list[Problem]:
+    """Why GEMMs cannot run in `precision` here; empty if they can."""
+    if precision != "fp8" or find_spec("torchao"):
+        return []
+    needed = "torchao (`pip install workbench[fp8]`)"
+    return [
+        Problem(
+            "strategy.precision", f"is 'fp8', which needs {needed}; it is not here; legal: 'bf16'"
         )
     ]

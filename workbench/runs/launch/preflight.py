@@ -21,7 +21,7 @@ from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.rules.supported import unsupported
 from workbench.plan.schema import Plan
 from workbench.runs.launch.free_memory import memory_problem
-from workbench.runs.launch.kernel_compilers import missing_compiler
+from workbench.runs.launch.kernel_compilers import missing_compiler, missing_torchao
 from workbench.runs.launch.rendezvous_ports import port_problem
 from workbench.runs.store.run_directory import default_root, unwritable
 from workbench.units import GIB
@@ -60,6 +60,7 @@ def preflight(
     full = plan.resolve()
     found = attached()
     asked = [*gpu_problems(full, found), *missing_compiler(full.strategy.kernels, full.gpu.device)]
+    asked += missing_torchao(full.strategy.precision)
     asked += [*_corpus(full), *_checkpoint(full), *_root(default_root(root)), *_port(port)]
     if not asked and not force:
         asked += [*_memory(full, found), *_disk(full, default_root(root))]

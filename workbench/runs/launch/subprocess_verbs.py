@@ -17,11 +17,12 @@ from workbench.machine.attached import attached, host_memory
 from workbench.machine.gpu_catalog import local_constants
 from workbench.plan.model.parameter_count import parameters
 from workbench.plan.resolved_plan import ResolvedPlan
+from workbench.plan.rules.float8_rules import verified_precision
 from workbench.plan.rules.supported import require
 from workbench.plan.schema import Plan
 from workbench.profile import Profile
 from workbench.runs.launch import child_process
-from workbench.runs.launch.kernel_compilers import missing_compiler
+from workbench.runs.launch.kernel_compilers import missing_compiler, missing_torchao
 from workbench.runs.launch.preflight import gpu_problems
 from workbench.units import GIB
 
@@ -31,9 +32,7 @@ GPU_CHECK = "workbench.engine.gpu_check"
 GPU_CHECK_SECONDS = 90.0
 """When a child that asks the GPUs is ended; it starts torch, and waits for drivers."""
 VerifiedOn = Literal["cpu", "gpu"]
-VerifiedPrecision = Literal["fp64", "fp32", "bf16"]
-VERIFIED_PRECISIONS: dict[str, tuple[str, ...]] = {"cpu": ("fp64", "fp32"), "gpu": ("fp32", "bf16")}
-"""What a plan can be verified in, by where; the first is the default."""
+VerifiedPrecision = Literal["fp64", "fp32", "bf16", "fp8"]
 VERIFY_MODULES = {
     "cpu": "workbench.engine.verify.equivalence",
     "gpu": "workbench.engine.verify.launched_ranks",
@@ -93,7 +92,8 @@ def verify(
     on: VerifiedOn = "cpu",
 ) -> dict[str, Any]:
     """Verify `plan` in a child process; see `workbench.verify`."""
-    full, in_precision = plan.resolve(), _verified_precision(precision, on)
+    full = plan.resolve()
+    in_precision = verified_precision(full, precision, on)
     require(full, "run", allow_code)
     if on == "gpu":
         _refuse_other_gpus(full)
@@ -101,22 +101,13 @@ def verify(
         _refuse_what_is_too_large(full)
     if problems := missing_compiler(full.strategy.kernels, "cuda" if on == "gpu" else "cpu"):
         raise PlanError(problems)
+    if problems := missing_torchao(full.strategy.precision):
+        raise PlanError(problems)
     lines: list[str] = []
     with tempfile.TemporaryDirectory() as folder:
         options = ["--precision", in_precision, *_allow_code(allow_code)]
         child_process.python(VERIFY_MODULES[on], [_plan_file(full, folder), *options], lines.append)
     return dict(json.loads(lines[-1]))
-
-
-def _verified_precision(precision: str | None, on: VerifiedOn) -> str:
-    """The precision to verify in; the first that is legal where none is given."""
-    if on not in VERIFIED_PRECISIONS:
-        raise refuse("--on", f"is '{on}'; legal: {', '.join(VERIFIED_PRECISIONS)}")
-    legal = VERIFIED_PRECISIONS[on]
-    if precision is not None and precision not in legal:
-        where = " with --on gpu" if on == "gpu" else ""
-        raise refuse("--precision", f"is '{precision}'{where}; legal: {', '.join(legal)}")
-    return precision or legal[0]
 
 
 def _refuse_other_gpus(plan: ResolvedPlan) -> None:

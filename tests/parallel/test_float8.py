@@ -1,0 +1,164 @@
+"""fp8 GEMMs against torchao's `Float8Linear` on one device, and scales that no mesh changes."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from tests.parallel.small import GPT, LLAMA, plan
+from workbench.engine.verify.equivalence import (
+    _share,
+    _verification_session,
+    random_batches,
+    verify,
+)
+from workbench.engine.verify.forked_ranks import run_ranks
+from workbench.errors import PlanError
+from workbench.parallel.float8.float8_linear import Float8Layer, Role
+from workbench.parallel.mesh import build_mesh
+from workbench.plan.resolved_plan import ResolvedPlan
+from workbench.plan.rules.supported import require
+from workbench.plan.schema import Plan
+from workbench.runs.launch import subprocess_verbs
+
+torchao = pytest.importorskip("torchao.float8")
+WIDE: dict[str, Any] = {**LLAMA, "hidden": 64, "ffn": 96, "kv_heads": 4, "layers": 2}
+FP8 = {"cluster.gpu": "h100-sxm-80gb", "strategy.precision": "fp8"}
+
+
+def fp8_plan(
+    tensor: int = 1, pipeline: int = 1, data: int = 1, shape: dict[str, Any] = WIDE, **changes: Any
+) -> Plan:
+    by_path = {name.replace("__", "."): value for name, value in changes.items()}
+    return plan(tensor, pipeline, data, shape=shape, microbatches=2, changes=FP8 | by_path)
+
+
+def on_context(**changes: Any) -> Plan:
+    return fp8_plan(strategy__context__size=2, cluster__gpus=2, **changes)
+
+
+MESHES: dict[str, Callable[[], Plan]] = {
+    "ddp": partial(fp8_plan, data=2),
+    "zero-3": partial(fp8_plan, data=2, strategy__data__zero=3),
+    "tensor": partial(fp8_plan, 2),
+    "sequence": partial(fp8_plan, 2, strategy__tensor__sequence=True),
+    "pipeline": partial(fp8_plan, pipeline=2),
+    "ring": on_context,
+    "ulysses": partial(on_context, strategy__context__algorithm="ulysses"),
+}
+MORE: dict[str, Callable[[], Plan]] = {
+    "gpt": partial(fp8_plan, 2, shape={**GPT, "hidden": 64}),
+    "recomputed": partial(fp8_plan, 2, strategy__recompute="full"),
+    "three axes": partial(
+        fp8_plan, 2, 2, strategy__tensor__sequence=True, strategy__context__size=2, cluster__gpus=8
+    ),
+}
+
+
+def passes(mesh: Plan) -> dict[str, Any]:
+    answer = verify(mesh, "fp8", 100)
+    assert answer["passed"] and answer["tolerance"] == 1e-2, answer["worst"]
+    return answer
+
+
+@pytest.mark.parametrize("mesh", ["tensor", "ring"])
+def test_equals_torchaos_layers_on_one_device(mesh: str) -> None:
+    passes(MESHES[mesh]())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "mesh", [*(name for name in MESHES if name not in ("tensor", "ring")), *MORE]
+)
+def test_equals_torchaos_layers_on_every_mesh(mesh: str) -> None:
+    passes((MESHES | MORE)[mesh]())
+
+
+Scales = dict[tuple[str, Role], list[float]]
+
+
+def scales_of(plan: Plan) -> list[Scales]:
+    """By rank: the scales of a step's casts, by layer and operand, in order of microbatch."""
+    return run_ranks(plan.resolve().world_size, partial(_scales_of_rank, plan.resolve()), 100)
+
+
+def _scales_of_rank(plan: ResolvedPlan, rank: int) -> Scales:
+    found: Scales = {}
+    computed = Float8Layer.scale
+
+    def recorded(self: Float8Layer, role: Role, x: torch.Tensor) -> torch.Tensor:
+        scale = computed(self, role, x)
+        found.setdefault((self.name, role), []).append(scale.item())
+        return scale
+
+    Float8Layer.scale = recorded  # type: ignore[method-assign]
+    device = torch.device("cpu")
+    session = _verification_session(plan, build_mesh(plan, rank), device, torch.float32)
+    session.step(0, *_share(plan, session, next(random_batches(plan)), device))
+    return found
+
+
+@pytest.mark.parametrize("mesh", ["tensor", "sequence", "ring", "pipeline"])
+def test_scales_are_those_of_one_device(mesh: str) -> None:
+    (alone,) = scales_of(fp8_plan())
+    assert len(alone) == 2 * 7 * 3 and all(len(found) == 2 for found in alone.values())
+    for rank in scales_of(MESHES[mesh]()):
+        assert rank and all(found == alone[key] for key, found in rank.items())
+
+
+@pytest.mark.parametrize("mesh", ["tensor", "ring"])
+def test_scales_of_each_ranks_own_part_differ(monkeypatch: pytest.MonkeyPatch, mesh: str) -> None:
+    """The planted fault: the largest entry is not all-reduced."""
+    (alone,) = scales_of(fp8_plan())
+    monkeypatch.setattr("workbench.parallel.float8.float8_linear.all_reduce", lambda x, *_: x)
+    ranks = scales_of(MESHES[mesh]())
+    wrong = {key for rank in ranks for key, found in rank.items() if found != alone[key]}
+    assert {role for _, role in wrong} >= {"input", "gradient"}
+    assert ("weight" in {role for _, role in wrong}) is (mesh == "tensor")
+
+
+REFUSED = {
+    "model.moe": {"model.moe": {"experts": 4, "top_k": 2, "ffn": 32}},
+    "strategy.tensor.algorithm": {
+        "strategy.tensor": {"size": [2, 2], "algorithm": "2d"},
+        "cluster.gpus": 4,
+    },
+    "strategy.operators": {
+        "strategy.operators": {"blocks.*.mlp.*": "column"},
+        "strategy.tensor.size": 2,
+        "cluster.gpus": 2,
+    },
+    "strategy.pipeline.schedule": {
+        "strategy.pipeline": {"size": 2, "schedule": "zb-h1"},
+        "cluster.gpus": 2,
+    },
+    "model.ffn": {"model.ffn": 100},
+    "training.micro_batch": {"training.sequence_length": 12},
+}
+
+
+@pytest.mark.parametrize("field", REFUSED)
+def test_what_is_not_fp8_is_refused_by_name(field: str) -> None:
+    asked = fp8_plan().replace(**REFUSED[field]).resolve()
+    with pytest.raises(PlanError, match=r"legal.* fp8") as caught:
+        require(asked, "run")
+    assert field in [problem.field for problem in caught.value.problems]
+
+
+def test_a_gpu_without_fp8_is_refused() -> None:
+    with pytest.raises(
+        PlanError, match=r"strategy\.precision: is fp8, which a100-sxm-80gb does not have; legal"
+    ):
+        fp8_plan(cluster__gpu="a100-sxm-80gb").resolve()
+
+
+@pytest.mark.parametrize("precision", ["fp64", "fp32"])
+def test_verifying_in_another_precision_is_refused(precision: Any) -> None:
+    words = f"--precision: is '{precision}', but strategy.precision is fp8, whose scales"
+    for run in (verify, subprocess_verbs.verify):
+        with pytest.raises(PlanError, match=words):
+            run(fp8_plan(2), precision)
+    with pytest.raises(PlanError, match=r"--precision: is 'fp8'; legal: fp64, fp32"):
+        verify(plan(2), "fp8")

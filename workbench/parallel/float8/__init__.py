@@ -1,0 +1,1 @@
+"""fp8 GEMMs of linear layers, with scales that do not depend on the mesh."""

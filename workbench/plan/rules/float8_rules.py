@@ -1,0 +1,104 @@
+"""What fp8 GEMMs are built for: torchao's tensor-wise scaling of the blocks' linear layers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from workbench.errors import PlanError, Problem, refuse
+from workbench.plan.model.head_split import padded_heads_per_rank
+from workbench.plan.resolved_plan import ResolvedPlan
+from workbench.schedules.generators import SCHEDULES
+
+GEMM_MULTIPLE = 16
+"""cuBLAS's fp8 GEMMs take tensors whose rows are multiples of 16 bytes."""
+VERIFIED_PRECISIONS: dict[str, tuple[str, ...]] = {"cpu": ("fp64", "fp32"), "gpu": ("fp32", "bf16")}
+"""What a plan can be verified in, by where; the first is the default. A plan in fp8 only in fp8."""
+
+
+def problems(plan: ResolvedPlan) -> list[Problem]:
+    """Why a complete plan's fp8 GEMMs cannot run; empty if they can, or there are none."""
+    if plan.strategy.precision != "fp8":
+        return []
+    if plan.code:
+        why = "which has no blocks whose linear layers are known; legal with it: bf16"
+        return [Problem("strategy.precision", f"is fp8, and '{plan.code.python}' is code, {why}")]
+    return [*_axes(plan), *_shape(plan)]
+
+
+def _axes(plan: ResolvedPlan) -> Iterator[Problem]:
+    s = plan.strategy
+    if s.tensor.algorithm != "1d" and s.tensor.ranks > 1:
+        yield Problem(
+            "strategy.tensor.algorithm",
+            f"is '{s.tensor.algorithm}', whose tiles fp8 does not scale together; legal with "
+            "strategy.precision fp8: '1d'",
+        )
+    if s.operators:
+        yield Problem(
+            "strategy.operators",
+            "shards what fp8 does not scale together; legal with strategy.precision fp8: none, "
+            "with strategy.tensor.size ranks",
+        )
+    schedule = SCHEDULES.get(s.pipeline.schedule)
+    if s.pipeline.size > 1 and (schedule is None or schedule.splits_backward):
+        legal = ", ".join(name for name, each in SCHEDULES.items() if not each.splits_backward)
+        yield Problem(
+            "strategy.pipeline.schedule",
+            f"is '{s.pipeline.schedule}', which may compute weight gradients apart from backward, "
+            f"where the scales are no longer known; legal with strategy.precision fp8: {legal}",
+        )
+
+
+def _shape(plan: ResolvedPlan) -> Iterator[Problem]:
+    shape, ranks = plan.shape, plan.strategy.tensor.ranks
+    if shape.moe is not None:
+        yield Problem(
+            "model.moe",
+            f"has {shape.moe.experts} experts, whose grouped GEMMs are not fp8; legal with "
+            "strategy.precision fp8: a dense model",
+        )
+    heads, kv_heads = padded_heads_per_rank(shape, ranks)
+    head_dim, t = int(shape.head_dim or 0), plan.training
+    sizes = {
+        "model.hidden": ("is", shape.hidden),
+        "model.ffn": (f"over {ranks} tensor ranks is", shape.ffn / ranks),
+        "model.heads": (f"over {ranks} tensor ranks have the width", heads * head_dim),
+        "model.kv_heads": (f"over {ranks} tensor ranks have the width", kv_heads * head_dim),
+        "training.micro_batch": (
+            f"{t.micro_batch} x sequence_length {t.sequence_length} over "
+            f"{plan.strategy.context.size} context ranks has this many tokens:",
+            t.micro_batch * t.sequence_length / plan.strategy.context.size,
+        ),
+    }
+    for field, (words, size) in sizes.items():
+        if size % GEMM_MULTIPLE:
+            yield Problem(
+                field,
+                f"{words} {size:g}, which fp8 GEMMs do not take; legal with strategy.precision "
+                f"fp8: a multiple of {GEMM_MULTIPLE}",
+            )
+
+
+def verified_precision(plan: ResolvedPlan, precision: str | None, on: str) -> str:
+    """The precision to verify a plan in; the first that is legal where none is given.
+
+    Raises:
+        PlanError: `precision` or `on` is not legal.
+    """
+    if on not in VERIFIED_PRECISIONS:
+        raise refuse("--on", f"is '{on}'; legal: {', '.join(VERIFIED_PRECISIONS)}")
+    eighth = plan.strategy.precision == "fp8"
+    legal = ("fp8",) if eighth else VERIFIED_PRECISIONS[on]
+    if precision is None or precision in legal:
+        return precision or legal[0]
+    raise PlanError(Problem("--precision", _why_not(precision, on, eighth, legal)))
+
+
+def _why_not(precision: str, on: str, eighth: bool, legal: tuple[str, ...]) -> str:
+    if eighth:
+        return (
+            f"is '{precision}', but strategy.precision is fp8, whose scales and casts are what "
+            "would not be verified then; legal: fp8, or the same plan with strategy.precision bf16"
+        )
+    where = " with --on gpu" if on == "gpu" else ""
+    return f"is '{precision}'{where}; legal: {', '.join(legal)}"
