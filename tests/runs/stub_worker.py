@@ -6,7 +6,7 @@ of the kind that gloo gives. STUB_FAULT says how one rank misbehaves: `raise:RAN
 `silent:RANK`, `stuck:RANK` (joins one group less than its peers, which wait for it), `torn:RANK`,
 `deaf` (heeds no stop), `exit:RANK:STEP`, `nobye:RANK`, `helper:RANK` (leaves a process of its own
 behind), `loop:RANK:STEP` (works for ever), `spin:RANK:STEP` (the same on GPUs, where the ranks that
-wait keep their cores busy).
+wait keep their cores busy), `watchdog:RANK:STEP` (as well, and NCCL's watchdog aborts those).
 """
 
 from typing import Any
@@ -30,6 +30,14 @@ import yaml  # noqa: E402
 
 FAULT = (os.environ.get("STUB_FAULT") or "none").split(":")
 PACE = 0.02
+ON_GPUS = FAULT[0] in ("spin", "watchdog")
+WATCHDOG = (
+    "[rank{rank}]:[E1123 14:00:00.1 ProcessGroupNCCL.cpp:757] [Rank 0] Watchdog caught collective "
+    "operation timeout: WorkNCCL(SeqNum={step}, OpType=ALLREDUCE, NumelIn=8, NumelOut=8, "
+    "Timeout(ms)=1000) ran for 1000 milliseconds before timing out.\n"
+    "terminate called after throwing an instance of 'c10::DistBackendError'"
+)
+"""What torch writes before it aborts; of a collective in a group in which the rank is the first."""
 
 
 class Stub:
@@ -72,7 +80,7 @@ class Stub:
             pid=os.getpid(),
             host=platform.node(),
             backend="stub",
-            device="cuda:0" if FAULT[0] == "spin" else "cpu",
+            device="cuda:0" if ON_GPUS else "cpu",
             epoch_offset=time.time() - time.monotonic(),
             coordinates={"data": self.rank},
             stage=0,
@@ -93,13 +101,16 @@ class Stub:
         return max((r["step"] for r in records if r["kind"] == "step"), default=-1)
 
     def meet(self, step: int) -> None:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + (1 if FAULT[0] == "watchdog" else 60)
         while any(
             self.peer_step(rank) < step - 1 for rank in range(self.world) if rank != self.rank
         ):
+            if time.monotonic() > deadline and FAULT[0] == "watchdog":
+                print(WATCHDOG.format(rank=self.rank, step=step), file=sys.stderr, flush=True)
+                os.abort()
             if time.monotonic() > deadline:
                 raise TimeoutError("Timed out waiting 60000ms for a peer")
-            time.sleep(0 if FAULT[0] == "spin" else PACE / 2)
+            time.sleep(0 if ON_GPUS else PACE / 2)
 
     def last_step(self, step: int) -> int:
         """Rank 0 heeds the request to stop and tells the others after which step."""
@@ -120,6 +131,7 @@ class Stub:
 
     def train(self) -> None:
         self.hello()
+        self.write("phase", phase="training", step=None, detail=None)
         for step in range(self.steps):
             if step > self.last_step(step):
                 break
@@ -130,7 +142,7 @@ class Stub:
             if self.fault("exit", step):
                 print("native code gave up", file=sys.stderr, flush=True)
                 os._exit(7)
-            while self.fault("loop", step) or self.fault("spin", step):
+            while any(self.fault(kind, step) for kind in ("loop", "spin", "watchdog")):
                 pass
             time.sleep(PACE)
             self.write(

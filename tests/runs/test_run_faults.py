@@ -197,6 +197,16 @@ def test_a_rank_that_holds_others_on_gpus_is_named_though_all_are_busy(
     state = go("spin:1:4", steps=5000, progress_seconds=1.5, world=3).wait(30)
     assert (state.phase, state.cause.rank) == ("failed", 1)
     assert "rank 1 is furthest behind, and no rank has written anything" in state.cause.message
+    assert "the deadline of training is 3 s" in state.cause.message
+
+
+def test_ranks_that_the_watchdog_aborted_waited_for_the_one_that_the_launcher_ended(
+    go: Callable[..., Any],
+) -> None:
+    state = go("watchdog:0:4", steps=5000).wait(30)
+    assert (state.phase, state.cause.rank) == ("failed", 0)
+    assert "rank 0 stopped answering (training, last step done: 3" in state.cause.message
+    assert "timeout_seconds" in state.cause.advice and "SIG" not in state.cause.message
 
 
 @pytest.fixture

@@ -62,6 +62,12 @@ class RankStatus:
         return f"rank {self.rank}{self.place}"
 
     @property
+    def doing(self) -> str:
+        """What its deadline is for, in words."""
+        first = self.phase == "training" and self.step < 0
+        return "the first step" if first else self.phase
+
+    @property
     def where(self) -> str:
         """How far it came, in words."""
         if self.step < 0:

@@ -234,7 +234,8 @@ class RankWatch:
         at_work = "" if self.ranks[slowest].on_gpu else " and at work"
         return self._blame(
             slowest,
-            f"is furthest behind{at_work}, and no rank has written anything for {silent:.0f} s",
+            f"is furthest behind{at_work}, and no rank has written anything for {silent:.0f} s: "
+            f"the deadline of {self.ranks[slowest].doing} is {self._patience(slowest):.0f} s",
         )
 
     def _patience(self, rank: int) -> float:
