@@ -86,14 +86,14 @@ def scales_of(plan: Plan) -> list[Scales]:
 
 def _scales_of_rank(plan: ResolvedPlan, rank: int) -> Scales:
     found: Scales = {}
-    computed = Float8Layer.scale
+    computed = Float8Layer.scale_of
 
-    def recorded(self: Float8Layer, role: Role, x: torch.Tensor) -> torch.Tensor:
-        scale = computed(self, role, x)
+    def recorded(self: Float8Layer, role: Role, amax: torch.Tensor) -> torch.Tensor:
+        scale = computed(self, role, amax)
         found.setdefault((self.name, role), []).append(scale.item())
         return scale
 
-    Float8Layer.scale = recorded  # type: ignore[method-assign]
+    Float8Layer.scale_of = recorded  # type: ignore[method-assign]
     device = torch.device("cpu")
     session = _verification_session(plan, build_mesh(plan, rank), device, torch.float32)
     session.step(0, *_share(plan, session, next(random_batches(plan)), device))

@@ -15,6 +15,7 @@ from workbench.costmodel.communication.collective_call import (
     gradient_dtype_name,
     shared_kv_head_calls,
 )
+from workbench.costmodel.communication.float8_volume import float8_collectives
 from workbench.costmodel.communication.grid_volume import grid_collectives
 from workbench.costmodel.inputs.config import Number
 from workbench.costmodel.inputs.rank_workload import Workload
@@ -37,6 +38,7 @@ def step_collectives(w: Workload) -> list[CollectiveCall]:
         *_tensor_calls(w),
         *_loss_calls(w),
         *_context_calls(w),
+        *float8_collectives(w),
         *_expert_calls(w),
         *_pipeline_calls(w),
         *_data_calls(w),

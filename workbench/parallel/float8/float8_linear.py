@@ -15,6 +15,7 @@ Where there is no fp8 GEMM (CPU), torchao multiplies what the casts left in fp32
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -41,19 +42,18 @@ class Float8Layer:
     name: str
     axes: dict[Role, tuple[MeshAxis, ...]]
 
-    def scale(self, role: Role, x: Tensor) -> Tensor:
-        """The scale of a cast, an fp32 scalar: equal on all ranks that hold parts of the tensor."""
-        from workbench.parallel.float8.torchao_float8 import amax_to_scale, tensor_to_amax
+    def scale_of(self, role: Role, amax: Tensor) -> Tensor:
+        """The scale, an fp32 scalar, of a tensor whose largest entry is `amax`."""
+        from workbench.parallel.float8.torchao_float8 import amax_to_scale
 
-        amax = tensor_to_amax(x).float()
-        for axis in self.axes[role]:
-            all_reduce(amax, axis, dist.ReduceOp.MAX)
         scale: Tensor = amax_to_scale(amax, DTYPE[role], round_scales_to_power_of_2=True)
         return scale
 
 
 class Float8Gemms:
-    """The three GEMMs of a layer for one input; scales are computed once and used twice."""
+    """The three GEMMs of a layer for one input; `compute_scales` fills the scales, each used
+    twice.
+    """
 
     def __init__(self, layer: Float8Layer) -> None:
         self.layer = layer
@@ -76,9 +76,28 @@ class Float8Gemms:
         return torch.mm(self._cast("gradient", gradient_NO).t(), self._cast("input", x_ND))
 
     def _cast(self, role: Role, x: Tensor) -> Tensor:
-        if role not in self.scales:
-            self.scales[role] = self.layer.scale(role, x)
         return cast_to_float8(x, self.scales[role], role)
+
+
+def compute_scales(operands: Sequence[tuple[Float8Gemms, Role, Tensor]]) -> None:
+    """Compute the scales of operands, equal on all ranks that hold parts of the same tensor.
+
+    The largest entries of all that an axis shards go into one all-reduce.
+
+    Args:
+        operands: The GEMMs that keep the scale, the operand's role there, and the operand.
+    """
+    from workbench.parallel.float8.torchao_float8 import tensor_to_amax
+
+    found = [tensor_to_amax(x).float() for _, _, x in operands]
+    axes = dict.fromkeys(axis for gemms, role, _ in operands for axis in gemms.layer.axes[role])
+    for axis in axes:
+        own = [i for i, (gemms, role, _) in enumerate(operands) if axis in gemms.layer.axes[role]]
+        largest = all_reduce(torch.stack([found[i] for i in own]), axis, dist.ReduceOp.MAX)
+        for i, amax in zip(own, largest.unbind()):
+            found[i] = amax
+    for (gemms, role, _), amax in zip(operands, found):
+        gemms.scales[role] = gemms.layer.scale_of(role, amax)
 
 
 def cast_to_float8(x: Tensor, scale: Tensor, role: Role) -> Tensor:
@@ -103,6 +122,7 @@ class _Float8Linear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, layer: Float8Layer) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.gemms = Float8Gemms(layer)
+        compute_scales([(ctx.gemms, "input", x), (ctx.gemms, "weight", weight)])
         y: Tensor = ctx.gemms.output(x, weight)
         return y
 
@@ -110,6 +130,7 @@ class _Float8Linear(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight = ctx.saved_tensors
         gradient_NO = gradient.flatten(0, -2)
+        compute_scales([(ctx.gemms, "gradient", gradient_NO)])
         input_gradient = ctx.gemms.input_gradient(gradient_NO, weight).view(x.shape)
         return input_gradient, ctx.gemms.weight_gradient(gradient_NO, x.flatten(0, -2)), None
 

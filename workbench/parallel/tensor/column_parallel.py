@@ -30,11 +30,14 @@ from workbench.parallel.async_collectives import (
     reduce_scatter_async,
     start_collective,
 )
-from workbench.parallel.float8.float8_linear import Float8Gemms, Float8Layer
+from workbench.parallel.float8.float8_linear import Float8Gemms, Float8Layer, Role, compute_scales
 from workbench.parallel.mesh import MeshAxis
 from workbench.parallel.pipeline.zero_bubble import DeferredWeightGrad, deferred_list_of
 from workbench.parallel.tensor.tensor_collectives import all_gather, share_weight
 
+INPUT: Role = "input"
+WEIGHT: Role = "weight"
+GRADIENT: Role = "gradient"
 Parameters = tuple[Tensor, Tensor | None]
 """Weight [out, in] and bias [out] of a layer."""
 
@@ -110,10 +113,11 @@ class ColumnParallelBackward:
         """[B, T, out] of each layer."""
         if not self.float8:
             return tuple(F.linear(x_BTD, weight, bias) for weight, bias in zip(weights, biases))
-        ys: list[Tensor] = []
+        first, ys = self.float8[0], list[Tensor]()
+        each = [(gemms, WEIGHT, weight) for gemms, weight in zip(self.float8, weights)]
+        compute_scales([(first, INPUT, x_BTD), *each])
         for gemms, weight, bias in zip(self.float8, weights, biases):
-            if ys:
-                gemms.scales["input"] = self.float8[0].scales["input"]
+            gemms.scales[INPUT] = first.scales[INPUT]
             y = gemms.output(x_BTD, weight)
             ys.append(y if bias is None else y + bias)
         return tuple(ys)
@@ -121,6 +125,7 @@ class ColumnParallelBackward:
     def input_gradient(self, gradients_NO: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
         """Gradient [N, in] of the input, summed over the layers."""
         if self.float8:
+            compute_scales([(gemms, GRADIENT, g) for gemms, g in zip(self.float8, gradients_NO)])
             parts = zip(self.float8, gradients_NO, weights)
             products = [gemms.input_gradient(g, weight) for gemms, g, weight in parts]
             for product in products[1:]:
