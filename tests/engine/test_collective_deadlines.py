@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import time
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from tests.parallel.small import plan
+from workbench.engine import loop
 from workbench.engine.process_group.collective_deadlines import extend_deadlines, restore_deadlines
 from workbench.engine.verify.forked_ranks import run_ranks
 from workbench.parallel.mesh import CPU, build_mesh
@@ -43,3 +46,47 @@ def late(rank: int, group: dist.ProcessGroup | None) -> bool:
 @pytest.mark.slow
 def test_collectives_wait_longer_in_the_first_step() -> None:
     assert run_ranks(2, waited)[0] == [False, False, True]
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What a loop on a GPU calls of those that set deadlines, and of `saver`."""
+    found: list[str] = []
+    for name in ("extend_deadlines", "restore_deadlines"):
+        monkeypatch.setattr(loop, name, lambda *_, name=name: found.append(name))
+    return found
+
+
+def loop_on_gpu(calls: list[str]) -> loop.TrainingLoop:
+    """A loop of which only what is before the first step and what saves can run."""
+
+    def called(name: str) -> Any:
+        def call(*_: Any) -> int:
+            calls.append(name)
+            return 10**9
+
+        return call
+
+    training: Any = loop.TrainingLoop.__new__(loop.TrainingLoop)
+    training.plan, training.mesh, training.index = plan(), None, 2
+    training.session = SimpleNamespace(device=torch.device("cuda"), warm_up=lambda: [])
+    training.saver = SimpleNamespace(
+        check=lambda: None, load=called("load"), wait=called("wait"), save=called("save")
+    )
+    training._phase = lambda *_: None
+    training._end_window = lambda: None
+    training._finish_saving = lambda: None
+    training.feed = training.trackers = SimpleNamespace(close=lambda: None)
+    training.telemetry = SimpleNamespace(record=lambda *_, **__: None)
+    return training  # type: ignore[no-any-return]
+
+
+def test_a_checkpoint_has_the_deadline_of_the_first_step(calls: list[str]) -> None:
+    loop_on_gpu(calls)._save(asked=True)
+    assert calls == ["extend_deadlines", "wait", "save", "restore_deadlines"]
+
+
+def test_ranks_that_load_a_checkpoint_have_it_too(calls: list[str]) -> None:
+    training = loop_on_gpu(calls)
+    training.run()
+    assert calls[:2] == ["extend_deadlines", "load"]

@@ -100,12 +100,11 @@ class TrainingLoop:
 
     def run(self) -> None:
         """Train from the checkpoint's step, or from 0, to the last step or a stop request."""
+        self._extend_deadlines()
         self.index = self.saver.load()
         for kernel in self.session.warm_up():
             self._phase("compiling", kernel)
         self.first = self.index
-        if self.session.device.type == "cuda":
-            extend_deadlines(self.mesh, self.plan.telemetry.timeout_seconds)
         self._phase("training")
         with collected_on_common_steps() as collect:
             while self.index < self.plan.training.steps:
@@ -184,8 +183,8 @@ class TrainingLoop:
     def _finish(self, step: StepUnderWay) -> int:
         loss, norm, stop, *scaling = step.scalars.tolist()
         ended = time.perf_counter()
-        if step.index == self.first and (device := self.session.device).type == "cuda":
-            restore_deadlines(self.mesh, self.plan.telemetry.timeout_seconds, device)
+        if step.index == self.first:
+            self._restore_deadlines()
         seconds, self._last_end = ended - max(step.began, self._last_end), ended
         t, scaler = self.plan.training, self.session.scaler
         scheduled = step.index - (scaler.skipped if scaler else 0)
@@ -274,9 +273,22 @@ class TrainingLoop:
             return
         self._end_window()
         self._phase("checkpointing")
+        self._extend_deadlines()
         self._report_unsaved(self.saver.wait)
         self._report_unsaved(lambda: self.saver.save(self.index))
+        self._restore_deadlines()
         self._phase("training")
+
+    def _extend_deadlines(self) -> None:
+        """On GPUs, where kernels compile in the first step, and NCCL ends who waits too long for a
+        rank whose disk is slow.
+        """
+        if self.session.device.type == "cuda":
+            extend_deadlines(self.mesh, self.plan.telemetry.timeout_seconds)
+
+    def _restore_deadlines(self) -> None:
+        if (device := self.session.device).type == "cuda":
+            restore_deadlines(self.mesh, self.plan.telemetry.timeout_seconds, device)
 
     def _saved(self, step: int, path: Path, seconds: float) -> None:
         """Record a committed checkpoint; called from the writer's thread."""
