@@ -47,6 +47,25 @@ def show(cuda: pytest.MonkeyPatch, cards: list[tuple[str, str]]) -> None:
     )
 
 
+def test_dumps_go_to_the_run_directory_unless_the_user_says_where(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the name of torch 2.13 or by the former one, which is heeded where it stands alone."""
+    new, former = "TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"
+    for name in (new, former):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv(former, "/mine/rank")
+    gpus._name_dumps(tmp_path)
+    assert new not in os.environ
+    monkeypatch.delenv(former)
+    (tmp_path / "logs" / "flight_recorder_rank0").touch()
+    monkeypatch.setenv(new, "")  # so that the variable is taken away after the test
+    monkeypatch.delenv(new)
+    gpus._name_dumps(tmp_path)
+    assert os.environ[new] == str(tmp_path / "logs" / "flight_recorder_rank")
+    assert not list((tmp_path / "logs").iterdir())
+
+
 def joined(made: Plan, world: int = 2) -> list[str]:
     """What `join_gpus` tells each of `world` ranks of a node, which meet over TCP; "joined" where
     it lets them in.

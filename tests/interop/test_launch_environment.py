@@ -37,6 +37,9 @@ def test_nccl_warns_and_its_kernels_go_first() -> None:
     found = environment(gpu_plan(preset="ddp"), cores=8)
     assert (found["NCCL_DEBUG"], found["TORCH_NCCL_HIGH_PRIORITY"]) == ("WARN", "1")
     assert (found["TORCH_NCCL_DUMP_ON_TIMEOUT"], found["TORCH_FR_BUFFER_SIZE"]) == ("1", "2000")
+    kept = '"${TORCH_FR_BUFFER_SIZE:-${TORCH_NCCL_TRACE_BUFFER_SIZE:-2000}}"'
+    script = contents(gpu_plan(preset="ddp"))["launch.sh"]
+    assert f"export TORCH_FR_BUFFER_SIZE={kept}" in script.splitlines()
     local = Plan.of("tiny", gpu="local", gpus=2, strategy="ddp").resolve()
     if local.gpu.device == "cpu":
         assert not any(

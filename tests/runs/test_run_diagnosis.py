@@ -382,6 +382,16 @@ def test_a_rank_out_of_memory_goes_before_those_that_waited_for_it(
     assert re.search(rf"Memory: estimated peak [\d.]+ GiB a rank; {figures}", cause.advice)
 
 
+def test_what_nccl_says_at_its_start_is_no_failure_of_the_network(
+    blame: Callable[..., Any], tmp_path: Path
+) -> None:
+    """With NCCL_DEBUG=INFO."""
+    said = "NCCL INFO NET/IB : Using [0]mlx5_0:1/IB [RO]; OOB eth0:10.0.0.1<0>\n"
+    (tmp_path / "logs" / "rank00001.log").write_text(said)
+    cause = blame([seen(0), seen(1)], (), report((1, -9)))
+    assert cause.rank == 1 and "outside the run" in cause.advice
+
+
 @pytest.mark.parametrize(
     "words, advice",
     [

@@ -349,6 +349,17 @@ def test_the_command_of_a_run_on_gpus_shows_what_steers_nccl_and_the_allocator(
     assert (shown["NCCL_IB_HCA"], shown["NCCL_DEBUG"]) == ("mlx5", "INFO")
     assert shown["TORCH_NCCL_HIGH_PRIORITY"] == shown["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
     assert shown["PYTORCH_ALLOC_CONF"].startswith("expandable_segments:True")
+    assert shown["TORCH_FR_BUFFER_SIZE"] == "2000"
+
+
+def test_what_the_user_says_of_the_flight_recorder_under_its_former_name_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch heeds the new name where both are set."""
+    monkeypatch.setenv("TORCH_NCCL_TRACE_BUFFER_SIZE", "50")
+    plan = Plan.of("llama-3-8b", gpu="h100-sxm-80gb", gpus=8, strategy="ddp").resolve()
+    shown = accelerate_command.compose(plan, tmp_path, 29999, accelerate_command.Recipe()).env
+    assert shown["TORCH_NCCL_TRACE_BUFFER_SIZE"] == "50" and "TORCH_FR_BUFFER_SIZE" not in shown
 
 
 @pytest.mark.parametrize("left", [7, 0, 9, None])

@@ -15,6 +15,7 @@ from typing import Any
 
 from workbench.errors import refuse
 from workbench.interop.launch_environment import (
+    FORMER_NAMES,
     ON_ONE_NODE,
     OTHER_LAUNCH,
     OTHER_LAUNCH_PREFIXES,
@@ -183,7 +184,7 @@ def _exports(plan: ResolvedPlan) -> list[str]:
     """
     fixed = {"ACCELERATE_USE_CPU", *(ON_ONE_NODE if one_node(plan) else ())}
     lines = [
-        f"export {key}={value}" if key in fixed else f'export {key}="${{{key}:-{value}}}"'
+        f"export {key}={value}" if key in fixed else f'export {key}="{_default(key, value)}"'
         for key, value in environment(plan).items()
         if key != "OMP_NUM_THREADS"
     ]
@@ -194,6 +195,13 @@ def _exports(plan: ResolvedPlan) -> list[str]:
         f"threads=$(( $(nproc) / {plan.cluster.gpus_per_node} ))",
         'export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$(( threads > 0 ? threads : 1 ))}"',
     ]
+
+
+def _default(key: str, value: str) -> str:
+    """What the user's shell has under this name, or under its former one, else `value`."""
+    if key in FORMER_NAMES:
+        value = f"${{{FORMER_NAMES[key]}:-{value}}}"
+    return f"${{{key}:-{value}}}"
 
 
 def slurm_script(plan: ResolvedPlan) -> str:

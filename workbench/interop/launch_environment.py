@@ -59,6 +59,13 @@ RECORDED_CALLS = "2000"
 """Collectives that torch's flight recorder remembers, its own default; before torch 2.13 it is off
 by default.
 """
+FORMER_NAMES = {
+    "TORCH_FR_BUFFER_SIZE": "TORCH_NCCL_TRACE_BUFFER_SIZE",
+    "TORCH_FR_DUMP_TEMP_FILE": "TORCH_NCCL_DEBUG_INFO_TEMP_FILE",
+}
+"""What the flight recorder's variables were called before; torch heeds the new name where both are
+set, so ours is left out where the user has the former.
+"""
 LARGEST_ROUNDED_MB = 64
 """Pinned memory is rounded up to a power of two up to this size, MiB: a shard of 5 GiB would take
 8.

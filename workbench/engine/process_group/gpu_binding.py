@@ -21,11 +21,14 @@ import torch.distributed as dist
 from workbench.engine.process_group.cpu_affinity import bind_cores
 from workbench.engine.process_group.rendezvous import join_store
 from workbench.errors import PlanError, Problem, refuse
+from workbench.interop.launch_environment import FORMER_NAMES
 from workbench.machine.attached import is_another_model
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.schema import Plan
 from workbench.runs.diagnose.flight_recorder import PREFIX
 
+DUMPS = "TORCH_FR_DUMP_TEMP_FILE"
+"""Where torch's flight recorder writes; it appends the rank."""
 VERDICT_READ_TIMEOUT = timedelta(seconds=10)
 """Time that rank 0, which serves the store, waits for every rank to read its verdict."""
 VERDICT = "gpus/verdict"
@@ -75,7 +78,8 @@ def _name_dumps(run_dir: Path) -> None:
     (run_dir / "logs").mkdir(exist_ok=True)
     for name in run_dir.glob(f"logs/{PREFIX}*"):
         name.unlink(missing_ok=True)  # of an earlier launch
-    os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(run_dir / "logs" / PREFIX))
+    if FORMER_NAMES[DUMPS] not in os.environ:
+        os.environ.setdefault(DUMPS, str(run_dir / "logs" / PREFIX))
 
 
 def bind_gpu(plan: ResolvedPlan) -> torch.device:

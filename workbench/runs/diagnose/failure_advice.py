@@ -50,7 +50,8 @@ _KNOWN = (
         "eager` tells whether a fused one is at fault.",
     ),
     (
-        r"ncclRemoteError|ncclSystemError|NET/(?:IB|Socket|OFI)|\bibv_|no route to host"
+        r"ncclRemoteError|ncclSystemError|NET/(?:IB|Socket|OFI)[^\n]*(?:error|fail|completion)"
+        r"|\bibv_\w+[^\n]*fail|no route to host"
         r"|network is unreachable|No socket interface found|Connection closed by remote peer",
         NETWORK,
     ),

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from workbench.interop import export
 from workbench.interop.launch_environment import (
+    FORMER_NAMES,
     allocator_environment,
     environment,
     of_another_launch,
@@ -75,7 +76,11 @@ def launch_environment(plan: ResolvedPlan) -> dict[str, str]:
 
     Ranks that wait must not spin while others compute on the same cores: hence the passive waiting.
     """
-    found = environment(plan, cores=attached().cores)
+    found = {
+        name: value
+        for name, value in environment(plan, cores=attached().cores).items()
+        if FORMER_NAMES.get(name, "") not in os.environ
+    }
     if plan.gpu.device != "cuda":
         return found
     return found | allocator_environment(version("torch"), os.environ) | users_own(plan, os.environ)
