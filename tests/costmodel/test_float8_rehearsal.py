@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 
-from tests.costmodel.test_against_rehearsal import traffic
+from tests.costmodel.test_against_rehearsal import tensors_at_the_peak, traffic
 from workbench.plan.schema import Plan
 from workbench.planner import estimate
-from workbench.profile import Profile
 from workbench.rehearsal.rehearse import rehearse
 
 pytest.importorskip("torchao")
@@ -25,18 +24,18 @@ def fp8_plan(gpus: int, strategy: str, **changes: Any) -> Plan:
     return Plan.of("tiny", gpu="h100-sxm-80gb", gpus=gpus, strategy=strategy, set=by_path)
 
 
-def compare(plan: Plan) -> Profile:
+def compare(plan: Plan) -> None:
     estimated, rehearsed = estimate(plan), rehearse(plan)
     assert traffic(estimated) == traffic(rehearsed)
     assert {dtype for _, _, _, _, dtype, _, _ in traffic(rehearsed)} <= {"bf16", "fp32"}
-    return rehearsed
+    held = tensors_at_the_peak(rehearsed)
+    assert tensors_at_the_peak(estimated) == pytest.approx(held, rel=0.02)
 
 
+@pytest.mark.slow
 def test_collectives_and_peak_of_tensor_ranks() -> None:
-    """Between forward and backward a layer keeps what it keeps in bf16: operands are cast again."""
-    plan = fp8_plan(2, "megatron-tp")
-    bf16 = rehearse(plan.replace(**{"strategy.precision": "bf16"})).peak_bytes_by_rank
-    assert compare(plan).peak_bytes_by_rank == pytest.approx(bf16, rel=0.02)
+    """The casts of the last layer's backward are the peak: 6 % more than in bf16."""
+    compare(fp8_plan(2, "megatron-tp", strategy__recompute="full"))
 
 
 @pytest.mark.slow
@@ -45,11 +44,12 @@ def test_collectives_and_peak_of_tensor_ranks() -> None:
     [
         (2, "ddp", {}),
         (2, "zero-3", {}),
-        (2, "megatron-tp", {"strategy__recompute": "full"}),
+        (2, "megatron-tp", {}),
+        (2, "dapple", {}),
         (4, "tensor-pipeline", {}),
         (2, "ring-attention", {}),
         (4, "megatron-tp", {"strategy__tensor__size": 2, "strategy__context__size": 2}),
     ],
 )
-def test_collectives_of_meshes(gpus: int, strategy: str, changes: dict[str, Any]) -> None:
+def test_collectives_and_peaks_of_meshes(gpus: int, strategy: str, changes: dict[str, Any]) -> None:
     compare(fp8_plan(gpus, strategy, **changes))

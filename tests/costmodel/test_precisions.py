@@ -47,18 +47,40 @@ def test_narrower_products_are_faster(gpu: str, slow: str, fast: str, strategy: 
     before, after = (
         told(gpu=gpu, strategy=strategy, strategy__precision=dtype) for dtype in (slow, fast)
     )
+    if (fast, strategy) == ("fp8", "megatron-tp"):
+        # Tensor ranks all-reduce what fp8 scales are of, by each layer and microbatch: with
+        # sequences one by one that costs more than the GEMMs gain, with four at a time less.
+        before, after = (
+            told(
+                gpu=gpu,
+                strategy=strategy,
+                strategy__precision=dtype,
+                training__micro_batch=4,
+                training__global_batch=64,
+            )
+            for dtype in (slow, fast)
+        )
     assert after.step_seconds < before.step_seconds
     assert after.notes["time"]["compute"] < before.notes["time"]["compute"]
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero-3", "dapple", "megatron-tp"])
-def test_tf32_keeps_what_fp32_keeps_and_fp8_what_bf16_keeps(strategy: str) -> None:
-    for narrow, stored in (("tf32", "fp32"), ("fp8", "bf16")):
-        one, other = (
-            told(strategy=strategy, strategy__precision=dtype) for dtype in (narrow, stored)
-        )
-        assert one.peak_bytes_by_rank == other.peak_bytes_by_rank
-        assert one.collectives.drop(columns="run").equals(other.collectives.drop(columns="run"))
+def test_tf32_keeps_what_fp32_keeps(strategy: str) -> None:
+    one, other = (told(strategy=strategy, strategy__precision=dtype) for dtype in ("tf32", "fp32"))
+    assert one.peak_bytes_by_rank == other.peak_bytes_by_rank
+    assert one.collectives.drop(columns="run").equals(other.collectives.drop(columns="run"))
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero-3", "dapple", "megatron-tp"])
+def test_fp8_keeps_what_bf16_keeps_and_what_casts_need(strategy: str) -> None:
+    one, other = (told(strategy=strategy, strategy__precision=dtype) for dtype in ("fp8", "bf16"))
+    for rank, size in other.peak_bytes_by_rank.items():
+        assert size <= one.peak_bytes_by_rank[rank] <= 1.02 * size
+    calls = [x.collectives[["axis", "kind", "dtype", "bytes", "action"]] for x in (one, other)]
+    mine, theirs = (set(rows.itertuples(index=False, name=None)) for rows in calls)
+    assert theirs <= mine
+    scales = {(axis, dtype) for axis, _, dtype, size, _ in mine - theirs if size <= 12}
+    assert scales == ({("tensor", "fp32")} if strategy == "megatron-tp" else set())
 
 
 @pytest.mark.parametrize("precision", ["tf32", "fp8"])

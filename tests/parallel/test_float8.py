@@ -63,16 +63,14 @@ def passes(mesh: Plan) -> dict[str, Any]:
     return answer
 
 
-@pytest.mark.parametrize("mesh", ["tensor", "ring"])
-def test_equals_torchaos_layers_on_one_device(mesh: str) -> None:
-    passes(MESHES[mesh]())
+def slowly(*names: str) -> list[Any]:
+    return [pytest.param(name, marks=pytest.mark.slow) for name in names]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    "mesh", [*(name for name in MESHES if name not in ("tensor", "ring")), *MORE]
+    "mesh", ["tensor", *slowly(*(name for name in (*MESHES, *MORE) if name != "tensor"))]
 )
-def test_equals_torchaos_layers_on_every_mesh(mesh: str) -> None:
+def test_equals_torchaos_layers_on_one_device(mesh: str) -> None:
     passes((MESHES | MORE)[mesh]())
 
 
@@ -100,7 +98,7 @@ def _scales_of_rank(plan: ResolvedPlan, rank: int) -> Scales:
     return found
 
 
-@pytest.mark.parametrize("mesh", ["tensor", "sequence", "ring", "pipeline"])
+@pytest.mark.parametrize("mesh", ["sequence", *slowly("tensor", "ring", "pipeline")])
 def test_scales_are_those_of_one_device(mesh: str) -> None:
     (alone,) = scales_of(fp8_plan())
     assert len(alone) == 2 * 7 * 3 and all(len(found) == 2 for found in alone.values())
@@ -108,7 +106,7 @@ def test_scales_are_those_of_one_device(mesh: str) -> None:
         assert rank and all(found == alone[key] for key, found in rank.items())
 
 
-@pytest.mark.parametrize("mesh", ["tensor", "ring"])
+@pytest.mark.parametrize("mesh", ["tensor", *slowly("ring")])
 def test_scales_of_each_ranks_own_part_differ(monkeypatch: pytest.MonkeyPatch, mesh: str) -> None:
     """The planted fault: the largest entry is not all-reduced."""
     (alone,) = scales_of(fp8_plan())

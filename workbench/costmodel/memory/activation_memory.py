@@ -55,6 +55,12 @@ class LayerActivations:
     """Temporaries during that norm's backward."""
 
 
+CAST_BYTES = 9.0
+"""Of each entry that torchao casts to fp8 outside of torch.compile: the fp32 product with the
+scale, the same clamped, and the result.
+"""
+
+
 def norm_saved(w: Workload, own_input: bool = True) -> Number:
     """Bytes that one norm saves, its output included.
 
@@ -147,8 +153,20 @@ def _feed_forward_backward(w: Workload, wide: Number, matrix: Number) -> Number:
     gradients = wide + matrix * w.element_bytes * has_weight_gradients(w)
     accumulated = accumulated_gradient_bytes(w, matrix)
     activation = (1 if w.shape.mlp == "gelu" else 2) * wide
-    peak: Number = np.maximum(np.maximum(gradients, accumulated), activation) + gathered
-    return peak
+    peak: Number = np.maximum(np.maximum(gradients, accumulated), activation)
+    return np.maximum(peak, _cast_to_fp8_bytes(w, wide, matrix)) + gathered
+
+
+def _cast_to_fp8_bytes(w: Workload, wide: Number, matrix: Number) -> Number:
+    """Temporaries while backward of the down projection casts its weight, or its input beside that
+    input's gradient; the output gradient is there in 8 bits.
+    """
+    if w.fixed.precision != "fp8" or w.fixed.stack != "workbench":
+        return 0.0
+    gradient = w.hidden_activation_bytes / w.element_bytes
+    of_input = wide + CAST_BYTES * wide / w.element_bytes
+    cast: Number = np.maximum(of_input, CAST_BYTES * matrix) + gradient
+    return cast
 
 
 def _column_parallel_backward(w: Workload, wide: Number, matrix: Number) -> Number:
