@@ -387,7 +387,7 @@ def verify(
         plan: A plan, or the path of a plan file.
         precision: In place of the plan's own. On CPU fp64 (default) or fp32; on GPUs fp32 (default,
             never TF32) or bf16, each rank against its own GPU in the same precision. All but fp64
-            also replace AdamW by SGD. A plan in fp8 is verified in fp8 (its GEMMs; all else fp32).
+            also replace AdamW by SGD. A plan in fp8 is verified in fp8.
         on: cpu, or gpu: the attached GPUs over NCCL, of which the plan must be.
         allow_code: Run a model that is given as Python.
 

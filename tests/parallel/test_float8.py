@@ -1,5 +1,6 @@
 """fp8 GEMMs against torchao's `Float8Linear` on one device, and scales that no mesh changes."""
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -9,6 +10,8 @@ import torch
 
 from tests.parallel.small import GPT, LLAMA, plan
 from workbench.engine.verify.equivalence import (
+    DifferenceScale,
+    _difference,
     _share,
     _verification_session,
     random_batches,
@@ -17,6 +20,7 @@ from workbench.engine.verify.equivalence import (
 from workbench.engine.verify.forked_ranks import run_ranks
 from workbench.errors import PlanError
 from workbench.parallel.float8.float8_linear import Float8Layer, Role
+from workbench.parallel.layout import Layout
 from workbench.parallel.mesh import build_mesh
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.rules.supported import require
@@ -50,6 +54,7 @@ MESHES: dict[str, Callable[[], Plan]] = {
 }
 MORE: dict[str, Callable[[], Plan]] = {
     "gpt": partial(fp8_plan, 2, shape={**GPT, "hidden": 64}),
+    "two axes": partial(fp8_plan, 2, strategy__context__size=2, cluster__gpus=4, training__seed=1),
     "recomputed": partial(fp8_plan, 2, strategy__recompute="full"),
     "three axes": partial(
         fp8_plan, 2, 2, strategy__tensor__sequence=True, strategy__context__size=2, cluster__gpus=8
@@ -93,7 +98,7 @@ def _scales_of_rank(plan: ResolvedPlan, rank: int) -> Scales:
 
     Float8Layer.scale_of = recorded  # type: ignore[method-assign]
     device = torch.device("cpu")
-    session = _verification_session(plan, build_mesh(plan, rank), device, torch.float32)
+    session = _verification_session(plan, build_mesh(plan, rank), device, torch.float64)
     session.step(0, *_share(plan, session, next(random_batches(plan)), device))
     return found
 
@@ -160,3 +165,14 @@ def test_verifying_in_another_precision_is_refused(precision: Any) -> None:
             run(fp8_plan(2), precision)
     with pytest.raises(PlanError, match=r"--precision: is 'fp8'; legal: fp64, fp32"):
         verify(plan(2), "fp8")
+
+
+@pytest.mark.parametrize("mean_square", [False, True])
+def test_nan_is_an_infinite_difference(mean_square: bool) -> None:
+    scale = DifferenceScale(1e-2, 1e-7, 1.0, set(), plan().training.optimizer, mean_square)
+    layout = Layout.unsharded("w", (2,))
+    mine = torch.tensor([1.0, math.nan])
+    found = _difference("weights", layout, 0, mine, {"w": torch.ones(2)}, scale)
+    assert found.relative == math.inf
+    parts = [torch.ones(1), torch.tensor([math.nan])]
+    assert not scale.size(parts, 2) <= 1e300

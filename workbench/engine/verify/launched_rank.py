@@ -44,10 +44,10 @@ def _compare(plan_path: Path, rank: int, allow_code: bool) -> dict[str, Any]:
     from workbench.engine.precision import set_matmul_precision
     from workbench.engine.verify.equivalence import (
         GPU_TOLERANCE,
-        VERIFIED_DTYPES,
         compare_with_reference,
         random_batches,
         reference_and_scale,
+        verified_dtype,
     )
     from workbench.engine.verify.rank_answer import PRECISION
     from workbench.engine.worker_lifecycle import join_launch
@@ -62,7 +62,7 @@ def _compare(plan_path: Path, rank: int, allow_code: bool) -> dict[str, Any]:
     mesh, batches = build_mesh(plan, rank, device), list(random_batches(plan))
     tolerance = GPU_TOLERANCE[precision]
     reference, scale = reference_and_scale(plan, batches, precision, tolerance, device)
-    dtype = None if precision == "bf16" else VERIFIED_DTYPES[precision]
+    dtype = None if precision == "bf16" else verified_dtype(precision, device)
     found = compare_with_reference(plan, mesh, device, batches, reference, scale, dtype)
     differences, owned = [asdict(each) for each in found[0]], found[1]
     return {"differences": differences, "owned": owned, "numel": reference.numel()}

@@ -87,7 +87,7 @@ def verify_launched(
         answers = read_answers(folder, full.world_size)
     check_cover(answers[0]["numel"], [answer["owned"] for answer in answers])
     found = [TensorDifference(**each) for answer in answers for each in answer["differences"]]
-    replaced = replaced_fields(written, precision)
+    replaced = replaced_fields(written, precision, full.gpu.device == "cuda")
     return summarize(found, precision, GPU_TOLERANCE[precision], replaced)
 
 
