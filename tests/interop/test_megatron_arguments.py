@@ -227,6 +227,18 @@ def test_fp8_beside_fp32_parameters_is_told() -> None:
     assert "--fp8-format" in both.translated
 
 
+def test_a_recipe_of_fp8_that_is_not_tensor_wise_is_told() -> None:
+    given, words = ImportOptions(None, "h100-sxm-80gb"), SMALL + "--train-iters 10 --fp8-format "
+    same = read_megatron.read(words + "hybrid --fp8-recipe tensorwise", given)
+    assert not {"--fp8-format", "--fp8-recipe"} & set(left(same))
+    assert "strategy.precision" not in {note.field for note in same.assumed}
+    other = read_megatron.read(words + "e4m3 --fp8-recipe blockwise", given)
+    why = {note.field: note.why for note in other.untranslated}
+    assert "largest entry" in why["--fp8-recipe"] and "e5m2" in why["--fp8-format"]
+    unsaid = read_megatron.read(words + "hybrid", given)
+    assert any("delayed" in note.why for note in unsaid.assumed)
+
+
 def test_newer_arguments_are_known() -> None:
     assert {"--use-nccl-ub", "--tokenizer-library"} <= set(
         left(read("--train-iters 10 --use-nccl-ub --tokenizer-library sentencepiece"))

@@ -33,6 +33,9 @@ def test_the_older_switch_of_float8_is_fp8() -> None:
         found.plan.strategy.precision == "fp8" and "float8.enable_float8_linear" in found.translated
     )
     off = read(float8={"enable_float8_linear": False, "recipe_name": "rowwise"})
+    assert "float8.recipe_name" in left(off)
+    same = read({"converters": ["float8"]}, float8={"recipe_name": "tensorwise"})
+    assert "float8.recipe_name" in same.translated
     assert off.plan.strategy.precision == "bf16"
     assert (
         read({"converters": ["float8"]}, float8={"recipe_name": "rowwise"}).plan.strategy.precision

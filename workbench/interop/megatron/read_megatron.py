@@ -342,20 +342,33 @@ def _precision(keys: ForeignKeys) -> tuple[str, str]:
     bf16, fp16 = keys.flag("bf16"), keys.flag("fp16")
     if bf16 and fp16:
         raise refuse("--fp16", "is given beside --bf16; legal: one of them")
-    eighth = keys.take("fp8-format")
+    fp8 = _fp8(keys)
     wide, narrow = keys.flag("accumulate-allreduce-grads-in-fp32"), keys.flag("grad-reduce-in-bf16")
-    main = _main_gradients(keys, bool(bf16 or eighth), bool(wide))
+    main = _main_gradients(keys, bool(bf16 or fp8), bool(wide))
     narrow = narrow or main == "bf16"
-    if eighth and not bf16:
+    if fp8 and not bf16:
         keys.mark_untranslated(
             "fp8-format",
             "without --bf16 Megatron keeps fp32 parameters; a plan's fp8 has bf16 ones",
         )
-    if bf16 or eighth:
+    if bf16 or fp8:
         gradients = "bf16" if narrow and not wide else "fp32"
     else:
         gradients = "fp16" if fp16 and not wide else "fp32"
-    return "fp8" if eighth else "bf16" if bf16 else "fp16" if fp16 else "fp32", gradients
+    return "fp8" if fp8 else "bf16" if bf16 else "fp16" if fp16 else "fp32", gradients
+
+
+def _fp8(keys: ForeignKeys) -> bool:
+    """Whether GEMMs are fp8, which a plan scales tensor-wise, output gradients in e5m2."""
+    form, recipe = keys.take("fp8-format"), keys.take("fp8-recipe")
+    why = "a plan scales each tensor by its own largest entry"
+    if recipe not in (None, "tensorwise"):
+        keys.mark_untranslated("fp8-recipe", why)
+    if form and recipe is None:
+        keys.assume("strategy.precision", "fp8", f"Megatron's recipe is delayed scaling; {why}")
+    if form == "e4m3":
+        keys.mark_untranslated("fp8-format", "a plan's output gradients are e5m2, as in hybrid")
+    return bool(form)
 
 
 def _main_gradients(keys: ForeignKeys, bf16: bool, wide: bool) -> str | None:

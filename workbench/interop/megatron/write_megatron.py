@@ -110,7 +110,7 @@ def _precision(full: Plan) -> dict[str, Any]:
         grad_reduce_in_bf16=gradients == "bf16",
     )
     if precision == "fp8":
-        found["fp8-format"] = "hybrid"
+        found |= {"fp8-format": "hybrid", "fp8-recipe": "tensorwise"}
     return found | {
         "transformer-impl": "local" if full.strategy.kernels == "eager" else "transformer_engine"
     }

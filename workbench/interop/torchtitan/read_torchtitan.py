@@ -25,6 +25,9 @@ from workbench.plan.schema import Plan
 
 P = "parallelism."
 
+FLOAT8_TABLES = ("float8", "mx", "quantize.linear.float8", "quantize.linear.mx")
+"""Where a job's recipe of fp8 may stand."""
+
 
 def read(
     text: str | Mapping[str, Any], given: ImportOptions | None = None, lenient: bool = False
@@ -101,17 +104,23 @@ def _converted(keys: ForeignKeys) -> bool:
         for word in (value if isinstance(value, list) else re.split(r"[,\s]+", str(value or "")))
         if word
     ]
-    eighth = [word for word in words if re.search("float8|mx", word)]
-    if rest := [word for word in words if word not in eighth]:
+    fp8 = [word for word in words if re.search("float8|mx", word)]
+    if rest := [word for word in words if word not in fp8]:
         keys.mark_untranslated(
             "model.converters", f"a plan knows no such conversion of layers: {', '.join(rest)}"
         )
+    recipes = [_recipe(keys, table) for table in FLOAT8_TABLES]
     if (older := keys.flag("float8.enable_float8_linear")) is not None:
-        return bool(eighth) or older
-    tables = ("float8", "mx", "quantize.linear.float8", "quantize.linear.mx")
-    return bool(eighth) or (
-        value is None and any(f"{table}.recipe_name" in keys for table in tables)
-    )
+        return bool(fp8) or older
+    return bool(fp8) or (value is None and any(recipes))
+
+
+def _recipe(keys: ForeignKeys, table: str) -> bool:
+    """Whether a table names a recipe, of which a plan knows one."""
+    key = f"{table}.recipe_name"
+    if (recipe := keys.take(key)) not in (None, "tensorwise"):
+        keys.mark_untranslated(key, "a plan's fp8 scales each tensor by its own largest entry")
+    return recipe is not None
 
 
 def _sizes(keys: ForeignKeys, given: ImportOptions) -> tuple[dict[str, int], int]:

@@ -87,15 +87,15 @@ def verified_precision(plan: ResolvedPlan, precision: str | None, on: str) -> st
     """
     if on not in VERIFIED_PRECISIONS:
         raise refuse("--on", f"is '{on}'; legal: {', '.join(VERIFIED_PRECISIONS)}")
-    eighth = plan.strategy.precision == "fp8"
-    legal = ("fp8",) if eighth else VERIFIED_PRECISIONS[on]
+    is_fp8 = plan.strategy.precision == "fp8"
+    legal = ("fp8",) if is_fp8 else VERIFIED_PRECISIONS[on]
     if precision is None or precision in legal:
         return precision or legal[0]
-    raise PlanError(Problem("--precision", _why_not(precision, on, eighth, legal)))
+    raise PlanError(Problem("--precision", _why_not(precision, on, is_fp8, legal)))
 
 
-def _why_not(precision: str, on: str, eighth: bool, legal: tuple[str, ...]) -> str:
-    if eighth:
+def _why_not(precision: str, on: str, is_fp8: bool, legal: tuple[str, ...]) -> str:
+    if is_fp8:
         return (
             f"is '{precision}', but strategy.precision is fp8, whose scales and casts are what "
             "would not be verified then; legal: fp8, or the same plan with strategy.precision bf16"
