@@ -23,7 +23,7 @@ def waited(rank: int) -> list[bool]:
     """Whether rank 1's lateness of 1.5 deadlines is too much, in the first step and afterwards, on
     the tensor group and among all.
     """
-    mesh = build_mesh(plan(1, 2, 1).resolve(), rank)
+    mesh = build_mesh(plan(tensor=2).resolve(), rank)
     group, found = mesh["tensor"].group, []
     extend_deadlines(mesh, SECONDS)
     for each in (group, None):

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from workbench.engine.kernel_warm_up import compile_kernels
 from workbench.engine.loss_scaler import LossScaler, found_inf, unowned_overflow
 from workbench.engine.optimizer import MixedPrecisionOptimizer
 from workbench.engine.precision import plan_dtypes
@@ -163,11 +164,12 @@ class Session:
         return min(self.part.stages)
 
     def warm_up(self) -> Iterator[str]:
-        """Compile the plan's CPU kernels before the first step; yields each name beforehand."""
+        """Compile the plan's kernels before the first step; yields each name beforehand."""
+        stages = list(self.part.stages.values())
         if self.device.type == "cpu":
-            yield from warm_up(
-                self.part.stages.values(), plan_dtypes(self.plan)[0], self.plan.training.micro_batch
-            )
+            yield from warm_up(stages, plan_dtypes(self.plan)[0], self.plan.training.micro_batch)
+        else:
+            yield from compile_kernels(self.plan, stages, self.device)
 
     def step(
         self,

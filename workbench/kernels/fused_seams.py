@@ -153,7 +153,7 @@ def warm_up(models: Iterable[nn.Module], dtype: torch.dtype, batch: int = 2) -> 
     """Compile the seams' CPU code before the first step, on small modules of the same kinds.
 
     All dims of the small inputs differ, or torch.compile would specialise on equal sizes. On GPUs
-    code is specialised on sizes, so the first step compiles it.
+    code is specialised on widths (see `engine.kernel_warm_up`).
 
     Args:
         models: The models whose seams will run.
