@@ -24,6 +24,14 @@ def test_bus_bandwidth_counts_what_a_rank_sends_and_receives() -> None:
     assert 0 < found["bus_gbs"] < 1000
 
 
+def test_bus_bandwidth_is_that_of_a_ring(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of n ranks each sends 2 (n - 1) / n of the message, as NCCL's tests count it."""
+    monkeypatch.setattr(gpu_check, "run_ranks", lambda world, *_: [(10, 2.0)] * world)
+    found = {n: gpu_check.all_reduce_bandwidth(n, 1.0)["bus_gbs"] for n in (2, 4, 8)}
+    per_second = 5 * gpu_check.MESSAGE_BYTES / 1e9
+    assert found == pytest.approx({2: per_second, 4: 1.5 * per_second, 8: 1.75 * per_second})
+
+
 def test_one_rank_has_no_bandwidth() -> None:
     assert gpu_check.all_reduce_bandwidth(1, 0.01, "cpu")["bus_gbs"] == 0
 

@@ -11,6 +11,7 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.machine import stub_nvml
 from tests.parallel.small import plan
 from workbench.engine.verify.rank_answer import ANSWERS, read_failure, write_failure
 from workbench.errors import PlanError, Problem
@@ -100,21 +101,30 @@ def test_the_first_failure_is_blamed(tmp_path: Path) -> None:
 
 
 def test_no_cpu_rank_stands_in_for_a_gpu() -> None:
-    with pytest.raises(PlanError, match=r"--on: is gpu, but cluster\.gpu is .* cpu ranks.*legal"):
+    with pytest.raises(PlanError, match=r"--on: is gpu, and no GPU can be used here .*legal: cpu"):
         subprocess_verbs.verify(plan(2), on="gpu")
 
 
-def test_the_plans_gpus_must_be_attached() -> None:
-    asked = plan(2).replace(**{"cluster.gpu": "h100-sxm-80gb"})
-    with pytest.raises(PlanError, match=r"cluster\.gpu: 2 x .* needs cuda devices; here: CPU"):
-        subprocess_verbs.verify(asked, on="gpu")
+def test_the_plans_gpus_must_be_attached(monkeypatch: pytest.MonkeyPatch) -> None:
+    stub_nvml.install(monkeypatch, stub_nvml.gpus(2, stub_nvml.A100))
+    monkeypatch.setattr("workbench.machine.attached._torch_cuda", lambda: ("torch 2.13", "13.0"))
+    for gpu, words in (
+        (
+            "ascend-910b",
+            r"--on: is gpu, but cluster\.gpu is ascend-910b, whose ranks are npu ranks",
+        ),
+        ("h100-sxm-80gb", r"cluster\.gpu: is h100-sxm-80gb, another model than is attached"),
+    ):
+        with pytest.raises(PlanError, match=words):
+            subprocess_verbs.verify(plan(2).replace(**{"cluster.gpu": gpu}), on="gpu")
 
 
 @pytest.mark.parametrize(
     ("precision", "on", "words"),
     [
         ("fp64", "gpu", r"--precision: is 'fp64' with --on gpu; legal: fp32, bf16"),
-        ("bf16", "cpu", r"--precision: is 'bf16'; legal: fp64, fp32"),
+        ("bf16", "cpu", r"--precision: is 'bf16'; legal: fp64, fp32, bf16 with --on gpu"),
+        ("fp8", "cpu", r"--precision: is 'fp8'; legal: .* fp8 with strategy.precision fp8"),
         ("fp32", "cards", r"--on: is 'cards'; legal: cpu, gpu"),
     ],
 )

@@ -10,14 +10,13 @@ import torch
 
 from tests.parallel.small import GPT, LLAMA, plan
 from workbench.engine.verify.equivalence import (
-    DifferenceScale,
-    _difference,
     _share,
     _verification_session,
     random_batches,
     verify,
 )
 from workbench.engine.verify.forked_ranks import run_ranks
+from workbench.engine.verify.tensor_difference import DifferenceScale, tensor_difference
 from workbench.errors import PlanError
 from workbench.parallel.float8.float8_linear import Float8Layer, Role
 from workbench.parallel.layout import Layout
@@ -168,11 +167,11 @@ def test_verifying_in_another_precision_is_refused(precision: Any) -> None:
 
 
 @pytest.mark.parametrize("mean_square", [False, True])
-def test_nan_is_an_infinite_difference(mean_square: bool) -> None:
-    scale = DifferenceScale(1e-2, 1e-7, 1.0, set(), plan().training.optimizer, mean_square)
+def test_nan_is_an_infinitetensor_difference(mean_square: bool) -> None:
+    scale = DifferenceScale(1e-2, 1e-7, 1.0, set(), plan().training.optimizer, 3, mean_square)
     layout = Layout.unsharded("w", (2,))
     mine = torch.tensor([1.0, math.nan])
-    found = _difference("weights", layout, 0, mine, {"w": torch.ones(2)}, scale)
+    found = tensor_difference("weights", layout, 0, mine, {"w": torch.ones(2)}, scale)
     assert found.relative == math.inf
     parts = [torch.ones(1), torch.tensor([math.nan])]
     assert not scale.size(parts, 2) <= 1e300

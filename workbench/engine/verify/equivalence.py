@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -27,12 +25,21 @@ from workbench.engine.verify.single_device import (
     train_on_one_device,
     verification_weight,
 )
-from workbench.parallel.layout import Layout
+from workbench.engine.verify.tensor_difference import (
+    NOISE_EPSILONS,
+    DifferenceScale,
+    TensorDifference,
+    check_cover,
+    loss_difference,
+    summarize,
+    tensor_difference,
+)
+from workbench.engine.verify.verified_attention import attention_of_ranks, attention_of_reference
 from workbench.parallel.mesh import Mesh, build_mesh
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.rules.float8_rules import verified_precision
 from workbench.plan.rules.supported import require
-from workbench.plan.schema import Optimizer, Plan
+from workbench.plan.schema import Plan
 from workbench.schedules import Action
 
 NUM_STEPS = 3
@@ -42,8 +49,6 @@ size. fp8 stands for the plan's fp8 GEMMs with all else in fp64: a value in the 
 that differs by a rounding becomes the other one, 1/16 off, and what follows from it with it. One
 such value says nothing of a tensor, so that there root mean squares are compared, not maxima.
 """
-NOISE_EPSILONS = 16
-"""Rounding allowed to a gradient that is zero in exact arithmetic (a key bias), in epsilons."""
 GPU_FACTOR = 10
 """GPUs sum a GEMM of another shape in another order, by another kernel: fp32 there may differ by
 ten times what it may on CPU.
@@ -65,20 +70,6 @@ def verified_dtype(precision: str, device: torch.device) -> torch.dtype:
     if precision == "fp8":
         return torch.float32 if device.type == "cuda" else torch.float64
     return DTYPES[precision]
-
-
-Kind = Literal["loss", "gradients", "weights"]
-
-
-@dataclass(frozen=True)
-class TensorDifference:
-    """Difference of a tensor on one rank from the single device."""
-
-    kind: Kind
-    tensor: str
-    rank: int
-    absolute: float
-    relative: float
 
 
 def _cpu(rank: int) -> torch.device:
@@ -139,7 +130,7 @@ def verify(
         ValueError: The ranks' slices do not cover a tensor exactly once.
     """
     written = plan.resolve()
-    full = in_precision(written, precision, allow_code)
+    full = in_precision(written, precision, allow_code, on_plans_device=device_of is not _cpu)
     check_python_model(full, allow_code)
     dtype = verified_dtype(precision, CPU)
     batches = list(random_batches(full))
@@ -149,7 +140,7 @@ def verify(
     results = run_ranks(full.world_size, work, seconds, backend)
     check_cover(reference.numel(), [owned for _, owned in results])
     differences = [d for of_rank, _ in results for d in of_rank]
-    replaced = replaced_fields(written, precision)
+    replaced = replaced_fields(written, full, precision)
     return summarize(differences, precision, TOLERANCE[precision], replaced)
 
 
@@ -169,29 +160,41 @@ def reference_and_scale(
         tolerance: Of relative differences.
         device: The one device.
     """
-    reference = train_on_one_device(
-        plan, batches, verified_dtype(precision, device), device, float8=precision == "fp8"
-    )
+    dtype = verified_dtype(precision, device)
+    train = partial(train_on_one_device, plan, device=device)
+    kernel = attention_of_reference(plan, dtype, device)
+    reference = train(batches, dtype, attention=kernel, float8=precision == "fp8")
     exact = reference
     if precision != "fp64":
-        exact = train_on_one_device(plan, batches[:1], torch.float64, device)
-    epsilon = torch.finfo(verified_dtype(precision, device)).eps
+        kernel = attention_of_reference(plan, torch.float64, device)
+        exact = train(batches[:1], torch.float64, attention=kernel)
+    epsilon = torch.finfo(dtype).eps
     scale = DifferenceScale(
         tolerance,
         epsilon,
         reference.largest_gradient,
         exact.rounding_only(),
         plan.training.optimizer,
+        NUM_STEPS,
         mean_square=precision == "fp8",
     )
     return reference, scale
 
 
-def in_precision(plan: ResolvedPlan, precision: str, allow_code: bool) -> ResolvedPlan:
+def in_precision(
+    plan: ResolvedPlan, precision: str, allow_code: bool, on_plans_device: bool = False
+) -> ResolvedPlan:
     """The plan as it is verified: in `precision` throughout, with SGD except in fp64.
 
     No plan can say fp64: the fields say fp32, which has no master weights, and the session's dtype
     overrides them. In bf16, gradients and optimizer state are fp32.
+
+    Args:
+        plan: The plan as it is run.
+        precision: Of the verification.
+        allow_code: Run a model that is given as Python.
+        on_plans_device: Whether ranks are on the plan's device, whose attention kernels depend on
+            the dtype; else on CPUs.
     """
     require(plan, "run", allow_code)
     if (plan.strategy.precision == "fp8") != (precision == "fp8"):
@@ -201,13 +204,22 @@ def in_precision(plan: ResolvedPlan, precision: str, allow_code: bool) -> Resolv
     changes |= {"training.optimizer.moments": "fp32", "training.optimizer.master": "auto"}
     if precision != "fp64":
         changes["training.optimizer.name"] = "sgd"
+    if on_plans_device and plan.code is None:
+        changes["strategy.attention"] = attention_of_ranks(plan, precision)
     return plan.with_fields(**changes)
 
 
 def replaced_fields(
-    plan: ResolvedPlan, precision: str, on_gpu: bool = False
+    plan: ResolvedPlan, verified: ResolvedPlan, precision: str, on_gpu: bool = False
 ) -> dict[str, dict[str, str]]:
-    """Dotted plan field -> its value in the plan and in the verification, where they differ."""
+    """Dotted plan field -> its value in the plan and in the verification, where they differ.
+
+    Args:
+        plan: The plan as it is run.
+        verified: The plan as it is verified (`in_precision`).
+        precision: Of the verification.
+        on_gpu: Whether it is on GPUs, which accumulate in fp32.
+    """
     optimizer = plan.training.optimizer
     accumulated = "fp64" if precision in ("fp64", "fp8") and not on_gpu else "fp32"
     name = optimizer.name if precision == "fp64" else "sgd"
@@ -216,6 +228,7 @@ def replaced_fields(
         "strategy.gradient_dtype": (plan.strategy.gradient_dtype, accumulated),
         "training.optimizer.moments": (optimizer.moments, accumulated),
         "training.optimizer.name": (optimizer.name, name),
+        "strategy.attention": (plan.strategy.attention, verified.strategy.attention),
     }
     return {
         field: {"plan": written, "verified": used}
@@ -233,45 +246,6 @@ def random_batches(plan: ResolvedPlan) -> Iterator[tuple[Tensor, Tensor]]:
             plan.vocab, (t.global_batch, t.sequence_length + 1), generator=generator
         )
         yield text[:, :-1], text[:, 1:]
-
-
-@dataclass(frozen=True)
-class DifferenceScale:
-    """Denominators of relative differences."""
-
-    tolerance: float
-    epsilon: float
-    largest_gradient: float
-    rounding_only: set[str]
-    optimizer: Optimizer
-    mean_square: bool = False
-    """Whether tensors are compared by their root mean squares."""
-
-    def size(self, parts: Iterable[Tensor], numel: int) -> float:
-        """Largest entry of a tensor of `numel` entries, or root mean square, from its parts."""
-        if not self.mean_square:
-            return max((_finite(float(p.abs().max())) for p in parts if p.numel()), default=0.0)
-        return math.sqrt(sum(float(p.double().square().sum()) for p in parts) / numel)
-
-    def of(self, kind: Kind, name: str, whole: Tensor) -> float:
-        scale = max(self.size([whole], whole.numel()), 1e-6 * self.largest_gradient)
-        if name not in self.rounding_only:
-            return scale
-        noise = self.largest_gradient * NOISE_EPSILONS * self.epsilon
-        if kind == "gradients":
-            return noise / self.tolerance
-        return max(scale, self._drift(noise) / self.tolerance)
-
-    def _drift(self, noise: float) -> float:
-        """How far a weight may move on gradients of `noise`: AdamW normalises them by their own
-        size plus epsilon.
-        """
-        o = self.optimizer
-        return (
-            NUM_STEPS
-            * o.learning_rate
-            * (min(1.0, noise / o.epsilon) if o.name == "adamw" else noise)
-        )
 
 
 def _compare(
@@ -323,13 +297,14 @@ def compare_with_reference(
 
     def differences() -> Iterator[TensorDifference]:
         for i, (mine, theirs) in enumerate(zip(losses, reference.losses)):
-            gap = _finite(abs(mine.item() - theirs))
-            yield TensorDifference("loss", f"loss of step {i}", rank, gap, gap / abs(theirs))
+            yield loss_difference(i, rank, mine.item(), theirs)
         for name, layout in layouts.items():
-            yield _difference(
+            yield tensor_difference(
                 "gradients", layout, rank, recorder.gradients[name], reference.gradients, scale
             )
-            yield _difference("weights", layout, rank, weights[name], reference.weights, scale)
+            yield tensor_difference(
+                "weights", layout, rank, weights[name], reference.weights, scale
+            )
 
     owned = {
         layout.name: layout.num_elements() for layout in layouts.values() if layout.is_owner(mesh)
@@ -365,62 +340,6 @@ def _share(
         for x in batch
     )
     return tokens, targets
-
-
-def _difference(
-    kind: Kind,
-    layout: Layout,
-    rank: int,
-    mine: Tensor,
-    wholes: dict[str, Tensor],
-    scale: DifferenceScale,
-) -> TensorDifference:
-    whole = wholes[layout.name]
-    expected = [part for part, _ in layout.parts(layout.take(whole))]
-    gaps = [part.cpu() - other for (part, _), other in zip(layout.parts(mine), expected)]
-    gap = _finite(scale.size(gaps, whole.numel()))
-    return TensorDifference(kind, layout.name, rank, gap, gap / scale.of(kind, layout.name, whole))
-
-
-def _finite(value: float) -> float:
-    """`value`, with NaN as infinity."""
-    return value if math.isfinite(value) else math.inf
-
-
-def check_cover(numel: dict[str, int], owned: list[dict[str, int]]) -> None:
-    """Check that the ranks own each entry of every tensor once; `numel` are the tensors' sizes.
-
-    Raises:
-        ValueError: They do not; names the tensor.
-    """
-    for name, expected in numel.items():
-        num_owned = sum(part.get(name, 0) for part in owned)
-        if num_owned != expected:
-            raise ValueError(
-                f"{name}: the ranks own {num_owned} of {expected} entries; each must be owned once"
-            )
-
-
-def summarize(
-    differences: list[TensorDifference],
-    precision: str,
-    tolerance: float,
-    replaced: dict[str, dict[str, str]],
-) -> dict[str, Any]:
-    """The answer of `verify`, from every rank's differences."""
-    worst = max(differences, key=lambda d: d.relative)
-    kinds: tuple[Kind, ...] = ("loss", "gradients", "weights")
-    return {
-        "precision": precision,
-        "tolerance": tolerance,
-        "replaced": replaced,
-        "max_abs_diff": {k: max(d.absolute for d in differences if d.kind == k) for k in kinds},
-        "max_relative_diff": {
-            k: max(d.relative for d in differences if d.kind == k) for k in kinds
-        },
-        "worst": asdict(worst),
-        "passed": worst.relative <= tolerance,
-    }
 
 
 def main() -> int:

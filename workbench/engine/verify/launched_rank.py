@@ -41,7 +41,7 @@ def _compare(plan_path: Path, rank: int, allow_code: bool) -> dict[str, Any]:
     from dataclasses import asdict
 
     from workbench.engine.check_python_model import check_python_model
-    from workbench.engine.precision import set_matmul_precision
+    from workbench.engine.precision import set_determinism, set_matmul_precision
     from workbench.engine.verify.equivalence import (
         GPU_TOLERANCE,
         compare_with_reference,
@@ -58,6 +58,7 @@ def _compare(plan_path: Path, rank: int, allow_code: bool) -> dict[str, Any]:
     precision = (plan_path.parent / PRECISION).read_text()
     check_python_model(plan, allow_code)
     set_matmul_precision(plan)
+    set_determinism(plan)
     device = join_launch(plan, plan_path.parent).device
     mesh, batches = build_mesh(plan, rank, device), list(random_batches(plan))
     tolerance = GPU_TOLERANCE[precision]

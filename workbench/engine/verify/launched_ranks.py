@@ -17,16 +17,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from workbench.engine.exit_codes import exit_status
-from workbench.engine.verify.equivalence import (
-    GPU_TOLERANCE,
-    TensorDifference,
-    check_cover,
-    in_precision,
-    replaced_fields,
-    summarize,
-)
+from workbench.engine.verify.equivalence import GPU_TOLERANCE, in_precision, replaced_fields
 from workbench.engine.verify.forked_ranks import RankError
 from workbench.engine.verify.rank_answer import ANSWERS, PRECISION, read_answers, read_failure
+from workbench.engine.verify.tensor_difference import TensorDifference, check_cover, summarize
 from workbench.errors import PlanError
 from workbench.interop import export
 from workbench.plan.resolved_plan import ResolvedPlan
@@ -74,7 +68,7 @@ def verify_launched(
         ValueError: The ranks' slices do not cover a tensor exactly once.
     """
     written = plan.resolve()
-    full = in_precision(written, precision, allow_code).pin()
+    full = in_precision(written, precision, allow_code, on_plans_device=True).pin()
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary, "launched")
         _write(folder, full, precision)
@@ -87,7 +81,7 @@ def verify_launched(
         answers = read_answers(folder, full.world_size)
     check_cover(answers[0]["numel"], [answer["owned"] for answer in answers])
     found = [TensorDifference(**each) for answer in answers for each in answer["differences"]]
-    replaced = replaced_fields(written, precision, full.gpu.device == "cuda")
+    replaced = replaced_fields(written, full, precision, full.gpu.device == "cuda")
     return summarize(found, precision, GPU_TOLERANCE[precision], replaced)
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from workbench.engine.optimizer import learning_rate
 from workbench.models import Transformer
 from workbench.models.python_model import add_loss, build_python_model
+from workbench.models.seams import Attend
 from workbench.models.weight_init import seed_of
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.schema import Plan
@@ -76,6 +77,7 @@ def train_on_one_device(
     dtype: torch.dtype,
     device: torch.device = CPU,
     float8: bool = False,
+    attention: str = "flash",
 ) -> ReferenceRun:
     """Train on one device, one optimizer step per batch.
 
@@ -87,11 +89,12 @@ def train_on_one_device(
         device: The device; default: the CPU.
         float8: Whether the blocks' linear layers are torchao's `Float8Linear`. The plan's
             microbatches then are this device's too: scales are of the largest entry of one.
+        attention: Attention kernel.
 
     Returns:
         Its results, on CPU.
     """
-    model = _model(plan).to(device=device, dtype=dtype)
+    model = _model(plan, attention).to(device=device, dtype=dtype)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(
@@ -161,10 +164,13 @@ class _SteppedParameters:
                 self.parameters[name].copy_(target)
 
 
-def _model(plan: ResolvedPlan) -> nn.Module:
+def _model(plan: ResolvedPlan, attention: str) -> nn.Module:
     if plan.code:
         return add_loss(build_python_model(plan.code, plan.training.seed))
-    return Transformer(plan.shape, plan.training.dropout, plan.training.seed)
+    model = Transformer(plan.shape, plan.training.dropout, plan.training.seed)
+    for seam in (module for module in model.modules() if isinstance(module, Attend)):
+        seam.kernel = attention
+    return model
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:

@@ -113,6 +113,9 @@ def verify(
 def _refuse_other_gpus(plan: ResolvedPlan) -> None:
     """Refuse to verify on GPUs where the plan's are not attached, or do not hold two models."""
     found = attached()
+    if found.device != "cuda":
+        why = f"no GPU can be used here ({found.why_not_cuda})"
+        raise refuse("--on", f"is gpu, and {why}; legal: cpu")
     if plan.gpu.device != "cuda":
         why = f"; {found.why_not_cuda}" if found.why_not_cuda else ""
         raise refuse(
