@@ -16,10 +16,12 @@ from typing import Any
 import pytest
 
 from tests.runs.conftest import until
+from workbench.errors import PlanError
 from workbench.interop.export import export
 from workbench.plan.schema import Plan
 from workbench.runs import Reader, attach
 from workbench.runs.launch.accelerate_command import launch_environment
+from workbench.runs.launch.earlier_launch import set_aside_records
 from workbench.runs.launch.external_launcher import ExternalRun
 from workbench.runs.launch.rendezvous_ports import free_port
 from workbench.runs.run import Run
@@ -181,7 +183,54 @@ def test_other_ranks_and_supervised_runs_are_left_alone(plan: Plan, folder: Path
     assert not stored_state(folder).launched_elsewhere and (folder / "stop").exists()
 
 
+def launched_again(folder: Path) -> tuple[int, str]:
+    """launch.sh in `folder`: (exit code, what it says)."""
+    own = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    environ = {**os.environ, "PATH": own, "PYTHONPATH": str(Path(__file__).parents[2])}
+    environ |= {"PYTHONSAFEPATH": "", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        ["bash", "launch.sh"], cwd=folder, env=environ, capture_output=True, text=True, timeout=120
+    )
+    return done.returncode, done.stderr
+
+
+def steps_of(path: Path) -> list[int]:
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    return [record["step"] for record in records if record["kind"] == "step"]
+
+
 @pytest.mark.slow
+def test_an_exported_plan_that_is_launched_again_goes_on(plan: Plan, tmp_path: Path) -> None:
+    changes = {"cluster.gpus": 1, "training.steps": 4, "training.sequence_length": 32}
+    plan = plan.replace(**changes, **{"checkpoint.every": 2, "checkpoint.keep": 1})
+    export(plan, tmp_path)
+    telemetry, checkpoints = tmp_path / "telemetry", tmp_path / "checkpoints"
+    assert launched_again(tmp_path)[0] == 0
+    first = telemetry / "rank00000.jsonl"
+    assert steps_of(first) == [0, 1, 2, 3]
+    code, said = launched_again(tmp_path)
+    assert code and "training.steps: is 4, and step-00000004 of an earlier launch" in said
+    assert steps_of(first) == [0, 1, 2, 3] and (checkpoints / "step-00000004").exists()
+    text = (tmp_path / "plan.yaml").read_text()
+    (tmp_path / "plan.yaml").write_text(text.replace("steps: 4\n", "steps: 6\n"))
+    code, said = launched_again(tmp_path)
+    assert code == 0, said
+    assert steps_of(first) == [4, 5] and (checkpoints / "step-00000006").exists()
+    assert steps_of(telemetry / "before-1-rank00000.jsonl") == [0, 1, 2, 3]
+    with pytest.raises(PlanError, match=r"--to: .* holds records or checkpoints of another plan"):
+        export(plan.replace(**{"training.steps": 9}), tmp_path)
+
+
+def test_records_of_every_earlier_launch_stay(tmp_path: Path) -> None:
+    (tmp_path / "telemetry").mkdir()
+    own = tmp_path / "telemetry" / "rank00003.jsonl"
+    for launch in ("first", "second"):
+        own.write_text(launch)
+        set_aside_records(tmp_path, 3)
+    found = {path.name: path.read_text() for path in own.parent.iterdir()}
+    assert found == {"before-1-rank00003.jsonl": "first", "before-2-rank00003.jsonl": "second"}
+
+
 @pytest.mark.slow
 def test_a_torchrun_by_hand_is_attached_to_and_stopped(plan: Plan, tmp_path: Path) -> None:
     plan = plan.replace(

@@ -156,7 +156,7 @@ class TrainingLoop:
                 self._open_window()
                 self.action_tracker = sampler = StepSampler(self.session, self.meter)
                 self._samples.append(SampledStep(self.index, sampler))
-                stack.enter_context(sampler.step())
+                stack.enter_context(sampler.step(batch))
             elif observed == "timeline":
                 self.action_tracker = timeline = StepTimeline(self.session)
                 stack.enter_context(timeline.step())

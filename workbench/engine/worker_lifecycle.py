@@ -19,13 +19,9 @@ from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs
 
 from workbench.engine.loop import TrainingLoop
-from workbench.engine.measure.telemetry_writer import (
-    RankLog,
-    TelemetryWriter,
-    set_aside_former_records,
-    write_error,
-)
+from workbench.engine.measure.telemetry_writer import RankLog, TelemetryWriter, write_error
 from workbench.engine.precision import set_determinism, set_matmul_precision
+from workbench.engine.process_group.cpu_affinity import limit_threads
 from workbench.engine.process_group.gpu_binding import gpu_record, init_gpu_process_group
 from workbench.engine.process_group.rendezvous import init_cpu_process_group
 from workbench.errors import PlanError
@@ -35,9 +31,10 @@ from workbench.parallel.mesh import Mesh, build_mesh
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.rules.supported import require
 from workbench.plan.schema import Plan
+from workbench.runs.launch.earlier_launch import go_on, nothing_left, set_aside_records
 from workbench.runs.launch.external_launcher import ExternalRun
 
-GLOO, NCCL = "gloo", "nccl"
+BACKENDS = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
 
 
 def train(plan_path: Path, allow_code: bool = False) -> int:
@@ -51,9 +48,12 @@ def train(plan_path: Path, allow_code: bool = False) -> int:
         The exit code: 0 when training ended or was stopped, 1 when it failed.
     """
     run_dir, rank = plan_path.parent, int(os.environ.get("RANK", "0"))
+    if why := nothing_left(plan_path):  # and the records of the launch that did it stay
+        print(f"error: {why}", file=sys.stderr)
+        return 1
     loop: TrainingLoop | None = None
     elsewhere = ExternalRun(run_dir, rank)
-    set_aside_former_records(run_dir, rank)
+    set_aside_records(run_dir, rank)
     stage = "starting"
     with RankLog(run_dir, rank), TelemetryWriter(run_dir, rank) as telemetry:
 
@@ -64,7 +64,7 @@ def train(plan_path: Path, allow_code: bool = False) -> int:
             telemetry.record("phase", phase="joining", step=None, detail=group)
 
         try:
-            plan = Plan.load(plan_path).resolve()
+            plan = go_on(Plan.load(plan_path).resolve(), run_dir)
             require(plan, "run", allow_code)
             set_matmul_precision(plan)
             set_determinism(plan)
@@ -117,6 +117,7 @@ def join_launch(plan: ResolvedPlan, run_dir: Path) -> Accelerator:
         RuntimeError: World size, backend or device differ from the plan's.
         PlanError: A rank's GPU is not the plan's.
     """
+    limit_threads(host_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     if plan.gpu.device == "cuda":
         init_gpu_process_group(plan, run_dir)
     elif plan.gpu.device == "cpu":
@@ -130,7 +131,7 @@ def join_launch(plan: ResolvedPlan, run_dir: Path) -> Accelerator:
     )
     world = dist.get_world_size() if dist.is_initialized() else 1
     backend = dist.get_backend() if dist.is_initialized() else None
-    expected = GLOO if plan.gpu.device == "cpu" else NCCL
+    expected = BACKENDS[plan.gpu.device]
     if world != plan.world_size:
         raise RuntimeError(
             f"cluster.gpus is {plan.world_size}, but the launcher started {world} ranks"

@@ -8,18 +8,20 @@ that names its machine rank. Of the file it does not read `rdzv_backend`, `same_
 
 from __future__ import annotations
 
+import hashlib
 import shutil
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from workbench.errors import refuse
 from workbench.interop.launch_environment import (
     FORMER_NAMES,
-    ON_ONE_NODE,
     OTHER_LAUNCH,
     OTHER_LAUNCH_PREFIXES,
     environment,
+    fixed,
     one_node,
 )
 from workbench.plan.resolved_plan import ResolvedPlan
@@ -27,6 +29,8 @@ from workbench.plan.schema import Plan
 from workbench.safe_io import yaml_files
 
 DEFAULT_PORT = 29500
+PORTS = 1024, 65535
+"""Ports that need no privilege."""
 WORKER = "workbench.engine.worker"
 LOOPBACK = "127.0.0.1"
 PORT = "WORKBENCH_PORT"
@@ -83,6 +87,7 @@ def export(plan: Plan, folder: str | Path) -> list[Path]:
     cannot be written.
     """
     full, folder = plan.pin(), Path(folder)
+    _refuse_another_run(full, folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder, prefix=".export-") as draft:
@@ -96,6 +101,20 @@ def export(plan: Plan, folder: str | Path) -> list[Path]:
             ]
     except OSError as error:
         raise refuse("--to", f"'{folder}' cannot be written: {error.strerror or error}") from None
+
+
+def _refuse_another_run(plan: ResolvedPlan, folder: Path) -> None:
+    """Refuse a folder in which another plan was launched, whose records would be taken for this
+    one's.
+    """
+    with suppress(OSError):
+        launched = any((folder / name).exists() for name in ("telemetry", "checkpoints"))
+        if launched and (folder / "plan.yaml").read_text(encoding="utf-8") != plan.to_yaml():
+            raise refuse(
+                "--to",
+                f"'{folder}' holds records or checkpoints of another plan; legal: another folder, "
+                "or an edit of plan.yaml there",
+            )
 
 
 def contents(plan: ResolvedPlan) -> dict[str, str]:
@@ -127,7 +146,8 @@ def launch_script(plan: ResolvedPlan) -> str:
             f"unset {' '.join(OTHER_LAUNCH)} \\",
             "  " + " ".join(f'"${{!{prefix}@}}"' for prefix in OTHER_LAUNCH_PREFIXES),
             *_exports(plan),
-            *([f'export {PORT}="${{MAIN_PORT:-}}"'] if one else [*_NODE_ORDER, _meeting(plan)]),
+            *(_one_node() if one else _nodes(plan)),
+            *_ALONE,
             "exec accelerate launch \\",
             "  --config_file accelerate.yaml \\",
             *([] if one else [f"  {option} \\" for option in _NODE_OPTIONS]),
@@ -142,7 +162,7 @@ BY_HAND = "MACHINE_RANK=0..n-1 MAIN_IP=<address of node 0>"
 _NODE_OPTIONS = (
     '--machine_rank "$MACHINE_RANK"',
     '--main_process_ip "$MAIN_IP"',
-    f'--main_process_port "${{MAIN_PORT:-{DEFAULT_PORT}}}"',
+    '--main_process_port "$MAIN_PORT"',
     "--rdzv_backend c10d",
     f'--rdzv_conf "is_host=$(( MACHINE_RANK == 0 )),join_timeout={JOIN_SECONDS}'
     f',read_timeout={JOIN_SECONDS}"',
@@ -151,8 +171,6 @@ _NODE_OPTIONS = (
 whose launcher fails is seen by the others before a collective of theirs times out.
 """
 _NODE_ORDER = (
-    ': "${MACHINE_RANK:?rank of this node, from 0}" "${MAIN_IP:?address of node 0}"',
-    "export MACHINE_RANK",
     "# torchrun numbers nodes in the order of their addresses, and ranks meet on the first's: node",
     "# 0 goes by its own, and the others by names behind every address.",
     'if [ "$MACHINE_RANK" = 0 ]; then',
@@ -164,11 +182,63 @@ _NODE_ORDER = (
 )
 
 
-def _meeting(plan: Plan) -> str:
-    """A line that says where a node waits for the others: one that never comes has not said it."""
-    where = f"$MAIN_IP:${{MAIN_PORT:-{DEFAULT_PORT}}}"
+_ALONE = (
+    "# One launch at a time; a file system without locks lets everybody in.",
+    'exec 9>".launch-${MACHINE_RANK:-0}.lock"',
+    "refused=0",
+    "flock --nonblock --conflict-exit-code 75 9 2>/dev/null || refused=$?",
+    'if [ "$refused" = 75 ]; then',
+    "  echo \"error: another launch trains in $PWD; wait for its end, stop it ('workbench stop "
+    "$PWD'), or export the plan to another folder\" >&2",
+    "  exit 2",
+    "fi",
+)
+"""Lines that take a lock, which is the launcher's as long as it lives."""
+
+
+def _nodes(plan: ResolvedPlan) -> list[str]:
+    """Which node this is, and a line that says where it waits for the others: one that never comes
+    has not said it.
+    """
     node = f"node $MACHINE_RANK of {plan.cluster.nodes} (from 0)"
-    return f'echo "$(hostname), {node}: waits {JOIN_SECONDS} s for the others at {where}" >&2'
+    where = "$MAIN_IP:$MAIN_PORT"
+    return [
+        ': "${MACHINE_RANK:?rank of this node, from 0}" "${MAIN_IP:?address of node 0}"',
+        f'MAIN_PORT="${{MAIN_PORT:-{DEFAULT_PORT}}}"',
+        *_whole_number("MACHINE_RANK", 0, (plan.cluster.nodes or 1) - 1),
+        *_whole_number("MAIN_PORT", *PORTS),
+        "export MACHINE_RANK",
+        "# Launches of other plans that meet at the same address are kept apart.",
+        f'export PET_RDZV_ID="${{SLURM_JOB_ID:-{_identity(plan)}}}"',
+        *_NODE_ORDER,
+        f'echo "$(hostname), {node}: waits {JOIN_SECONDS} s for the others at {where}" >&2',
+    ]
+
+
+def _one_node() -> list[str]:
+    """Where the ranks of one node meet, where the user says it."""
+    lines = [f"  {line}" for line in _whole_number("MAIN_PORT", *PORTS)]
+    return ['if [ -n "${MAIN_PORT:-}" ]; then', *lines, "fi", f'export {PORT}="${{MAIN_PORT:-}}"']
+
+
+def _whole_number(name: str, least: int, most: int) -> list[str]:
+    """Lines that refuse a shell variable that is no whole number of a range, and take away leading
+    zeros, which bash reads as octal.
+    """
+    legal = f"error: {name} is '${name}'; legal: {least} to {most}"
+    outside = f"(( 10#${name} < {least} || 10#${name} > {most} ))"
+    return [
+        f'if ! [[ "${name}" =~ ^[0-9]{{1,9}}$ ]] || {outside}; then',
+        f'  echo "{legal}" >&2',
+        "  exit 2",
+        "fi",
+        f"{name}=$(( 10#${name} ))",
+    ]
+
+
+def _identity(plan: ResolvedPlan) -> str:
+    """A word that the nodes of one plan share, and hardly another plan has."""
+    return hashlib.sha256(plan.to_yaml().encode()).hexdigest()[:16]
 
 
 def _consent(plan: ResolvedPlan) -> list[str]:
@@ -182,9 +252,8 @@ def _exports(plan: ResolvedPlan) -> list[str]:
     """The environment of the ranks; what the user's shell has goes before ours, unless ranks would
     join another device or network by it.
     """
-    fixed = {"ACCELERATE_USE_CPU", *(ON_ONE_NODE if one_node(plan) else ())}
     lines = [
-        f"export {key}={value}" if key in fixed else f'export {key}="{_default(key, value)}"'
+        f"export {key}={value}" if key in fixed(plan) else f'export {key}="{_default(key, value)}"'
         for key, value in environment(plan).items()
         if key != "OMP_NUM_THREADS"
     ]

@@ -32,14 +32,6 @@ def rank_file(run_dir: Path, folder: str, rank: int, suffix: str) -> Path:
     return path
 
 
-def set_aside_former_records(run_dir: Path, rank: int) -> None:
-    """Rename this rank's files of an earlier launch: an exported plan may be launched twice."""
-    for folder, suffix in (("telemetry", "jsonl"), ("errors", "json")):
-        path = rank_file(run_dir, folder, rank, suffix)
-        if path.exists():
-            path.replace(path.with_name(f"before-{path.name}"))
-
-
 class TelemetryWriter:
     """Append-only records of one rank; queued records are lost if it is not closed."""
 
