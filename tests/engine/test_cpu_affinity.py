@@ -1,17 +1,20 @@
-"""A rank keeps to the cores of its own GPU's NUMA node, or keeps what it has and says why."""
+"""A rank keeps to those of its own cores that are near its GPU, or keeps what it has and says why;
+it has no more threads than cores.
+"""
 
 import os
-import sys
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from workbench.engine.process_group.cpu_affinity import bind_cores
+from workbench.engine.process_group import cpu_affinity
+from workbench.engine.process_group.cpu_affinity import bind_cores, limit_threads
 
-CORES = {"GPU-far": {0, 1}, "GPU-near": {2, 3}}
-"""Cores near each GPU of this node, in NVML's order."""
+NEAR = [{0, 1, 2, 3}, {0, 1, 2, 3}, {4, 5, 6, 7}, {4, 5, 6, 7}]
+"""Cores near each GPU of this node, in CUDA's order."""
 
 
 class NoNvml(Exception):
@@ -19,48 +22,65 @@ class NoNvml(Exception):
 
 
 @pytest.fixture
-def bound(monkeypatch: pytest.MonkeyPatch) -> list[set[int]]:
-    """Cores that this process is bound to, one after the other; torch sees the second GPU only."""
-
-    def cores(handle: str, words: int) -> list[int]:
-        return [sum(1 << core for core in CORES[handle])] + [0] * (words - 1)
-
-    gpus = list(CORES)
-    nvml = SimpleNamespace(
-        nvmlInit=lambda: None,
-        nvmlShutdown=lambda: None,
-        nvmlDeviceGetHandleByUUID=lambda uuid: uuid,
-        nvmlDeviceGetHandleByIndex=lambda index: gpus[index],
-        nvmlDeviceGetIndex=gpus.index,
-        nvmlDeviceGetCpuAffinity=cores,
-    )
-    monkeypatch.setitem(sys.modules, "pynvml", nvml)
-    near = SimpleNamespace(uuid="near", name="H100")
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: near)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr("accelerate.utils.is_pynvml_available", lambda: True)
-    found: list[set[int]] = []
-    monkeypatch.setattr(os, "sched_setaffinity", lambda pid, cores: found.append(set(cores)))
-    return found
+def eight_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(8)
+    yield
+    torch.set_num_threads(before)
 
 
-def test_the_gpu_is_found_by_its_uuid_where_others_are_hidden(bound: list[set[int]]) -> None:
-    bind_cores(torch.device("cuda", 0))
-    assert bound == [CORES["GPU-near"]]
+@pytest.fixture
+def own(monkeypatch: pytest.MonkeyPatch) -> set[int]:
+    """The cores of this process; torch and NVML know four GPUs."""
+    cores = set(range(8))
+
+    def bind(pid: int, chosen: set[int]) -> None:
+        cores.intersection_update(chosen)
+        assert cores == set(chosen), "the kernel refuses cores of others"
+
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(cores))
+    monkeypatch.setattr(os, "sched_setaffinity", bind)
+    named = lambda device: SimpleNamespace(uuid=str(device.index))  # noqa: E731
+    monkeypatch.setattr(torch.cuda, "get_device_properties", named)
+    monkeypatch.setattr(cpu_affinity, "nvml_cores", lambda uuid: NEAR[int(uuid)])
+    return cores
 
 
-@pytest.mark.parametrize("failing", ["nvmlDeviceGetCpuAffinity", "nvmlDeviceGetHandleByUUID"])
-def test_a_rank_whose_cores_nobody_knows_keeps_its_own_and_says_so(
-    failing: str,
-    bound: list[set[int]],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+@pytest.mark.usefixtures("eight_threads")
+@pytest.mark.parametrize(
+    ("gpu", "ranks", "given", "kept", "threads"),
+    [
+        (2, 4, range(8), {4, 5, 6, 7}, 2),  # two ranks on each side
+        (0, 1, range(8), {0, 1, 2, 3}, 4),  # alone
+        (1, 4, (0, 1, 6), {0, 1}, 1),  # a batch system's share
+        (0, 2, (5, 6), {5, 6}, 1),  # none of it is near
+    ],
+)
+def test_a_rank_keeps_to_its_own_cores_near_its_gpu(
+    gpu: int, ranks: int, given: Any, kept: set[int], threads: int, own: set[int]
 ) -> None:
-    def refuse(*_: Any) -> None:
+    own.intersection_update(given)
+    bind_cores(torch.device("cuda", gpu), ranks)
+    assert own == kept and torch.get_num_threads() == threads
+
+
+@pytest.mark.usefixtures("eight_threads")
+def test_a_rank_whose_cores_nobody_knows_keeps_its_own_and_says_so(
+    own: set[int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(_: str) -> set[int]:
         raise NoNvml("Not Supported")
 
-    monkeypatch.setattr(sys.modules["pynvml"], failing, refuse)
+    monkeypatch.setattr(cpu_affinity, "nvml_cores", refuse)
     bind_cores(torch.device("cuda", 0))
-    assert not bound
-    told = capsys.readouterr().err
-    assert told.startswith("local rank 0 keeps its") and "NoNvml: Not Supported" in told
+    assert own == set(range(8)) and torch.get_num_threads() == 8
+    said = capsys.readouterr().err
+    assert said.startswith("local rank 0 keeps its") and "NoNvml: Not Supported" in said
+
+
+@pytest.mark.usefixtures("eight_threads")
+def test_threads_are_only_ever_taken_away() -> None:
+    limit_threads(100)
+    assert torch.get_num_threads() == 8
+    limit_threads(0)
+    assert torch.get_num_threads() == 1

@@ -2,6 +2,7 @@
 away.
 """
 
+import fcntl
 import os
 import subprocess
 import sys
@@ -140,14 +141,41 @@ def test_a_shells_own_settings_go_before_the_scripts(tmp_path: Path) -> None:
     assert found["CUDA_DEVICE_MAX_CONNECTIONS"] == found["TORCH_NCCL_HIGH_PRIORITY"] == "1"
 
 
-@pytest.mark.parametrize("node", [0, 1])
-def test_ranks_are_numbered_in_the_order_of_nodes(tmp_path: Path, node: int) -> None:
+@pytest.mark.parametrize("node", ["0", "1", "00", "001"])
+def test_ranks_are_numbered_in_the_order_of_nodes(tmp_path: Path, node: str) -> None:
     """torchrun sorts nodes by their addresses, and ranks meet on the first."""
     plan = gpu_plan(gpus=16, preset="ddp")
-    own = {"MACHINE_RANK": str(node), "MAIN_IP": "gpu-9", "NCCL_SOCKET_IFNAME": "ib0"}
+    own = {"MACHINE_RANK": node, "MAIN_IP": "gpu-9", "NCCL_SOCKET_IFNAME": "ib0"}
     found = ranks_environment(tmp_path, plan, **own)
-    assert found["PET_LOCAL_ADDR"] == ("gpu-9" if node == 0 else "~node00001")
+    assert found["PET_LOCAL_ADDR"] == ("gpu-9" if int(node) == 0 else "~node00001")
     assert found["NCCL_SOCKET_IFNAME"] == "ib0" and "GLOO_SOCKET_IFNAME" not in found
+
+
+@pytest.mark.parametrize("node", ["2", "-1", "first", "1.5"])
+def test_a_node_that_the_plan_does_not_have_is_refused_at_once(tmp_path: Path, node: str) -> None:
+    """It would wait ten minutes for others that do not expect it."""
+    own = {"MACHINE_RANK": node, "MAIN_IP": "gpu-9"}
+    with pytest.raises(subprocess.CalledProcessError) as refused:
+        ranks_environment(tmp_path, gpu_plan(gpus=16, preset="ddp"), **own)
+    assert refused.value.returncode == 2
+    assert refused.value.stderr == f"error: MACHINE_RANK is '{node}'; legal: 0 to 1\n"
+
+
+@pytest.mark.parametrize("port", ["abc", "70000", "80"])
+def test_a_port_that_cannot_be_is_refused_at_once(tmp_path: Path, port: str) -> None:
+    with pytest.raises(subprocess.CalledProcessError) as refused:
+        ranks_environment(tmp_path, gpu_plan(gpus=8, preset="ddp"), MAIN_PORT=port)
+    assert refused.value.stderr == f"error: MAIN_PORT is '{port}'; legal: 1024 to 65535\n"
+
+
+def test_a_second_launch_in_a_folder_is_refused(tmp_path: Path) -> None:
+    with (tmp_path / ".launch-0.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(subprocess.CalledProcessError) as refused:
+            ranks_environment(tmp_path, gpu_plan(gpus=8, preset="ddp"))
+    assert refused.value.returncode == 2
+    assert refused.value.stderr.startswith(f"error: another launch trains in {tmp_path}; ")
+    assert ranks_environment(tmp_path, gpu_plan(gpus=8, preset="ddp"))
 
 
 @pytest.mark.slow

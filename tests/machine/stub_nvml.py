@@ -88,10 +88,10 @@ def _asks(machine: Sequence[StubGpu]) -> list[Any]:
                     return one
         raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_FOUND)
 
-    def nvmlDeviceGetIndex(gpu: StubGpu) -> int:
+    def nvmlDeviceGetCpuAffinity(gpu: StubGpu, words: int) -> list[int]:
         if gpu not in machine:
             raise pynvml.NVMLError(pynvml.NVML_ERROR_INVALID_ARGUMENT)
-        return machine.index(gpu)
+        return [3 << 4 * machine.index(gpu)] + [0] * (words - 1)
 
     def nvmlDeviceGetDeviceHandleFromMigDeviceHandle(part: StubGpu) -> StubGpu:
         return next(gpu for gpu in machine if part in (gpu.slices or []))

@@ -5,7 +5,7 @@ import pytest
 
 from tests.machine import stub_nvml
 from tests.machine.stub_nvml import A100, GIB, StubGpu
-from workbench.machine.nvml_index import nvml_index, nvml_memory_used
+from workbench.machine.nvml_index import nvml_cores, nvml_memory_used
 
 
 @pytest.fixture(autouse=True)
@@ -16,8 +16,8 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> None:
     stub_nvml.install(monkeypatch, [StubGpu(uuid="GPU-a"), split, StubGpu(uuid="GPU-c")])
 
 
-def test_a_mig_slice_has_the_index_of_its_gpu() -> None:
-    assert [nvml_index(uuid) for uuid in ("a", "c", "s")] == [0, 2, 1]
+def test_a_mig_slice_has_the_cores_of_its_gpu() -> None:
+    assert [nvml_cores(uuid) for uuid in ("a", "c", "s")] == [{0, 1}, {8, 9}, {4, 5}]
 
 
 def test_memory_in_use_is_the_slices_own() -> None:
@@ -27,4 +27,4 @@ def test_memory_in_use_is_the_slices_own() -> None:
 
 def test_an_unknown_uuid_is_told() -> None:
     with pytest.raises(pynvml.NVMLError, match="Not Found"):
-        nvml_index("x")
+        nvml_cores("x")

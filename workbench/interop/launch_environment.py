@@ -2,7 +2,8 @@
 away.
 
 A launch in a shell or a batch job (`export.py`) and a run (`runs.launch.accelerate_command`) take
-it from here. None of it steers a number; all of it is in a run's `command.json`.
+it from here. None of it changes what is computed but by rounding; what we set, and what of the
+user's own is taken over, is in a run's `command.json`.
 """
 
 from __future__ import annotations
@@ -55,6 +56,10 @@ DETERMINISTIC_WORKSPACE = ":4096:8"
 """Eight buffers of 4 MiB a handle and stream, with which cuBLAS repeats its results (its
 documentation, "Results reproducibility").
 """
+DETERMINISTIC_ALGORITHM = "Ring"
+"""NCCL's algorithm whose sums are in one order, where switches (NVLS) may add in any; Megatron-LM's
+deterministic mode takes Tree, Ring and CollNet.
+"""
 RECORDED_CALLS = "2000"
 """Collectives that torch's flight recorder remembers, its own default; before torch 2.13 it is off
 by default.
@@ -92,8 +97,9 @@ def environment(plan: ResolvedPlan, cores: int | None = None) -> dict[str, str]:
     threads = {"OMP_NUM_THREADS": str(max(1, (cores or os.cpu_count() or 1) // ranks))}
     quiet = {"PYTHONUNBUFFERED": "1", "PYTHONSAFEPATH": "1", "KINETO_LOG_LEVEL": "6"}
     quiet |= ON_ONE_NODE if one_node(plan) else {}
+    threads["OMP_WAIT_POLICY"] = "passive"  # threads that wait would spin on cores of other ranks
     if plan.gpu.device == "cpu":
-        return {"ACCELERATE_USE_CPU": "true", **threads, "OMP_WAIT_POLICY": "passive", **quiet}
+        return {"ACCELERATE_USE_CPU": "true", **threads, **quiet}
     return {**threads, **quiet, **(_nccl(plan) if plan.gpu.device == "cuda" else {})}
 
 
@@ -110,6 +116,7 @@ def _nccl(plan: ResolvedPlan) -> dict[str, str]:
     }
     if plan.training.deterministic:
         found["CUBLAS_WORKSPACE_CONFIG"] = DETERMINISTIC_WORKSPACE
+        found["NCCL_ALGO"] = DETERMINISTIC_ALGORITHM
     return found | ({"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if single_queue(plan) else {})
 
 
@@ -146,13 +153,21 @@ def allocator_environment(torch_version: str, environ: Mapping[str, str]) -> dic
     return own or {ALLOCATOR[0]: allocator_settings(torch_version)}
 
 
-def users_own(plan: Plan, environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables of `environ` that go before ours; on one node not the network interface."""
+def fixed(plan: Plan) -> set[str]:
+    """Our variables that go before the user's: ranks would join another device or network."""
+    return {"ACCELERATE_USE_CPU", *(ON_ONE_NODE if one_node(plan) else ())}
+
+
+def users_own(plan: ResolvedPlan, environ: Mapping[str, str]) -> dict[str, str]:
+    """The variables of `environ` that go before ours, or that ranks need to reach each other."""
+    on_gpus, ours = plan.gpu.device == "cuda", environment(plan)
     return {
         name: value
         for name, value in sorted(environ.items())
-        if name in USERS_OWN or name.startswith(USERS_OWN_PREFIXES)
-        if not (one_node(plan) and name in ON_ONE_NODE)
+        if (name in ours and value)
+        or (on_gpus and (name in USERS_OWN or name.startswith(USERS_OWN_PREFIXES)))
+        or name == "GLOO_SOCKET_IFNAME"
+        if name not in fixed(plan)
     }
 
 

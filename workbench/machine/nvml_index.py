@@ -4,12 +4,16 @@ hides or reorders GPUs.
 
 from __future__ import annotations
 
+import os
 from types import ModuleType
 from typing import Any, NamedTuple
 
+WORD_BITS = 64
+"""Cores in each number of NVML's masks."""
 
-def nvml_index(uuid: str) -> int:
-    """NVML's index of the GPU, or of that of the MIG slice, with this UUID, as torch gives it
+
+def nvml_cores(uuid: str) -> set[int]:
+    """CPU cores near the GPU, or near that of the MIG slice, with this UUID, as torch gives it
     (without the leading `GPU-` or `MIG-`).
 
     Raises an error of NVML's family where it knows no such GPU.
@@ -21,7 +25,10 @@ def nvml_index(uuid: str) -> int:
         handle, is_slice = _handle(pynvml, uuid)
         if is_slice:
             handle = pynvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(handle)
-        return int(pynvml.nvmlDeviceGetIndex(handle))
+        words = -(-(os.cpu_count() or 1) // WORD_BITS)
+        masks = pynvml.nvmlDeviceGetCpuAffinity(handle, words)
+        bits = range(len(masks) * WORD_BITS)
+        return {bit for bit in bits if masks[bit // WORD_BITS] >> bit % WORD_BITS & 1}
     finally:
         pynvml.nvmlShutdown()
 

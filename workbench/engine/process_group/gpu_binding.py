@@ -99,7 +99,7 @@ def bind_gpu(plan: ResolvedPlan) -> torch.device:
         raise refuse("cluster.gpus", f"{message}; legal: at most {count} ranks on this node")
     torch.cuda.set_device(index)
     device = torch.device("cuda", index)
-    bind_cores(device)
+    bind_cores(device, min(count, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
     return device
 
 

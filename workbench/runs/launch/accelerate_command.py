@@ -81,6 +81,6 @@ def launch_environment(plan: ResolvedPlan) -> dict[str, str]:
         for name, value in environment(plan, cores=attached().cores).items()
         if FORMER_NAMES.get(name, "") not in os.environ
     }
-    if plan.gpu.device != "cuda":
-        return found
-    return found | allocator_environment(version("torch"), os.environ) | users_own(plan, os.environ)
+    if plan.gpu.device == "cuda":
+        found |= allocator_environment(version("torch"), os.environ)
+    return found | users_own(plan, os.environ)
