@@ -310,6 +310,15 @@ def test_rehearse_answers_with_the_keys_of_a_profile(ask: Ask) -> None:
     assert found["memory"]["by_category"]["parameters"] > 0
 
 
+def test_the_order_of_calls_is_checked_of_all_ranks(ask: Ask) -> None:
+    code, out, err = ask("rehearse", *TINY, "--strategy", "ddp", "--check", "--json")
+    assert code == 0, err
+    found = json.loads(out)
+    assert found["problems"] == [] and found["traced"] == found["world_size"] == 4
+    code, out, _ = ask("rehearse", *TINY, "--strategy", "ddp", "--check", "--ranks", "1", "--json")
+    assert code == 2 and json.loads(out)["error"].startswith("--ranks: ")
+
+
 def test_verify_passes_and_says_how_far(ask: Ask) -> None:
     code, out, err = ask(
         "verify",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import multiprocessing
@@ -15,6 +14,7 @@ import torch
 from rich.progress import track
 
 import workbench
+from tests.source_digest import source_sha256
 
 GROUP = ("algorithm", "schedule", "zero")
 """Dimensions whose joint values make a group of the summary."""
@@ -24,14 +24,10 @@ RESULTS = ("passed", "worst", "relative", "error", "seconds")
 
 def versions() -> dict[str, str]:
     """What the differences depend on: torch, and a digest of the package's source."""
-    package = Path(workbench.__file__).parent
-    digest = hashlib.sha256()
-    for path in sorted(package.rglob("*.py")):
-        digest.update(f"{path.relative_to(package)}\0".encode() + path.read_bytes())
     return {
         "torch": torch.__version__,
         "workbench": workbench.__version__,
-        "source_sha256": digest.hexdigest()[:16],
+        "source_sha256": source_sha256(Path(workbench.__file__).parent),
     }
 
 

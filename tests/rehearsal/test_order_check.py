@@ -3,6 +3,7 @@
 import random
 from collections import defaultdict
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,13 +14,15 @@ from tests.parallel.small import GPT, LLAMA
 from tests.parallel.sweep import all_choices, check_choice
 from workbench.engine import session
 from workbench.parallel import mesh
+from workbench.parallel.expert import expert_collectives
 from workbench.parallel.pipeline import stage_transfers
+from workbench.plan import custom_schedule
 from workbench.plan.schema import Plan
 from workbench.rehearsal import order_check
-from workbench.rehearsal.call_trace import Call
+from workbench.rehearsal.call_trace import STORE, Call
 from workbench.rehearsal.order_check import check_order
 from workbench.rehearsal.strict_replay import replay
-from workbench.schedules import lowering
+from workbench.schedules import generate, lowering, write_csv
 
 SCHEDULES = {
     "gpipe": 1,
@@ -55,6 +58,12 @@ def p2p(kind: str, peer: int, batch: int, numel: int = 1) -> Call:
 
 
 CONNECT = Call("all_reduce", "pipeline", (0, 1), "float32", 1)
+BROADCAST = collective(0, 1, kind="broadcast")._replace(peer=0)
+MAKING = Call("making", STORE, (0, 1), "groups [[0, 1]]", 0)
+
+
+def rows(sent: tuple[int, ...], received: tuple[int, ...]) -> Call:
+    return collective(0, 1, kind="all_to_all")._replace(sent=sent, received=received)
 
 
 @pytest.mark.parametrize(
@@ -93,6 +102,12 @@ CONNECT = Call("all_reduce", "pipeline", (0, 1), "float32", 1)
             "waits for ever",
         ),
         ({0: [collective(0, 1)._replace(on_host=True)], 1: [collective(0, 1)]}, "host memory"),
+        ({0: [BROADCAST], 1: [BROADCAST._replace(peer=1)]}, "with root rank 1"),
+        ({0: [rows((1, 2), (1, 3))], 1: [rows((3, 1), (2, 1))]}, None),
+        ({0: [rows((1, 2), (1, 3))], 1: [rows((3, 1), (3, 1))]}, "0 sends 2 rows to rank 1"),
+        ({0: [MAKING], 1: []}, "never use it"),
+        ({0: [MAKING], 1: [MAKING._replace(dtype="groups [[1, 0]]")]}, "disagree"),
+        ({0: [MAKING, CONNECT], 1: [CONNECT, MAKING]}, "waits for ever"),
     ],
 )
 def test_the_replay_hangs_where_nccl_may(
@@ -116,6 +131,7 @@ def test_every_schedule_beside_tensor_ranks_cannot_hang(schedule: str) -> None:
     assert check_order(planned(4, {"pipeline": pipeline, "tensor": {"size": 2}})).problems == ()
 
 
+MOE = LLAMA | {"moe": {"experts": 4, "top_k": 2, "ffn": 32}}
 GRID = {"tensor": {"size": [2, 2], "algorithm": "2d"}}
 
 
@@ -128,7 +144,8 @@ GRID = {"tensor": {"size": [2, 2], "algorithm": "2d"}}
         (4, {"context": {"size": 4, "algorithm": "usp", "ulysses_size": 2}}, LLAMA),
         (4, GRID, GPT | {"tied": True}),
         (2, {"data": {"zero": 3, "offload": "parameters"}}, LLAMA),
-        (4, {"expert": {"size": 2}}, LLAMA | {"moe": {"experts": 4, "top_k": 2, "ffn": 32}}),
+        (4, {"expert": {"size": 2}}, MOE),
+        (2, {"expert": {"size": 2}}, LLAMA | {"moe": {"experts": 6, "top_k": 1, "ffn": 32}}),
     ],
     ids=str,
 )
@@ -192,6 +209,61 @@ def test_receives_out_of_the_order_of_sends_are_found(monkeypatch: pytest.Monkey
     monkeypatch.setattr(session, "_sends_end", lambda *_: defaultdict(lambda: 10**9))
     strategy = {"pipeline": {"size": 2, "schedule": "1f1b"}}
     assert any("waits for ever" in text for text in check_order(planned(2, strategy)).problems)
+
+
+@pytest.mark.slow
+def test_another_root_on_every_rank_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    reduce: Any = dist.reduce
+
+    def to_itself(x: Tensor, *args: Any, group: Any, group_dst: int, **kwargs: Any) -> Any:
+        return reduce(x, *args, group=group, group_dst=dist.get_rank(group), **kwargs)
+
+    monkeypatch.setattr(dist, "reduce", to_itself)
+    problems = check_order(planned(4, GRID)).problems
+    assert any("disagree" in text and "with root" in text for text in problems)
+
+
+@pytest.mark.slow
+def test_rows_that_another_rank_does_not_expect_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    all_to_all = expert_collectives._all_to_all
+
+    def one_less(x: Tensor, sent: list[int], received: list[int], axis: Any) -> Tensor:
+        if axis.index == 0:
+            sent = [sent[0] + 1, sent[1] - 1, *sent[2:]]
+        return all_to_all(x, sent, received, axis)
+
+    monkeypatch.setattr(expert_collectives, "_all_to_all", one_less)
+    problems = check_order(planned(2, {"expert": {"size": 2}}, MOE)).problems
+    assert any("rows to rank" in text for text in problems)
+
+
+@pytest.mark.slow
+def test_a_pair_whose_group_the_others_do_not_make_is_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pairs = custom_schedule.transfer_pairs
+    own = {"rank": 0}
+
+    def of_own(plan: Any) -> list[tuple[int, int]]:
+        return [pair for pair in pairs(plan) if own["rank"] in pair]
+
+    def trace(plan: Any, rank: int) -> list[Call]:
+        own["rank"] = rank
+        return order_check_trace(plan, rank)
+
+    order_check_trace = order_check.trace
+    monkeypatch.setattr(mesh, "transfer_pairs", of_own)
+    monkeypatch.setattr(order_check, "trace", trace)
+    pipeline = {"size": 4, "schedule": "dualpipe-v", "chunks": 2}
+    assert check_order(planned(4, {"pipeline": pipeline}, LLAMA | {"layers": 8})).problems
+
+
+def test_a_table_of_many_microbatches_is_checked_whole(tmp_path: Path) -> None:
+    write_csv(generate("1f1b", 2, 8), tmp_path / "s.csv")
+    pipeline = {"size": 2, "schedule": str(tmp_path / "s.csv")}
+    plan = planned(2, {"pipeline": pipeline}).replace(**{"training.global_batch": 8})
+    found = check_order(plan)
+    assert found.problems == () and found.microbatches == 8
 
 
 @pytest.mark.slow

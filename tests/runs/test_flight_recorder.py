@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import time
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -181,8 +182,13 @@ def recorded(folder: Path, rank: int) -> None:
     dist.all_reduce(torch.ones(4), group=group)
     if rank == 0:
         work = dist.all_reduce(torch.ones(4), group=group, async_op=True)
+        path = folder / f"{PREFIX}0"
         written = getattr(torch._C._distributed_c10d, "_dump_fr_trace")  # noqa: B009
-        (folder / f"{PREFIX}0").write_bytes(written())
+        for _ in range(100):  # gloo's thread says that the first is over, a moment after the wait
+            path.write_bytes(written())
+            if (found := read_dump(path, 0)) is not None and found.calls[-2].done:
+                break
+            time.sleep(0.02)
         assert work is not None
         with pytest.raises(RuntimeError):
             work.wait()

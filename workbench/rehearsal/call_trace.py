@@ -13,6 +13,11 @@ from workbench.engine.measure.recorded_collective import KINDS, process_group_of
 from workbench.models.torch_dispatch import TorchDispatchMode
 
 P2P = ("send", "recv")
+ROOTED = ("broadcast", "reduce", "gather", "scatter")
+NAMESPACES = ("c10d", "_c10d_functional", "_dtensor")
+"""Of operators that communicate; DTensor's is its all-to-all along a dim."""
+STORE = "store"
+"""Group of the calls that make groups, which all ranks of the world must make in one order."""
 
 
 class Call(NamedTuple):
@@ -24,9 +29,12 @@ class Call(NamedTuple):
         ranks: Global ranks of the group.
         dtype: Of the tensors.
         numel: Entries of all input tensors.
-        peer: Global rank of the other end of a send or receive; -1 for collectives.
+        peer: Global rank of the other end of a send or receive, or of a collective's root; -1 for
+            others.
         batch: Sends and receives of one `batch_isend_irecv` share a number; -1 for collectives.
         on_host: Whether a tensor is in host memory though the plan's are on a GPU.
+        sent: Rows of an all-to-all for each rank of the group; empty where they are equal.
+        received: Rows from each.
     """
 
     kind: str
@@ -37,11 +45,16 @@ class Call(NamedTuple):
     peer: int = -1
     batch: int = -1
     on_host: bool = False
+    sent: tuple[int, ...] = ()
+    received: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         what = f"{self.kind} of {self.numel} x {self.dtype}"
         if self.peer >= 0:
-            what += f" {'to' if self.kind == 'send' else 'from'} rank {self.peer}"
+            how = {"send": "to", "recv": "from"}.get(self.kind, "with root")
+            what += f" {how} rank {self.peer}"
+        if self.group == STORE:
+            return f"{self.kind} of {self.dtype}"
         return f"{what} on group {self.group} {self.ranks}"
 
 
@@ -67,7 +80,7 @@ class CallRecorder(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         name = func.overloadpacket.__name__
-        if func.namespace in ("c10d", "_c10d_functional") and name != "wait_tensor":
+        if func.namespace in NAMESPACES and name != "wait_tensor":
             self._record(KINDS.get(name, name), args)
         return func(*args, **(kwargs or {}))
 
@@ -80,6 +93,10 @@ class CallRecorder(TorchDispatchMode):
             peer = ranks[next(value for value in args if isinstance(value, int))]
             self._batch += not self._in_batch
             batch = self._batch
+        if kind in ROOTED:
+            peer = ranks[next(value for value in args if isinstance(value, int))]
+        splits = [value for value in args if _is_splits(value)] if kind == "all_to_all" else []
+        received, sent = (tuple(each) for each in (splits or ((), ())))
         first = found[0].dtype if found else None
         self.calls.append(
             Call(
@@ -90,20 +107,34 @@ class CallRecorder(TorchDispatchMode):
                 sum(x.numel() for x in found),
                 peer,
                 batch,
-                self.device is not None and any(x.device != self.device for x in found),
+                kind != "barrier"  # whose tensor NCCL makes itself
+                and self.device is not None
+                and any(x.device != self.device for x in found),
+                sent,
+                received,
             )
         )
 
     @contextmanager
     def recording(self) -> Iterator[None]:
         """A context in which calls are recorded, and those of one P2P batch are kept together."""
-        original = dist.batch_isend_irecv
-        dist.batch_isend_irecv = self._batched(original)
+        originals = dist.batch_isend_irecv, dist.new_subgroups_by_enumeration, dist.new_group
+        dist.batch_isend_irecv = self._batched(originals[0])
+        dist.new_subgroups_by_enumeration = self._making(originals[1])
+        dist.new_group = self._making(originals[2])
         try:
             with self:
                 yield
         finally:
-            dist.batch_isend_irecv = original
+            dist.batch_isend_irecv, dist.new_subgroups_by_enumeration, dist.new_group = originals
+
+    def _making(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def make(ranks: Any = None, *args: Any, **kwargs: Any) -> Any:
+            world = tuple(range(dist.get_world_size()))
+            self.calls.append(Call("making", STORE, world, f"groups {ranks}", 0))
+            return original(ranks, *args, **kwargs)
+
+        return make
 
     def _batched(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def batch_isend_irecv(ops: list[dist.P2POp]) -> list[dist.Work]:
@@ -115,3 +146,8 @@ class CallRecorder(TorchDispatchMode):
                 self._in_batch = False
 
         return batch_isend_irecv
+
+
+def _is_splits(value: Any) -> bool:
+    """Whether an argument is how an all-to-all's rows are split."""
+    return isinstance(value, list | tuple) and all(isinstance(each, int) for each in value)

@@ -1,9 +1,11 @@
-"""Replay of all ranks' calls on the strictest transport, which hangs wherever NCCL may.
+"""Replay of all ranks' calls on the strictest transport.
 
-Calls run in program order, and each blocks its rank. A collective runs when every rank of its group
-is at it. A P2P batch is one NCCL group call, whose operations need not progress one by one
-(NVIDIA/nccl issue 1279): it runs when every batch that it is joined to, directly or by others, is
-at its rank's head.
+Calls run in program order, and each blocks its rank, so that an order in which NCCL's calls may
+wait for each other is found. (What is not: kernels of several communicators that take each other's
+place on a GPU.) A collective runs when every rank of its group is at it; groups are made by all
+ranks of the world, in one order. A P2P batch is one NCCL group call, whose operations need not
+progress one by one (NVIDIA/nccl issue 1279): it runs when every batch that it is joined to,
+directly or by others, is at its rank's head.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ def replay(traces: Mapping[int, Sequence[Call]]) -> list[str]:
     """
     found = [*_host_tensors(traces), *_first_uses(traces)]
     found += _Replay(traces).run()
-    return found[:MOST_PROBLEMS]
+    more = len(found) - MOST_PROBLEMS
+    return [*found[:MOST_PROBLEMS], *([f"and {more} more"] if more > 0 else [])]
 
 
 def _host_tensors(traces: Mapping[int, Sequence[Call]]) -> list[str]:
@@ -89,7 +92,21 @@ class _Replay:
                 return set()
             if not _agree(call, head[0]):
                 return f"members of a group disagree: {call}, rank {other} calls {head[0]}"
-        return set(call.ranks)
+        return self._uneven(call.ranks) or set(call.ranks)
+
+    def _uneven(self, ranks: tuple[int, ...]) -> str:
+        """Two ranks of an all-to-all that disagree about what one sends to the other; empty where
+        none do.
+        """
+        heads = [head[0] for rank in ranks if (head := self._head(rank)) is not None]
+        for i, one in enumerate(heads):
+            for j, other in enumerate(heads):
+                if one.sent and other.received and one.sent[j] != other.received[i]:
+                    return (
+                        f"rank {ranks[i]} sends {one.sent[j]} rows to rank {ranks[j]}, which "
+                        f"expects {other.received[i]}, in {one}"
+                    )
+        return ""
 
     def _batch(self, rank: int) -> set[int] | str:
         """Ranks whose batches are joined to `rank`'s, if all are at them."""
@@ -127,7 +144,7 @@ class _Replay:
 
 def _agree(one: Call, other: Call) -> bool:
     """Whether two members call the same; only all-to-alls may differ in how much a rank has."""
-    same = (one.kind, one.dtype) == (other.kind, other.dtype)
+    same = (one.kind, one.dtype, one.peer) == (other.kind, other.dtype, other.peer)
     return same and (one.kind == "all_to_all" or one.numel == other.numel)
 
 

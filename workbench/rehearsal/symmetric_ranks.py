@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from workbench.parallel.mesh import mesh_ranks
 from workbench.plan.resolved_plan import ResolvedPlan
-from workbench.rehearsal.call_trace import Call
+from workbench.rehearsal.call_trace import P2P, STORE, Call
 
 Axes = Mapping[str, tuple[int, ...]]
 """Axis of a rank's mesh -> global ranks along it."""
@@ -37,10 +37,10 @@ def translated(calls: Sequence[Call], of: Axes, to: Axes, example: int, rank: in
         example: Rank of `calls`.
         rank: Rank to translate to.
     """
-    known: dict[tuple[str, tuple[int, ...], int], tuple[tuple[int, ...], int]] = {}
+    known: dict[tuple[str, tuple[int, ...], int, bool], tuple[tuple[int, ...], int]] = {}
     out = []
     for call in calls:
-        key = call.group, call.ranks, call.peer
+        key = call.group, call.ranks, call.peer, call.kind in P2P
         if key not in known:
             known[key] = _place(call, of, to, example, rank)
         ranks, peer = known[key]
@@ -50,7 +50,7 @@ def translated(calls: Sequence[Call], of: Axes, to: Axes, example: int, rank: in
 
 def _place(call: Call, of: Axes, to: Axes, example: int, rank: int) -> tuple[tuple[int, ...], int]:
     """(ranks of the group, the peer) as `rank` sees them."""
-    if call.group == "world":
+    if call.group in ("world", STORE):
         return call.ranks, call.peer
     axis = call.group.split(" ")[0] if call.group not in of else call.group
     theirs, own = of[axis], to[axis]
@@ -58,6 +58,6 @@ def _place(call: Call, of: Axes, to: Axes, example: int, rank: int) -> tuple[tup
     if call.peer < 0:
         return ranks, call.peer
     index = theirs.index(call.peer)
-    if axis.startswith(RING):
+    if axis.startswith(RING) and call.kind in P2P:
         index = (index - theirs.index(example) + own.index(rank)) % len(own)
     return ranks, own[index]

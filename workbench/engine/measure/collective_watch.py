@@ -66,7 +66,7 @@ class TimedCall:
     @property
     def seconds(self) -> float | None:
         """Its own duration: NCCL's where that is measured; on gloo from its start to its
-        completion, or where that is not told (send, recv), to the end of the wait for it.
+        completion, or where that is not known (send, recv), to the end of the wait for it.
         """
         if self.measured is not None:
             return self.measured

@@ -42,6 +42,7 @@ KINDS = {
     "alltoall_": "all_to_all",
     "alltoall_base_": "all_to_all",
     "all_to_all_single": "all_to_all",
+    "shard_dim_alltoall": "all_to_all",
     "all_gather_single": "all_gather",
     "reduce_scatter_single": "reduce_scatter",
     "send": "send",
