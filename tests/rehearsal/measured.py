@@ -37,7 +37,7 @@ def _measure_rank(plan: ResolvedPlan, rank: int) -> tuple[Rows, Rows, Rows]:
     batch = [torch.randint(plan.shape.vocab, shape) for _ in range(2)]
     samplers = [StepSampler(session, gauge) for _ in range(STEPS)]
     for step, sampler in enumerate(samplers):
-        with sampler.step():
+        with sampler.step(batch):
             session.step(step, batch[0], batch[1], sampler)
     totals = allocated_rows(gauge.stop(), mesh["pipeline"].index)
     return (

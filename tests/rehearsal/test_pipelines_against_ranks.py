@@ -55,6 +55,17 @@ def test_peak_and_categories_are_those_of_real_ranks(name: str) -> None:
             assert fake == pytest.approx(real, rel=0.02), (rank, category)
 
 
+def test_every_stage_holds_tokens_and_targets() -> None:
+    """The first reads no targets and the last no tokens, but each rank has the whole batch."""
+    plan = scheduled("1f1b").resolve()
+    t = plan.training
+    batch = 2 * 8 * plan.num_microbatches * t.micro_batch * t.sequence_length
+    for rank in range(plan.world_size):
+        rows = of_rank(rehearse(plan), "memory", rank)
+        overhead = {row["bytes"] for row in rows if row["category"] == "overhead"}
+        assert overhead == {batch}, rank
+
+
 @EACH
 def test_traffic_is_that_of_real_ranks_call_by_call(name: str) -> None:
     profile, ranks = both(name)

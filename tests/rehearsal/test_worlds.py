@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from workbench.errors import PlanError
+from workbench.machine import gpu_catalog
 from workbench.plan.catalog import catalog
 from workbench.plan.custom_schedule import executed, pair_groups
 from workbench.plan.model.parameter_count import parameters
@@ -23,6 +24,7 @@ from workbench.plan.rules.supported import runnable
 from workbench.plan.schema import Plan
 from workbench.planner import estimate
 from workbench.profile import Profile
+from workbench.rehearsal.order_check import check_order
 from workbench.rehearsal.rehearse import rehearse
 
 RUNNABLE = [name for name in catalog.strategies() if runnable(name) and name != "single"]
@@ -95,6 +97,18 @@ def last_stage(plan: ResolvedPlan) -> int:
     matrices = (whole.attention + whole.mlp) // shape.layers // size
     layers = sum(partition[stage] for stage in own)
     return layers * (matrices + 2 * shape.hidden) + shape.hidden * head + tables
+
+
+def one_gpu_each() -> list[str]:
+    """A GPU of the catalog for every kind of device."""
+    return list({entry.gpu.device: name for name, entry in gpu_catalog.gpus().items()}.values())
+
+
+@pytest.mark.parametrize("gpu", one_gpu_each())
+def test_a_gpu_of_every_kind_is_rehearsed(gpu: str) -> None:
+    plan = Plan.of("tiny", gpu=gpu, gpus=2, strategy="ddp")
+    assert rehearse(plan, [1]).peak_bytes_by_rank[1] > 0
+    assert check_order(plan).problems == ()
 
 
 @pytest.mark.slow

@@ -163,7 +163,7 @@ def _steps(
         batch = [torch.zeros(shape, dtype=torch.long, device=device) for _ in range(2)]
         for step in range(STEPS):
             found.append(StepSampler(session, None))
-            with found[-1].step():
+            with found[-1].step(batch):
                 session.step(step, batch[0], batch[1], found[-1])
     return found, building
 

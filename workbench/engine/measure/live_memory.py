@@ -126,7 +126,7 @@ class LiveBytes(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         out = func(*args, **(kwargs or {}))
-        if func.namespace in ("c10d", "_c10d_functional"):
+        if func.namespace in ("c10d", "_c10d_functional", "_dtensor"):
             self._collective(func, args, out)
         # inductor's ops resize a storage in place where parameters are freed or all-gathered.
         for tensor in tensors_in(args if func.namespace == "inductor" else out):
@@ -278,5 +278,5 @@ class LiveBytes(TorchDispatchMode):
                 self._composed = part_of
                 self.calls[recorded_composite(part_of, self._kind)] += 1
             return
-        sides = (*args, out if func.namespace == "_c10d_functional" else None)
+        sides = (*args, None if func.namespace == "c10d" else out)
         self.calls[recorded_call(name, process_group_of(args), sides, self._kind)] += 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -80,14 +80,17 @@ class StepSampler(ActionTracker):
         self._peak = 0
 
     @contextmanager
-    def step(self) -> Iterator[None]:
-        """A context around one step."""
+    def step(self, batch: Iterable[Tensor] = ()) -> Iterator[None]:
+        """A context around one step; `batch` are its tokens and targets, which a pipeline stage
+        holds whether or not it reads them.
+        """
         with ExitStack() as stack:
             stack.enter_context(self.live)
             for category, tensors in persistent_tensors(self.session).items():
                 self.live.register(tensors, category)
             for tensors in host_tensors(self.session).values():
                 self.live.register(tensors, UNCOUNTED)
+            self.live.register(batch, "overhead")
             if (head := self.session.part.head) is not None:
                 stack.callback(_logits_scope(head, self.live))
             self.live.restart()
