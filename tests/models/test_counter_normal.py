@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from workbench.models.counter_hash import column_counters, random_bits, row_keys
-from workbench.models.counter_normal import CHUNK_NUMEL, NormalDrawer
+from workbench.models.counter_normal import CPU_CHUNK_NUMEL, GPU_CHUNK_NUMEL, NormalDrawer
 from workbench.models.weight_init import seed_of
 
 CPU = torch.device("cpu")
@@ -30,7 +30,7 @@ def draw(
     *,
     key: int = KEY,
     deviation: float = 1.0,
-    chunk_numel: int = CHUNK_NUMEL["cpu"],
+    chunk_numel: int = CPU_CHUNK_NUMEL,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
     slices = slices or [(0, length) for length in shape]
@@ -171,7 +171,7 @@ def test_numbers_are_within_six_ulp_of_fp64(deviation: float) -> None:
 def test_a_gpu_draws_the_bits_of_a_cpu() -> None:
     gpu = torch.device("cuda")
     into = torch.empty(1000, 1001, device=gpu)
-    NormalDrawer(gpu, CHUNK_NUMEL["cuda"]).fill(into, [(0, 1000), (0, 1001)], (1000, 1001), KEY, 1)
+    NormalDrawer(gpu, GPU_CHUNK_NUMEL).fill(into, [(0, 1000), (0, 1001)], (1000, 1001), KEY, 1)
     assert torch.equal(into.cpu(), draw((1000, 1001)))
 
 

@@ -8,7 +8,12 @@ import torch
 from torch import Tensor
 
 from workbench.models import grouped_gemm
-from workbench.models.grouped_gemm import GroupedLinear, RowGroups, has_grouped_kernel
+from workbench.models.grouped_gemm import (
+    GroupedLinear,
+    RowGroups,
+    has_grouped_kernel,
+    torch_has_kernel,
+)
 from workbench.models.moe import MoE
 from workbench.plan.schema import Plan
 from workbench.planned_device import REHEARSED_GPU
@@ -67,6 +72,23 @@ def test_where_the_kernel_runs(
         assert has_grouped_kernel(x, weight) is expected
 
 
+@pytest.mark.parametrize(
+    ("major", "version", "expected"),
+    [
+        (8, "2.13.0", False),
+        (9, "2.11.0+cu130", True),
+        (10, "2.12.1", False),
+        (10, "2.13.0", True),
+        (12, "2.13.0", False),
+    ],
+)
+def test_gpus_without_the_kernel_get_a_gemm_a_group(
+    major: int, version: str, expected: bool
+) -> None:
+    """torch's own loop would wait for the counts, which ours reads behind the gather."""
+    assert torch_has_kernel(major, version) is expected
+
+
 @pytest.fixture
 def in_bf16() -> Iterator[None]:
     before = torch.get_default_dtype()
@@ -85,7 +107,7 @@ def test_experts_on_a_gpu_make_the_host_wait_for_nothing() -> None:
     )
     with fake_tensors(), torch.device(REHEARSED_GPU):
         layer = MoE(shape, None)
-        layer.dispatcher.read_counts = lambda counts, total: refuse
+        layer.dispatcher.read_counts = lambda counts, total, index=0, ranks=1: refuse
         x = torch.zeros(2, 8, 16, requires_grad=True)
         y, aux_loss = layer(x)
         (y.sum() + (0 if aux_loss is None else aux_loss)).backward()

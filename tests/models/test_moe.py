@@ -184,7 +184,9 @@ def test_router_scores_are_fp32_and_their_gradients_are_not_lost() -> None:
 
 def test_counts_without_values_are_even() -> None:
     assert balanced_counts(torch.zeros(4), 10)() == [3, 3, 2, 2]
-    assert balanced_counts(torch.zeros(2, 4), 8)() == [[2, 2, 2, 2]] * 2
+    assert balanced_counts(torch.zeros(2, 4), 8, 1, 2)() == [[2, 2, 2, 2]] * 2
+    sent, received = zip(*(balanced_counts(torch.zeros(2, 4), 10, i, 2)() for i in range(2)))
+    assert sent == ([3, 3, 2, 2], [3, 3, 2, 2]) and received == ([3, 3, 3, 3], [2, 2, 2, 2])
 
 
 @pytest.mark.parametrize("biases", ["none", "all"])

@@ -227,7 +227,7 @@ BOUNDED = {
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> int:
     """Chunks that are small beside the model; returns the bytes that drawing one needs."""
-    monkeypatch.setitem(counter_normal.CHUNK_NUMEL, "cpu", CHUNK)
+    monkeypatch.setattr(counter_normal, "CPU_CHUNK_NUMEL", CHUNK)
     operands = 2 * CHUNK * 8
     """Counters, keys and their temporaries of 64 bits."""
     return SCRATCH_TENSORS * (CHUNK // 2 + CHUNK) * 4 + operands

@@ -288,7 +288,7 @@ def simulated_schedule(w: Workload, d: MicrobatchDurations, table: Table) -> Tim
     if s.stack != WORKBENCH:
         return simulate(table, stage_durations(w, d))
     timeline = simulate(
-        executable(table), stage_durations(w, d), transport=s.transport, pair_groups=s.pair_groups
+        _executed(table), stage_durations(w, d), transport=s.transport, pair_groups=s.pair_groups
     )
     return Timeline(tuple(timeline.compute), timeline.ranks)
 

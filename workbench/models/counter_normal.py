@@ -18,10 +18,8 @@ from torch import Tensor
 
 from workbench.models.counter_hash import column_counters, random_bits, row_keys
 
-CHUNK_NUMEL = {"cpu": 2**18, "cuda": 2**23}
-"""Device of the plan -> numbers drawn at a time: few enough for a CPU's cache, and enough to occupy
-a GPU.
-"""
+CPU_CHUNK_NUMEL, GPU_CHUNK_NUMEL = 2**18, 2**23
+"""Numbers drawn at a time: few enough for a CPU's cache, and enough to occupy a GPU."""
 SCRATCH_TENSORS = 5
 """Tensors of half a chunk that drawing needs, 4 bytes an entry."""
 
@@ -52,7 +50,7 @@ class NormalDrawer:
         chunk_numel: Numbers drawn at a time.
     """
 
-    def __init__(self, device: torch.device, chunk_numel: int = CHUNK_NUMEL["cpu"]) -> None:
+    def __init__(self, device: torch.device, chunk_numel: int = CPU_CHUNK_NUMEL) -> None:
         self.device, self.chunk_numel = device, chunk_numel
 
     def fill(

@@ -11,11 +11,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.torch_version import TorchVersion
 
 from workbench.planned_device import on_gpu
 
 ALIGNED_BYTES = 16
 """torch's grouped GEMM reads rows of weights and inputs at multiples of so many bytes."""
+KERNEL_SINCE = {9: "2.11", 10: "2.13"}
+"""Compute capability (major) -> the first torch of ours whose kernel is known to run there."""
 
 
 class RowGroups:
@@ -77,11 +80,20 @@ class GroupedLinear(nn.Module):
 
 
 def has_grouped_kernel(x_RI: Tensor, weight: Tensor) -> bool:
-    """Whether one kernel multiplies all groups: on GPUs in bf16, which compute capability 8.0 has
-    first, and where rows are aligned.
+    """Whether one kernel multiplies all groups: on GPUs in bf16, where rows are aligned and torch
+    has the kernel. A rehearsal takes it to be there; the other way allocates the same.
     """
     aligned = all(x * weight.element_size() % ALIGNED_BYTES == 0 for x in weight.shape[1:])
-    return on_gpu(x_RI) and x_RI.dtype == torch.bfloat16 and aligned
+    if not (on_gpu(x_RI) and x_RI.dtype == torch.bfloat16 and aligned):
+        return False
+    return not x_RI.is_cuda or torch_has_kernel(torch.cuda.get_device_capability(x_RI.device)[0])
+
+
+def torch_has_kernel(major: int, version: str = torch.__version__) -> bool:
+    """Whether torch's grouped GEMM is one kernel on GPUs of this compute capability; on others it
+    loops over the groups, and waits for their sizes first (`GroupedBlas.cpp`).
+    """
+    return major in KERNEL_SINCE and TorchVersion(version) >= KERNEL_SINCE[major]
 
 
 class _GroupedKernel(torch.autograd.Function):

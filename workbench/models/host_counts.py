@@ -7,22 +7,40 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 T = TypeVar("T")
-CountReader = Callable[[Tensor, int], Callable[[], list[Any]]]
-"""Starts reading counts on the device, whose last dim adds up to a total; the function that it
-returns gives them as integers.
-
-`start_reading` copies them, and waits only when they are asked for; a rehearsal, whose tensors have
-no values, takes them to be `balanced_counts`.
-"""
 
 
-def start_reading(counts: Tensor, total: int) -> Callable[[], list[Any]]:
+class CountReader(Protocol):
+    """Starts reading counts of rows on the device; the function that it returns gives them as
+    integers.
+
+    `start_reading` copies them, and waits only when they are asked for; a rehearsal, whose tensors
+    have no values, takes them to be `balanced_counts`.
+    """
+
+    def __call__(
+        self, counts: Tensor, total: int, index: int = 0, ranks: int = 1
+    ) -> Callable[[], list[Any]]:
+        """Start reading.
+
+        Args:
+            counts: Rows of each expert [E], which add up to `total`; or those sent to each expert
+                and those received, by source rank and local expert, [2, E].
+            total: Rows of this rank.
+            index: This rank's among those that exchange rows.
+            ranks: How many those are.
+        """
+        ...
+
+
+def start_reading(
+    counts: Tensor, total: int, index: int = 0, ranks: int = 1
+) -> Callable[[], list[Any]]:
     """Start to copy counts to pinned memory; what is returned waits for that copy alone."""
     if not counts.is_cuda:
         return counts.tolist
@@ -39,11 +57,19 @@ def start_reading(counts: Tensor, total: int) -> Callable[[], list[Any]]:
     return wait
 
 
-def balanced_counts(counts: Tensor, total: int) -> Callable[[], list[Any]]:
-    """Counts as even as integers allow, in the shape of `counts`, whose values are not read."""
+def balanced_counts(
+    counts: Tensor, total: int, index: int = 0, ranks: int = 1
+) -> Callable[[], list[Any]]:
+    """Counts as even as integers allow, in the shape of `counts`, whose values are not read: the
+    same on every rank, so that each receives what all send to it.
+    """
     size = counts.shape[-1]
     row = [total // size + (i < total % size) for i in range(size)]
-    return lambda: row if counts.dim() == 1 else [list(row) for _ in range(counts.shape[0])]
+    if counts.dim() == 1:
+        return lambda: row
+    local = size // ranks
+    received = row[index * local : (index + 1) * local] * ranks
+    return lambda: [row, received]
 
 
 _kept: ContextVar[list[Any] | None] = ContextVar("kept", default=None)

@@ -22,9 +22,9 @@ from torch import nn
 
 from workbench.copy_stream import CopyStream
 from workbench.kernels.fused_seams import replace_seams
-from workbench.models import Transformer
+from workbench.models import Transformer, counter_normal
 from workbench.models.counter_dropout import SampleIndices
-from workbench.models.counter_normal import CHUNK_NUMEL, NormalDrawer
+from workbench.models.counter_normal import NormalDrawer
 from workbench.models.deferred_init import FillReplay, RecordedFill, build_deferred
 from workbench.models.host_counts import CountReader, start_reading
 from workbench.models.python_model import build_python_model
@@ -101,7 +101,7 @@ def parallelize(
         model: That of a plan whose model is Python code, if it is built already.
         drawer: Draws initial weights; None where a checkpoint is loaded over them.
     """
-    drawing = None if drawer is None else drawer(device, CHUNK_NUMEL[plan.gpu.device])
+    drawing = None if drawer is None else drawer(device, _chunk_numel(plan))
     if plan.code:
         fills: Mapping[str, RecordedFill] = {}
         if model is None:
@@ -136,6 +136,12 @@ def parallelize(
         separate=tied,
     )
     return ParallelModel(built, store, tied, aux_loss, samples)
+
+
+def _chunk_numel(plan: ResolvedPlan) -> int:
+    """Numbers drawn at a time on the plan's device, which a rehearsal is not on."""
+    on_cpu = plan.gpu.device == "cpu"
+    return counter_normal.CPU_CHUNK_NUMEL if on_cpu else counter_normal.GPU_CHUNK_NUMEL
 
 
 def _python_model(code: PythonModel, seed: int) -> tuple[nn.Module, Mapping[str, RecordedFill]]:

@@ -44,7 +44,8 @@ class AllToAllDispatcher(TokenDispatcher):
         which the rows are gathered behind.
         """
         exchanged = exchange_counts(counts_E, self.axis)
-        read = self.read_counts(torch.stack((counts_E, exchanged.flatten())), num_rows)
+        both = torch.stack((counts_E, exchanged.flatten()))
+        read = self.read_counts(both, num_rows, self.axis.index, self.axis.size)
         return ExchangedCounts(read, exchanged.sum(0))
 
     def _run(self, experts: GroupedExperts, counts: ExchangedCounts, x_RD: Tensor) -> Tensor:

@@ -19,5 +19,5 @@ try:
 except ImportError as error:
     raise refuse(
         "strategy.precision",
-        f"is fp8, which needs torchao (`pip install workbench[fp8]`): {error}; legal: bf16",
+        f"is fp8, which needs torchao (`pip install torchao`): {error}; legal: bf16",
     ) from None

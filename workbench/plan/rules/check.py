@@ -164,15 +164,18 @@ def _attention(plan: ResolvedPlan) -> Iterator[Problem]:
             why = f"and attention under {s.stack} is as its framework profile says"
             yield Problem("strategy.attention", f"is {s.attention}, {why}; legal: auto")
         return
-    legal = attention_kernels(plan.gpu, s.precision, head_dim)
-    where = f"which {plan.gpu.name} does not have for {s.precision} and head_dim {head_dim}"
+    runs = legal = attention_kernels(plan.gpu, s.precision, head_dim)
     if s.context.size > s.context.num_ulysses_ranks:
         aligned = plan.gpu.device == "cpu" or is_aligned(s.precision, head_dim)
-        legal = tuple(kernel for kernel in legal if kernel != "math" and aligned)
-        where += ", or ring attention cannot use, which merges blocks by their log-sum-exp"
+        legal = tuple(kernel for kernel in runs if kernel != "math" and aligned)
     if s.attention not in legal:
+        why = f"{plan.gpu.name} does not have for {s.precision} and head_dim {head_dim}"
+        if s.attention == "math":
+            why = "ring attention cannot use: blocks are merged by their log-sum-exp"
+        elif s.attention in runs:
+            why = f"ring attention cannot use with {s.precision} and head_dim {head_dim}"
         fit = ", ".join(("auto", *legal)) if legal else "none; a head_dim that 8 divides has flash"
-        yield Problem("strategy.attention", f"is {s.attention}, {where}; legal: {fit}")
+        yield Problem("strategy.attention", f"is {s.attention}, which {why}; legal: {fit}")
 
 
 def _recompute(plan: ResolvedPlan) -> Iterator[Problem]:

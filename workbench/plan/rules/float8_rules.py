@@ -101,4 +101,10 @@ def _why_not(precision: str, on: str, is_fp8: bool, legal: tuple[str, ...]) -> s
             "would not be verified then; legal: fp8, or the same plan with strategy.precision bf16"
         )
     where = " with --on gpu" if on == "gpu" else ""
-    return f"is '{precision}'{where}; legal: {', '.join(legal)}"
+    hints = {"fp8": "fp8 with strategy.precision fp8", "bf16": "bf16 with --on gpu"}
+    return f"is '{precision}'{where}; legal: {', '.join((*legal, *_hint(hints, precision)))}"
+
+
+def _hint(hints: dict[str, str], precision: str) -> tuple[str, ...]:
+    """Where `precision` would be legal, if anywhere."""
+    return (hints[precision],) if precision in hints else ()
