@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from workbench.engine.session import Session
-from workbench.models.counter_normal import CHUNK_NUMEL, NormalDrawer
+from workbench.models.counter_normal import CPU_CHUNK_NUMEL, NormalDrawer
 from workbench.parallel.mesh import build_mesh
 from workbench.plan.schema import Plan
 from workbench.rehearsal.fake_process_group import fake_tensors, fake_world, without_cached_results
@@ -54,7 +54,7 @@ def rates(numel: int, rounds: int) -> tuple[float, float]:
     """Numbers a second: (by counter, by torch's generator)."""
     rows = numel // COLUMNS
     into = torch.empty(rows, COLUMNS)
-    drawer, generator = NormalDrawer(into.device, CHUNK_NUMEL["cpu"]), torch.Generator()
+    drawer, generator = NormalDrawer(into.device, CPU_CHUNK_NUMEL), torch.Generator()
     shape = (rows, COLUMNS)
 
     def by_counter() -> None:

@@ -7,6 +7,7 @@ JSON document after each. Exit codes: 0, 1 where a check failed, 2 for a usage e
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import subprocess
 import sys
@@ -42,7 +43,16 @@ def main(words: Sequence[str] | None = None, parts: Sequence[str] = PARTS) -> in
     Returns:
         The exit code.
     """
-    options = _parser().parse_args(words)
+    parser = _parser([part.rpartition(".")[2] for part in (*parts, SEVERAL_GPUS)])
+    options = parser.parse_args(words)
+    if options.budget < 0:
+        parser.error(f"--budget is {options.budget:g}; legal: 0 seconds or more")
+    options.json = options.json or Path(f"build/gpu-check{'-dry' * options.dry}.json")
+    if _holds_gpus(options.json) and options.resume is None:
+        parser.error(
+            f"--json: {options.json} holds a run on GPUs, which would be lost; legal: --resume "
+            f"{options.json}, or another file"
+        )
     until = time.monotonic() + options.budget
     _prepare()
     setting = Setting(options.dry, options.gpus)
@@ -54,7 +64,7 @@ def main(words: Sequence[str] | None = None, parts: Sequence[str] = PARTS) -> in
     try:
         if options.resume is not None:
             report.resume(options.resume)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         print(f"error: --resume: {error}", file=sys.stderr)
         return 2
     if options.gpus > 1:
@@ -104,14 +114,23 @@ def _gpu_name(least: int) -> str | None:
     return asked.stdout.strip() or None if asked.returncode == 0 else None
 
 
-def _parser() -> argparse.ArgumentParser:
+def _holds_gpus(path: Path) -> bool:
+    """Whether a file is the document of a run on GPUs."""
+    try:
+        return json.loads(path.read_text())["dry"] is False
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def _parser(parts: list[str]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m tests.gpu.check", description=__doc__)
     parser.add_argument("--budget", type=float, default=BUDGET, help="seconds in all")
     parser.add_argument("--resume", type=Path, help="go on after the document of a former run")
     parser.add_argument("--dry", action="store_true", help="on CPU tensors, sizes scaled down")
     parser.add_argument("--gpus", type=int, default=1, choices=range(1, 9), metavar="1..8")
-    parser.add_argument("--json", type=Path, default=Path("build/gpu-check.json"))
-    parser.add_argument("--only", action="append", help="a part by name; may be repeated")
+    parser.add_argument("--json", type=Path, help="build/gpu-check.json, dry gpu-check-dry.json")
+    named = "a part by name; may be repeated"
+    parser.add_argument("--only", action="append", choices=parts, help=named)
     return parser
 
 

@@ -14,10 +14,15 @@ from typing import Any
 
 from tests.gpu.checks import Result
 from tests.gpu.supervise import Setting
+from tests.source_digest import source_sha256
 
 FORMAT = 1
 PACKAGES = ("torch", "triton", "accelerate", "numpy", "pydantic", "safetensors", "nvidia-ml-py")
 SETTLED = ("passed", "failed")
+ROOT = Path(__file__).parents[2]
+SOURCE = source_sha256(ROOT / "workbench", ROOT / "tests" / "gpu")
+SAME = ("format", "dry", "device", "gpus", "versions", "source_sha256")
+"""What a former run's outcomes depend on."""
 
 
 @dataclass
@@ -51,7 +56,8 @@ class Report:
             "device": self.device,
             "dry": self.setting.dry,
             "gpus": self.setting.gpus,
-            "versions": {"python": platform.python_version(), **_versions()},
+            "versions": _versions(),
+            "source_sha256": SOURCE,
             "budget_seconds": self.budget,
             "seconds": round(sum(result["seconds"] for result in self.results.values()), 1),
             "counts": self.counts(),
@@ -82,12 +88,14 @@ class Report:
         Raises:
             ValueError: The former run was elsewhere, so that its outcomes say nothing here.
         """
-        former = json.loads(path.read_text())
-        for name, own in (("dry", self.setting.dry), ("device", self.device)):
-            if former[name] != own:
+        former, here = json.loads(path.read_text()), self.document()
+        if not isinstance(former, dict) or not isinstance(former.get("checks"), list):
+            raise ValueError(f"{path} is no document of these checks")
+        for name in SAME:
+            if (own := here[name]) != former.get(name):
                 raise ValueError(
-                    f"{path}: its {name} is {former[name]!r}, here it is {own!r}; legal: the "
-                    "document of a run on the same device"
+                    f"{path}: its {name} is {former.get(name)!r}, here it is {own!r}; legal: the "
+                    "document of a run of this source on the same device"
                 )
         for result in former["checks"]:
             if result["status"] == "passed":
@@ -95,7 +103,7 @@ class Report:
 
 
 def _versions() -> dict[str, str | None]:
-    found: dict[str, str | None] = {}
+    found: dict[str, str | None] = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
             found[package] = version(package)

@@ -109,6 +109,51 @@ def test_another_devices_document_is_no_start(
     assert "its device is 'NVIDIA H100', here it is 'cpu'" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"source_sha256": "0" * 16}, "its source_sha256 is '0000000000000000'"),
+        ({"format": 99}, "its format is 99"),
+        ({"gpus": 4}, "its gpus is 4"),
+        ({"checks": 7}, "is no document of these checks"),
+        ({"checks": [7]}, "--resume: "),
+    ],
+)
+def test_what_other_code_or_a_damaged_file_says_is_no_start(
+    changes: dict[str, Any],
+    words: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    keep(monkeypatch, "passes")
+    former = tmp_path / "answer.json"
+    run(former)
+    former.write_text(json.dumps(json.loads(former.read_text()) | changes))
+    assert main(["--dry", "--json", str(former), "--resume", str(former)], parts=(PLANTED,)) == 2
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--only", "nonsense"], "invalid choice: 'nonsense'"),
+        (["--budget", "-5"], "--budget is -5; legal: 0 seconds or more"),
+        (["--json", "GPUS"], "holds a run on GPUs, which would be lost; legal: --resume"),
+    ],
+)
+def test_usage_is_refused_and_loses_nothing(
+    options: list[str], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gpus = tmp_path / "gpus.json"
+    gpus.write_text('{"dry": false}')
+    given = [str(gpus) if word == "GPUS" else word for word in options]
+    with pytest.raises(SystemExit) as refused:
+        main(["--dry", *given], parts=(PLANTED,))
+    assert refused.value.code == 2 and words in capsys.readouterr().err
+    assert gpus.read_text() == '{"dry": false}'
+
+
 def test_checks_have_names_of_their_own() -> None:
     for part in (*PARTS, SEVERAL_GPUS):
         names = [check.name for check in checks_of(part)]
