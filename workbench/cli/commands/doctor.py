@@ -140,7 +140,7 @@ def _runs() -> Finding:
 
 def _optional() -> list[Finding]:
     browser = next((name for name in BROWSERS if shutil.which(name)), None)
-    compiler, triton = compiler_path(), _package("triton")
+    compiler, triton, torchao = compiler_path(), _package("triton"), _package("torchao")
     found = [
         Finding(
             "C++ compiler (kernels)",
@@ -149,11 +149,9 @@ def _optional() -> list[Finding]:
             "apt-get install g++",
         ),
         Finding(
-            "triton (kernels)",
-            triton.ok or None,
-            triton.found,
-            "pip install workbench[kernels]; GPUs need it",
+            "triton (kernels)", triton.ok or None, triton.found, "pip install triton; GPUs need it"
         ),
+        Finding("torchao (fp8)", torchao.ok or None, torchao.found, "pip install torchao"),
     ]
     found += [
         Finding(

@@ -155,8 +155,10 @@ def _only_one(path: Path, deadline: float) -> Iterator[None]:
                     ) from None
                 time.sleep(0.05)
             except OSError as error:
-                told = f"corpus: no lock on {path} ({error.strerror}): every rank encodes it itself"
-                print(told, file=sys.stderr)
+                words = (
+                    f"corpus: no lock on {path} ({error.strerror}): every rank encodes it itself"
+                )
+                print(words, file=sys.stderr)
                 break
         yield
 

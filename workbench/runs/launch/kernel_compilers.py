@@ -28,7 +28,7 @@ def missing_compiler(kernels: str, device: str) -> list[Problem]:
         if named
         else "a C++ compiler, g++ or one that CXX names"
     )
-    needed = "Triton (`pip install workbench[kernels]`)" if device == "cuda" else needed
+    needed = "Triton (`pip install triton`)" if device == "cuda" else needed
     return [
         Problem(
             "strategy.kernels",
@@ -41,7 +41,7 @@ def missing_torchao(precision: str) -> list[Problem]:
     """Why GEMMs cannot run in `precision` here; empty if they can."""
     if precision != "fp8" or find_spec("torchao"):
         return []
-    needed = "torchao (`pip install workbench[fp8]`)"
+    needed = "torchao (`pip install torchao`)"
     return [
         Problem(
             "strategy.precision", f"is 'fp8', which needs {needed}; it is not here; legal: 'bf16'"
