@@ -56,13 +56,18 @@ def shell(tmp_path: Path) -> Any:
     return ask
 
 
-def workers(folder: Path) -> list[Any]:
-    """Processes that work on a run below `folder`."""
-    return [
+def left_over(folder: Path) -> list[Any]:
+    """Processes of a run below `folder` that go on after its last state: none of its ranks may, and
+    its supervisor, who wrote that state, ends within seconds.
+    """
+    found = [
         p
         for p in psutil.process_iter(["cmdline"])
         if any(str(folder) in word for word in p.info["cmdline"] or [])
     ]
+    supervisors = [p for p in found if "workbench.runs.launch.supervisor" in p.info["cmdline"]]
+    _, alive = psutil.wait_procs(supervisors, timeout=10)
+    return [p for p in found if p not in supervisors] + alive
 
 
 def until_it_trains(shell: Any, run: Any) -> None:
@@ -103,7 +108,7 @@ def test_start_follow_from_elsewhere_and_stop(shell: Any, tmp_path: Path) -> Non
     started = json.loads(shell("run", *FOREVER, "--strategy", "dapple", "--json").stdout)
     until_it_trains(shell, started["run"])
     stopped = json.loads(shell("stop", started["run"], "--json").stdout)
-    assert stopped["phase"] == "stopped" and not workers(tmp_path)
+    assert stopped["phase"] == "stopped" and not left_over(tmp_path)
     assert "stopped" in shell("attach", started["run_dir"]).stdout
 
 
@@ -122,7 +127,7 @@ def test_ctrl_c_stops_a_run_that_is_waited_for(shell: Any, tmp_path: Path) -> No
     finally:
         waiting.kill()
     assert waiting.returncode == 130 and "Traceback" not in err
-    assert json.loads(out)["phase"] == "stopped" and not workers(tmp_path)
+    assert json.loads(out)["phase"] == "stopped" and not left_over(tmp_path)
 
 
 def test_a_run_that_does_not_fit_is_refused_until_forced(shell: Any, tmp_path: Path) -> None:
