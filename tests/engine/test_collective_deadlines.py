@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -86,7 +87,41 @@ def test_a_checkpoint_has_the_deadline_of_the_first_step(calls: list[str]) -> No
     assert calls == ["extend_deadlines", "wait", "save", "restore_deadlines"]
 
 
-def test_ranks_that_load_a_checkpoint_have_it_too(calls: list[str]) -> None:
+def test_ranks_that_build_have_it_too(
+    calls: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def load(*_: Any, **kinds: Any) -> Any:
+        calls.append(f"encode within {kinds['deadline']:g} s")
+        raise ValueError("enough")
+
+    monkeypatch.setattr(loop.tokenized_corpus, "load_corpus", load)
+    telemetry: Any = SimpleNamespace(record=lambda *_, **__: None)
+    accelerator: Any = SimpleNamespace(device=CPU)
+    full = plan().replace(**{"telemetry.timeout_seconds": 7}).resolve()
+    with pytest.raises(ValueError, match="enough"):
+        loop.TrainingLoop(full, tmp_path, build_mesh(full, 0), accelerator, telemetry)
+    assert calls == ["extend_deadlines", "encode within 70 s"]
+
+
+@pytest.mark.parametrize(("device", "before"), [("cuda", []), ("cpu", ["restore_deadlines"])])
+def test_ranks_that_load_a_checkpoint_have_it_too(
+    calls: list[str], device: str, before: list[str]
+) -> None:
+    """On GPUs the first step has it as well."""
     training = loop_on_gpu(calls)
+    training.session.device = torch.device(device)
     training.run()
-    assert calls[:2] == ["extend_deadlines", "load"]
+    assert calls == ["load", *before, "extend_deadlines"]
+
+
+def test_an_evaluation_has_it_too(calls: list[str]) -> None:
+    training = loop_on_gpu(calls)
+    evaluation = {"training.evaluation.every": 1, "training.evaluation.batches": 1}
+    training.plan = plan().replace(**evaluation).resolve()
+    training.mesh = build_mesh(plan().resolve(), 0)
+    training.session.device = CPU
+    training.session.evaluate = lambda *_: calls.append("evaluate")
+    training.feed.load_evaluation = lambda _: ()
+    training.trackers.log = lambda *_: None
+    training._evaluate()
+    assert calls == ["extend_deadlines", "evaluate", "restore_deadlines"]

@@ -42,6 +42,14 @@ def entry(group: str, sequence: int, name: str = "all_reduce", state: str = "sta
     }
 
 
+def batch(group: str, number: int, name: str, state: str = "completed") -> list[Any]:
+    """A send or recv as NCCL's process group records those of batches: without events of its own,
+    and so "scheduled" for ever, before an entry that has them.
+    """
+    whole = {**entry(group, 0, "coalesced", state), "is_p2p": True}
+    return [{**one, "p2p_seq_id": number} for one in (entry(group, 0, name, "scheduled"), whole)]
+
+
 def done(group: str, sequence: int, name: str = "all_reduce") -> Any:
     return entry(group, sequence, name, "completed")
 
@@ -85,7 +93,8 @@ def test_the_rank_at_the_end_of_a_chain_is_blamed(tmp_path: Path) -> None:
 
 def test_a_rank_without_a_dump_is_blamed_by_those_that_wait_for_it(tmp_path: Path) -> None:
     found = stall(tmp_path, r0=dump(done("1", 1), entry("1", 2)), r2=dump(done("3", 1)))
-    assert found is not None and found.rank == 1 and "its last call" not in found.message
+    assert found is not None and found.rank == 1
+    assert found.message.startswith("rank 1 left no record of its calls, as of all-reduce 2 of")
 
 
 def test_different_collectives_in_one_place_are_told(tmp_path: Path) -> None:
@@ -104,6 +113,40 @@ def test_a_recv_waits_for_the_rank_that_does_not_send(tmp_path: Path) -> None:
     assert (
         "recv from rank 0 in the data group of ranks 0, 2, in which rank 2 waits" in found.message
     )
+
+
+def test_sends_and_recvs_of_batches_are_done_when_their_batch_is(tmp_path: Path) -> None:
+    """Rank 0 is on its host, and rank 2 in the recv that follows."""
+    found = stall(
+        tmp_path,
+        r0=dump(*batch("3", 1, "send 0->1"), *batch("3", 2, "recv 0<-1")),
+        r2=dump(
+            *batch("3", 1, "recv 1<-0"),
+            *batch("3", 2, "send 1->0"),
+            *batch("3", 3, "recv 1<-0", "scheduled"),
+        ),
+    )
+    assert found is not None and found.rank == 0
+    assert "recv from rank 0 in the data group of ranks 0, 2, in which rank 2" in found.message
+
+
+def test_sends_that_are_over_do_not_hide_a_collective(tmp_path: Path) -> None:
+    """All but rank 2 are in all-reduce 2. Until NCCL's timing is on, nothing has "started"."""
+    waits = entry("0", 2, state="scheduled")
+    found = stall(
+        tmp_path,
+        r0=dump(*batch("3", 1, "send 0->1"), done("0", 1), waits),
+        r1=dump(*batch("4", 1, "send 0->1"), done("0", 1), waits),
+        r2=dump(*batch("3", 1, "recv 1<-0"), done("0", 1)),
+        r3=dump(*batch("4", 1, "recv 1<-0"), done("0", 1), waits),
+    )
+    assert found is not None and found.rank == 2 and "all-reduce 2" in found.message
+
+
+def test_what_a_dump_proves_goes_before_a_dump_that_is_lost(tmp_path: Path) -> None:
+    waits = dump(done("0", 1), entry("0", 2))
+    found = stall(tmp_path, r0=waits, r2=dump(done("0", 1)), r3=waits)
+    assert found is not None and found.rank == 2 and "rank 2 did not enter" in found.message
 
 
 def test_ranks_that_wait_for_each_other_are_told_together(tmp_path: Path) -> None:

@@ -40,6 +40,24 @@ def test_on_gpus_the_rank_that_did_fewest_steps_is_blamed(tmp_path: Path) -> Non
     assert cause is not None and cause.rank == 1 and "at work" not in cause.message
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda:0"])
+def test_where_ranks_are_equally_far_none_is_blamed(tmp_path: Path, device: str) -> None:
+    cause = silent(tmp_path, device, [4, 4, 5], [False, False, False]).verdict()
+    assert cause is not None and cause.rank is None
+    assert "for 60 s, and ranks are equally far (training, last step done: 4)" in cause.message
+
+
+def test_ranks_that_wait_in_a_collective_have_its_deadline_first(tmp_path: Path) -> None:
+    """It begins after the last record, and then says for whom a rank waited."""
+    watch = silent(tmp_path, "cpu", [5, 4], [False, False])
+    for process in watch._processes.values():
+        process.last_record = time.monotonic() - 7.5
+    assert watch.verdict() is None
+    for process in watch._processes.values():
+        process.last_record = time.monotonic() - 8.5
+    assert (cause := watch.verdict()) is not None and cause.rank == 1
+
+
 def test_on_gpus_idle_cores_say_nothing(tmp_path: Path) -> None:
     """A step may take ten times as long as the slowest, while the host waits for the GPU."""
     watch = silent(tmp_path, "cuda:0", [5, 5], [False, False])

@@ -143,6 +143,76 @@ def test_only_consequences_blame_the_first_of_them(blame: Callable[..., Any]) ->
     assert blame([seen(0), seen(1)], errors, report((0, 1), (1, 1))).rank == 1
 
 
+FEED = "corpus.source: the batch of step 7 was not read within 120 s (telemetry.timeout_seconds)"
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("TimeoutError", FEED),
+        ("OSError", "[Errno 110] Connection timed out: '/nfs/corpus/tokens.bin'"),
+        ("AcceleratorError", "CUDA error: the launch timed out and was terminated"),
+    ],
+)
+def test_a_disk_or_gpu_that_times_out_is_a_cause(
+    blame: Callable[..., Any], kind: str, message: str
+) -> None:
+    cause = blame([seen(0), seen(1)], [(1, 999.0, kind, message)], report((0, -15), (1, 1)))
+    assert cause.rank == 1 and message in cause.message
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        CLOSED,
+        TIMED_OUT,
+        "[c10d] The client socket has timed out after 60000ms while trying to connect to (a, 1)",
+        "wait timeout after 600000ms, keys: /default_pg/0//cpu//0/1",
+        "Timed out after 601 seconds waiting for clients. 1/2 clients joined.",
+        "[pair.cc:144] timed out connecting: SO_ERROR: Connection timed out",
+        "Application timeout caused pair closure",
+    ],
+)
+def test_who_waited_in_vain_for_another_is_no_cause(
+    blame: Callable[..., Any], message: str
+) -> None:
+    cause = blame(
+        [seen(0), seen(1)], [(1, 970.0, "RuntimeError", message)], report((0, -15), (1, 1))
+    )
+    assert cause.rank == 0 and "stopped answering" in cause.message
+
+
+HINTS = (
+    "\nSearch for `cudaErrorX' in https://docs.nvidia.com/cuda for more information.\nCUDA kernel "
+    "errors might be asynchronously reported at some other API call, so the stacktrace below "
+    "might be incorrect.\nFor debugging consider passing CUDA_LAUNCH_BLOCKING=1\nCompile with "
+    "`TORCH_USE_CUDA_DSA` to enable device-side assertions.\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("words", "advice"),
+    [
+        ("device-side assert triggered", "A kernel read or wrote"),
+        ("CUDA-capable device(s) is/are busy or unavailable", "Another process holds the GPU"),
+        ("system not yet initialized", ""),
+        ("unknown error", ""),
+    ],
+)
+def test_what_torch_adds_to_every_cuda_error_says_nothing(
+    blame: Callable[..., Any], words: str, advice: str
+) -> None:
+    cause = blame([seen(0)], [(0, 999.0, "AcceleratorError", f"CUDA error: {words}{HINTS}")])
+    expected = f"rank 0 raised AcceleratorError: CUDA error: {words} in step 7, during 1B0"
+    assert cause.message == expected and cause.advice.startswith(advice)
+    assert bool(cause.advice) == bool(advice)
+
+
+def test_cublas_without_memory_is_out_of_memory(blame: Callable[..., Any]) -> None:
+    words = "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"
+    assert "out of memory" in blame([seen(0)], [(0, 1.0, "RuntimeError", words)]).advice
+
+
 def test_out_of_memory_says_what_this_plan_can_still_change(
     blame: Callable[..., Any], plan: Plan
 ) -> None:
@@ -296,6 +366,27 @@ def test_a_time_out_in_a_group_goes_by_the_processs_rank_not_the_groups(
     assert cause.rank == 0 and "stopped answering" in cause.message
     cause = blame([seen(3)], (), words + report((3, -6)))
     assert cause.rank == 3 and "NCCL timed out" in cause.message
+
+
+def test_sends_are_not_numbered_with_collectives(blame: Callable[..., Any]) -> None:
+    log = WATCHDOG.format(rank=0, sequence=812).replace("_ALLGATHER_BASE", "COALESCED")
+    log += WATCHDOG.format(rank=1, sequence=40)
+    cause = blame([seen(0), seen(1)], (), log + report((1, -6), (0, -6)))
+    assert cause.rank == 0
+    log = WATCHDOG.format(rank=1, sequence=812).replace("_ALLGATHER_BASE", "COALESCED")
+    cause = blame([seen(1)], (), log + report((1, -6)))
+    assert "waited 120 s in a send or recv, and NCCL timed out" in cause.message
+
+
+def test_a_watchdog_that_is_stuck_itself_is_no_crash(blame: Callable[..., Any]) -> None:
+    log = (
+        "[rank1]:[F1123 14:00:00.1 ProcessGroupNCCL.cpp:1575] [PG ID 0 PG GUID 0(default_pg) Rank "
+        "1] ProcessGroupNCCL's watchdog got stuck for 480 seconds without making progress in "
+        "monitoring enqueued collectives.\n"
+    )
+    cause = blame([seen(0), seen(1)], (), log + report((0, -15), (1, -6)))
+    assert cause.rank == 1 and "its NCCL watchdog was stuck for 480 s" in cause.message
+    assert "A call of CUDA or NCCL did not return" in cause.advice
 
 
 GROUP = (

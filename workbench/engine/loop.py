@@ -40,6 +40,7 @@ from workbench.parallel.tensor.apply_tensor import counts_own_loss
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.planned_device import tensor_device
 from workbench.runs.store.stop_request import read_stop
+from workbench.runtime_facts.phase_deadlines import SLOW_FACTOR
 
 GO_ON, STOP, SAVE_AND_STOP = 0, 1, 2
 
@@ -68,12 +69,12 @@ class TrainingLoop:
     ) -> None:
         self.plan, self.run_dir, self.mesh, self.telemetry = plan, run_dir, mesh, telemetry
         self.action_tracker = ActionTracker()
-        self.action_tracker.current = "building"
         self.index = self.first = 0
         device = tensor_device(accelerator.device)
         self.meter = memory_meter(device)
         self.trackers = Trackers(accelerator, plan)
         self._phase("building")
+        self._extend_deadlines()
         self.text = self._text()
         self._samples: list[SampledStep] = []
         self._window_open = False
@@ -89,7 +90,8 @@ class TrainingLoop:
 
     def _text(self) -> TextSampler:
         t, data = self.plan.training, self.mesh["data"]
-        tokens = tokenized_corpus.load_corpus(self.plan.corpus, self.plan.vocab)
+        deadline = SLOW_FACTOR * self.plan.telemetry.timeout_seconds
+        tokens = tokenized_corpus.load_corpus(self.plan.corpus, self.plan.vocab, deadline=deadline)
         text = TextSampler(
             tokens, t.sequence_length, t.global_batch, t.micro_batch, t.seed, data.index, data.size
         )
@@ -100,10 +102,11 @@ class TrainingLoop:
 
     def run(self) -> None:
         """Train from the checkpoint's step, or from 0, to the last step or a stop request."""
-        self._extend_deadlines()
         self.index = self.saver.load()
         for kernel in self.session.warm_up():
             self._phase("compiling", kernel)
+        if not self._compiles_in_first_step:
+            self._restore_deadlines()
         self.first = self.index
         self._phase("training")
         with collected_on_common_steps() as collect:
@@ -122,9 +125,10 @@ class TrainingLoop:
         self._end_window()
         self._finish_saving()
         self.feed.close()
-        self.trackers.close()
         self._phase("done")
         self.telemetry.record("bye", step=self.index)
+        self._extend_deadlines()  # others wait for a rank whose tracker uploads
+        self.trackers.close()
 
     def _observed(self) -> str:
         """What is measured of the step at `index`."""
@@ -181,9 +185,9 @@ class TrainingLoop:
         return stopping
 
     def _finish(self, step: StepUnderWay) -> int:
-        loss, norm, stop, *scaling = step.scalars.tolist()
+        loss, norm, stop, *scaling = self._scalars(step)
         ended = time.perf_counter()
-        if step.index == self.first:
+        if step.index == self.first and self._compiles_in_first_step:
             self._restore_deadlines()
         seconds, self._last_end = ended - max(step.began, self._last_end), ended
         t, scaler = self.plan.training, self.session.scaler
@@ -219,6 +223,14 @@ class TrainingLoop:
             self.telemetry.record("collectives", step=step.index, rows=rows)
         return int(stop)
 
+    def _scalars(self, step: StepUnderWay) -> list[float]:
+        """What a step computed; errors of a GPU come to light here, and are of that step."""
+        try:
+            return step.scalars.tolist()
+        except Exception:
+            self.index, self.action_tracker.current = step.index, "its GPU work"
+            raise
+
     def _asked_to_stop(self) -> int:
         """The stop request on disk, read by rank 0 only; the step's all-reduce distributes it."""
         wish = read_stop(self.run_dir) if self.mesh.rank == 0 else None
@@ -249,6 +261,7 @@ class TrainingLoop:
             return
         self._end_window()
         self._phase("evaluating")
+        self._extend_deadlines()
         total = torch.zeros((), dtype=torch.float64, device=self.session.device)
         for i in range(e.batches):
             loss = self.session.evaluate(*self.feed.load_evaluation(i))
@@ -259,6 +272,7 @@ class TrainingLoop:
         record = {"step": self.index, "loss": total.item() / tokens}
         self.telemetry.record("evaluation", **record)
         self.trackers.log({"held_out_loss": record["loss"]}, self.index)
+        self._restore_deadlines()
         self._phase("training")
 
     def _save(self, asked: bool) -> None:
@@ -279,16 +293,19 @@ class TrainingLoop:
         self._restore_deadlines()
         self._phase("training")
 
+    @property
+    def _compiles_in_first_step(self) -> bool:
+        return self.session.device.type == "cuda"
+
     def _extend_deadlines(self) -> None:
-        """On GPUs, where kernels compile in the first step, and NCCL ends who waits too long for a
-        rank whose disk is slow.
+        """Before what may take longer on one rank than on others: building, a checkpoint, an
+        evaluation, a GPU's first step.
         """
-        if self.session.device.type == "cuda":
-            extend_deadlines(self.mesh, self.plan.telemetry.timeout_seconds)
+        extend_deadlines(self.mesh, self.plan.telemetry.timeout_seconds)
 
     def _restore_deadlines(self) -> None:
-        if (device := self.session.device).type == "cuda":
-            restore_deadlines(self.mesh, self.plan.telemetry.timeout_seconds, device)
+        seconds = self.plan.telemetry.timeout_seconds
+        restore_deadlines(self.mesh, seconds, self.session.device)
 
     def _saved(self, step: int, path: Path, seconds: float) -> None:
         """Record a committed checkpoint; called from the writer's thread."""
@@ -309,4 +326,5 @@ class TrainingLoop:
             self.telemetry.record("unsaved", step=self.index, message=str(error))
 
     def _phase(self, phase: str, detail: str | None = None) -> None:
+        self.action_tracker.current = phase
         self.telemetry.record("phase", phase=phase, step=self.index, detail=detail)

@@ -73,6 +73,7 @@ def train(plan_path: Path, allow_code: bool = False) -> int:
             accelerator = join_launch(plan, run_dir)
             mesh = build_mesh(plan, rank, accelerator.device, joining)
             telemetry.record("hello", **hello_record(plan, mesh, accelerator.device))
+            stage = "building"
             elsewhere.running()
             loop = TrainingLoop(plan, run_dir, mesh, accelerator, telemetry)
             loop.run()

@@ -12,7 +12,8 @@ if TYPE_CHECKING:
     from workbench.plan.resolved_plan import ResolvedPlan
 
 _MEMORY = re.compile(
-    r"out of memory|can't allocate memory|cannot allocate memory|MemoryError|bad_alloc",
+    r"out of memory|can't allocate memory|cannot allocate memory|MemoryError|bad_alloc"
+    r"|STATUS_ALLOC_FAILED",
     re.IGNORECASE,
 )
 NETWORK = (
@@ -45,9 +46,20 @@ _KNOWN = (
         "`workbench doctor` shows both.",
     ),
     (
-        r"illegal memory access|device-side assert|misaligned address|unspecified launch failure",
+        r"illegal memory access|device-side assert triggered|misaligned address"
+        r"|unspecified launch failure",
         "A kernel read or wrote where it must not: CUDA_LAUNCH_BLOCKING=1 shows which; `kernels: "
         "eager` tells whether a fused one is at fault.",
+    ),
+    (
+        r"busy or unavailable",
+        "Another process holds the GPU (its compute mode allows one), or it was just reset: "
+        "`nvidia-smi` shows both.",
+    ),
+    (
+        r"watchdog was stuck",
+        "A call of CUDA or NCCL did not return on that rank: the stack in its log says which; "
+        "`dmesg` shows whether its GPU failed (Xid).",
     ),
     (
         r"ncclRemoteError|ncclSystemError|NET/(?:IB|Socket|OFI)[^\n]*(?:error|fail|completion)"

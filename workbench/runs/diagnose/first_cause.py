@@ -13,7 +13,13 @@ import orjson
 
 from workbench.runs.diagnose.failure_advice import NETWORK, advise
 from workbench.runs.diagnose.flight_recorder import read_dumps
-from workbench.runs.diagnose.nccl_watchdog import NcclTimeout, lags, lost_connection, nccl_timeout
+from workbench.runs.diagnose.nccl_watchdog import (
+    NcclTimeout,
+    lags,
+    lost_connection,
+    nccl_timeout,
+    watchdog_stuck,
+)
 from workbench.runs.diagnose.rank_status import RankStatus
 from workbench.runs.diagnose.stalled_collective import find_stall
 from workbench.runs.store.rank_logs import (
@@ -28,13 +34,21 @@ from workbench.runs.store.run_state import Cause
 from workbench.safe_io.json_field_checks import has, number, or_null, text, whole
 
 _CONSEQUENCE = re.compile(
-    r"connection (was )?(closed|reset|refused|aborted)|closed by peer|broken pipe|time[d]? ?out|"
-    r"remote process exited"
-    r"|socket error|store.*unreachable|peer .*(gone|down)",
+    r"connection (was )?(closed|reset|refused|aborted)|closed by peer|broken pipe"
+    r"|timed out (waiting|after \d+ \w+ waiting)|wait timeout after|socket timeout"
+    r"|timed out connecting|errno: 110 -|client socket has timed out|timeout caused pair closure"
+    r"|collective operation timeout"
+    r"|remote process exited|socket error|store.*unreachable|peer .*(gone|down)",
     re.IGNORECASE,
 )
-"""What a rank says when another one has gone: never the first cause where there is anything else.
+"""What a rank says when another one has gone, in the words of gloo, NCCL and c10d's store: never
+the first cause where there is anything else. A disk or a GPU may time out too: that is a cause.
 """
+_HINTS = re.compile(
+    r"\s*(CUDA kernel errors might be|Search for `cuda|For debugging consider|"
+    r"(Compile with|Device-side assertion tracking).*TORCH_USE_CUDA_DSA).*"
+)
+"""What torch says after every CUDA error, whatever it is."""
 
 LOOK_LATE_SECONDS = 1.0
 """A process is seen to be gone at most this long after its end."""
@@ -136,7 +150,8 @@ def _raised(error: Mapping[str, Any]) -> _Suspect:
             f"rank {error['rank']}: {error['message']}",
             refused=True,
         )
-    message = f"{error['type']}: {error['message']}"
+    lines = [line for line in error["message"].splitlines() if not _HINTS.match(line)]
+    message = f"{error['type']}: {' '.join(filter(None, map(str.strip, lines)))}"
     where = f" in step {error['step']}" if error.get("step") is not None else ""
     where += f", during {error['action']}" if error.get("action") else ""
     weight = 2 if _CONSEQUENCE.search(message) else 0
@@ -214,6 +229,9 @@ def _ended(seen: RankStatus, code: int | None, folder: Path) -> _Suspect:
         )
     if code is None:
         return _Suspect(1, when, seen.rank, f"{seen.name} stopped answering ({seen.where})")
+    if code == -signal.SIGABRT and (seconds := watchdog_stuck(folder, seen.rank)) is not None:
+        words = f"{seen.name} ended itself: its NCCL watchdog was stuck for {seconds} s"
+        return _Suspect(0, when, seen.rank, f"{words} ({seen.where})")
     if code < 0:
         return _Suspect(
             0, when, seen.rank, f"{seen.name} was killed by {_signal(-code)} ({seen.where})"

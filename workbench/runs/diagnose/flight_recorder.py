@@ -122,7 +122,12 @@ def _dump(content: Any, rank: int) -> Dump:
         (entry for entry in content["entries"] if has(entry, _ENTRY)),
         key=lambda entry: entry["record_id"],
     )
-    calls = [_call(entry, rank, members) for entry in entries if not _is_batch(entry)]
+    batches = {_batch_of(entry): entry for entry in entries if _is_batch(entry)}
+    calls = [
+        _call(entry, batches.get(_batch_of(entry), entry), rank, members)
+        for entry in entries
+        if not _is_batch(entry)
+    ]
     return Dump(rank, members, described, tuple(calls), entries[0]["record_id"] > 0)
 
 
@@ -131,7 +136,22 @@ def _is_batch(entry: Mapping[str, Any]) -> bool:
     return bool(entry.get("is_p2p")) and not _PEERS.search(entry["profiling_name"])
 
 
-def _call(entry: Mapping[str, Any], rank: int, members: Mapping[str, tuple[int, ...]]) -> Call:
+def _batch_of(entry: Mapping[str, Any]) -> tuple[str, object] | None:
+    """Which batch of sends and recvs it belongs to, or stands for; None of a collective."""
+    if not entry.get("is_p2p"):
+        return None
+    return str(entry["process_group"][0]), entry.get("p2p_seq_id")
+
+
+def _call(
+    entry: Mapping[str, Any],
+    timed: Mapping[str, Any],
+    rank: int,
+    members: Mapping[str, tuple[int, ...]],
+) -> Call:
+    """A call, with the state of `timed`: NCCL's events are of a whole batch, and the entries of its
+    sends and recvs stay "scheduled".
+    """
     group, name = str(entry["process_group"][0]), str(entry["profiling_name"]).split(":")[-1]
     return Call(
         rank,
@@ -140,8 +160,8 @@ def _call(entry: Mapping[str, Any], rank: int, members: Mapping[str, tuple[int, 
         _plain_name(name),
         _peer(name, rank, members.get(group, ())),
         str(entry.get("input_sizes")),
-        bool(entry.get("retired")) or entry["state"] == "completed",
-        entry["state"] == "started",
+        bool(timed.get("retired")) or timed["state"] == "completed",
+        timed["state"] == "started",
         _frame(entry.get("frames") or []),
     )
 

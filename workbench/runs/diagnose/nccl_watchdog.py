@@ -27,6 +27,8 @@ _GROUP = re.compile(
 _LOST = re.compile(
     r"\[rank(\d+)\]:.*watchdog thread terminated with exception: NCCL error: remote process exited"
 )
+_STUCK = re.compile(r"\[rank(\d+)\]:.*watchdog got stuck for (\d+) seconds")
+_P2P = ("coalesced", "send", "recv")
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,8 @@ class NcclTimeout:
     """A collective of a rank that took longer than the deadline.
 
     Attributes:
-        sequence: Its number among those of its process group.
+        sequence: Its number among those of its process group; a batch of sends and recvs has one
+            among batches.
         group: The process group, the same on all its ranks; empty where torch did not say.
         purpose: What the group is for; empty likewise.
     """
@@ -48,9 +51,13 @@ class NcclTimeout:
     def __str__(self) -> str:
         named = self.purpose not in ("", "undefined", "default_pg")
         where = f" of the {self.purpose} group" if named else ""
-        return (
-            f"waited {self.seconds:g} s in {self.what} {self.sequence}{where}, and NCCL timed out"
-        )
+        what = "a send or recv" if self.is_p2p else f"{self.what} {self.sequence}"
+        return f"waited {self.seconds:g} s in {what}{where}, and NCCL timed out"
+
+    @property
+    def is_p2p(self) -> bool:
+        """Whether it is of sends and recvs, which are numbered apart."""
+        return self.what in _P2P
 
 
 def nccl_timeout(folder: Path, rank: int) -> NcclTimeout | None:
@@ -68,17 +75,28 @@ def nccl_timeout(folder: Path, rank: int) -> NcclTimeout | None:
 
 def lags(timeouts: dict[int, NcclTimeout]) -> dict[int, int]:
     """Rank -> how many collectives it is behind the furthest of its process group that timed out;
-    numbers of different groups say nothing of each other.
+    numbers of different groups, and of sends and of collectives, say nothing of each other.
     """
-    furthest: dict[str, int] = {}
+    furthest: dict[tuple[str, bool], int] = {}
     for late in timeouts.values():
-        furthest[late.group] = max(late.sequence, furthest.get(late.group, 0))
-    return {rank: furthest[late.group] - late.sequence for rank, late in timeouts.items()}
+        numbered = late.group, late.is_p2p
+        furthest[numbered] = max(late.sequence, furthest.get(numbered, 0))
+    return {
+        rank: furthest[late.group, late.is_p2p] - late.sequence for rank, late in timeouts.items()
+    }
 
 
 def lost_connection(folder: Path, rank: int) -> bool:
     """Whether the watchdog ended `rank` because NCCL no longer reached another."""
     return next(_lines(_LOST, folder, rank), None) is not None
+
+
+def watchdog_stuck(folder: Path, rank: int) -> int | None:
+    """Seconds for which the watchdog of `rank` itself got no answer from CUDA or NCCL, before it
+    ended the process; None where it wrote nothing of that.
+    """
+    found = next(_lines(_STUCK, folder, rank), None)
+    return None if found is None else int(found[2])
 
 
 def _lines(pattern: re.Pattern[str], folder: Path, rank: int) -> Iterator[re.Match[str]]:

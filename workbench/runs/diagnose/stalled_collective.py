@@ -41,7 +41,11 @@ def find_stall(dumps: Mapping[int, Dump]) -> Stall | None:
     blocking = set().union(*awaited.values())
     free = [rank for rank in blocking if not awaited.get(rank)]
     if free:
-        first = min(free, key=lambda rank: (-sum(rank in w for w in awaited.values()), rank))
+        # A dump proves what its rank did not enter; a rank without one may only have lost it.
+        first = min(
+            free,
+            key=lambda rank: (-sum(rank in w for w in awaited.values()), rank not in dumps, rank),
+        )
         return Stall(first, _absent(first, waiting, awaited, dumps))
     if blocking:
         return _circle(waiting, awaited, dumps)
@@ -91,7 +95,8 @@ def _absent(
     same = [
         o for o in held if (waiting[o].group, waiting[o].sequence) == (call.group, call.sequence)
     ]
-    message = f"rank {rank} did not enter {_named(call, dumps)}, in which {_ranks(same)}"
+    entered = "did not enter" if rank in dumps else "left no record of its calls, as of"
+    message = f"rank {rank} {entered} {_named(call, dumps)}, in which {_ranks(same)}"
     if rank in dumps and dumps[rank].calls:
         last = dumps[rank].calls[-1]
         message += f"; its last call was {_named(last, dumps)}{_at(last)}"

@@ -5,6 +5,7 @@ works.
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,10 @@ POLL_SECONDS = 0.5
 """Time between two looks at the ranks' processes."""
 IDLE_SHARE = 0.05
 """A rank that uses less than this share of one core while it writes nothing is not working."""
+GRACE_SECONDS = 5.0
+"""How long after its deadline a collective may take to end its ranks, who then say what they waited
+for.
+"""
 SLOW_PHASES = ("building", "compiling", "checkpointing")
 """Phases in which ranks may wait for a disk, or for a compiler's processes."""
 
@@ -177,11 +182,14 @@ class RankWatch:
     def _stalled(self) -> Cause | None:
         """Nobody writes and nobody works: the rank that is furthest behind holds the others.
 
+        Ranks that wait for another in a collective have its deadline first, and say more.
         Not on GPUs: a rank that waits for NCCL keeps its core busy, and one that waits for its GPU
         may be right to. Not while files are read or written, which may be slow for good reasons;
         there the ranks' own timeouts hold.
         """
         now, limit = time.monotonic(), self.command.progress_seconds
+        if len(self.ranks) > 1:
+            limit += GRACE_SECONDS + max(seen.slowest for seen in self.ranks.values())
         open_ranks = [rank for rank in self._processes if not self._has_ended(rank)]
         if not open_ranks or self._ended_since or not self.all_here:
             return None
@@ -193,12 +201,11 @@ class RankWatch:
         silent = [now - self._processes[rank].last_record for rank in open_ranks]
         if min(silent) < limit or not all(self._is_idle(rank, now) for rank in open_ranks):
             return None
-        slowest = min(
-            open_ranks, key=lambda rank: (self.ranks[rank].step, self._processes[rank].last_record)
-        )
-        return self._blame(
-            slowest, f"is furthest behind, and no rank has done anything for {limit:.0f} s"
-        )
+        words = f"no rank has done anything for {min(silent):.0f} s"
+        slowest = _only_least({rank: (self.ranks[rank].step,) for rank in open_ranks})
+        if slowest is None:
+            return self._blame_nobody(open_ranks, words)
+        return self._blame(slowest, f"is furthest behind, and {words}")
 
     def _looping(self) -> Cause | None:
         """Nobody writes, though some may work: no step of this run took near as long, and ranks'
@@ -222,21 +229,22 @@ class RankWatch:
             return None
         if (known := stall_cause(self.folder, self.ranks)) is not None:
             return known
-        slowest = min(
-            open_ranks,
-            key=lambda rank: (
-                self.ranks[rank].step,
-                not self.ranks[rank].on_gpu and self._is_idle(rank, now),
-                self._processes[rank].last_record,
-            ),
+        silent = min(now - self._processes[rank].last_record for rank in open_ranks)
+        words = f"no rank has written anything for {silent:.0f} s"
+        slowest = _only_least(
+            {
+                rank: (
+                    self.ranks[rank].step,
+                    not self.ranks[rank].on_gpu and self._is_idle(rank, now),
+                )
+                for rank in open_ranks
+            }
         )
-        silent = now - self._processes[slowest].last_record
+        if slowest is None:
+            return self._blame_nobody(open_ranks, words)
         at_work = "" if self.ranks[slowest].on_gpu else " and at work"
-        return self._blame(
-            slowest,
-            f"is furthest behind{at_work}, and no rank has written anything for {silent:.0f} s: "
-            f"the deadline of {self.ranks[slowest].doing} is {self._patience(slowest):.0f} s",
-        )
+        deadline = f"the deadline of {self.ranks[slowest].doing} is {self._patience(slowest):.0f} s"
+        return self._blame(slowest, f"is furthest behind{at_work}, and {words}: {deadline}")
 
     def _patience(self, rank: int) -> float:
         """How long, in seconds, a rank that is at work may write nothing, by what it is at.
@@ -258,17 +266,27 @@ class RankWatch:
         return used < IDLE_SHARE * (now - live.last_record)
 
     def _blame(self, rank: int, what: str) -> Cause:
-        advice = (
-            "Look at what it waits for in its log; if steps are rightly this slow, raise "
-            "telemetry.timeout_seconds "
-            f"(now {self.command.progress_seconds:g})."
-        )
+        message = f"rank {rank} {what} ({self.ranks[rank].where})"
+        return Cause(rank, message, self._advice("its log"), log_tail(self.folder, rank))
+
+    def _blame_nobody(self, ranks: list[int], what: str) -> Cause:
+        """Several ranks are equally far: which one holds the others is not known."""
+        first = self.ranks[ranks[0]]
         return Cause(
-            rank,
-            f"rank {rank} {what} ({self.ranks[rank].where})",
-            advice,
-            log_tail(self.folder, rank),
+            None, f"{what}, and ranks are equally far ({first.where})", self._advice("logs")
         )
+
+    def _advice(self, logs: str) -> str:
+        return (
+            f"Look at what is waited for in {logs}; if steps are rightly this slow, raise "
+            f"telemetry.timeout_seconds (now {self.command.progress_seconds:g})."
+        )
+
+
+def _only_least(keys: Mapping[int, tuple[float, ...]]) -> int | None:
+    """The one rank with the least key; None where several have it."""
+    least = [rank for rank, key in keys.items() if key == min(keys.values())]
+    return least[0] if len(least) == 1 else None
 
 
 def _process(pid: int) -> psutil.Process | None:
