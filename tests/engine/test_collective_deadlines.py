@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from tests.parallel.small import plan
 from workbench.engine import loop
+from workbench.engine.data import tokenized_corpus
 from workbench.engine.process_group.collective_deadlines import extend_deadlines, restore_deadlines
 from workbench.engine.verify.forked_ranks import run_ranks
 from workbench.parallel.mesh import CPU, build_mesh
@@ -58,7 +59,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return found
 
 
-def loop_on_gpu(calls: list[str]) -> loop.TrainingLoop:
+def loop_on_gpu(calls: list[str]) -> Any:
     """A loop of which only what is before the first step and what saves can run."""
 
     def called(name: str) -> Any:
@@ -79,7 +80,7 @@ def loop_on_gpu(calls: list[str]) -> loop.TrainingLoop:
     training._finish_saving = lambda: None
     training.feed = training.trackers = SimpleNamespace(close=lambda: None)
     training.telemetry = SimpleNamespace(record=lambda *_, **__: None)
-    return training  # type: ignore[no-any-return]
+    return training
 
 
 def test_a_checkpoint_has_the_deadline_of_the_first_step(calls: list[str]) -> None:
@@ -94,7 +95,7 @@ def test_ranks_that_build_have_it_too(
         calls.append(f"encode within {kinds['deadline']:g} s")
         raise ValueError("enough")
 
-    monkeypatch.setattr(loop.tokenized_corpus, "load_corpus", load)
+    monkeypatch.setattr(tokenized_corpus, "load_corpus", load)
     telemetry: Any = SimpleNamespace(record=lambda *_, **__: None)
     accelerator: Any = SimpleNamespace(device=CPU)
     full = plan().replace(**{"telemetry.timeout_seconds": 7}).resolve()
