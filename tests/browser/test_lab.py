@@ -120,6 +120,10 @@ def test_numbers_typed_key_by_key_are_read_on_enter_and_go_back_to_the_same_plan
         "() => [...document.querySelectorAll('.wb-field input')].some(e => e.value === '1000')"
     )
     typed("64")
+    # Cells run in another thread of the kernel than edits do, and do not wait for them.
+    lab.until(
+        "() => document.querySelector('.wb-banner').innerText.includes('Number of GPUs 64 also')"
+    )
     lab.run_cell(1)
     lab.until("() => document.querySelectorAll('.jp-CodeCell')[1].innerText.includes('True')")
     number.press("Tab")

@@ -1,3 +1,5 @@
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -6,6 +8,7 @@ import pytest
 from workbench.errors import PlanError
 from workbench.lab.panel.control_values import read_path
 from workbench.lab.panel.plan_controls import plan_controls
+from workbench.lab.panel.plan_edits import apply_edit
 from workbench.lab.panel.planner import Planner
 from workbench.plan.schema import Plan, written_fields
 from workbench.planner import estimate
@@ -441,3 +444,24 @@ def test_a_controls_hint_is_the_schemas_description(planner: Planner) -> None:
 def test_a_name_that_is_no_control_is_refused(planner: Planner) -> None:
     with pytest.raises(PlanError, match="is no control of the planner"):
         planner.set("tensors", 2)
+
+
+def test_edits_of_a_cell_and_of_the_page_at_the_same_time_are_both_kept(
+    planner: Planner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun = threading.Event()
+
+    def slow(*arguments: Any) -> Plan:
+        begun.set()
+        time.sleep(0.3)  # an edit that does not wait for its turn comes in meanwhile
+        return apply_edit(*arguments)
+
+    monkeypatch.setattr("workbench.lab.panel.planner.apply_edit", slow)
+    edit = {"type": "edit", "name": "sequence_length", "value": "1024"}
+    page = threading.Thread(target=send, args=(planner,), kwargs=edit)
+    page.start()
+    assert begun.wait(10)
+    planner.set("micro_batch", 2)
+    page.join(10)
+    training = planner.plan.resolve().training
+    assert (training.sequence_length, training.micro_batch) == (1024, 2)

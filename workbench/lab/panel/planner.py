@@ -69,6 +69,8 @@ class Planner(widgets.VBox):  # type: ignore[misc]  # ipywidgets has no types
         self._resolved: ResolvedPlan | None = None
         self._news = ""
         self._history = EditHistory(self.plan)
+        # JupyterLab sends what widgets do to a thread beside the one that runs cells.
+        self._changing = threading.RLock()
         self.children: Any
         self.panel = controls.Panel(self._receive)
         self.board = Board(self._on_press)
@@ -98,17 +100,20 @@ class Planner(widgets.VBox):  # type: ignore[misc]  # ipywidgets has no types
         ]
         if not found:
             raise refuse(name, f"is no control of the planner; legal: {', '.join(plan_controls())}")
-        self._edit(found[0], value)
+        with self._changing:
+            self._edit(found[0], value)
 
     def undo(self) -> None:
         """Take the last edit back."""
-        self._history.undo()
-        self._replan()
+        with self._changing:
+            self._history.undo()
+            self._replan()
 
     def reset(self) -> None:
         """Back to the plan that was opened or loaded last; can be undone."""
-        self._history.reset()
-        self._replan()
+        with self._changing:
+            self._history.reset()
+            self._replan()
 
     def load(self, path: str | Path | None = None) -> None:
         """Open a plan file; can be undone. Raises `PlanError` where it cannot be read."""
@@ -122,12 +127,14 @@ class Planner(widgets.VBox):  # type: ignore[misc]  # ipywidgets has no types
 
     def apply(self) -> None:
         """Make the smallest change that fits; does nothing where the plan fits or none is known."""
-        found = self.profile.notes.get("advice") if self.profile and not self.problems else None
-        if self.profile and found:
-            requested = self._history.now
-            words = fit_verdict.advice_words(self.profile)
-            self._history.push(requested.with_plan("", requested.plan.replace(**found["changes"])))
-            self._replan(lambda: f"Applied: {words}.")
+        with self._changing:
+            found = self.profile.notes.get("advice") if self.profile and not self.problems else None
+            if self.profile and found:
+                requested = self._history.now
+                words = fit_verdict.advice_words(self.profile)
+                fitting = requested.plan.replace(**found["changes"])
+                self._history.push(requested.with_plan("", fitting))
+                self._replan(lambda: f"Applied: {words}.")
 
     def _edit(self, control: PlanControl, typed: Any) -> None:
         requested = self._history.now
@@ -228,7 +235,7 @@ class Planner(widgets.VBox):  # type: ignore[misc]  # ipywidgets has no types
         """Act on a message of the panel."""
         try:
             if content.get("type") == "edit" and content.get("name") in plan_controls():
-                self._edit(plan_controls()[content["name"]], content.get("value"))
+                self.set(content["name"], content.get("value"))
             elif content.get("type") == "path":
                 self.path = str(content.get("value"))
             elif content.get("type") == "upload":
@@ -240,8 +247,9 @@ class Planner(widgets.VBox):  # type: ignore[misc]  # ipywidgets has no types
             self._show_news(str(error))
 
     def _open(self, plan: Plan, name: str) -> None:
-        self._history.load(plan)
-        self._replan(lambda: f"Loaded: {name}")
+        with self._changing:
+            self._history.load(plan)
+            self._replan(lambda: f"Loaded: {name}")
 
     def _on_press(self, action: str) -> None:
         act: dict[str, Callable[[], None]] = {
@@ -296,9 +304,10 @@ class Planner(widgets.VBox):  # type: ignore[misc]  # ipywidgets has no types
         except (ValueError, RuntimeError, OSError) as error:
             self._show_news(f"The rehearsal failed: {error}")
             return
-        if written_fields(plan) == written_fields(self.plan):
-            self.rehearsed, self._news = found, "Rehearsed: drawn beside the estimate."
-            self._draw()
+        with self._changing:
+            if written_fields(plan) == written_fields(self.plan):
+                self.rehearsed, self._news = found, "Rehearsed: drawn beside the estimate."
+                self._draw()
 
 
 def plan_file_html(yaml: str) -> str:
