@@ -91,7 +91,7 @@ def test_a_first_step_runs_nothing_that_was_not_compiled(
     mesh: tuple[int, int, int], shape: dict[str, Any], changes: dict[str, Any]
 ) -> None:
     made = plan(*mesh, shape=shape, changes={"strategy.kernels": KERNELS, **changes}).resolve()
-    for rank, (early, first, same) in enumerate(run_ranks(made.world_size, Work(made))):
+    for rank, (early, first, same) in enumerate(run_ranks(made.world_size, Work(made), 180)):
         assert same
         assert first and first <= early, (rank, first - early)
 
