@@ -1,6 +1,7 @@
 """Set-up shared by all tests."""
 
 import os
+import signal
 from collections.abc import Callable
 
 import pytest
@@ -13,6 +14,8 @@ Ask = Callable[..., tuple[int, str, str]]
 torch.set_num_threads(1)
 # Tables are as wide as whoever asks says: a terminal above the tests must not decide what they see.
 os.environ.pop("COLUMNS", None)
+# A shell starts background jobs with Ctrl-C ignored, and programs under test would inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
