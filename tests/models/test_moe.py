@@ -3,14 +3,17 @@ dropped, and balance.
 """
 
 import math
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from workbench.models import Transformer
-from workbench.models.host_counts import balanced_counts
+from workbench.models.host_counts import balanced_counts, recomputation_contexts
 from workbench.models.moe import MoE
 from workbench.models.moe_routing import capacity_rows, dropless_rows
 from workbench.plan.model.model_shape import Moe, Shape, rows_of_an_expert
@@ -180,6 +183,38 @@ def test_router_scores_are_fp32_and_their_gradients_are_not_lost() -> None:
         moe_layer.route.weight.grad is not None
         and moe_layer.route.weight.grad.dtype == torch.bfloat16
     )
+
+
+@pytest.mark.parametrize("capacity", [None, 1.0])
+def test_a_recomputed_layer_chooses_the_experts_of_its_forward(capacity: float | None) -> None:
+    """Activations that are recomputed may differ in their last bits, and near ties then flip."""
+    moe_layer, x = moe_layer_of(shape_of({"capacity": capacity})), inputs()
+    with torch.no_grad():
+        moe_layer.route.weight.mul_(1e-9)  # near ties alone
+    calls = []
+
+    def flip_the_second_time(_: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
+        calls.append(1)
+        return (args[0] * (1 if len(calls) == 1 else -1),)
+
+    def gradients(run: Callable[[Tensor], Any]) -> dict[str, Tensor]:
+        moe_layer.zero_grad()
+        output, _ = run(x)
+        (output * torch.linspace(0, 1, output.numel()).view_as(output)).sum().backward()
+        return {
+            name: parameter.grad.clone()
+            for name, parameter in moe_layer.experts.named_parameters()
+            if parameter.grad is not None
+        }
+
+    expected = gradients(moe_layer)
+    moe_layer.route.register_forward_pre_hook(flip_the_second_time)
+    recomputed = partial(
+        checkpoint, moe_layer, use_reentrant=False, context_fn=recomputation_contexts
+    )
+    found = gradients(recomputed)
+    assert len(calls) == 2 and found.keys() == expected.keys()
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
 
 
 def test_counts_without_values_are_even() -> None:

@@ -3,6 +3,7 @@ refused.
 """
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from workbench.plan.rules.check import check
 from workbench.plan.rules.supported import unsupported
 from workbench.plan.schema import Plan
 from workbench.planner import estimate
+from workbench.profile import Profile
 from workbench.rehearsal.rehearse import rehearse
 
 MOE = {"experts": 8, "top_k": 2, "ffn": 192, "shared": 1, "first_dense": 1}
@@ -70,6 +72,23 @@ def test_collectives_beside_recomputation_and_shards(changes: dict[str, Any]) ->
         **{"strategy.expert.size": 2, **changes}
     )
     assert traffic(estimate(plan)) == traffic(rehearse(plan))
+
+
+@pytest.mark.parametrize(("strategy", "gpus"), [("single", 1), ("megatron-sp", 2)])
+def test_a_recomputed_layer_keeps_its_input_and_its_choices(strategy: str, gpus: int) -> None:
+    def activations_of_a_layer(instrument: Callable[[Plan], Profile]) -> float:
+        found = []
+        for layers in (4, 8):
+            shape = MODEL | {"layers": layers, "moe": {"experts": 8, "top_k": 6, "ffn": 192}}
+            plan = small(shape, strategy, gpus, "bf16").replace(**{"strategy.recompute": "full"})
+            rows = instrument(plan).memory
+            rows = rows[(rows.moment == "peak") & (rows.category == "activations")]
+            rows = rows[(rows["rank"] == 0) & (rows.step == rows.step.max())]
+            found.append(int(rows.bytes.sum()))
+        return (found[1] - found[0]) / 4
+
+    rehearsed = activations_of_a_layer(rehearse)  # with the counts of 8 experts, 64 bytes
+    assert activations_of_a_layer(estimate) == pytest.approx(rehearsed - 8 * 8, abs=1)
 
 
 def test_number_and_bytes_of_expert_collectives() -> None:

@@ -1,5 +1,5 @@
-"""Counts of rows that the host needs: read behind the device's work, and once for a recomputed
-layer.
+"""Counts of rows that the host needs: read behind the device's work. A recomputed layer takes those
+of its forward, and its choices of experts.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ _repeated: ContextVar[list[Any] | None] = ContextVar("repeated", default=None)
 
 
 def kept_for_recomputation(make: Callable[[], T]) -> T:
-    """What `make` returns, or in the recomputation of a layer what it returned in forward, so that
-    counts are exchanged and read once.
+    """What `make` returns, or in the recomputation of a layer what it returned in forward: counts
+    are exchanged and read once, and go with the choices that they count.
     """
     if (repeated := _repeated.get()) is not None:
         again: T = repeated.pop(0)

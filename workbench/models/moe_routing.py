@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from workbench.models.host_counts import kept_for_recomputation
 from workbench.models.seams import at_least_fp32
 from workbench.plan.model.model_shape import Moe, rows_of_an_expert
 
@@ -64,7 +65,12 @@ class Router(nn.Module):
     def forward(self, x_BTD: Tensor) -> Routing:
         """Gates and experts of every token [B, T, D], and their aux loss in training."""
         scores_BTE = _Scores.apply(x_BTD, self.weight).softmax(-1)
-        gates, experts = scores_BTE.topk(self.moe.top_k, dim=-1)
+        # A recomputed layer must not choose again: its activations may differ in the last bit (an
+        # all-reduce on NVSwitch adds in any order), and the rows of forward, whose counts are kept,
+        # would go to other experts. 16 bits, since they are kept with the layer's input.
+        kept = kept_for_recomputation(lambda: self._choices(scores_BTE).to(torch.int16))
+        experts = kept.to(torch.int64)
+        gates = scores_BTE.gather(-1, experts)
         if self.moe.renormalise:
             gates = gates / gates.sum(-1, keepdim=True)
         with_aux_loss = self.training and self.moe.auxiliary_loss > 0
@@ -73,6 +79,10 @@ class Router(nn.Module):
             experts,
             self._aux_loss(scores_BTE, experts) if with_aux_loss else None,
         )
+
+    def _choices(self, scores_BTE: Tensor) -> Tensor:
+        """The experts with the largest scores, [B, T, k]."""
+        return scores_BTE.detach().topk(self.moe.top_k, dim=-1).indices
 
     def _aux_loss(self, scores_BTE: Tensor, experts_BTK: Tensor) -> Tensor:
         """The load-balancing loss (2101.03961, eq. 4), summed over sequences and tokens.

@@ -25,6 +25,8 @@ from workbench.runtime_facts.fused_thresholds import MIN_FUSED_SEAM_NUMEL
 
 TOKEN_ID_BYTES = 8
 """Bytes of an int64 token id."""
+CHOICE_BYTES = 2
+"""Bytes of an int16 index of an expert."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,9 @@ class LayerActivations:
     needed: Number
     """What backward reads: selective recompute restores what of it was not saved."""
     checkpoint: Number
-    """Saved instead of `saved` where the layer is fully recomputed: its input."""
+    """Saved instead of `saved` where the layer is fully recomputed: its input, and of an MoE the
+    experts that it chose.
+    """
     forward: Number
     """Temporaries at the end of its forward."""
     last_gemm: Number
@@ -105,7 +109,7 @@ def layer_activations(w: Workload, is_moe: bool = False) -> LayerActivations:
     return LayerActivations(
         saved=saved,
         needed=needed,
-        checkpoint=shard * (1 - w.fixed.framework.offload_checkpoints),
+        checkpoint=shard * (1 - w.fixed.framework.offload_checkpoints) + _kept_choices(w) * is_moe,
         forward=branch,
         last_gemm=last_gemm,
         feed_forward_backward=backward,
@@ -305,6 +309,14 @@ def _feed_forward_saved(w: Workload, is_moe: bool) -> Number:
             + w.shape.moe.experts * w.tokens * 4
         )
     return saved
+
+
+def _kept_choices(w: Workload) -> Number:
+    """Bytes of each token's choices of experts, which this engine's recomputed layers repeat."""
+    moe = w.shape.moe
+    if moe is None or w.fixed.stack != WORKBENCH:
+        return 0.0
+    return CHOICE_BYTES * moe.top_k * w.tokens
 
 
 def _mla_latents(w: Workload) -> Number:

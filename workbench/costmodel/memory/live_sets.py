@@ -80,7 +80,8 @@ def _activations_in_flight(w: Workload, head: HeadMemory) -> ActivationsInFlight
     )
     share = np.divide(w.dense_layers, w.layers)
     layer_saved = share * dense.saved + (1 - share) * moe.saved
-    saved = (w.layers - w.recomputed_layers) * layer_saved + w.recomputed_layers * dense.checkpoint
+    checkpoint = share * dense.checkpoint + (1 - share) * moe.checkpoint
+    saved = (w.layers - w.recomputed_layers) * layer_saved + w.recomputed_layers * checkpoint
     ends, boundary = activation_memory.boundary_bytes(w)
     run_ahead = 1 + w.fixed.framework.host_run_ahead * (w.sequence_parallel > 1)
     per_microbatch = (saved + ends) * run_ahead
