@@ -196,6 +196,20 @@ def test_a_plan_may_ask_for_kernels_that_repeat(deterministic: bool) -> None:
     assert ("CUBLAS_WORKSPACE_CONFIG" in environment(plan, cores=8)) is deterministic
 
 
+def test_a_grid_of_gpus_takes_kernels_that_repeat() -> None:
+    """What an operator strategy replicates, every rank of the grid computes for itself."""
+    changes = {
+        "strategy.tensor.size": 2,
+        "strategy.operators": {"blocks.*.mlp.down": "((1,2),(2,1))"},
+    }
+    plan = Plan.of("tiny", gpu="h100-sxm-80gb", gpus=2, set=changes).resolve()
+    assert plan.deterministic_kernels and not plan.training.deterministic
+    assert "CUBLAS_WORKSPACE_CONFIG" in environment(plan, cores=8)
+    assert "NCCL_ALGO" not in environment(plan, cores=8)
+    on_cpus = Plan.of("tiny", gpu="local", gpus=2, set=changes).resolve()
+    assert not on_cpus.deterministic_kernels
+
+
 MIXTURE = {**LLAMA, "moe": {"experts": 4, "top_k": 2, "ffn": 24}}
 NARROW_MESHES: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
     "one": ((1, 1, 1), {}),

@@ -77,6 +77,14 @@ def test_a_replica_with_another_bit_is_named_and_not_saved(
     assert not list((tmp_path / "checkpoints").glob("step-*"))
 
 
+def test_what_an_operator_strategy_replicates_is_compared(tmp_path: Path) -> None:
+    row = {"strategy.operators": {"blocks.*.mlp.down": "((1,2),(2,1))"}}
+    made = plan(tensor=2, shape=GPT, changes=row).resolve()
+    assert run_ranks(2, partial(saved, made, tmp_path, None)) == ["", ""]
+    for told in run_ranks(2, partial(saved, made, tmp_path / "flipped", 1)):
+        assert told.startswith(f"after 5 steps parameter of {NAME} differs among ranks 0, 1")
+
+
 def test_equal_replicas_are_saved(tmp_path: Path) -> None:
     made = plan(data=2, shape=GPT).resolve()
     assert run_ranks(2, partial(saved, made, tmp_path, None)) == ["", ""]

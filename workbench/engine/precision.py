@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.schema import STORED, Plan
 
 DTYPES = {
@@ -28,14 +29,14 @@ def set_matmul_precision(plan: Plan) -> None:
     torch.set_float32_matmul_precision("high" if plan.strategy.precision == "tf32" else "highest")
 
 
-def set_determinism(plan: Plan) -> None:
-    """Let torch take kernels that add in the same order every time, where the plan asks for it.
+def set_determinism(plan: ResolvedPlan) -> None:
+    """Let torch take kernels that add in the same order every time, where the plan needs them.
 
     Without, flash attention's backward and embeddings' gradients on GPUs are added by atomics. An
     operator that has no such kernel raises, naming itself. cuBLAS needs its workspace fixed too:
     the launch sets CUBLAS_WORKSPACE_CONFIG. The setting is the process's: the worker calls this
     once.
     """
-    torch.use_deterministic_algorithms(plan.training.deterministic)
+    torch.use_deterministic_algorithms(plan.deterministic_kernels)
     # Only what is read uninitialized would differ, and nothing is.
     setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # noqa: B010

@@ -88,14 +88,15 @@ class SessionCheckpointer:
 
         Raises:
             ValueError: The previous checkpoint could not be written; synchronously, this one.
-            ReplicasDiffer: Data-parallel replicas differ.
+            ReplicasDiffer: Replicas differ.
         """
         self.prepare()
         assert self._writer is not None
         plan = self.session.plan
-        for axis in replica_check.REPLICA_AXES:
+        mesh = self.session.mesh
+        for axis in (*replica_check.REPLICA_AXES, *mesh.operator_axes):
             replica_check.check_replicas(
-                self._replicated_tensors(axis), self.session.mesh[axis], self.session.device, step
+                self._replicated_tensors(axis), mesh[axis], self.session.device, step
             )
         shards = [shard for name, shard in self._shards() if self._should_save(name, shard)]
         scaler = self.session.scaler

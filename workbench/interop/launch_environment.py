@@ -114,8 +114,9 @@ def _nccl(plan: ResolvedPlan) -> dict[str, str]:
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
         "TORCH_FR_BUFFER_SIZE": RECORDED_CALLS,
     }
-    if plan.training.deterministic:
+    if plan.deterministic_kernels:
         found["CUBLAS_WORKSPACE_CONFIG"] = DETERMINISTIC_WORKSPACE
+    if plan.training.deterministic:
         found["NCCL_ALGO"] = DETERMINISTIC_ALGORITHM
     return found | ({"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if single_queue(plan) else {})
 

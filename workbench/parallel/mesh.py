@@ -72,6 +72,11 @@ class Mesh:
     def __getitem__(self, name: str) -> MeshAxis:
         return self.axes[name]
 
+    @property
+    def operator_axes(self) -> tuple[str, ...]:
+        """The axes of the grid of operator strategies, outermost first; none without."""
+        return tuple(f"operators.{i}" for i in range(self.operators.ndim if self.operators else 0))
+
     def coordinate(self) -> dict[str, int]:
         """This rank's index on every axis of the plan."""
         return {name: axis.index for name, axis in self.axes.items() if axis.reported == name}

@@ -111,6 +111,15 @@ class ResolvedPlan(Plan):
         return axis_sizes(self.strategy, self.world_size)
 
     @property
+    def deterministic_kernels(self) -> bool:
+        """Whether kernels add in one order every time: where the plan asks for it, and where ranks
+        of a GPU grid compute what an operator strategy replicates. Nothing adds up or compares
+        their gradients, which must come out equal.
+        """
+        grid = bool(self.strategy.operators) and self.strategy.tensor.ranks > 1
+        return self.training.deterministic or (grid and self.gpu.device == "cuda")
+
+    @property
     def num_microbatches(self) -> int:
         """Microbatches a data-parallel rank takes in a step."""
         return self.task.global_batch // (self.task.micro_batch * self.sizes["data"])

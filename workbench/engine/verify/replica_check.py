@@ -1,8 +1,9 @@
-"""Detection of silent divergence between data-parallel replicas, which must be equal to the bit.
+"""Detection of silent divergence between replicas, which must be equal to the bit.
 
-A step does not reveal it: gradients are summed whatever weights they come from. A checkpoint keeps
-one replica of each tensor, so before it is written the replicas' bit sums are compared. Each tensor
-is read once, and 16 bytes per tensor are all-reduced.
+A step does not reveal it: data-parallel gradients are summed whatever weights they come from, and
+what an operator strategy replicates, each rank updates by itself. A checkpoint keeps one replica of
+each tensor, so before it is written the replicas' bit sums are compared. Each tensor is read once,
+and 16 bytes per tensor are all-reduced.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ class OperatorGrid:
     def __init__(self, mesh: Mesh) -> None:
         assert mesh.operators is not None
         self.device, self.tensor = mesh.operators, mesh["tensor"]
-        self.axes = [mesh[f"operators.{i}"] for i in range(self.device.ndim)]
+        self.axes = [mesh[name] for name in mesh.operator_axes]
         self.names = tuple(axis.name for axis in self.axes)
 
     def over(self, placement: Placement, name: str) -> list[MeshAxis]:
