@@ -46,10 +46,9 @@ def test_one_write_a_record_off_the_caller(tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(os, "write", slow)
     telemetry = TelemetryWriter(tmp_path, 0)
-    start = time.monotonic()
     for step in range(50):
         telemetry.record("step", step=step)
-    assert time.monotonic() - start < 1.0
+    assert not calls  # the file took none of them yet
     release.set()
     telemetry.close()
     assert len(calls) == 50

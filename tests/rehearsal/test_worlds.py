@@ -1,13 +1,10 @@
-"""Chosen ranks of large worlds rehearse in about a second; the child process, and what is
-refused.
-"""
+"""Chosen ranks of large worlds rehearse; the child process, and what is refused."""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -45,8 +42,6 @@ BOUNDED: dict[str, dict[str, object]] = {
     "usp": {"strategy.context.size": 16},
 }
 """What takes as many turns as it has ranks on a side."""
-SECONDS = 10.0
-"""A rank takes about one on an idle machine."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -117,9 +112,7 @@ def test_a_gpu_of_every_kind_is_rehearsed(gpu: str) -> None:
 def test_every_runnable_preset_rehearses_at_any_size(strategy: str, gpus: int) -> None:
     plan = large(strategy, gpus, **(BOUNDED.get(strategy, {}) if gpus > 64 else {}))
     rank = gpus - gpus // plan.sizes["pipeline"]  # whose shards end with no padding
-    began = time.process_time()
     profile = rehearse(plan, [rank])
-    assert time.process_time() - began < SECONDS
     rows = profile.memory[profile.memory.moment == "peak"]
     assert set(rows["rank"]) == {rank} and profile.world_size == gpus
     held = {

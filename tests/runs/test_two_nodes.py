@@ -6,7 +6,6 @@ import os
 import shutil
 import signal
 import subprocess
-import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -119,9 +118,7 @@ def test_the_survivors_of_a_dead_node_end_and_name_it(
     job = submit(gpus=2, steps=100000)
     until(lambda: {r["rank"] for r in job.records("step")} == {0, 1}, seconds=60)
     job.kill(dead)
-    began = time.monotonic()
     assert job.process.wait(END_SECONDS) != 0
-    assert time.monotonic() - began < END_SECONDS
     cause = attach(job.folder).state.cause
     assert cause is not None and cause.rank == dead
     assert cause.message.startswith(f"rank {dead}") and stub_slurm.HOSTS[dead] in cause.message
