@@ -98,7 +98,11 @@ def digests(folder: Path) -> dict[str, str]:
     return {entry["file"]: entry["sha256"] for entry in files}
 
 
-@pytest.mark.parametrize("mesh", [(1, 1, 2), (1, 2, 2)], ids=["data", "pipeline x data"])
+@pytest.mark.parametrize(
+    "mesh",
+    [(1, 1, 2), pytest.param((1, 2, 2), marks=pytest.mark.slow)],
+    ids=["data", "pipeline x data"],
+)
 def test_data_ranks_read_and_lose_what_one_process_does(
     tmp_path: Path, text: Path, mesh: tuple[int, int, int]
 ) -> None:

@@ -58,6 +58,7 @@ def test_context_parallel_with_other_axes_equals_one_device(
     assert_equal_to_one_device(verify(context_plan(2, algorithm, *mesh), "fp64"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", [(2, 1, 1), (1, 2, 1), (1, 1, 2)], ids=str)
 def test_usp_equals_one_device_beside_other_axes(mesh: tuple[int, int, int]) -> None:
     """Pairs of Ulysses on a ring of two."""

@@ -25,7 +25,11 @@ def test_fp64_on_every_mesh(mesh: tuple[int, int, int], shape: dict[str, Any], t
     assert_equal_to_one_device(verify(plan(*mesh, shape=shape, tied=tied), "fp64"))
 
 
-@pytest.mark.parametrize("mesh", [(1, 1, 2), (2, 1, 1), (1, 2, 1), (2, 2, 2)], ids=str)
+@pytest.mark.parametrize(
+    "mesh",
+    [(1, 1, 2), (2, 1, 1), (1, 2, 1), pytest.param((2, 2, 2), marks=pytest.mark.slow)],
+    ids=str,
+)
 @pytest.mark.parametrize("shape", [LLAMA, GPT], ids=["llama", "gpt"])
 def test_fp32(mesh: tuple[int, int, int], shape: dict[str, Any]) -> None:
     assert_equal_to_one_device(verify(plan(*mesh, shape=shape, tied=True), "fp32"))

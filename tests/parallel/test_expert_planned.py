@@ -74,7 +74,9 @@ def test_collectives_beside_recomputation_and_shards(changes: dict[str, Any]) ->
     assert traffic(estimate(plan)) == traffic(rehearse(plan))
 
 
-@pytest.mark.parametrize(("strategy", "gpus"), [("single", 1), ("megatron-sp", 2)])
+@pytest.mark.parametrize(
+    ("strategy", "gpus"), [("single", 1), pytest.param("megatron-sp", 2, marks=pytest.mark.slow)]
+)
 def test_a_recomputed_layer_keeps_its_input_and_its_choices(strategy: str, gpus: int) -> None:
     def activations_of_a_layer(instrument: Callable[[Plan], Profile]) -> float:
         found = []

@@ -64,6 +64,7 @@ def test_two_ranks(name: str, tied: bool) -> None:
     assert_equal_to_one_device(verify(scheduled(name, shape=GPT, tied=tied)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SPLIT_OR_CHUNKED)
 def test_four_ranks(name: str) -> None:
     assert_equal_to_one_device(verify(scheduled(name, pipeline=4, tied=True)))
@@ -75,6 +76,7 @@ def test_within_tensor_and_data_parallelism(name: str) -> None:
     assert_equal_to_one_device(verify(scheduled(name, tensor=2, data=2, tied=True)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SPLIT_OR_CHUNKED)
 def test_fp32(name: str) -> None:
     assert_equal_to_one_device(verify(scheduled(name, tensor=2, shape=GPT), "fp32"))

@@ -29,7 +29,7 @@ CASES = {
     "gpt, tied": ("tiny-gpt", 2, "dapple"),
     "gpt, tied, four": ("tiny-gpt", 4, "tensor-pipeline"),
 }
-ALL = pytest.mark.parametrize("precision", ["fp32", "bf16"])
+ALL = pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.slow)])
 EACH = pytest.mark.parametrize("case", CASES)
 
 

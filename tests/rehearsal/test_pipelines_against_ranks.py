@@ -13,7 +13,13 @@ from tests.rehearsal.measured import STEPS, Rows, measure, total, traffic
 from workbench.profile import Profile
 from workbench.rehearsal.rehearse import rehearse
 
-EACH = pytest.mark.parametrize("name", ["1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v"])
+SCHEDULES = [
+    "1f1b",
+    "interleaved",
+    *(pytest.param(name, marks=pytest.mark.slow) for name in ("zb-h1", "zb-v")),
+    "dualpipe-v",
+]
+EACH = pytest.mark.parametrize("name", SCHEDULES)
 BIG = {"training.sequence_length": 48, "strategy.data.bucket_mib": 1.0}
 
 
