@@ -51,6 +51,10 @@ class MeasuredRow:
     id: str
     source: str
     table: str
+    kind: str
+    """measured, chart reading or formula, with what the page says of it."""
+    verification: str
+    """How the row was read, and which of its cells were not."""
     measured: bool
     """Whether the figures come from a run, not from a formula."""
     framework: str
@@ -173,6 +177,8 @@ def parse_row(cells: Mapping[str | None, object], file: str = "", line: int = 0)
         id=get("id", ""),
         source=get("source", "") or file,
         table=_table_name(get("table", "")),
+        kind=get("kind", ""),
+        verification=get("verify", ""),
         measured=not any(
             word in said for word in ("formula", "theor", "arithmetic", "simulat", "estimate")
         ),
