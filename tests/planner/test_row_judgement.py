@@ -17,7 +17,7 @@ from workbench.planner.validation.row_judgement import (
 )
 
 ROOT = Path(__file__).parents[2]
-SAMPLES = [ROOT / "data/validation/time.csv", ROOT / "data/validation/memory.csv"]
+PUBLISHED = ROOT / "data/validation/published.csv.gz"
 CELLS: dict[str | None, object] = {
     "id": "a",
     "source": "github:mosaicml/llm-foundry@8c8dd48 README.md",
@@ -39,7 +39,7 @@ def judged(**changed: str) -> RowJudgement:
 
 @pytest.fixture(scope="module")
 def rows() -> list[MeasuredRow]:
-    return [row for file in SAMPLES for row in read_measured_rows(file)]
+    return read_measured_rows(PUBLISHED)
 
 
 def test_a_site_is_organisation_cluster_and_gpu() -> None:
@@ -58,6 +58,7 @@ def test_plans_are_ranked_within_page_model_gpus_and_batch() -> None:
     [
         ({"notes": "layers derived from Sec/it x TFLOPs arithmetic"}, "inferred"),
         ({"notes": "grad_accum=1 assumed; vocab assumed 50304"}, "inferred"),
+        ({"notes": "Baseline (unpacked, AdamW bf16)"}, "inferred"),
         ({"verify": "read; shape inferred"}, "inferred"),
         ({"model": "GPT3-5B", "verify": "read (GPT3-5B/20B shapes recalled)"}, "inferred"),
         ({"kind": "measured (author warns +-40% from network noise)"}, "noisy"),
@@ -100,18 +101,12 @@ def test_outcomes_change_no_judgement(rows: list[MeasuredRow]) -> None:
             memory_gib=memory and 10 * memory,
         )
 
-    without_rounding = [row for row in rows if not row.utilisation]
+    without_rounding = [row for row in rows[::7] if not row.utilisation]
     assert judge_rows(without_rounding) == judge_rows([scaled(row) for row in without_rounding])
 
 
-def test_the_committed_file_holds_every_sampled_row(rows: list[MeasuredRow]) -> None:
-    committed = published_judgements()
-    again = dict(zip((row.label for row in rows), judge_rows(rows)))
-    assert {row.label for row in rows} <= committed.keys()
-    assert all(committed[label].site == one.site for label, one in again.items())
-    assert all(committed[label].group == one.group for label, one in again.items())
-    # The samples keep some of a page's rows and columns, so that fewer flags show.
-    assert all({*one.flags} <= {*committed[label].flags} for label, one in again.items())
+def test_the_committed_file_is_what_the_command_writes(rows: list[MeasuredRow]) -> None:
+    assert published_judgements() == {row.label: one for row, one in zip(rows, judge_rows(rows))}
 
 
 def test_every_committed_row_has_a_site_and_is_there_once() -> None:

@@ -8,7 +8,9 @@ seconds, memory GiB.
 from __future__ import annotations
 
 import csv
+import gzip
 import re
+import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -129,18 +131,21 @@ class MeasuredRow:
 
 
 def read_measured_rows(path: str | Path) -> list[MeasuredRow]:
-    """Every row of the CSV file `path`. Raises `PlanError` where it cannot be read or has no
-    header.
+    """Every row of the CSV file `path`, which may be gzipped (.gz).
+
+    Raises `PlanError` where it cannot be read or has no header.
     """
     path = Path(path)
     try:
-        with path.open(encoding="utf-8-sig", errors="replace", newline="") as file:
+        opened = gzip.open if path.suffix == ".gz" else open
+        with opened(path, "rt", encoding="utf-8-sig", errors="replace", newline="") as file:
             table = csv.DictReader(_without_nulls(file))
             if not table.fieldnames:
                 raise refuse(str(path), "is empty; legal: a CSV file with a header line")
             return [parse_row(cells, path.name, line) for line, cells in enumerate(table, start=2)]
-    except OSError as error:
-        raise refuse(str(path), f"cannot be read: {error.strerror or error}") from None
+    except (OSError, EOFError, zlib.error) as error:
+        why = getattr(error, "strerror", None) or error
+        raise refuse(str(path), f"cannot be read: {why}") from None
     except csv.Error as error:
         raise refuse(str(path), f"is not a CSV file: {error}") from None
 

@@ -22,6 +22,10 @@ from workbench.planner.validation.row_to_plan import PlannedRow
 
 MAX_DEVIATION = 0.12
 """A row further than this from its group's median is suspect."""
+MAX_UTILISATION_DEVIATION = 0.3
+"""The same for rows that print a utilisation alone, which pages count by peaks of their own (a head
+in 16 bits beside layers in fp8).
+"""
 MIN_GROUP_ROWS = 3
 """Rows of a group below which nothing can be said."""
 UTILISATION_ROUNDING = 0.0005
@@ -70,10 +74,12 @@ def weights_per_token(shape: Shape, tables: int) -> float:
 def consistency_ratios(rows: Sequence[PlannedRow]) -> NDArray[np.float64]:
     """r over the median of the rows counted alike; NaN where nothing can be said."""
     found = np.full(len(rows), np.nan)
-    groups: dict[tuple[str, str], list[int]] = defaultdict(list)
+    groups: dict[tuple[str, ...], list[int]] = defaultdict(list)
     for index, row in enumerate(rows):
         if row.seconds and row.row.tflops:
             groups[row.row.source, row.row.tflops_kind].append(index)
+        elif row.seconds and row.row.utilisation:
+            groups[row.row.source, row.row.gpu, row.plan.strategy.precision].append(index)
     for indices in groups.values():
         if len(indices) >= MIN_GROUP_ROWS:
             counted = [
@@ -90,10 +96,14 @@ def inconsistent(rows: Sequence[PlannedRow]) -> NDArray[np.bool_]:
     coarse = np.array(
         [UTILISATION_ROUNDING / row.row.utilisation if row.row.utilisation else 0.0 for row in rows]
     )
-    return np.asarray(np.nan_to_num(np.abs(consistency_ratios(rows) - 1) - coarse) > MAX_DEVIATION)
+    allowed = np.array(
+        [MAX_DEVIATION if row.row.tflops else MAX_UTILISATION_DEVIATION for row in rows]
+    )
+    return np.asarray(np.nan_to_num(np.abs(consistency_ratios(rows) - 1) - coarse) > allowed)
 
 
 def _implied_over_printed(row: PlannedRow, causal: bool, counted: VocabCounted) -> float:
     hardware = "hardware" in row.row.tflops_kind.lower() and row.plan.strategy.recompute == "full"
     done = model_flops_per_step(row.plan, causal, counted) * (4 / 3 if hardware else 1)
-    return done / ((row.seconds or 1) * row.plan.world_size * (row.row.tflops or 1) * 1e12)
+    printed = 1e12 * row.row.tflops if row.row.tflops else row.row.utilisation or 1
+    return done / ((row.seconds or 1) * row.plan.world_size * printed)

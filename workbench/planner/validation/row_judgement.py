@@ -29,7 +29,7 @@ SITES_FILE = "data/validation/sites.yaml"
 COLUMNS = ("id", "site", "group", "flags")
 _INFERRED = re.compile(
     r"\b(?:layers|heads|hidden|shape|layout|grad_accum\S*|batch|seq)\b[^;)]{0,24}"
-    r"\b(?:inferred|derived|assumed|not stated)\b|inferred from"
+    r"\b(?:inferred|derived|assumed|not stated)\b|inferred from|\bunpacked\b"
 )
 _CONFIRMED = re.compile(r"shape inferred")
 _POWER_LIMITED = re.compile(r"\b(?:power.?limited|throttl\w*|[1-6]\d\dw)\b")
