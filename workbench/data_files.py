@@ -29,3 +29,12 @@ def read_data_file(relative: str) -> Any:
         )
     text = path.read_text(encoding="utf-8")
     return yaml_files.parse_catalog(text, where=relative)
+
+
+def read_data_folder(relative: str) -> dict[str, Any]:
+    """The content of every YAML file of one catalog folder, by its name without the ending.
+
+    Raises `PlanError` as `read_data_file` does.
+    """
+    names = sorted(path.stem for path in (assets() / relative).glob("*.yaml"))
+    return {name: read_data_file(f"{relative}/{name}.yaml") for name in names}

@@ -1,5 +1,5 @@
-"""Compute of a step: how products join, what the loss moves, what hosts of expert layers cost,
-shares of a card.
+"""Compute of a step: how GEMMs join, what the loss moves, what hosts of MoE layers cost, what
+attention's kernel and length are worth.
 """
 
 from __future__ import annotations
@@ -7,14 +7,15 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 
 from workbench.costmodel.compute.roofline import (
     device_rates,
+    fused_attention,
     head_pass,
     layer_pass,
-    optimizer_seconds,
+    layer_times,
+    microbatch_compute,
 )
 from workbench.costmodel.inputs.layer_gemms import LayerGemm, layer_gemms
 from workbench.costmodel.inputs.rank_workload import Workload, workload
@@ -24,7 +25,7 @@ from workbench.plan.schema import Plan
 
 
 def asked(model: str = "llama-3-8b", strategy: str = "zero-1", **sets: Any) -> Workload:
-    written = {name.replace("__", "."): value for name, value in sets.items()}
+    written = {name.removesuffix("__").replace("__", "."): value for name, value in sets.items()}
     return workload(
         Plan.of(model, gpu="h100-sxm-80gb", gpus=8, strategy=strategy, set=written).resolve()
     )
@@ -60,29 +61,64 @@ def test_a_loss_moves_its_bytes_forward_and_backward() -> None:
     assert times[1] - times[0] == pytest.approx(float(w.tokens * w.vocab_rows) * 28 / bandwidth)
 
 
-def test_a_host_that_waits_for_routed_counts_slows_layers_of_experts_alone() -> None:
-    w = asked("mixtral-8x7b")
-    slow = device_rates(w.fixed.gpu, "bf16", usual(w, host_us=100.0, host_routing_us=1e6))
-    quick = device_rates(w.fixed.gpu, "bf16", usual(w, host_us=100.0))
-    assert layer_pass(w, slow, True).forward == pytest.approx(1.0001)
-    assert layer_pass(w, slow, False).forward == layer_pass(w, quick, False).forward
+def behaving(w: Workload, **switches: Any) -> Workload:
+    return replace(w, fixed=replace(w.fixed, behavior=replace(w.fixed.behavior, **switches)))
 
 
-def test_ranks_that_broadcast_in_turn_take_as_many_turns_as_shares() -> None:
-    w = asked()
-    owned = np.array([1e9])
-    none, some = (
-        optimizer_seconds(
-            w, device_rates(w.fixed.gpu, "bf16", usual(w, param_broadcast_ms=turn)), owned
-        )
-        for turn in (0.0, 3.0)
+def test_a_dispatcher_on_the_host_slows_moe_layers_alone() -> None:
+    """Launches of a microsecond dwarf the GPU here, so that a pass takes what its host does."""
+    w = asked("mixtral-8x7b", training__micro_batch=1)
+    m = device_rates(w.fixed.gpu, "bf16", usual(w, launch_us=1e5))
+    plain, host, apart = (
+        behaving(w, **switches)
+        for switches in ({}, {"dispatches_from_host": 1.0}, {"grouped_kernel": 0.0})
     )
-    assert some - none == pytest.approx(8 * 3e-3)
+    moe = [float(layer_pass(one, m, True).forward) for one in (plain, host, apart)]
+    dense = [float(layer_pass(one, m, False).forward) for one in (plain, host, apart)]
+    assert len(set(dense)) == 1 and dense[0] < moe[0]
+    assert moe[1] - moe[0] == pytest.approx((130 - 24) * 0.1)
+    assert moe[2] - moe[0] == pytest.approx(2 * 8 * 0.25 * 0.1)  # two GEMMs of eight experts
+
+
+def test_a_capacity_spares_the_host_the_counts() -> None:
+    shape = asked("mixtral-8x7b").shape.model_dump()
+    shape["moe"]["capacity"] = 1
+    w = behaving(asked("tiny", model__=shape), dispatches_from_host=1.0)
+    m = device_rates(w.fixed.gpu, "bf16", usual(w, launch_us=1e5))
+    assert layer_pass(w, m, True) == layer_pass(behaving(w, dispatches_from_host=0.0), m, True)
+
+
+def test_gemms_that_add_weight_gradients_save_a_pass_over_them() -> None:
+    w = asked(training__global_batch=64, training__micro_batch=1)
+    m = device_rates(w.fixed.gpu, "bf16", usual(w))
+    k = layer_times(w, m)
+    apart, inside = (
+        microbatch_compute(behaving(w, fused_accumulation=switch), m, k).backward
+        for switch in (0.0, 1.0)
+    )
+    saved = w.param_counts.trained * w.element_bytes / m.bandwidth
+    assert float((apart - inside).sum()) == pytest.approx(float(saved.sum()))
+
+
+def test_short_sequences_reach_less_of_attentions_rate() -> None:
+    m = device_rates(gpu_catalog.gpus()["h100-sxm-80gb"].gpu, "bf16", usual(asked()))
+    half = int(m.constants.attention_half_length)
+    short, long = (float(fused_attention(m, 1e12, 128, n).forward) for n in (half, 10**9))
+    assert short == pytest.approx(2 * long)
+
+
+def test_attention_runs_at_the_rate_of_its_kernels_generation() -> None:
+    gpu = gpu_catalog.gpus()["h100-sxm-80gb"].gpu
+    first, second, cudnn = (
+        constants(gpu, "fused", stack).attention_share
+        for stack in ("llm-foundry", "torchtitan", "megatron")
+    )
+    assert first < second < cudnn
 
 
 def test_a_stack_scales_a_cards_shares_and_never_hides_them() -> None:
-    """Two cards of one peak and different power keep their ratio under every stack that says
-    nothing of its own.
+    """Two GPUs of one peak and different power keep their ratio under every framework profile that
+    says nothing of its own.
     """
     cards = [gpu_catalog.gpus()[name].gpu for name in ("gb200", "gb300")]
     ratios = {
@@ -97,7 +133,7 @@ def test_a_stack_scales_a_cards_shares_and_never_hides_them() -> None:
         )
     }
     assert all(ratio == pytest.approx(ratios["workbench"]) for ratio in ratios.values())
-    assert ratios["workbench"] < 0.9
+    assert ratios["workbench"] < 1
 
 
 def test_a_product_is_worth_its_flops() -> None:

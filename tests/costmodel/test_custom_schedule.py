@@ -15,7 +15,14 @@ from workbench.plan.schema import Plan
 from workbench.planner import estimate
 from workbench.schedules import generate, write_csv
 
-EVEN = {"layers": 32, "hidden": 2048, "heads": 16, "ffn": 8192, "vocab": 256, "max_positions": 4096}
+EVEN = {
+    "layers": 32,
+    "hidden": 8192,
+    "heads": 64,
+    "ffn": 32768,
+    "vocab": 256,
+    "max_positions": 4096,
+}
 
 
 def plan_of(schedule: str, chunks: int = 1, **changes: Any) -> Plan:

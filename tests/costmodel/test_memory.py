@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.fuzz import examples
-from workbench import data_files
+from workbench.costmodel.frameworks.framework_profile import framework_table
 from workbench.costmodel.inputs.rank_parameters import count_params
 from workbench.costmodel.inputs.rank_workload import workload
 from workbench.costmodel.memory import activation_memory
@@ -286,7 +286,7 @@ def test_moments_are_ordered(strategy: str, model: str) -> None:
     assert (states <= m.peak).all()
 
 
-@pytest.mark.parametrize("stack", sorted(data_files.read_data_file("data/stacks.yaml")))
+@pytest.mark.parametrize("stack", sorted(framework_table()))
 @pytest.mark.parametrize(
     ("strategy", "changes"),
     [

@@ -20,7 +20,8 @@ from tests.interop.foreign_samples import (
     load,
     problems,
 )
-from workbench import data_files, interop
+from workbench import interop
+from workbench.costmodel.frameworks.framework_profile import framework_table
 from workbench.errors import PlanError
 from workbench.interop.deepspeed import read_deepspeed
 from workbench.interop.gpt_neox import read_gpt_neox
@@ -31,10 +32,11 @@ from workbench.interop.gpt_neox import read_gpt_neox
 )
 def test_the_stack_is_one_that_the_planner_knows(name: str) -> None:
     more = {} if name in ("megatron.sh", "torchtitan.toml") else {"model": "tiny"}
-    assert load(name, **more).plan.strategy.stack in data_files.read_data_file("data/stacks.yaml")
-    assert read_deepspeed.read(
-        {"pipeline": {"stages": 2}}, ON_16
-    ).plan.strategy.stack in data_files.read_data_file("data/stacks.yaml")
+    assert load(name, **more).plan.strategy.stack in framework_table()
+    assert (
+        read_deepspeed.read({"pipeline": {"stages": 2}}, ON_16).plan.strategy.stack
+        in framework_table()
+    )
 
 
 def test_what_is_set_decides_where_the_file_says_auto() -> None:

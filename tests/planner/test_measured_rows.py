@@ -5,6 +5,7 @@ makes it fail.
 from __future__ import annotations
 
 import csv
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.fuzz import examples
-from workbench import data_files
+from workbench.costmodel.frameworks.framework_profile import (
+    FrameworkBehavior,
+    FrameworkProfile,
+    framework_table,
+)
 from workbench.errors import PlanError
 from workbench.plan.catalog import catalog
 from workbench.plan.model.parameter_count import parameters
@@ -457,7 +462,7 @@ def test_stacks_say_only_what_is_sourced() -> None:
     """Every figure has its source; no stack is keyed by a model of the catalog or by where
     measurements come from.
     """
-    table = data_files.read_data_file("data/stacks.yaml")
+    table = framework_table()
     models = {name.lower() for name in catalog.models()}
     for name, entry in table.items():
         assert not {name, *entry["matches"]} & models
@@ -471,6 +476,10 @@ def test_stacks_say_only_what_is_sourced() -> None:
         assert all(
             {"value", "meaning", "source"} <= set(said) for said in entry.get("memory", {}).values()
         ), name
+        known = {
+            field.name for part in (FrameworkProfile, FrameworkBehavior) for field in fields(part)
+        }
+        assert set(entry.get("behavior", {})) <= known, name
         assert set(entry.get("becomes", {}).values()) | {entry.get("like", name)} <= set(table)
 
 

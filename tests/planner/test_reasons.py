@@ -65,7 +65,8 @@ def test_a_plan_that_fits_is_bound_by_the_largest_part_of_its_step(megatron: Pla
     ("nodes", "words"), [(1, "links inside a node, 450"), (2, "network between nodes, 400")]
 )
 def test_communication_is_told_with_the_link_that_it_rides(nodes: int, words: str) -> None:
-    plan = on("llama-3-8b", 16, "megatron-tp", **{"strategy.tensor.size": 8 * nodes})
+    more = {"strategy.tensor.size": 8 * nodes, "training.micro_batch": 8}  # no idle GPU hides it
+    plan = on("llama-3-8b", 16, "megatron-tp", **more)
     profile = estimate(plan)
     assert profile.notes["time"]["tensor_comm"] > 0.05 * sum(profile.notes["time"].values())
     assert words in find_bottleneck(plan.resolve(), profile).time

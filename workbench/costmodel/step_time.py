@@ -27,12 +27,6 @@ from workbench.costmodel.compute.roofline import (
     optimizer_seconds,
 )
 from workbench.costmodel.frameworks.framework_profile import WORKBENCH
-from workbench.costmodel.frameworks.stragglers import (
-    RARE_PROBABILITY,
-    run_stalls,
-    stall_seconds,
-    straggler_probability,
-)
 from workbench.costmodel.inputs.config import Array, Number, stage_homes
 from workbench.costmodel.inputs.rank_workload import Workload
 from workbench.costmodel.rates.constants import Constants
@@ -96,28 +90,18 @@ def step_time(w: Workload, constants: Constants, layers: LayerTimes | None = Non
         "overhead": 1e-3
         * (constants.step_fixed_ms + constants.step_doubling_ms * math.log2(w.fixed.world_size)),
     }
-    if constants.stall_ms:
-        after["stall"] = stall_seconds(w, constants) * run_stalls(w, constants)
     return StepTime(makespan + _sum(after.values()), durations, bubble, after, calls)
 
 
-def step_time_bounds(
-    w: Workload, constants: Constants, time: StepTime, interval: tuple[float, float]
-) -> tuple[float, float]:
+def step_time_bounds(time: StepTime, interval: tuple[float, float]) -> tuple[float, float]:
     """(low, high) step time of one plan in nine of ten cases, seconds.
 
     Args:
-        w: Per-rank problem sizes of one plan.
-        constants: Of the GPU and the framework.
         time: Its estimated step time.
-        interval: (low, high) multiples of the estimate, of runs known to have a straggler or not.
+        interval: (low, high) multiples of the estimate.
     """
     low, high = interval
-    calm = float(time.seconds) - float(time.after.get("stall", 0.0))
-    likely = straggler_probability(w.fixed, constants) > RARE_PROBABILITY
-    return low * calm, high * (
-        calm + float(stall_seconds(w, constants)) if likely else float(time.seconds)
-    )
+    return low * float(time.seconds), high * float(time.seconds)
 
 
 def model_flops_utilization(w: Workload, constants: Constants, time: StepTime) -> Number:
@@ -194,7 +178,10 @@ def _durations(
             behind = w.layers * (RING_OVERLAP_SHARE * attention[action])
             exposed[action]["context_comm"] = np.maximum(0.0, of("context") - behind)
         if w.shape.moe:
-            exposed[action]["expert_comm"] = (1 - c.expert_overlap) * of("expert")
+            # While the GPU waits for its host, an all-to-all that was launched runs on.
+            exposed[action]["expert_comm"] = np.maximum(
+                0.0, of("expert") - idle[action] - c.expert_overlap * hidden[action]
+            )
         if w.zero == 3:
             gathers = of("data")
             behind = c.gather_overlap * _overlaps_compute(w) * hidden[action]
@@ -227,13 +214,16 @@ def _receive_seconds(w: Workload, link: AxisLink, constants: Constants, action: 
     if w.pipeline == 1:
         return w.zeros
     stream = w.residual_bytes
+    if w.fixed.behavior.scatter_gather_boundary:  # 2104.04473, 4.1
+        stream = stream / (1 + (w.tensor - 1) * (1 - w.searched.sequence))
     if (
         w.fixed.replicas
     ):  # of two stages of unequal replicas, the ranks of the one with fewer move more
         stream = np.maximum(stream, np.roll(stream, 1 if action == "F" else -1))
     one = collective_seconds("recv", stream, w.pipeline, link, constants)
     receives = 1 - (w.has_embedding if action == "F" else w.has_head)
-    return np.asarray(one * (receives + (w.fixed.chunks - 1)))
+    exposed = 1 - constants.boundary_overlap * (w.fixed.chunks > 1)
+    return np.asarray(one * (receives + (w.fixed.chunks - 1)) * exposed)
 
 
 def _bubble(w: Workload, d: MicrobatchDurations, slowest: Number) -> Number:

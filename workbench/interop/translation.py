@@ -34,7 +34,7 @@ STACKS: dict[Format, str] = {
     "torchtitan": "torchtitan",
     "fsdp": "fsdp",
 }
-"""Format -> `strategy.stack` of what is imported, a name in data/stacks.yaml: that software runs
+"""Format -> `strategy.stack` of what is imported, a profile of data/frameworks/: that software runs
 it.
 """
 PIPED = "deepspeed-3d"

@@ -11,10 +11,11 @@ import numpy as np
 from workbench.costmodel.communication.collective_call import CollectiveCall
 from workbench.costmodel.communication.collective_volume import exact_collectives
 from workbench.costmodel.compute.kernel_benchmarks import kernel_cost_source
-from workbench.costmodel.frameworks.framework_profile import WORKBENCH, step_time_interval
+from workbench.costmodel.frameworks.framework_profile import WORKBENCH
 from workbench.costmodel.inputs.rank_workload import workload
 from workbench.costmodel.memory.peak_memory import PeakMemory, peak_memory
 from workbench.costmodel.memory.reported_memory import memory_requirement
+from workbench.costmodel.rates.fitted_constants import step_time_interval
 from workbench.costmodel.step_time import (
     model_flops_utilization,
     step_time,
@@ -57,9 +58,7 @@ def estimate(plan: Plan) -> Profile:
         notes["uncalibrated"] = UNCALIBRATED_NOTE
     notes["memory"] = memory_requirement(float(live.peak.max()), capacity, full.strategy.stack)
     notes["simulated_step_seconds"] = simulated_step_seconds(w, time, drawn, microbatches)
-    notes["step_seconds_90"] = list(
-        step_time_bounds(w, k, time, step_time_interval(full.strategy.stack))
-    )
+    notes["step_seconds_90"] = list(step_time_bounds(time, step_time_interval(full.strategy.stack)))
     if full.strategy.stack == WORKBENCH and full.strategy.kernels != "eager":
         notes["kernels"] = kernel_cost_source(full.gpu, full.strategy.kernels)
     if full.shape.unmodelled:

@@ -70,11 +70,65 @@ def _shown(found: Validation, data: dict[str, Any], by: str | None) -> list[Any]
     )
     if found.table.empty:
         return [head, _reasons(data)]
-    shown: list[Any] = [head, _reasons(data), _errors(data), _standing(data)]
+    shown: list[Any] = [
+        head,
+        _left_out(data),
+        _left_out_sites(data),
+        _reasons(data),
+        _errors(data),
+        _standing(data),
+    ]
     for name, parts in (("stack", data["by_stack"]), (by, data.get("by", {}).get(by, {}))):
         if name:
             shown.append(_parts(name, parts))
     return shown
+
+
+def _left_out(data: dict[str, Any]) -> Grid | None:
+    """Figures of step time on sites that no fitted constant has seen."""
+    left = data["left_out"]
+    if not left:
+        return None
+    groups, interval, one = left["groups"], left["interval"], left["after_one_row"]
+    low, high = interval["inside_over_drawn_sites"]
+    rows = [
+        ("error, mean over sites", left["mean_over_sites"], left["in_sample_mean_over_sites"]),
+        (
+            "error, median over sites",
+            left["median_over_sites"],
+            left["in_sample_median_over_sites"],
+        ),
+        ("rank correlation within groups (Spearman)", groups.get("spearman"), None),
+        ("regret of the best of three", groups.get("best_of_3_regret"), None),
+        ("inside the predicted 90 %", interval["inside"], None),
+        ("half-width of that interval, median", interval["median_half_width"], None),
+        ("after one row of site and version, median", one.get("median_ape"), None),
+    ]
+    built = table(
+        f"Step time on left-out sites: {left['rows']} clean rows, {left['fitted_constants']} "
+        f"fitted constants; inside the interval {low:.0%} to {high:.0%} over drawn sites",
+        ("what", "left out", "in sample"),
+    )
+    for what, *figures in rows:
+        built.add_row(what, *("" if one is None else f"{one:.1%}" for one in figures))
+    return built
+
+
+def _left_out_sites(data: dict[str, Any]) -> Grid | None:
+    left = data["left_out"]
+    if not left:
+        return None
+    built = table("By site", ("site", "frameworks", "rows", "left out", "bias", "in sample"))
+    for one in [*left["sites"], *left["small_sites"]]:
+        built.add_row(
+            one["site"],
+            ", ".join(one["frameworks"]),
+            str(one["rows"]),
+            f"{one['left_out']:.1%}",
+            f"{one['left_out_bias']:+.1%}",
+            f"{one['in_sample']:.1%}",
+        )
+    return built
 
 
 def _reasons(data: dict[str, Any]) -> Grid | None:

@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from workbench.costmodel.frameworks.stragglers import ranks_waited_for
 from workbench.costmodel.inputs.config import Array, Number
 from workbench.costmodel.inputs.layer_gemms import (
     attention_flops,
@@ -35,6 +34,14 @@ modules, and textbook counts.
 """
 FUSED_KERNELS_PER_LAYER = 12, 22
 """The same with fused or compiled seams: GEMMs, attention and one kernel per seam."""
+ROUTING_KERNELS = 24, 30
+"""Kernels (forward, backward) of a router, of dispatch and combine, beside those of experts."""
+HOST_DISPATCH_KERNELS = 130, 180
+"""The same of Megatron-core's all-to-all dispatcher, which sorts tokens by operators of its own and
+copies counts to the host (recalled).
+"""
+CPP_CALL_SHARE = 0.25
+"""Host time of a kernel that a loop in C++ launches, over one launched from Python."""
 NARROW_HEAD_DIM = 100
 """Head dims below this do not fill the tiles of fused attention."""
 GEMM_ALIGNMENT = 64
@@ -158,7 +165,6 @@ def layer_times(w: Workload, m: DeviceRates) -> LayerTimes:
 
 def microbatch_compute(w: Workload, m: DeviceRates, k: LayerTimes) -> MicrobatchCompute:
     """Compute seconds of one microbatch on each pipeline rank, recomputation included."""
-    k = _apply_host_floor(w, m.constants, k)
     sparse = w.layers - w.dense_layers
     embedding = w.has_embedding * (4 / m.bandwidth * w.hidden_activation_bytes)
     forward = w.dense_layers * k.dense.forward + w.has_head * k.head.forward + embedding
@@ -167,8 +173,10 @@ def microbatch_compute(w: Workload, m: DeviceRates, k: LayerTimes) -> Microbatch
         forward = forward + sparse * k.moe.forward
         backward = backward + sparse * k.moe.backward
     # With several microbatches, gradients are accumulated: read, added to and written.
+    # A GEMM that adds to them itself reads and writes them only.
+    passed = w.element_bytes * (1 - w.fixed.behavior.fused_accumulation)
     added = w.param_counts.trained * (
-        (2 * w.stored_gradient_bytes + w.element_bytes) / m.bandwidth * (w.microbatches > 1)
+        (2 * w.stored_gradient_bytes + passed) / m.bandwidth * (w.microbatches > 1)
     )
     backward = backward + added
     # Selective recompute repeats attention, or the share of a layer's forward that the framework's
@@ -189,26 +197,6 @@ def microbatch_compute(w: Workload, m: DeviceRates, k: LayerTimes) -> Microbatch
         )
     ]
     return MicrobatchCompute(forward, backward + recompute, np.asarray(weight), *idle)
-
-
-def _apply_host_floor(w: Workload, c: Constants, k: LayerTimes) -> LayerTimes:
-    """Bound layers from below where the hosts of tensor-parallel ranks wait for each other."""
-    if not c.host_meeting_us:
-        return k
-    least = 1e-6 * (c.host_us + c.host_meeting_us * ranks_waited_for(w, c))
-    return replace(k, dense=_pass_floor(k.dense, least), moe=_pass_floor(k.moe, least))
-
-
-def _pass_floor(one: PassTimes, least: Number) -> PassTimes:
-    """The pass of a layer that takes at least `least` seconds; what is added is idle GPU time."""
-    forward, backward = np.maximum(one.forward, least), np.maximum(one.backward, least)
-    return PassTimes(
-        forward,
-        backward,
-        one.weight_grad,
-        one.idle_forward + forward - one.forward,
-        one.idle_backward + backward - one.backward,
-    )
 
 
 def model_flops(w: Workload) -> Number:
@@ -244,8 +232,7 @@ def layer_pass(w: Workload, m: DeviceRates, is_moe: bool) -> PassTimes:
     backward = slowdown * (gemms.backward + attention.backward + bound.backward)
     launches = _kernel_launches(w, is_moe)
     forward_end, backward_end = (
-        _with_launch_floor(m, seconds, n, is_moe)
-        for seconds, n in zip((forward, backward), launches)
+        _with_launch_floor(m, seconds, n) for seconds, n in zip((forward, backward), launches)
     )
     # What launches add to a GPU whose host runs ahead is idle time that communication can use.
     idles = float(m.host_runs_ahead)
@@ -261,10 +248,7 @@ def layer_pass(w: Workload, m: DeviceRates, is_moe: bool) -> PassTimes:
 def _gemm_pass(w: Workload, m: DeviceRates, is_moe: bool) -> PassTimes:
     """Seconds of one layer's GEMMs; the backward of a GEMM is two, for input and weight."""
     e, narrow = w.element_bytes, w.fixed.precision == "fp8"
-    each = [
-        (p, p.count / (1.0 if p.ungrouped else m.constants.grouped_share))
-        for p in layer_gemms(w, is_moe)
-    ]
+    each = [(p, p.count) for p in layer_gemms(w, is_moe)]
     forward = sum(n * gemm_seconds(m, p.rows, p.columns, p.inner, e, narrow) for p, n in each)
     weight_grad = has_weight_gradients(w) * sum(
         n * gemm_seconds(m, p.columns, p.inner, p.rows, e, narrow) for p, n in each
@@ -279,16 +263,31 @@ def _kernel_launches(w: Workload, is_moe: bool) -> tuple[Number, Number]:
     """Kernels of one layer (forward, backward), counting seams that run fused and those left
     eager.
     """
+    routed = _routing_launches(w) if is_moe and w.shape.moe else (0.0, 0.0)
     if not w.uses_fused_kernels:
-        return KERNELS_PER_LAYER[w.fixed.kernels]
+        plain = KERNELS_PER_LAYER[w.fixed.kernels]
+        return plain[0] + routed[0], plain[1] + routed[1]
     norm, rope, activation = _fused_seams(w, is_moe)
     seams = [norm, activation, *([rope] if w.shape.positions == "rope" else [])]
     share = sum(seams) / len(seams)
-    forward, backward = (
-        eager + (fused - eager) * share
-        for fused, eager in zip(FUSED_KERNELS_PER_LAYER, KERNELS_PER_LAYER["eager"])
-    )
-    return forward, backward
+    each = [
+        eager + (fused - eager) * share + more
+        for fused, eager, more in zip(FUSED_KERNELS_PER_LAYER, KERNELS_PER_LAYER["eager"], routed)
+    ]
+    return each[0], each[1]
+
+
+def _routing_launches(w: Workload) -> tuple[Number, Number]:
+    """Kernels (forward, backward) that an MoE adds to a layer: router, dispatch and combine, and
+    the GEMMs of each local expert where they are calls of their own, in a loop of C++.
+    """
+    moe, b = w.shape.moe, w.fixed.behavior
+    if moe is None:
+        return 0.0, 0.0
+    counts = b.dispatches_from_host and moe.capacity is None
+    router = HOST_DISPATCH_KERNELS if counts else ROUTING_KERNELS
+    calls = (1 - b.grouped_kernel) * moe.experts / w.searched.expert * CPP_CALL_SHARE
+    return router[0] + 2 * calls, router[1] + 4 * calls
 
 
 def _fused_seams(w: Workload, is_moe: bool) -> tuple[Number, Number, Number]:
@@ -307,10 +306,9 @@ def _fused_seams(w: Workload, is_moe: bool) -> tuple[Number, Number, Number]:
     return norm, rope, activation
 
 
-def _with_launch_floor(m: DeviceRates, seconds: Number, kernels: Number, is_moe: bool) -> Number:
+def _with_launch_floor(m: DeviceRates, seconds: Number, kernels: Number) -> Number:
     """Seconds with launches: the slower of host and GPU if the host runs ahead, else their sum."""
-    c = m.constants
-    host = ((c.host_us or kernels * c.launch_us) + is_moe * c.host_routing_us) * 1e-6
+    host = 1e-6 * m.constants.launch_us * kernels
     return np.maximum(seconds, host) if m.host_runs_ahead else seconds + host
 
 
@@ -324,23 +322,25 @@ def attention_pass(w: Workload, m: DeviceRates) -> PassTimes:
         slower = m.flops_16bit / (w.fixed.gpu.tflops["fp32"] * 1e12)
         return unfused_attention(m, attention_flops(w) * slower, head_dim, 2 * scores, 0.0)
     if not framework.unfused:
-        return fused_attention(m, attention_flops(w), head_dim)
+        return fused_attention(m, attention_flops(w), head_dim, w.fixed.sequence_length)
     return unfused_attention(m, attention_flops(w), head_dim, scores, framework.dropout)
 
 
-def fused_attention(m: DeviceRates, flops: Number, head_dim: int) -> PassTimes:
+def fused_attention(m: DeviceRates, flops: Number, head_dim: int, length: int) -> PassTimes:
     """Seconds of FlashAttention-2, whose backward does 2.5 times the FLOPs of forward (2307.08691).
 
     Args:
         m: The GPU.
         flops: Forward FLOPs of the causal half.
         head_dim: Width of a head.
+        length: Tokens of a sequence; short ones leave thread blocks without work.
     """
     c = m.constants
     rate = (
         m.flops_16bit
         * c.attention_share
         * (c.attention_narrow if head_dim < NARROW_HEAD_DIM else 1.0)
+        / (1 + c.attention_half_length / length)
     )
     forward = flops / rate
     return PassTimes(forward, 2.5 * forward / c.attention_backward)
@@ -391,10 +391,27 @@ def memory_bound_pass(w: Workload, m: DeviceRates, is_moe: bool) -> PassTimes:
         for count, each in zip((20, 36), (6, 10) if w.shape.gated else (4, 6))
     )
     if w.fixed.precision == "fp8":
-        cast = 4 * (inputs + wide) * other
-        forward, backward = forward + cast, backward + cast
+        forward, backward = (
+            bound + other * cast
+            for bound, cast in zip((forward, backward), _quantized_bytes(w, inputs, wide))
+        )
     rate = m.bandwidth / (w.tokens * half)
     return PassTimes(forward / rate, backward / rate)
+
+
+def _quantized_bytes(w: Workload, inputs: Number, wide: Number) -> tuple[Number, Number]:
+    """Bytes per token (forward, backward) that quantizing the operands of fp8 GEMMs moves: 16 bits
+    read, and 8 written in both orders.
+
+    Norms and activations that write fp8 themselves leave attention's output in forward, and in
+    backward the output gradients of all but the gate's GEMM.
+    """
+    h, out = w.hidden_per_rank / w.sequence_parallel, w.q_width + w.k_width + w.v_width
+    fused = w.fixed.behavior.fused_quantization
+    apart = 4 * (inputs + wide)
+    forward = fused * 4 * w.o_width + (1 - fused) * apart
+    backward = fused * 4 * (2 * h + out) + (1 - fused) * apart
+    return forward, backward
 
 
 def _traffic_factors(
@@ -427,8 +444,7 @@ def optimizer_seconds(w: Workload, m: DeviceRates, owned: Array) -> Array:
     """Seconds of the optimizer step and the gradient norm: bytes of optimizer states over
     bandwidth.
 
-    Every state is read and written once, the gradient read twice. Under ZeRO-1 and 2 of some
-    frameworks, ranks broadcast their updated shards one after the other.
+    Every state is read and written once, the gradient read twice.
 
     Args:
         w: Per-rank problem sizes.
@@ -439,6 +455,5 @@ def optimizer_seconds(w: Workload, m: DeviceRates, owned: Array) -> Array:
     traffic = owned * (2 * states + 2 * w.gradient_element_bytes + w.element_bytes)
     # Offloaded optimizer states are updated by the host's CPUs (ZeRO-Offload, 2101.06840).
     host = m.constants.host_gbs * 1e9
-    broadcasts = 1e-3 * m.constants.param_broadcast_ms * (w.zero in (1, 2)) * w.searched.shard
     bandwidth = m.bandwidth + (host - m.bandwidth) * w.searched.offload_optimizer
-    return traffic / bandwidth + broadcasts
+    return traffic / bandwidth

@@ -1,4 +1,4 @@
-"""Framework profiles of `data/stacks.yaml`: what Megatron-LM, DeepSpeed, FSDP2 and others do
+"""Framework profiles of `data/frameworks/`: what Megatron-LM, DeepSpeed, FSDP2 and others do
 differently.
 
 Where a profile says nothing, the framework is taken to behave as this engine does.
@@ -100,6 +100,59 @@ class FrameworkProfile:
     """1 where gradients are offloaded with the optimizer states."""
 
 
+@dataclass(frozen=True)
+class FrameworkBehavior:
+    """How a framework computes and communicates, as its documentation or source says.
+
+    Switches are 0 or 1. How much a switch is worth is a constant of the hardware.
+    """
+
+    attention_kernel: str = "flash-2"
+    """Generation of its fused attention: a name in `attention_kernels` of `data/planner.yaml`."""
+    host: str = "python"
+    """What launches kernels: python (eager or compiled PyTorch) or cpp."""
+    narrow_gemm: str = "tensorwise"
+    """Scaling of its fp8 GEMMs: tensorwise or rowwise."""
+    overlap_reduction: float = 0.0
+    """1 where gradients are reduced while the last backward runs."""
+    overlap_pipeline_reduction: float = 0.0
+    """The same under a pipeline."""
+    overlap_gather: float = 0.0
+    """1 where ZeRO-3 all-gathers ahead of the layer that computes."""
+    overlap_tensor: float = 0.0
+    """1 where GEMMs are split so that tensor-parallel collectives overlap them."""
+    overlap_dispatch: float = 0.0
+    """1 where the experts' all-to-all runs beside compute."""
+    overlap_offload: float = 0.0
+    """1 where transfers to the host have a stream and two buffers of their own."""
+    overlap_boundary: float = 0.0
+    """1 where sends between stages run beside compute in interleaved schedules."""
+    fused_quantization: float = 0.0
+    """1 where norms and activations write their output in fp8 themselves."""
+    fused_accumulation: float = 0.0
+    """1 where weight gradients are added to the accumulated ones inside the GEMM."""
+    scatter_gather_boundary: float = 0.0
+    """1 where what crosses a stage boundary is scattered over tensor ranks (2104.04473, 4.1)."""
+    grouped_kernel: float = 1.0
+    """1 where the GEMMs of all experts are one kernel; 0: one call an expert."""
+    dispatches_from_host: float = 0.0
+    """1 where the host waits for the counts of routed tokens and sorts them by operators of its own
+    in every MoE layer.
+    """
+    loss_passes: float = 7.0
+    """Passes of the loss over its fp32 logits, forward and backward."""
+
+
+@lru_cache(maxsize=1)
+def framework_table() -> Mapping[str, Mapping[str, Any]]:
+    """Every file of `data/frameworks/` and the versions in it, by profile name."""
+    found: dict[str, Mapping[str, Any]] = {}
+    for name, entry in data_files.read_data_folder("data/frameworks").items():
+        found[name] = entry
+        found |= entry.get("versions", {})
+    return found
+
+
 @lru_cache(maxsize=64)
 def framework_profile(name: str) -> FrameworkProfile:
     """Framework profile by name.
@@ -110,50 +163,44 @@ def framework_profile(name: str) -> FrameworkProfile:
     entry = _entry(name)
     known = {field.name for field in fields(FrameworkProfile)} - {"unfused"}
     values = {
-        key: float(constant["value"])
-        for key, constant in (entry["memory"] | entry["time"]).items()
+        key: float(said["value"])
+        for key, said in (entry["memory"] | entry["behavior"]).items()
         if key in known
     }
     return FrameworkProfile(unfused=entry["attention"] == "unfused", **values)
 
 
 @lru_cache(maxsize=64)
-def framework_constants(name: str) -> Mapping[str, float]:
-    """Constants of `data/planner.yaml` that framework profile `name` overrides.
+def framework_behavior(name: str) -> FrameworkBehavior:
+    """Documented behavior of the framework profile `name`.
 
     Raises:
         PlanError: There is no profile of this name.
     """
+    known = {field.name for field in fields(FrameworkBehavior)}
+    said = {key: one["value"] for key, one in _entry(name)["behavior"].items() if key in known}
+    return FrameworkBehavior(**said)
+
+
+@lru_cache(maxsize=64)
+def framework_buffers(name: str) -> Mapping[str, float]:
+    """Memory constants of `data/planner.yaml` that the framework profile `name` states itself."""
     profile_fields = {field.name for field in fields(FrameworkProfile)}
     return {
-        key: float(constant["value"])
-        for key, constant in _entry(name)["time"].items()
+        key: float(said["value"])
+        for key, said in _entry(name)["memory"].items()
         if key not in profile_fields
     }
 
 
-@lru_cache(maxsize=64)
-def step_time_interval(name: str) -> tuple[float, float]:
-    """(low, high): nine of ten published step times of framework profile `name` lie between these
-    multiples of the estimate.
-
-    A profile without published step times has the textbook's, the spread over all frameworks.
-    """
-    table = data_files.read_data_file("data/stacks.yaml")
-    while "interval" not in table[name]:
-        name = table[name].get("like", "textbook")
-    interval = table[name]["interval"]
-    return float(interval["low"]), float(interval["high"])
-
-
 def _entry(name: str) -> dict[str, Any]:
     """A profile's entry, with what it inherits by `like` filled in."""
-    table = data_files.read_data_file("data/stacks.yaml")
+    table = framework_table()
     if name not in table:
         raise refuse("strategy.stack", f"is '{name}'; legal: {', '.join(table)}")
     entry = table[name]
-    base: dict[str, Any] = {"attention": "flash", "memory": {}, "time": {}}
+    base: dict[str, Any] = {"attention": "flash", "memory": {}, "behavior": {}}
     if "like" in entry:
         base = _entry(entry["like"])
-    merged = {part: {**base[part], **entry.get(part, {})} for part in ("memory", "time")}
+    merged = {part: {**base[part], **entry.get(part, {})} for part in ("memory", "behavior")}
     return {**merged, "attention": entry.get("attention", base["attention"])}

@@ -14,7 +14,12 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from workbench.costmodel.frameworks.framework_profile import FrameworkProfile, framework_profile
+from workbench.costmodel.frameworks.framework_profile import (
+    FrameworkBehavior,
+    FrameworkProfile,
+    framework_behavior,
+    framework_profile,
+)
 from workbench.machine.hardware import GPU, Fabric
 from workbench.plan.custom_schedule import drawn, pair_groups, transport
 from workbench.plan.model.model_shape import Shape
@@ -51,6 +56,8 @@ class FixedConfig:
     stack: str
     framework: FrameworkProfile
     """Framework profile that `stack` names."""
+    behavior: FrameworkBehavior
+    """Its documented behavior in time."""
     parameter_bytes: float
     """Bytes per stored parameter."""
     gradient_bytes: float
@@ -172,6 +179,7 @@ def fixed_config(plan: ResolvedPlan) -> FixedConfig:
         attention=s.attention,
         stack=s.stack,
         framework=kept,
+        behavior=framework_behavior(s.stack),
         parameter_bytes=kept.parameters
         if narrow and kept.parameters > 0
         else DTYPE_BYTES[s.precision],

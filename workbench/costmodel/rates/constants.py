@@ -7,7 +7,13 @@ from functools import lru_cache
 
 from workbench import data_files
 from workbench.costmodel.compute.kernel_benchmarks import measured_kernels
-from workbench.costmodel.frameworks.framework_profile import WORKBENCH, framework_constants
+from workbench.costmodel.frameworks.framework_profile import (
+    WORKBENCH,
+    FrameworkBehavior,
+    framework_behavior,
+    framework_buffers,
+)
+from workbench.costmodel.rates.fitted_constants import FittedConstants, published_fit
 from workbench.machine.hardware import GPU
 
 
@@ -22,18 +28,13 @@ class Constants:
     gemm_half_dim: float
     gemm_misaligned: float
     narrow_share: float
-    grouped_share: float
     attention_share: float
+    attention_half_length: float
     attention_backward: float
     attention_narrow: float
     unfused_share: float
     memory_share: float
     launch_us: float
-    host_us: float
-    host_meeting_us: float
-    stall_ms: float
-    stall_share: float
-    host_routing_us: float
     loss_bytes: float
     dropout_bytes: float
     link_share: float
@@ -43,8 +44,8 @@ class Constants:
     pipeline_overlap: float
     gather_overlap: float
     tensor_overlap: float
+    boundary_overlap: float
     expert_overlap: float
-    param_broadcast_ms: float
     offload_overlap: float
     host_gbs: float
     step_fixed_ms: float
@@ -54,6 +55,7 @@ class Constants:
     communicator_mib: float
     fragmentation: float
     compute_slowdown: float
+    """Seconds of compute over what its parts say: the framework's fitted multiplier."""
     ranks_per_core: float
     traffic: float
     """Bytes moved by memory-bound operators relative to the textbook count, by the plan's kernels.
@@ -62,17 +64,22 @@ class Constants:
     """The same for seams that fused kernels leave eager."""
 
 
-def constants(gpu: GPU, kernels: str, stack: str = "workbench") -> Constants:
+def constants(
+    gpu: GPU, kernels: str, stack: str = WORKBENCH, fitted: FittedConstants | None = None
+) -> Constants:
     """Constants of a GPU with the plan's kernels (eager, compiled, fused) and framework profile.
+
+    `fitted` replaces the published fit of `data/fitted.json`.
 
     The cost of this engine's own kernels is the one measured on the GPU, where there is a
     benchmark of it.
     """
-    usual = _constants(gpu.device, gpu.architecture, kernels, stack)
+    fit = published_fit() if fitted is None else fitted
+    usual = _constants(gpu.device, gpu.architecture, kernels, stack, fit)
     own = measured_kernels(gpu, kernels) if stack == WORKBENCH and kernels != "eager" else None
     if own is None:
         return usual
-    eager = _constants(gpu.device, gpu.architecture, "eager", stack)
+    eager = _constants(gpu.device, gpu.architecture, "eager", stack, fit)
     return replace(
         usual,
         traffic=eager.traffic * own.traffic,
@@ -83,35 +90,67 @@ def constants(gpu: GPU, kernels: str, stack: str = "workbench") -> Constants:
 
 def ideal_constants() -> Constants:
     """Constants of a lossless device: GEMMs, memory and links reach their peaks at any size."""
+    usual = _constants("cuda", "", "eager", WORKBENCH, FittedConstants())
     reached = {f.name: 1.0 for f in fields(Constants) if f.name.endswith("_share")}
     changed = reached | {
         "attention_narrow": 1.0,
         "attention_backward": 1.0,
         "gemm_half_dim": 0.0,
         "gemm_misaligned": 0.0,
-        "stall_share": 0.0,
+        "attention_half_length": 0.0,
         "latency_ranks": float("inf"),
     }
-    return replace(
-        _constants("cuda", "", "eager", WORKBENCH), **changed, traffic=1.0, plain_traffic=1.0
-    )
+    return replace(usual, **changed, traffic=1.0, plain_traffic=1.0)
 
 
-@lru_cache(maxsize=256)
-def _constants(device: str, architecture: str, kernels: str, stack: str) -> Constants:
+@lru_cache(maxsize=1024)
+def _constants(
+    device: str, architecture: str, kernels: str, stack: str, fitted: FittedConstants
+) -> Constants:
     table = data_files.read_data_file("data/planner.yaml")
     section = table[device]
     section = table[section["like"]] if "like" in section else section
     generation = table["architectures"].get(architecture, {}) if device != "cpu" else {}
-    entries = {**section, **generation}
-    values = {
-        f.name: float(entries[f.name]["value"])
-        for f in fields(Constants)
-        if "traffic" not in f.name
-    }
+    own = {name: float(entry["value"]) for name, entry in {**section, **generation}.items()}
+    behavior = framework_behavior(stack)
+    values = own | _behavior_constants(own, behavior) | dict(framework_buffers(stack))
+    kernel = table["attention_kernels"].get(behavior.attention_kernel, {}).get(architecture)
+    if kernel is not None:
+        values["attention_share"] = float(kernel["value"])
     values["traffic"] = float(table["kernels"][kernels]["value"])
-    changed = dict(framework_constants(stack))
-    for share in ("traffic", "attention_share", "narrow_share", "gemm_share"):
-        values[share] *= changed.pop(f"{share}_factor", 1.0)
+    values["compute_slowdown"] = fitted.of_framework(stack)
+    if device != "cpu":
+        _fit_hardware(values, architecture, fitted)
     values["plain_traffic"] = values["traffic"]
-    return Constants(**(values | changed))
+    return Constants(**{f.name: values[f.name] for f in fields(Constants)})
+
+
+def _behavior_constants(own: dict[str, float], b: FrameworkBehavior) -> dict[str, float]:
+    """What the hardware makes of a framework's switches."""
+    share = own["overlap_share"]
+    return {
+        "data_overlap": share * b.overlap_reduction,
+        "pipeline_overlap": share * b.overlap_pipeline_reduction,
+        "gather_overlap": share * b.overlap_gather,
+        "expert_overlap": share * b.overlap_dispatch,
+        "boundary_overlap": share * b.overlap_boundary,
+        "tensor_overlap": own["tensor_overlap_share"] * b.overlap_tensor,
+        "offload_overlap": max(own["offload_overlap_share"], share * b.overlap_offload),
+        "launch_us": own["launch_cpp_us" if b.host == "cpp" else "launch_us"],
+        "loss_bytes": own["pass_bytes"] * b.loss_passes,
+        "narrow_share": own["narrow_share"] * own["rowwise_share"]
+        if b.narrow_gemm == "rowwise"
+        else own["narrow_share"],
+    }
+
+
+def _fit_hardware(values: dict[str, float], architecture: str, fitted: FittedConstants) -> None:
+    """Multiply what was fitted over all sites onto the constants of a GPU."""
+    rate = fitted.in_step(architecture)
+    for share in ("gemm_share", "narrow_share", "unfused_share"):
+        values[share] *= rate
+    values["attention_share"] *= rate
+    values["traffic"] *= fitted.hardware("traffic")
+    values["launch_us"] *= fitted.hardware("launch")
+    values["nic_share"] *= fitted.hardware("nic")
+    values["step_doubling_ms"] *= fitted.hardware("step_doubling")

@@ -137,7 +137,7 @@ class Strategy(Frozen):
     )
     stack: str = Field(
         "workbench",
-        description="Software that runs it: workbench; a name in data/stacks.yaml: estimated only.",
+        description="Software that runs it: workbench; another profile: estimated only.",
     )
     precision: Precision = Field(
         "auto",

@@ -99,7 +99,7 @@ def _attention(
     if framework.unfused:
         scores = output / head_dim * operator.dim("key")
         return _total(unfused_attention(device, flops, head_dim, scores, framework.dropout))
-    return _total(fused_attention(device, flops, head_dim))
+    return _total(fused_attention(device, flops, head_dim, operator.dim("key")))
 
 
 def _total(times: PassTimes) -> float:

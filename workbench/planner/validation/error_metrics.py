@@ -17,6 +17,8 @@ from numpy.typing import ArrayLike, NDArray
 Array = NDArray[np.float64]
 MIN_GROUP_ROWS = 5
 """Rows below which a ranking says nothing."""
+MIN_SITE_ROWS = 3
+"""Clean rows from which a site counts."""
 
 
 def relative_errors(

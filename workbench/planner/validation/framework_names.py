@@ -1,4 +1,4 @@
-"""Named software stacks of `data/stacks.yaml`: found by a framework's name, with documented
+"""Named software stacks of `data/frameworks/`: found by a framework's name, with documented
 defaults as plan fields.
 """
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
-from workbench import data_files
+from workbench.costmodel.frameworks.framework_profile import framework_table
 from workbench.units import GIB
 
 FALLBACK = "textbook"
@@ -46,8 +46,8 @@ class FrameworkDefaults:
 
 @lru_cache(maxsize=1)
 def framework_defaults() -> dict[str, FrameworkDefaults]:
-    """Every stack of `data/stacks.yaml` by name."""
-    table = data_files.read_data_file("data/stacks.yaml")
+    """Every stack of `data/frameworks/` by name."""
+    table = framework_table()
     return {name: _framework_defaults(name, entry, table) for name, entry in table.items()}
 
 

@@ -10,10 +10,15 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from workbench.costmodel.frameworks.framework_profile import step_time_interval
 from workbench.costmodel.inputs.rank_workload import workload
 from workbench.costmodel.memory.peak_memory import peak_memory
 from workbench.costmodel.memory.reported_memory import Z_95, peak_memory_sigma, reported_memory
+from workbench.costmodel.rates.constants import constants
+from workbench.costmodel.rates.fitted_constants import (
+    fit_without,
+    is_well_known,
+    step_time_interval,
+)
 from workbench.costmodel.step_time import step_time, step_time_bounds, step_time_breakdown
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.planner.calibrated_plan import with_calibration
@@ -42,12 +47,41 @@ class Prediction:
 Predict = Callable[[ResolvedPlan], Prediction]
 
 
+@dataclass(frozen=True)
+class LeftOut:
+    """Step time of a published row from the fit that has not seen its site, with 5 % and 95 %
+    bounds.
+    """
+
+    seconds: float
+    low: float
+    high: float
+    well_known: bool
+    """Whether the framework was measured at three other sites or more."""
+
+
+def predict_left_out(plan: ResolvedPlan, site: str) -> LeftOut | None:
+    """What the fit without `site` says of a complete `plan`; None where the fit has no such site.
+
+    Raises `PlanError` for what the planner does not model.
+    """
+    fitted = fit_without(site)
+    if fitted is None:
+        return None
+    stack = plan.strategy.stack
+    seconds = float(
+        step_time(workload(plan), constants(plan.gpu, plan.strategy.kernels, stack, fitted)).seconds
+    )
+    low, high = step_time_interval(stack, site)
+    return LeftOut(seconds, low * seconds, high * seconds, is_well_known(stack, site))
+
+
 def predict(plan: ResolvedPlan) -> Prediction:
     """What the planner says of a complete `plan`. Raises `PlanError` for what it does not model."""
     full, constants = with_calibration(plan)
     w = workload(full)
     live, time = peak_memory(w, constants), step_time(w, constants)
-    low, high = step_time_bounds(w, constants, time, step_time_interval(plan.strategy.stack))
+    low, high = step_time_bounds(time, step_time_interval(plan.strategy.stack))
     peak_rank = int(np.argmax(live.peak))
     sizes = {
         name: float(np.ravel(size)[peak_rank]) / GIB for name, size in live.moments["peak"].items()

@@ -54,6 +54,8 @@ def row_shape(row: MeasuredRow) -> Shape:
     if absent := missing_fields(row):
         raise Inexpressible(f"missing {absent[0]}")
     moe = _moe_fields(row)
+    if re.search(r"token.?drop", row.text) and moe:
+        moe["capacity"] = 1  # NeMo and Megatron-Bridge: moe_expert_capacity_factor 1.0, padded
     return _build_shape(
         row.model,
         row.arch.lower(),

@@ -5,10 +5,11 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from workbench import errors
@@ -16,17 +17,18 @@ from workbench.costmodel.memory.reported_memory import reported_memory_interval
 from workbench.errors import PlanError, refuse
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.planner.validation.framework_names import framework_defaults
+from workbench.planner.validation.left_out_report import left_out_summary
 from workbench.planner.validation.measured_rows import MeasuredRow, read_measured_rows
-from workbench.planner.validation.predictions import Predict, Prediction, predict
+from workbench.planner.validation.predictions import Predict, Prediction, predict, predict_left_out
 from workbench.planner.validation.row_consistency import inconsistent, model_flops_per_step
+from workbench.planner.validation.row_judgement import (
+    RowJudgement,
+    judge_rows,
+    published_judgements,
+)
 from workbench.planner.validation.row_shapes import Inexpressible
 from workbench.planner.validation.row_to_plan import PlannedRow, is_complete, row_to_plan
 from workbench.planner.validation.validation_report import error_summary
-
-HIGH_MEMORY_SHARE = 0.9
-"""Share of the GPU's memory above which allocators retry and times mean little."""
-MIN_UTILISATION = 0.05
-"""MFU below which a measured time says more about the machine than about the plan."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,7 @@ class Validation:
             "complete_rows_expressed": self.complete_expressed,
             "reasons": dict(self.reasons),
             "refused_by_planner": dict(self.refused),
+            "left_out": left_out_summary(self.table),
             **error_summary(self.table),
             "seconds": self.seconds,
         }
@@ -117,6 +120,7 @@ def validate(
         )
     planned, reasons = _plan_rows(rows, profile)
     found, refused = _predict_rows(planned, predict)
+    judged = _judgements(rows, [one.row for one, _ in found])
     must = {id(row) for row in rows if is_complete(row)}
     return Validation(
         files=tuple(str(file) for file in files),
@@ -126,7 +130,7 @@ def validate(
         complete_expressed=sum(id(one.row) in must for one in planned),
         reasons=reasons,
         refused=refused,
-        table=_comparison_table(found),
+        table=_comparison_table(found, judged),
         parts=[prediction.parts for _, prediction in found],
         seconds=time.perf_counter() - start,
     )
@@ -165,24 +169,51 @@ def _predict_rows(
     return found, dict(refused.most_common())
 
 
-def _comparison_table(found: Sequence[tuple[PlannedRow, Prediction]]) -> pd.DataFrame:
+def _judgements(
+    rows: Sequence[MeasuredRow], predicted: Sequence[MeasuredRow]
+) -> list[RowJudgement]:
+    """What each predicted row is taken for: as the committed file says of a published row, else by
+    the row itself and those beside it.
+    """
+    own = {id(row): one for row, one in zip(rows, judge_rows(rows))}
+    published = published_judgements()
+    return [
+        published[row.label]
+        if row.label in published and published[row.label].site == own[id(row)].site
+        else replace(own[id(row)], site="")
+        for row in predicted
+    ]
+
+
+def _comparison_table(
+    found: Sequence[tuple[PlannedRow, Prediction]], judged: Sequence[RowJudgement]
+) -> pd.DataFrame:
     """One line a predicted row; times that cannot be compared are missing."""
     table = pd.DataFrame(
         [_comparison_row(one, prediction) for one, prediction in found], columns=COLUMNS
     )
     table["suspect"] = inconsistent([one for one, _ in found])
-    used = table.measured_gib / table.card_gib > HIGH_MEMORY_SHARE
-    table["clean"] = (
-        ~table.suspect
-        & ~table.doubted.astype(bool)
-        & ~used
-        & ~(table.utilisation < MIN_UTILISATION)
-    )
+    table["site"] = [one.site for one in judged]
+    table["group"] = [one.group for one in judged]
+    table["clean"] = np.array([not one.flags for one in judged], dtype=bool)
+    left = [
+        predict_left_out(one.plan, judgement.site) if judgement.site and one.seconds else None
+        for (one, _), judgement in zip(found, judged)
+    ]
+    for column, name in LEFT_OUT_COLUMNS.items():
+        table[column] = [getattr(one, name) if one else None for one in left]
     table["memory_ratio"] = table.predicted_gib / table.measured_gib
     table["time_ratio"] = table.predicted_s / table.measured_s
     return table
 
 
+LEFT_OUT_COLUMNS = {
+    "left_out_s": "seconds",
+    "left_out_low": "low",
+    "left_out_high": "high",
+    "well_known": "well_known",
+}
+"""Column -> field of `LeftOut`."""
 COLUMN_HINT = (
     "a CSV file whose header names columns such as model, layers, hidden, heads, vocab, seq, gpu, "
     "n_gpus, tp, pp, "
@@ -195,6 +226,7 @@ COLUMNS = [
     "table",
     "framework",
     "stack",
+    "profile",
     "model",
     "gpu",
     "card",
@@ -234,6 +266,7 @@ def _comparison_row(one: PlannedRow, p: Prediction) -> tuple[Any, ...]:
         row.table,
         row.framework,
         one.stack,
+        plan.strategy.stack,
         row.model,
         row.gpu,
         plan.gpu.name,

@@ -1,0 +1,153 @@
+"""The fit of the cost model's multipliers: partial pooling, caps, intervals, and the committed
+document against what the command writes.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from workbench.costmodel.rates.fitted_constants import fitted_document
+from workbench.planner.fitting.__main__ import fit_document
+from workbench.planner.fitting.fit_rows import FitRow, clean_rows, published_rows
+from workbench.planner.fitting.multiplier_fit import (
+    Linearization,
+    MultiplierFit,
+    fit_all,
+    fit_without_site,
+)
+from workbench.planner.fitting.site_intervals import intervals
+from workbench.planner.validation.error_metrics import MIN_SITE_ROWS
+
+ROOT = Path(__file__).parents[2]
+DRAWN_SITES = 3
+
+
+@pytest.fixture(scope="module")
+def rows() -> list[FitRow]:
+    """Eight rows of each of six sites of two frameworks."""
+    found: dict[str, list[FitRow]] = {}
+    for row in clean_rows(published_rows()[149:494]):
+        found.setdefault(row.site, []).append(row)
+    sites = sorted(found, key=lambda site: (site.startswith("ist-daslab"), site))
+    return [row for site in sites[:6] for row in found[site][:8]]
+
+
+@pytest.fixture(scope="module")
+def fit(rows: list[FitRow]) -> MultiplierFit:
+    return MultiplierFit(rows)
+
+
+@pytest.fixture(scope="module")
+def near(fit: MultiplierFit) -> Linearization:
+    return fit.linearize(np.zeros(len(fit.names)))
+
+
+def test_a_planted_multiplier_is_found_up_to_its_prior(
+    fit: MultiplierFit, near: Linearization
+) -> None:
+    planted = fit.prior_deviations
+    exact = MultiplierFit(fit.rows)
+    exact.__dict__["measured"] = near.at(planted)
+    found = exact.solve(near, np.ones(len(fit.rows), dtype=bool))
+    off = np.abs(near.at(found) - exact.measured)
+    assert off.max() < 0.5 * np.abs(exact.measured - near.predicted).max()
+
+
+def test_without_rows_every_multiplier_is_one(fit: MultiplierFit, near: Linearization) -> None:
+    nothing = np.zeros(len(fit.rows), dtype=bool)
+    assert fit.solve(near, nothing) == pytest.approx(0.0)
+
+
+def test_a_site_of_many_rows_weighs_no_more_than_one_of_few(
+    fit: MultiplierFit, near: Linearization
+) -> None:
+    first, every = fit.rows[0].site, np.ones(len(fit.rows), dtype=bool)
+    chosen = [i for i, row in enumerate(fit.rows) if row.site == first]
+    again = [*range(len(fit.rows)), *chosen * 5]
+    repeated = MultiplierFit([fit.rows[i] for i in again])
+    wider = Linearization(near.point, near.predicted[again], near.slopes[again])
+    found = repeated.solve(wider, np.ones(len(again), dtype=bool))
+    assert found == pytest.approx(fit.solve(near, every), abs=1e-6)
+
+
+def test_a_left_out_site_has_no_part_in_its_fit(fit: MultiplierFit, near: Linearization) -> None:
+    site = fit.rows[0].site
+    changed = MultiplierFit(fit.rows)
+    changed.__dict__["measured"] = np.where(fit.sites == site, fit.measured + 1.0, fit.measured)
+    assert fit_without_site(changed, near, site) == pytest.approx(fit_without_site(fit, near, site))
+    other = next(row.site for row in fit.rows if row.site != site)
+    assert fit_without_site(changed, near, other) != pytest.approx(
+        fit_without_site(fit, near, other)
+    )
+
+
+def test_a_framework_of_few_sites_goes_half_of_its_way_at_most(
+    fit: MultiplierFit, near: Linearization
+) -> None:
+    column = fit.names.index("framework.llm-foundry")
+    own = fit.framework_of_row == "llm-foundry"
+    one_site = own & (
+        fit.sites == next(row.site for row in fit.rows if row.framework == "llm-foundry")
+    )
+    kept = one_site | ~own
+    far = np.zeros(len(fit.names))
+    far[column] = 3.0
+    left = fit.measured[one_site] - near.predicted[one_site]
+    capped = fit.capped(near, far, kept)[column]
+    assert abs(capped) == pytest.approx(0.5 * abs(float(np.median(left))))
+    assert fit.capped(near, far, ~own)[column] == 0.0
+    assert fit.capped(near, far, np.ones(len(own), dtype=bool))[column] == 3.0
+
+
+def test_intervals_hold_nine_of_ten_and_weigh_sites_alike() -> None:
+    drawn = np.random.default_rng(0)
+    sites = np.repeat(np.array(["a", "b", "c"], dtype=object), (1000, 100, 100))
+    errors = np.where(sites == "a", 0.0, 0.1) * drawn.standard_normal(1200)
+    framework = np.full(1200, "known", dtype=object)
+    low, high = intervals(errors, framework, sites)["known"]
+    held = [((np.log(low) <= errors) & (errors <= np.log(high)))[sites == s].mean() for s in "abc"]
+    assert 0.87 <= float(np.mean(held)) <= 0.93
+    few = intervals(errors, np.where(sites == "a", "few", "known").astype(object), sites)
+    assert set(few) == {"other"}
+
+
+def test_the_documented_errors_are_those_of_the_fit() -> None:
+    text = (ROOT / "docs/cost_model.md").read_text(encoding="utf-8")
+    shown = dict(re.findall(r"^\| (\S+/\S+/\S+) \|.*\| ([\d.]+) % \|$", text, re.MULTILINE))
+    stored = {
+        site: f"{100 * entry['error']:.1f}"
+        for site, entry in fitted_document()["without"].items()
+        if entry["rows"] >= MIN_SITE_ROWS
+    }
+    assert shown == stored
+    errors = [float(one) for one in stored.values()]
+    for what, value in (("mean", np.mean(errors)), ("median", np.median(errors))):
+        found = re.search(rf"\*\*{what} over sites\*\*.*\*\*([\d.]+) %\*\*", text)
+        assert found and float(found.group(1)) == pytest.approx(float(value), abs=0.1)
+
+
+@pytest.mark.slow
+def test_the_committed_document_is_what_the_command_writes() -> None:
+    """The whole fit again, and three drawn sites left out of it."""
+    fit = MultiplierFit(clean_rows(published_rows()))
+    near, point = fit_all(fit)
+    committed = fitted_document()
+    assert dict(fit.constants_at(point).logs) == pytest.approx(
+        dict.fromkeys(fit.names, 0.0) | committed["constants"], abs=2e-5
+    )
+    drawn = random.Random(len(fit.rows)).sample(sorted(committed["without"]), DRAWN_SITES)
+    for site in drawn:
+        left = dict(fit.constants_at(fit_without_site(fit, near, site)).logs)
+        stored = committed["without"][site]["constants"]
+        assert {name: value for name, value in left.items() if name in stored} == pytest.approx(
+            stored, abs=2e-5
+        )
+    again = fit_document(fit, near, point)
+    assert again["intervals"].keys() == committed["intervals"].keys()
+    for name, bounds in committed["intervals"].items():
+        assert again["intervals"][name] == pytest.approx(bounds, abs=2e-4)

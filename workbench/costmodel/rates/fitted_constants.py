@@ -1,0 +1,106 @@
+"""What was fitted to published measurements: a few multipliers of hardware and of frameworks.
+
+Everything else in the cost model is a physical constant or documented behavior. `data/fitted.json`
+is written by `python -m workbench.planner.fitting` and by nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from workbench import data_files
+from workbench.costmodel.frameworks.framework_profile import framework_table
+
+FITTED_FILE = "data/fitted.json"
+IN_STEP = "in_step"
+"""Rate of GEMMs and attention within a step over the best that a benchmark of them reaches."""
+UNKNOWN_INTERVAL = (0.5, 2.0)
+"""Interval before anything was fitted."""
+HARDWARE_MULTIPLIERS = ("traffic", "launch", "nic", "step_doubling")
+"""Multipliers of constants of `data/planner.yaml` that hold for all GPUs."""
+
+
+@dataclass(frozen=True)
+class FittedConstants:
+    """Logarithms of fitted multipliers, by name; what is absent is 1.
+
+    Names: `in_step`, `in_step.<architecture>` on top of it, those of `HARDWARE_MULTIPLIERS`, and
+    `framework.<profile>`.
+    """
+
+    logs: tuple[tuple[str, float], ...] = ()
+
+    def log(self, name: str) -> float:
+        """Logarithm of one multiplier."""
+        return dict(self.logs).get(name, 0.0)
+
+    def hardware(self, name: str) -> float:
+        """Multiplier of one of `HARDWARE_MULTIPLIERS`."""
+        return math.exp(self.log(name))
+
+    def in_step(self, architecture: str) -> float:
+        """Rate within a step over the best benchmark, of a generation of GPUs."""
+        return math.exp(self.log(IN_STEP) + self.log(f"{IN_STEP}.{architecture}"))
+
+    def of_framework(self, stack: str) -> float:
+        """Seconds of compute over what physics and documented behavior say, of a framework."""
+        return math.exp(self.log(f"framework.{stack}"))
+
+
+def fitted_constants(logs: Mapping[str, float]) -> FittedConstants:
+    """Fitted constants of logarithms by name."""
+    return FittedConstants(tuple(sorted(logs.items())))
+
+
+@lru_cache(maxsize=1)
+def fitted_document() -> Mapping[str, Any]:
+    """The content of `FITTED_FILE`."""
+    path = data_files.assets() / FITTED_FILE
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+
+
+@lru_cache(maxsize=1)
+def published_fit() -> FittedConstants:
+    """The fit to all clean published rows."""
+    return fitted_constants(fitted_document().get("constants", {}))
+
+
+@lru_cache(maxsize=64)
+def fit_without(site: str) -> FittedConstants | None:
+    """The fit from which the rows of `site` were absent; None where it is no site of the fit."""
+    found = fitted_document().get("without", {}).get(site)
+    return None if found is None else fitted_constants(found["constants"])
+
+
+def step_time_interval(stack: str, without: str | None = None) -> tuple[float, float]:
+    """(low, high): nine of ten step times of the framework profile `stack` lie between these
+    multiples of the estimate; of the fit `without` a site, where one is named.
+    """
+    table = _intervals(without)
+    low, high = table.get(_measured_profile(stack), table.get("other", UNKNOWN_INTERVAL))
+    return float(low), float(high)
+
+
+def is_well_known(stack: str, without: str | None = None) -> bool:
+    """Whether a framework profile was measured at three sites or more."""
+    return _measured_profile(stack) in _intervals(without)
+
+
+def _intervals(without: str | None) -> Mapping[str, tuple[float, float]]:
+    document = fitted_document()
+    part = document.get("without", {}).get(without, {}) if without else document
+    found: Mapping[str, tuple[float, float]] = part.get("intervals", {})
+    return found
+
+
+def _measured_profile(stack: str) -> str:
+    """The profile whose versions were measured together."""
+    return next(
+        (name for name, entry in framework_table().items() if stack in entry.get("versions", {})),
+        stack,
+    )

@@ -1,0 +1,68 @@
+"""Clean published rows with a step time, as the fit reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from workbench import data_files
+from workbench.costmodel.inputs.rank_workload import Workload, workload
+from workbench.costmodel.rates.constants import constants
+from workbench.costmodel.rates.fitted_constants import FittedConstants
+from workbench.costmodel.step_time import step_time
+from workbench.planner.validation.measured_rows import MeasuredRow, read_measured_rows
+from workbench.planner.validation.row_judgement import published_judgements
+from workbench.planner.validation.row_shapes import Inexpressible
+from workbench.planner.validation.row_to_plan import PlannedRow, row_to_plan
+
+PUBLISHED_ROWS = "data/validation/published.csv.gz"
+
+
+@dataclass(frozen=True)
+class FitRow:
+    """One clean row: its plan's workload, and where and how long it was measured."""
+
+    planned: PlannedRow
+    workload: Workload
+    site: str
+    seconds: float
+
+    @property
+    def framework(self) -> str:
+        """The framework whose versions share one multiplier."""
+        return self.planned.stack
+
+    @property
+    def architecture(self) -> str:
+        """Generation of its GPU."""
+        return self.planned.plan.gpu.architecture
+
+    def predicted(self, fitted: FittedConstants) -> float:
+        """Seconds of the step with these fitted constants."""
+        plan = self.planned.plan
+        c = constants(plan.gpu, plan.strategy.kernels, plan.strategy.stack, fitted)
+        return float(step_time(self.workload, c).seconds)
+
+
+def published_rows() -> list[MeasuredRow]:
+    """Every row of the committed file."""
+    return read_measured_rows(Path(data_files.assets() / PUBLISHED_ROWS))
+
+
+def clean_rows(rows: Iterable[MeasuredRow]) -> list[FitRow]:
+    """Rows that ran, with a step time, a site and no flag; their plans are legal."""
+    judged, found = published_judgements(), []
+    for row in rows:
+        judgement = judged.get(row.label)
+        if judgement is None or judgement.flags or row.status != "ran":
+            continue
+        try:
+            planned = row_to_plan(row)
+        except Inexpressible:
+            continue
+        if planned.seconds:
+            found.append(
+                FitRow(planned, workload(planned.plan), judgement.site, float(planned.seconds))
+            )
+    return found
