@@ -131,6 +131,7 @@ def search(
     where: Sequence[str] = (),
     deadline_days: float | None = None,
     tokens: float | None = None,
+    risk: float = 0.05,
 ) -> SearchResult:
     """Search the best strategies for a model on given GPUs.
 
@@ -145,6 +146,7 @@ def search(
         where: Conditions such as `strategy.tensor.size<=8` or `peak_gib<60`.
         deadline_days: Keep plans that train `tokens` within so many days.
         tokens: Tokens to train on, for days and cost.
+        risk: Largest probability of running out of memory.
 
     Raises:
         PlanError: An argument means nothing; a search that finds nothing is no error.
@@ -159,6 +161,7 @@ def search(
         where=where,
         deadline_days=deadline_days,
         tokens=tokens,
+        risk=risk,
     )
 
 

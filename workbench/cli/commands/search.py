@@ -41,6 +41,9 @@ Deadline = Annotated[
 Tokens = Annotated[
     float | None, typer.Option("--tokens", help="Tokens to train, for days, cost and --deadline.")
 ]
+Risk = Annotated[
+    float, typer.Option("--risk", help="Largest probability of running out of memory.")
+]
 Output = Annotated[Path | None, typer.Option("-o", "--output", help="Write the best plan here.")]
 
 
@@ -53,6 +56,7 @@ def search(
     where: Where = None,
     deadline: Deadline = None,
     tokens: Tokens = None,
+    risk: Risk = 0.05,
     output: Output = None,
     json: Json = False,
 ) -> None:
@@ -65,6 +69,7 @@ def search(
             where=where or (),
             deadline_days=deadline,
             tokens=tokens,
+            risk=risk,
         )
     if output is not None:
         if not found.top:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from functools import lru_cache
+from statistics import NormalDist
 
 import numpy as np
 
@@ -57,6 +58,21 @@ def peak_memory_sigma(stack: str) -> float:
     )
 
 
+def probability_of_running_out(peak: float, capacity: float, stack: str) -> float:
+    """Probability that a GPU of `capacity` bytes runs out of memory under a predicted `peak`, by a
+    log-normal error of the framework profile `stack`.
+    """
+    if peak <= 0:
+        return 0.0
+    over = math.log(capacity / peak) / peak_memory_sigma(stack)
+    return 0.5 * math.erfc(over / math.sqrt(2))
+
+
+def largest_peak_at_risk(risk: float, capacity: float, stack: str) -> float:
+    """Largest predicted peak, bytes, whose probability of running out of memory is `risk`."""
+    return capacity * math.exp(-NormalDist().inv_cdf(1 - risk) * peak_memory_sigma(stack))
+
+
 def memory_requirement(peak: float, capacity: float, stack: str) -> dict[str, float]:
     """Required memory of the rank with the largest peak, and the probability of running out.
 
@@ -69,11 +85,10 @@ def memory_requirement(peak: float, capacity: float, stack: str) -> dict[str, fl
         `p50` and `p95` in bytes, and `probability_of_running_out` under a log-normal error.
     """
     deviation = peak_memory_sigma(stack)
-    over = math.log(capacity / peak) / deviation if peak > 0 else math.inf
     return {
         "p50": peak,
         "p95": peak * math.exp(Z_95 * deviation),
-        "probability_of_running_out": 0.5 * math.erfc(over / math.sqrt(2)),
+        "probability_of_running_out": probability_of_running_out(peak, capacity, stack),
     }
 
 

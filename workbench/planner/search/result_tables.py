@@ -13,7 +13,7 @@ from workbench.untrusted_text import escaped
 if TYPE_CHECKING:
     from workbench.planner.search.search import Candidate, SearchResult
 
-CANDIDATE_HEADS = ("step time", "peak memory", "tokens/s", "GPUs", "strategy")
+CANDIDATE_HEADS = ("step time", "peak memory", "runs out", "tokens/s", "GPUs", "strategy")
 MAX_FRONT_ROWS = 12
 FRONT_TITLE = "Less memory for more time: none of these is beaten in both (estimated)"
 
@@ -80,6 +80,7 @@ def candidate_cells(one: Candidate) -> tuple[str, ...]:
     return (
         duration_text(one.seconds),
         gib_text(one.peak_bytes),
+        f"{one.risk:.1%}",
         f"{rate:,.0f}",
         str(one.plan.world_size),
         strategy_summary(one.plan),

@@ -4,12 +4,14 @@ left.
 
 from __future__ import annotations
 
+import math
 import time as clock
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from workbench.costmodel.inputs.rank_workload import workload
+from workbench.costmodel.memory.reported_memory import probability_of_running_out
 from workbench.costmodel.step_time import step_time
 from workbench.errors import PlanError, Problem, refuse
 from workbench.fields.bounds import RANKS, TRAINED, hold
@@ -50,6 +52,8 @@ class Candidate:
     """The step by event simulation, of the best few."""
     step_tokens: int = 0
     """Tokens of a step; the plan itself may leave its sequence length to the model."""
+    risk: float = 0.0
+    """Probability of running out of memory."""
 
     def to_json(self) -> dict[str, Any]:
         """For machines; the plan as what was changed in it."""
@@ -58,6 +62,7 @@ class Candidate:
             "seconds": self.seconds,
             "simulated_seconds": self.simulated,
             "peak_gib": self.peak_bytes / GIB,
+            "probability_of_running_out": self.risk,
             "score": self.score,
             "tokens_per_second": self.step_tokens / self.seconds,
             "gpus": self.plan.world_size,
@@ -137,6 +142,7 @@ def search(
     where: Sequence[str] = (),
     deadline_days: float | None = None,
     tokens: float | None = None,
+    risk: float = SearchSpace.risk,
 ) -> SearchResult:
     """The best plans for the model, GPUs, batch and precision of `plan`; its strategy is what is
     searched for.
@@ -146,13 +152,13 @@ def search(
     Unequal replicas are not searched. `objective`: `time` of a step on all GPUs; `cost`
     (GPU-hours a token), `energy`, `gpus` (fewest that fit) try fewer GPUs too. `where`:
     conditions such as `strategy.tensor.size<=8`. `deadline_days` keeps what trains `tokens` in
-    time. Raises `PlanError` for words and numbers that mean nothing, not for a search that finds
-    nothing.
+    time. `risk`: largest probability of running out of memory. Raises `PlanError` for words and
+    numbers that mean nothing, not for a search that finds nothing.
     """
     began = clock.perf_counter()
-    _check_options(objective, space, top, deadline_days, tokens)
+    _check_options(objective, space, top, deadline_days, tokens, risk)
     constraints = [parse_constraint(text) for text in where]
-    whole = search_space(plan, space, _gpu_counts(plan, objective))
+    whole = replace(search_space(plan, space, _gpu_counts(plan, objective)), risk=risk)
     check_bounds(whole, constraints)
     if deadline_days is not None and tokens is not None:
         constraints.append(_deadline_constraint(whole, deadline_days, tokens))
@@ -198,7 +204,8 @@ def _deadline_advice(
     needs = f"; it needs {takes:,.3g} days for {tokens:g} tokens"
     for more in range(1, DOUBLINGS + 1):
         gpus = plan.cluster.gpus * 2**more
-        space = search_space(plan.replace(**{"cluster.gpus": gpus, "cluster.nodes": None}))
+        more_gpus = plan.replace(**{"cluster.gpus": gpus, "cluster.nodes": None})
+        space = replace(search_space(more_gpus), risk=whole.risk)
         limit = _deadline_constraint(space, days, tokens)
         if (
             gpus <= RANKS.most
@@ -214,7 +221,9 @@ def _candidate(space: SearchSpace, found: RankedCandidate) -> Candidate:
         candidate_plan(space, found.cell.choice(found.candidate_index)),
         space.batch * space.base.training.sequence_length,
     )
-    return Candidate(plan, found.seconds, found.peak, found.score, step_tokens=tokens)
+    gpu, stack = space.base.gpu, space.base.strategy.stack
+    risk = probability_of_running_out(found.peak, gpu.memory_gib * GIB, stack)
+    return Candidate(plan, found.seconds, found.peak, found.score, step_tokens=tokens, risk=risk)
 
 
 def _simulated(plan: Plan) -> float | None:
@@ -261,17 +270,19 @@ def _why_empty(whole: SearchSpace, constraints: Sequence[Constraint], seen: Sear
             f"sequences; change "
             "cluster.gpus or training.global_batch"
         )
+    least, stack = seen.least_peak_bytes, whole.base.strategy.stack
+    chance = probability_of_running_out(least, gpu.memory_gib * GIB, stack)
+    riskier = f" allow --risk {math.ceil(100 * chance) / 100:g}," if chance < 0.5 else ""
     return (
-        f"no plan fits {gpu.name} of {gpu.memory_gib:.1f} GiB: the smallest of "
-        f"{seen.candidates:,} peaks at "
-        f"{seen.least_peak_bytes / GIB:.1f} GiB (estimated); change cluster.gpu, cluster.gpus, "
-        f"the sequence "
-        f"length or the model"
+        f"no plan fits {gpu.name} of {gpu.memory_gib:.1f} GiB with a chance of running out of "
+        f"memory of at most {whole.risk:.0%}: the smallest of {seen.candidates:,} peaks at "
+        f"{least / GIB:.1f} GiB, a chance of {chance:.0%} (estimated);{riskier} change "
+        f"cluster.gpu, cluster.gpus, the sequence length or the model"
     )
 
 
 def _check_options(
-    objective: str, space: str, top: int, deadline: float | None, tokens: float | None
+    objective: str, space: str, top: int, deadline: float | None, tokens: float | None, risk: float
 ) -> None:
     for option, value, known in (
         ("--objective", objective, OBJECTIVES),
@@ -279,6 +290,8 @@ def _check_options(
     ):
         if value not in known:
             raise refuse(option, f"is '{value}'; legal: {', '.join(known)}")
+    if not 0 < risk < 1:
+        raise refuse("--risk", f"is {risk:g}; legal: a probability above 0 and below 1, e.g. 0.05")
     if not 1 <= top <= 1000:
         raise refuse("--top", f"is {top}; legal: 1 to 1000")
     for name, number in (("--deadline", deadline), ("--tokens", tokens)):

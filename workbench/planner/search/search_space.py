@@ -11,6 +11,7 @@ from typing import Any
 
 from workbench.costmodel.compute.roofline import KERNELS_PER_LAYER
 from workbench.costmodel.inputs.config import FixedConfig, fixed_config
+from workbench.costmodel.memory.reported_memory import largest_peak_at_risk
 from workbench.plan.model.model_shape import Shape
 from workbench.plan.resolution import LEAST_BATCH, MICROBATCHES_A_RANK
 from workbench.plan.resolved_plan import ResolvedPlan
@@ -18,6 +19,7 @@ from workbench.plan.rules import legal_sizes
 from workbench.plan.schema import AXES, Plan, Strategy
 from workbench.planner.calibrated_plan import with_calibration
 from workbench.schedules.generators import SCHEDULES
+from workbench.units import GIB
 
 SPACES = ("default", "wide", "vast")
 
@@ -100,6 +102,14 @@ class SearchSpace:
     bucket_mib: tuple[float, ...]
     gradient: tuple[str, ...]
     """Dtypes of gradients."""
+    risk: float = 0.05
+    """Largest probability of running out of memory that a candidate may have."""
+
+    @property
+    def largest_peak_bytes(self) -> float:
+        """Largest predicted peak within the risk."""
+        capacity = self.fixed_configs[0].gpu.memory_gib * GIB
+        return largest_peak_at_risk(self.risk, capacity, self.base.strategy.stack)
 
 
 def search_space(plan: Plan, kind: str = "default", worlds: tuple[int, ...] = ()) -> SearchSpace:

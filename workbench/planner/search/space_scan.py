@@ -37,13 +37,13 @@ def scan_space(
     others.
     """
     space = narrow_space(whole, constraints)
-    capacity = whole.fixed_configs[0].gpu.memory_gib * GIB
-    seen = SearchStats(BestCandidates(top, capacity))
+    most = whole.largest_peak_bytes
+    seen = SearchStats(BestCandidates(top, most))
     conditions = [c for c in constraints if c.field in RESULT_FIELDS]
     evaluators = _evaluators_by_gpus(whole)
     for cell in search_cells(space):
         e = evaluators[cell.fixed.world_size](cell, cell.grid())
-        fits = e.legal & (e.peak <= capacity)
+        fits = e.legal & (e.peak <= most)
         for c in conditions:
             fits = fits & c.holds(_constrained_result(cell, e, c.field))
         seen.candidates += e.count(e.legal)
