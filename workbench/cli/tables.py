@@ -27,6 +27,9 @@ NOTE_LABELS = {
     "overhead": "fixed overhead per step",
     "p50": "median",
     "p95": "95th percentile",
+    "highest_mfu": "highest MFU on this GPU near this scale",
+    "highest_mfu_of": "which is of",
+    "nearest": "nearest measured step",
 }
 """Labels of notes whose key says too little."""
 
@@ -330,10 +333,11 @@ def notes_table(found: Profile) -> Grid | None:
             built.add_row("smallest change that fits", found.advice)
         elif isinstance(value, Mapping):
             for inner, size in value.items():
-                built.add_row(
-                    f"{key_label(key)}: {NOTE_LABELS.get(inner, key_label(inner))}",
-                    _value(inner if key == "memory" else key, size),
-                )
+                if size is not None:
+                    built.add_row(
+                        f"{key_label(key)}: {NOTE_LABELS.get(inner, key_label(inner))}",
+                        _value(inner if key in ("memory", "published") else key, size),
+                    )
         else:
             built.add_row(NOTE_LABELS.get(key, key_label(key)), _value(key, value))
     return built
@@ -347,7 +351,7 @@ def _value(name: str, value: object) -> str:
     if isinstance(value, float) and (name == "time" or name.endswith("seconds")):
         return seconds_text(value if value > ROUNDING_SECONDS else 0.0)
     if isinstance(value, float) and (
-        name.endswith("utilisation") or name.startswith("probability")
+        name.endswith(("utilisation", "mfu")) or name.startswith("probability")
     ):
         return f"{value:.1%}"
     return digits(value) if isinstance(value, float) else str(value)

@@ -15,7 +15,7 @@ from workbench.costmodel.frameworks.framework_profile import WORKBENCH
 from workbench.costmodel.inputs.rank_workload import workload
 from workbench.costmodel.memory.peak_memory import PeakMemory, peak_memory
 from workbench.costmodel.memory.reported_memory import memory_requirement
-from workbench.costmodel.rates.fitted_constants import step_time_interval
+from workbench.costmodel.rates.fitted_constants import measured_profile, step_time_interval
 from workbench.costmodel.step_time import (
     model_flops_utilization,
     step_time,
@@ -27,6 +27,7 @@ from workbench.plan.schema import Plan
 from workbench.planner.calibrated_plan import with_calibration
 from workbench.planner.estimated_timeline import simulated_step_seconds, simulated_timeline
 from workbench.planner.memory_advice import first_fitting_change
+from workbench.planner.published_steps import published_beside
 from workbench.profile import MOMENTS, Columns, Profile, columns_of, frame
 from workbench.schedules import Timeline
 from workbench.units import GIB
@@ -59,6 +60,8 @@ def estimate(plan: Plan) -> Profile:
     notes["memory"] = memory_requirement(float(live.peak.max()), capacity, full.strategy.stack)
     notes["simulated_step_seconds"] = simulated_step_seconds(w, time, drawn, microbatches)
     notes["step_seconds_90"] = list(step_time_bounds(time, step_time_interval(full.strategy.stack)))
+    if published := published_beside(full, measured_profile(full.strategy.stack)):
+        notes["published"] = published
     if full.strategy.stack == WORKBENCH and full.strategy.kernels != "eager":
         notes["kernels"] = kernel_cost_source(full.gpu, full.strategy.kernels)
     if full.shape.unmodelled:

@@ -82,13 +82,13 @@ def step_time_interval(stack: str, without: str | None = None) -> tuple[float, f
     multiples of the estimate; of the fit `without` a site, where one is named.
     """
     table = _intervals(without)
-    low, high = table.get(_measured_profile(stack), table.get("other", UNKNOWN_INTERVAL))
+    low, high = table.get(measured_profile(stack), table.get("other", UNKNOWN_INTERVAL))
     return float(low), float(high)
 
 
 def is_well_known(stack: str, without: str | None = None) -> bool:
     """Whether a framework profile was measured at three sites or more."""
-    return _measured_profile(stack) in _intervals(without)
+    return measured_profile(stack) in _intervals(without)
 
 
 def _intervals(without: str | None) -> Mapping[str, tuple[float, float]]:
@@ -98,8 +98,8 @@ def _intervals(without: str | None) -> Mapping[str, tuple[float, float]]:
     return found
 
 
-def _measured_profile(stack: str) -> str:
-    """The profile whose versions were measured together."""
+def measured_profile(stack: str) -> str:
+    """The framework profile whose versions were measured together with `stack`."""
     return next(
         (name for name, entry in framework_table().items() if stack in entry.get("versions", {})),
         stack,

@@ -14,7 +14,7 @@ import numpy as np
 
 from workbench import data_files
 from workbench.costmodel.rates.fitted_constants import FITTED_FILE
-from workbench.planner.fitting.fit_rows import clean_rows, published_rows
+from workbench.planner.fitting.fit_rows import clean_rows, fastest_steps, published_rows
 from workbench.planner.fitting.multiplier_fit import (
     Array,
     Linearization,
@@ -54,6 +54,7 @@ def fit_document(fit: MultiplierFit, near: Linearization, point: Array) -> dict[
         "constants": _logs(fit, point),
         "intervals": _rounded(intervals(errors, fit.framework_of_row, fit.sites)),
         "without": found,
+        "measured": [step.to_list() for step in fastest_steps(fit.rows)],
     }
 
 
@@ -63,6 +64,13 @@ def _logs(fit: MultiplierFit, point: Array) -> dict[str, float]:
 
 def _rounded(found: Mapping[str, tuple[float, float]]) -> dict[str, list[float]]:
     return {name: [round(low, 4), round(high, 4)] for name, (low, high) in found.items()}
+
+
+def _as_text(document: Mapping[str, Any]) -> str:
+    """JSON with a line for every measured step."""
+    steps = ",\n  ".join(json.dumps(step) for step in document["measured"])
+    text = json.dumps({**document, "measured": []}, indent=1)
+    return text.replace('"measured": []', f'"measured": [\n  {steps}\n ]') + "\n"
 
 
 def main() -> None:
@@ -76,7 +84,7 @@ def main() -> None:
     )
     near, point = fit_all(fit)
     document = fit_document(fit, near, point)
-    arguments.output.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    arguments.output.write_text(_as_text(document), encoding="utf-8")
     print(f"written: {arguments.output}")
 
 

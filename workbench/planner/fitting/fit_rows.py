@@ -5,13 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from workbench import data_files
+from workbench.costmodel.compute.roofline import peak_flops
 from workbench.costmodel.inputs.rank_workload import Workload, workload
 from workbench.costmodel.rates.constants import constants
 from workbench.costmodel.rates.fitted_constants import FittedConstants
 from workbench.costmodel.step_time import step_time
+from workbench.plan.model.parameter_count import parameters
+from workbench.planner.published_steps import MeasuredStep
 from workbench.planner.validation.measured_rows import MeasuredRow, read_measured_rows
+from workbench.planner.validation.row_consistency import model_flops_per_step
 from workbench.planner.validation.row_judgement import published_judgements
 from workbench.planner.validation.row_shapes import Inexpressible
 from workbench.planner.validation.row_to_plan import PlannedRow, row_to_plan
@@ -43,6 +48,33 @@ class FitRow:
         plan = self.planned.plan
         c = constants(plan.gpu, plan.strategy.kernels, plan.strategy.stack, fitted)
         return float(step_time(self.workload, c).seconds)
+
+
+def fastest_steps(rows: Iterable[FitRow]) -> list[MeasuredStep]:
+    """Of rows that are alike in GPUs, size, sequence, framework and precision, the fastest.
+
+    Those of adapters are left out: without gradients of frozen weights their MFU is another one.
+    """
+    best: dict[tuple[Any, ...], MeasuredStep] = {}
+    for row in rows:
+        plan = row.planned.plan
+        if plan.training.lora:
+            continue
+        done = model_flops_per_step(plan) / (row.seconds * plan.world_size)
+        step = MeasuredStep(
+            plan.gpu.name,
+            plan.world_size,
+            float(f"{parameters(plan.shape).active:.3g}"),
+            plan.training.sequence_length,
+            row.framework,
+            plan.strategy.precision,
+            round(done / peak_flops(plan.gpu, plan.strategy.precision), 4),
+            row.planned.row.label,
+        )
+        key = tuple(step.to_list()[:-2])
+        if key not in best or best[key].mfu < step.mfu:
+            best[key] = step
+    return [best[key] for key in sorted(best)]
 
 
 def published_rows() -> list[MeasuredRow]:
