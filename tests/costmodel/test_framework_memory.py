@@ -4,11 +4,13 @@ leaves to a full card.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from workbench.costmodel.frameworks.framework_profile import FrameworkBehavior
 from workbench.costmodel.inputs.rank_workload import Workload, workload
 from workbench.costmodel.memory import activation_memory, live_sets
 from workbench.costmodel.memory.loss_memory import head_memory as head_of
@@ -218,3 +220,39 @@ def test_an_allocator_gives_its_slack_back_where_the_card_is_full(
     else:
         assert reserved == pytest.approx(1.1 * allocated)
         assert whole < w.fixed.gpu.memory_gib * 2**30
+
+
+def test_transformer_engine_keeps_a_placeholder_of_every_weight_shape() -> None:
+    """Six GiB of Llama 3.1 405B on one tensor rank; tensor ranks hold their share, and one of
+    each shape whatever the number of layers.
+    """
+
+    def held(tensor: int, pipeline: int, stack: str = "megatron", **more: Any) -> float:
+        changes = {
+            "strategy.tensor.size": tensor,
+            "strategy.pipeline.size": pipeline,
+            "strategy.stack": stack,
+            **more,
+        }
+        plan = Plan.of("llama-3.1-405b", gpu="b200", gpus=64, strategy="megatron-3d", set=changes)
+        return float(
+            np.max(activation_memory.dummy_weight_gradient_bytes(workload(plan.resolve())))
+        )
+
+    assert held(1, 8) / 2**30 == pytest.approx(5.94, abs=0.01)
+    assert held(8, 8) == pytest.approx(held(1, 8) / 8, rel=0.01)
+    assert held(1, 2) == held(1, 8)
+    assert held(1, 8, "torchtitan") == 0.0 == held(1, 8, **{"training.lora": {"rank": 8}})
+
+
+def test_gemms_that_accumulate_leave_no_weight_gradient_in_flight() -> None:
+    plan = Plan.of("llama-3-70b", gpu="h100-sxm-80gb", gpus=64, strategy="megatron-3d")
+    w = workload(plan.replace(**{"strategy.stack": "megatron"}).resolve())
+    apart = replace(w, fixed=replace(w.fixed, behavior=FrameworkBehavior()))
+    accumulated = activation_memory.accumulated_gradient_bytes
+    assert accumulated(w, 1e9) == 0.0 < accumulated(apart, 1e9)
+    known = constants(w.fixed.gpu, "fused", "megatron")
+    peaks = [
+        float(np.max(peak_memory(one, known).moments["peak"]["temporary"])) for one in (w, apart)
+    ]
+    assert peaks[0] < peaks[1]

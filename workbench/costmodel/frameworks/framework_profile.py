@@ -131,6 +131,8 @@ class FrameworkBehavior:
     """1 where norms and activations write their output in fp8 themselves."""
     fused_accumulation: float = 0.0
     """1 where weight gradients are added to the accumulated ones inside the GEMM."""
+    dummy_weight_gradients: float = 0.0
+    """1 where such a GEMM leaves a placeholder of its weight's shape, one of each shape."""
     scatter_gather_boundary: float = 0.0
     """1 where what crosses a stage boundary is scattered over tensor ranks (2104.04473, 4.1)."""
     grouped_kernel: float = 1.0

@@ -15,6 +15,7 @@ import numpy as np
 
 from workbench.costmodel.frameworks.framework_profile import WORKBENCH
 from workbench.costmodel.inputs.config import Array, Number
+from workbench.costmodel.inputs.layer_gemms import layer_gemms
 from workbench.costmodel.inputs.rank_workload import Workload
 from workbench.costmodel.memory.attention_memory import (
     restored_attention_bytes,
@@ -154,7 +155,7 @@ def _feed_forward_backward(w: Workload, wide: Number, matrix: Number) -> Number:
         return (2 if w.shape.mlp == "gelu" else 3) * wide + gathered
     # Down projection: the gradients of input and weight, then the weight's accumulation. Activation
     # of a gate: gradients of gate and up, where the gradient of their product is freed.
-    gradients = wide + matrix * w.element_bytes * has_weight_gradients(w)
+    gradients = wide + matrix * w.element_bytes * separate_weight_gradients(w)
     accumulated = accumulated_gradient_bytes(w, matrix)
     activation = (1 if w.shape.mlp == "gelu" else 2) * wide
     peak: Number = np.maximum(np.maximum(gradients, accumulated), activation)
@@ -176,7 +177,7 @@ def _cast_to_fp8_bytes(w: Workload, wide: Number, matrix: Number) -> Number:
 def _column_parallel_backward(w: Workload, wide: Number, matrix: Number) -> Number:
     """Temporaries during the backward of gate and up, whose input is all-gathered once more."""
     operands = w.hidden_activation_bytes + (2 if w.shape.gated else 1) * wide
-    gradient = matrix * w.element_bytes * has_weight_gradients(w)
+    gradient = matrix * w.element_bytes * separate_weight_gradients(w)
     return input_gradient_in_flight(w) + weight_gradient_peak(
         w, operands, gradient, accumulated_gradient_bytes(w, matrix)
     )
@@ -263,6 +264,29 @@ def alternate_ops_saved(w: Workload, wide: Number) -> Number:
 def has_weight_gradients(w: Workload) -> float:
     """1 where the model's own weights have gradients, 0 where LoRA freezes them."""
     return float(w.fixed.adapter_rank == 0)
+
+
+def separate_weight_gradients(w: Workload) -> float:
+    """1 where a weight gradient is a tensor of its own before it is accumulated, 0 where GEMMs add
+    to the accumulated one.
+    """
+    return has_weight_gradients(w) * (1 - w.fixed.behavior.fused_accumulation)
+
+
+def dummy_weight_gradient_bytes(w: Workload) -> Number:
+    """Placeholders for weight gradients that GEMMs have accumulated elsewhere: one of each weight's
+    shape, for the life of the process.
+    """
+    if not w.fixed.behavior.dummy_weight_gradients:
+        return 0.0
+    kinds = [False, True] if w.shape.moe else [False]
+    shapes = {
+        (float(np.max(p.columns)), float(np.max(p.inner)), is_moe): p.columns * p.inner
+        for is_moe in kinds
+        for p in layer_gemms(w, is_moe)
+    }
+    total: Number = sum(shapes.values())
+    return total * w.element_bytes * has_weight_gradients(w)
 
 
 def _fp8_saved_delta(w: Workload, is_moe: bool) -> Number:
@@ -352,7 +376,7 @@ def accumulated_gradient_bytes(w: Workload, parameters: Number) -> Number:
         widened = 0.0 * widened
     return (
         parameters * w.element_bytes + np.minimum(parameters, GRADIENT_CAST_NUMEL) * widened
-    ) * has_weight_gradients(w)
+    ) * separate_weight_gradients(w)
 
 
 def norm_backward(w: Workload) -> Number:

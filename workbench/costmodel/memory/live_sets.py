@@ -297,7 +297,7 @@ def _tied_head_gradient(w: Workload) -> Number:
 
 def step_buffers(w: Workload, p: ParamCounts) -> MemoryByCategory:
     """Buffers live throughout forward and backward: all-gathered parameters and sequences, reduce
-    buckets.
+    buckets, placeholders of weight gradients.
     """
     framework, buffers = w.fixed.framework, zero_working_set(w, p)
     sequences = _num_gathered_buffers(w) * w.hidden_activation_bytes * (w.sequence_parallel > 1)
@@ -308,6 +308,9 @@ def step_buffers(w: Workload, p: ParamCounts) -> MemoryByCategory:
         * np.maximum(w.has_embedding, w.has_head)
     )
     buckets = framework.bucket_mib * 2**20 * (w.fixed.precision == "fp16" and w.zero >= 1)
+    if w.fixed.behavior.dummy_weight_gradients:
+        dummies = activation_memory.dummy_weight_gradient_bytes(w)
+        buffers = add_categories(buffers, {"gradients": w.zeros + dummies})
     if not (framework.gathered_buffers or framework.table_bytes or buckets):
         return buffers
     return add_categories(buffers, {"communication": w.zeros + sequences + tables + buckets})

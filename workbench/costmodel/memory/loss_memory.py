@@ -21,6 +21,7 @@ from workbench.costmodel.memory.activation_memory import (
     keeps_small_seams_eager,
     norm_backward,
     norm_saved,
+    separate_weight_gradients,
     weight_gradient_peak,
 )
 from workbench.runtime_facts.fused_thresholds import MIN_FUSED_LOSS_NUMEL
@@ -149,4 +150,4 @@ def _projection(w: Workload, table: Number, logits: Number) -> tuple[Number, Num
     blocks = (
         grid_block_bytes(w, w.hidden_activation_bytes, table, logits) if algorithm != "1d" else 0.0
     )
-    return table * w.element_bytes * has_weight_gradients(w) * (algorithm != "3d"), blocks
+    return table * w.element_bytes * separate_weight_gradients(w) * (algorithm != "3d"), blocks
