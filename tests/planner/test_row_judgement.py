@@ -34,7 +34,7 @@ def judged(**changed: str) -> RowJudgement:
     cells = dict(CELLS)
     for name, text in changed.items():
         cells[name] = text
-    return judge_row(parse_row(cells), contradicts=False, shape_confirmed=False)
+    return judge_row(parse_row(cells), contradicts=False)
 
 
 @pytest.fixture(scope="module")
@@ -79,10 +79,10 @@ def test_a_padded_vocabulary_and_a_derived_time_infer_no_shape() -> None:
     assert judged(model="Llama-2-7B", verify=recalled_shapes).flags == ()
 
 
-def test_an_inferred_shape_is_confirmed_by_printed_utilisations() -> None:
-    row = parse_row({**CELLS, "verify": "read; shape inferred"})
-    assert judge_row(row, contradicts=False, shape_confirmed=True).flags == ()
-    assert judge_row(row, contradicts=False, shape_confirmed=False).flags == ("inferred",)
+def test_an_inferred_shape_stays_one_whatever_its_page_prints() -> None:
+    """That printed utilisations reproduce with it is known from outcomes alone."""
+    row = parse_row({**CELLS, "verify": "read; shape inferred", "mfu_pct": "40"})
+    assert judge_row(row, contradicts=False).flags == ("inferred",)
 
 
 def test_outcomes_change_no_judgement(rows: list[MeasuredRow]) -> None:

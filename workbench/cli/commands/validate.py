@@ -73,7 +73,8 @@ def _shown(found: Validation, data: dict[str, Any], by: str | None) -> list[Any]
     shown: list[Any] = [
         head,
         _left_out(data),
-        _left_out_sites(data),
+        _sites(data, "By site", "sites", "small_sites"),
+        _sites(data, "Sites without a clean row, not counted above", "unclean_sites"),
         _reasons(data),
         _errors(data),
         _standing(data),
@@ -114,12 +115,16 @@ def _left_out(data: dict[str, Any]) -> Grid | None:
     return built
 
 
-def _left_out_sites(data: dict[str, Any]) -> Grid | None:
-    left = data["left_out"]
-    if not left:
+def _sites(data: dict[str, Any], title: str, *parts: str) -> Grid | None:
+    """Errors on left-out sites, a line a site."""
+    found = [one for part in parts for one in data["left_out"].get(part, ())]
+    if not found:
         return None
-    built = table("By site", ("site", "frameworks", "rows", "left out", "bias", "in sample"))
-    for one in [*left["sites"], *left["small_sites"]]:
+    built = table(
+        title, ("site", "frameworks", "rows", "left out", "bias", "in sample", "Spearman")
+    )
+    for one in found:
+        rank = one.get("ranking", {}).get("spearman")
         built.add_row(
             one["site"],
             ", ".join(one["frameworks"]),
@@ -127,6 +132,7 @@ def _left_out_sites(data: dict[str, Any]) -> Grid | None:
             f"{one['left_out']:.1%}",
             f"{one['left_out_bias']:+.1%}",
             f"{one['in_sample']:.1%}",
+            "" if rank is None else f"{rank:.2f}",
         )
     return built
 

@@ -71,10 +71,12 @@ def published_fit() -> FittedConstants:
 
 
 @lru_cache(maxsize=64)
-def fit_without(site: str) -> FittedConstants | None:
-    """The fit from which the rows of `site` were absent; None where it is no site of the fit."""
+def fit_without(site: str) -> FittedConstants:
+    """The fit from which the rows of `site` were absent: the published one for a site without clean
+    rows.
+    """
     found = fitted_document().get("without", {}).get(site)
-    return None if found is None else fitted_constants(found["constants"])
+    return published_fit() if found is None else fitted_constants(found["constants"])
 
 
 def step_time_interval(stack: str, without: str | None = None) -> tuple[float, float]:
@@ -93,7 +95,7 @@ def is_well_known(stack: str, without: str | None = None) -> bool:
 
 def _intervals(without: str | None) -> Mapping[str, tuple[float, float]]:
     document = fitted_document()
-    part = document.get("without", {}).get(without, {}) if without else document
+    part = document.get("without", {}).get(without, document)
     found: Mapping[str, tuple[float, float]] = part.get("intervals", {})
     return found
 

@@ -28,15 +28,15 @@ def left_out_summary(table: pd.DataFrame) -> dict[str, Any]:
 
     Returns:
         Empty where no row is a published one; else `sites` (one entry a site of three clean rows
-        or more), `small_sites`, the mean and median over sites, ranking, interval and calibration.
+        or more), `small_sites`, `unclean_sites` (which no figure counts), the mean and median over
+        sites, ranking, interval and calibration.
     """
-    timed = table.left_out_s.notna() & table.measured_s.notna()
-    rows = table[table.clean & timed]
+    timed = table[table.left_out_s.notna() & table.measured_s.notna()]
+    rows = timed[timed.clean]
     if rows.empty:
         return {}
     by_site = [_site_errors(str(site), part) for site, part in rows.groupby("site")]
     counted = [one for one in by_site if one["rows"] >= MIN_SITE_ROWS]
-    tokens = as_floats(rows.tokens)
     return {
         "rows": len(rows),
         "fitted_constants": fitted_document().get("fitted_constants", 0),
@@ -44,11 +44,7 @@ def left_out_summary(table: pd.DataFrame) -> dict[str, Any]:
         "median_over_sites": _over_sites(counted, np.median, "left_out"),
         "in_sample_mean_over_sites": _over_sites(counted, np.mean, "in_sample"),
         "in_sample_median_over_sites": _over_sites(counted, np.median, "in_sample"),
-        "groups": error_metrics.ranking_quality(
-            as_floats(rows.left_out_s) / tokens,
-            as_floats(rows.measured_s) / tokens,
-            list(rows.group),
-        ),
+        "groups": _ranking(rows),
         "interval": _interval(rows),
         "after_one_row": error_metrics.errors_after_calibration(
             as_floats(rows.left_out_s),
@@ -57,7 +53,20 @@ def left_out_summary(table: pd.DataFrame) -> dict[str, Any]:
         ),
         "sites": counted,
         "small_sites": [one for one in by_site if one["rows"] < MIN_SITE_ROWS],
+        "unclean_sites": [
+            _site_errors(str(site), part) | {"ranking": _ranking(part)}
+            for site, part in timed.groupby("site")
+            if not part.clean.any()
+        ],
     }
+
+
+def _ranking(rows: pd.DataFrame) -> dict[str, Any]:
+    """Ranking of left-out predictions within groups, by seconds a token."""
+    tokens = as_floats(rows.tokens)
+    return error_metrics.ranking_quality(
+        as_floats(rows.left_out_s) / tokens, as_floats(rows.measured_s) / tokens, list(rows.group)
+    )
 
 
 def _site_errors(site: str, part: pd.DataFrame) -> dict[str, Any]:

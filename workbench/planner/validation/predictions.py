@@ -60,15 +60,12 @@ class LeftOut:
     """Whether the framework was measured at three other sites or more."""
 
 
-def predict_left_out(plan: ResolvedPlan, site: str) -> LeftOut | None:
-    """What the fit without `site` says of a complete `plan`; None where the fit has no such site.
+def predict_left_out(plan: ResolvedPlan, site: str) -> LeftOut:
+    """What the fit without `site` says of a complete `plan`.
 
     Raises `PlanError` for what the planner does not model.
     """
-    fitted = fit_without(site)
-    if fitted is None:
-        return None
-    stack = plan.strategy.stack
+    fitted, stack = fit_without(site), plan.strategy.stack
     seconds = float(
         step_time(workload(plan), constants(plan.gpu, plan.strategy.kernels, stack, fitted)).seconds
     )

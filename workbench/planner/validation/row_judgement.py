@@ -31,7 +31,6 @@ _INFERRED = re.compile(
     r"\b(?:layers|heads|hidden|shape|layout|grad_accum\S*|batch|seq)\b[^;)]{0,24}"
     r"\b(?:inferred|derived|assumed|not stated)\b|inferred from|\bunpacked\b"
 )
-_CONFIRMED = re.compile(r"shape inferred")
 _POWER_LIMITED = re.compile(r"\b(?:power.?limited|throttl\w*|[1-6]\d\dw)\b")
 _NOISY = re.compile(r"\bnois|not proportional|unreliable")
 POWER_LIMITED_GPUS = frozenset({"h100-sxm-96gb"})
@@ -51,14 +50,12 @@ class RowJudgement:
     """contradiction, inferred, noisy, power_limited; a clean row has none."""
 
 
-def judge_row(row: MeasuredRow, contradicts: bool, shape_confirmed: bool) -> RowJudgement:
+def judge_row(row: MeasuredRow, contradicts: bool) -> RowJudgement:
     """Site, group and flags of one row.
 
     Args:
         row: The row.
         contradicts: Whether its printed rate contradicts its printed time (`row_consistency`).
-        shape_confirmed: Whether the page leaves the model's shape out, but prints utilisations
-            that the inferred one reproduces.
     """
     entry = _site_entry(row.source)
     found = gpu_names.find_gpu(row.gpu, row.gpu_memory)
@@ -66,19 +63,16 @@ def judge_row(row: MeasuredRow, contradicts: bool, shape_confirmed: bool) -> Row
     site = f"{entry['site']}/{gpu}" if entry else ""
     page = entry["page"] if entry else row.file
     group = f"{page} {row.model} x{row.gpus or ''} b{row.batch or ''}"
-    flags = row_flags(row, gpu, contradicts, shape_confirmed)
+    flags = row_flags(row, gpu, contradicts)
     return RowJudgement(site, " ".join(group.split()), flags)
 
 
-def row_flags(
-    row: MeasuredRow, gpu: str, contradicts: bool, shape_confirmed: bool
-) -> tuple[str, ...]:
+def row_flags(row: MeasuredRow, gpu: str, contradicts: bool) -> tuple[str, ...]:
     """Why a row is not clean: empty for a clean one."""
     notes = f"{row.notes} ; {row.table} ; {row.kind}".lower()
-    read = _CONFIRMED.sub("", row.verification.lower()) if shape_confirmed else row.verification
     found = {
         "contradiction": contradicts or bool(_MISLABELLED.search(notes)),
-        "inferred": bool(_INFERRED.search(f"{notes} ; {read.lower()}"))
+        "inferred": bool(_INFERRED.search(f"{notes} ; {row.verification.lower()}"))
         or _is_recalled(row.model, row.verification),
         "noisy": bool(_NOISY.search(notes)),
         "power_limited": gpu in POWER_LIMITED_GPUS
@@ -111,11 +105,7 @@ def judge_rows(rows: Sequence[MeasuredRow]) -> list[RowJudgement]:
             continue
     contradicts = np.zeros(len(rows), dtype=bool)
     contradicts[list(planned)] = inconsistent(list(planned.values()))
-    printed = {(row.source, row.model) for row in rows if row.utilisation}
-    return [
-        judge_row(row, bool(bad), (row.source, row.model) in printed)
-        for row, bad in zip(rows, contradicts)
-    ]
+    return [judge_row(row, bool(bad)) for row, bad in zip(rows, contradicts)]
 
 
 @lru_cache(maxsize=1)
