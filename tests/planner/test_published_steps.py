@@ -46,12 +46,12 @@ def test_the_highest_mfu_is_of_that_gpu_and_precision_near_that_scale() -> None:
 
 
 def test_a_measured_configuration_extrapolates_nothing() -> None:
-    plan = plan_of("llama-3-8b", "h100-sxm-80gb", 64, stack="nanotron").replace(
-        **{"training.sequence_length": 4096}
+    plan = plan_of("llama-3-8b", "h100-sxm-80gb", 128, stack="llm-foundry").replace(
+        **{"training.sequence_length": 2048}
     )
-    found = published_beside(plan.resolve(), "nanotron")
+    found = published_beside(plan.resolve(), "llm-foundry")
     assert found["extrapolates"] is None
-    assert "nanotron, 8.86 B parameters on 64 h100-sxm-80gb" in found["nearest"]
+    assert "llm-foundry, 6.66 B parameters on 128 h100-sxm-80gb" in found["nearest"]
 
 
 @pytest.mark.parametrize(

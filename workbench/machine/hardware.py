@@ -9,6 +9,7 @@ from typing import Literal
 from pydantic import Field
 
 from workbench.fields.bounds import (
+    Count,
     Gibibytes,
     GigabytesPerSecond,
     Microseconds,
@@ -28,6 +29,9 @@ class GPU(Frozen):
     device: Literal["cuda", "npu", "cpu"] = Field("cuda", description="torch device type.")
     architecture: str = Field(
         "", description="Generation of its matrix units, as data/planner.yaml names them."
+    )
+    multiprocessors: Count | None = Field(
+        None, description="Streaming multiprocessors that share the peak."
     )
     memory_gib: Gibibytes = Field(description="Usable device memory, GiB.")
     bandwidth_gbs: GigabytesPerSecond = Field(description="Memory bandwidth, GB/s.")

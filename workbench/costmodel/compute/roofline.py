@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from workbench.costmodel.compute.seam_bytes import seam_bytes
 from workbench.costmodel.inputs.config import Array, Number
 from workbench.costmodel.inputs.layer_gemms import (
     attention_flops,
@@ -103,6 +104,13 @@ class PassTimes:
     """Part of the forward in which the GPU waits for the host: communication hides in it."""
     idle_backward: Number = 0.0
     """Part of the backward in which the GPU waits for the host."""
+    last_gemm: Number = 0.0
+    """Part of the forward behind the last tensor that it saves: its down-projection."""
+
+    @property
+    def recomputed(self) -> Number:
+        """Seconds of recomputing what backward needs, and no more."""
+        return self.forward - self.last_gemm
 
 
 @dataclass(frozen=True)
@@ -183,7 +191,8 @@ def microbatch_compute(w: Workload, m: DeviceRates, k: LayerTimes) -> Microbatch
     # profile states; full recompute repeats the layer.
     share = w.fixed.framework.selective_recompute_share
     selective = k.attention.forward if share < 0 else share * k.moe.forward
-    recompute = w.recomputed_layers * k.moe.forward + w.layers * (w.searched.selective * selective)
+    whole = k.moe.forward if w.fixed.framework.recompute_full_layer else k.moe.recomputed
+    recompute = w.recomputed_layers * whole + w.layers * (w.searched.selective * selective)
     weight = (
         w.dense_layers * k.dense.weight_grad
         + sparse * k.moe.weight_grad
@@ -242,21 +251,25 @@ def layer_pass(w: Workload, m: DeviceRates, is_moe: bool) -> PassTimes:
         slowdown * gemms.weight_grad,
         idles * (forward_end - forward),
         idles * (backward_end - backward),
+        slowdown * gemms.last_gemm,
     )
 
 
 def _gemm_pass(w: Workload, m: DeviceRates, is_moe: bool) -> PassTimes:
     """Seconds of one layer's GEMMs; the backward of a GEMM is two, for input and weight."""
     e, narrow = w.element_bytes, w.fixed.precision == "fp8"
-    each = [(p, p.count) for p in layer_gemms(w, is_moe)]
-    forward = sum(n * gemm_seconds(m, p.rows, p.columns, p.inner, e, narrow) for p, n in each)
+    gemms = layer_gemms(w, is_moe)
+    each = [p.count * gemm_seconds(m, p.rows, p.columns, p.inner, e, narrow) for p in gemms]
+    forward: Number = sum(each)
     weight_grad = has_weight_gradients(w) * sum(
-        n * gemm_seconds(m, p.columns, p.inner, p.rows, e, narrow) for p, n in each
+        p.count * gemm_seconds(m, p.columns, p.inner, p.rows, e, narrow) for p in gemms
     )
     backward = weight_grad + sum(
-        n * gemm_seconds(m, p.rows, p.inner, p.columns, e, narrow) for p, n in each
+        p.count * gemm_seconds(m, p.rows, p.inner, p.columns, e, narrow) for p in gemms
     )
-    return PassTimes(forward, backward, weight_grad)
+    # The output of an expert's is saved: combine's gradient needs it.
+    last = 0.0 if is_moe and w.shape.moe else each[-1]
+    return PassTimes(forward, backward, weight_grad, last_gemm=last)
 
 
 def _kernel_launches(w: Workload, is_moe: bool) -> tuple[Number, Number]:
@@ -322,11 +335,18 @@ def attention_pass(w: Workload, m: DeviceRates) -> PassTimes:
         slower = m.flops_16bit / (w.fixed.gpu.tflops["fp32"] * 1e12)
         return unfused_attention(m, attention_flops(w) * slower, head_dim, 2 * scores, 0.0)
     if not framework.unfused:
-        return fused_attention(m, attention_flops(w), head_dim, w.fixed.sequence_length)
+        return fused_attention(m, attention_flops(w), head_dim, _attended_length(w))
     return unfused_attention(m, attention_flops(w), head_dim, scores, framework.dropout)
 
 
-def fused_attention(m: DeviceRates, flops: Number, head_dim: int, length: int) -> PassTimes:
+def _attended_length(w: Workload) -> Number:
+    """Tokens of a sequence that one call of an attention kernel sees: a ring's rank attends to the
+    blocks of its peers one by one.
+    """
+    return w.fixed.sequence_length / w.ring
+
+
+def fused_attention(m: DeviceRates, flops: Number, head_dim: int, length: Number) -> PassTimes:
     """Seconds of FlashAttention-2, whose backward does 2.5 times the FLOPs of forward (2307.08691).
 
     Args:
@@ -365,12 +385,8 @@ def unfused_attention(
 
 
 def memory_bound_pass(w: Workload, m: DeviceRates, is_moe: bool) -> PassTimes:
-    """Seconds of norms, residuals, rotary positions and activation of one layer, by bytes moved.
-
-    Bytes are the textbook count per token in 16 bits, scaled by what the plan's kernels move.
-    """
+    """Seconds of norms, residuals, rotary positions and activation of one layer, by bytes moved."""
     h, half = w.hidden_per_rank / w.sequence_parallel, w.element_bytes / 2
-    rope = 8 * (w.q_width + w.k_width) if w.shape.positions == "rope" else 0.0
     drop = 4 * w.fixed.framework.dropout * h
     if w.fixed.dropout:
         drop = drop + 2 * m.constants.dropout_bytes / half * h
@@ -381,14 +397,12 @@ def memory_bound_pass(w: Workload, m: DeviceRates, is_moe: bool) -> PassTimes:
             inputs + w.routed_rows_per_token * h,
             w.routed_rows_per_token * w.expert_ffn + w.shared_ffn,
         )
-    copies = 8 * (inputs - 2 * h)
-    norm, rotary, activation, other = _traffic_factors(w, m.constants, is_moe)
-    moved = rope * rotary + (drop + copies) * other
-    # Passes over the hidden width (forward 20 B, backward 36 B per element) and over the
-    # feed-forward width, with and without a gate.
+    other = m.constants.plain_traffic
+    copies = other * (drop + 8 * (inputs - 2 * h))
+    rotated = w.q_width + w.k_width if w.shape.positions == "rope" else 0.0
     forward, backward = (
-        count * h * norm + each * wide * activation + moved
-        for count, each in zip((20, 36), (6, 10) if w.shape.gated else (4, 6))
+        2 * h * norm + rotated * rope + wide * activation + copies
+        for norm, rope, activation in _seam_passes(w, m.constants, is_moe)
     )
     if w.fixed.precision == "fp8":
         forward, backward = (
@@ -397,6 +411,33 @@ def memory_bound_pass(w: Workload, m: DeviceRates, is_moe: bool) -> PassTimes:
         )
     rate = m.bandwidth / (w.tokens * half)
     return PassTimes(forward / rate, backward / rate)
+
+
+def _seam_passes(w: Workload, c: Constants, is_moe: bool) -> list[tuple[Number, Number, Number]]:
+    """Bytes an element of (norm and residual, rotary positions, activation), forward and backward.
+
+    Small activations of this engine leave fused seams eager (`kernels/fused_seams.py`).
+    """
+    single = bool(w.fixed.behavior.single_norm)
+    fused, plain = seam_bytes(c.counted_kernels, single), seam_bytes("eager", single)
+    shares: tuple[Number, Number, Number] = (1.0, 1.0, 1.0)
+    if keeps_small_seams_eager(w):
+        shares = _fused_seams(w, is_moe)
+    passes = []
+    for direction in (0, 1):
+        by_kernel = [
+            (
+                scale * (getattr(s, w.shape.norm)[direction] + s.residual[direction]),
+                scale * s.rope[direction],
+                scale * (s.gated if w.shape.gated else s.plain)[direction],
+            )
+            for s, scale in ((fused, c.traffic), (plain, c.plain_traffic))
+        ]
+        norm, rope, activation = (
+            eager + (own - eager) * share for own, eager, share in zip(*by_kernel, shares)
+        )
+        passes.append((norm, rope, activation))
+    return passes
 
 
 def _quantized_bytes(w: Workload, inputs: Number, wide: Number) -> tuple[Number, Number]:
@@ -412,18 +453,6 @@ def _quantized_bytes(w: Workload, inputs: Number, wide: Number) -> tuple[Number,
     forward = fused * 4 * w.o_width + (1 - fused) * apart
     backward = fused * 4 * (2 * h + out) + (1 - fused) * apart
     return forward, backward
-
-
-def _traffic_factors(
-    w: Workload, c: Constants, is_moe: bool
-) -> tuple[Number, Number, Number, Number]:
-    """Memory traffic over the textbook count: of norms, rotary positions, activation, the rest."""
-    if not keeps_small_seams_eager(w):
-        return c.traffic, c.traffic, c.traffic, c.traffic
-    norm, rotary, activation = (
-        c.plain_traffic + (c.traffic - c.plain_traffic) * fused for fused in _fused_seams(w, is_moe)
-    )
-    return norm, rotary, activation, c.plain_traffic
 
 
 def head_pass(w: Workload, m: DeviceRates) -> PassTimes:

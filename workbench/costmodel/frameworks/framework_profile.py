@@ -127,6 +127,8 @@ class FrameworkBehavior:
     """1 where transfers to the host have a stream and two buffers of their own."""
     overlap_boundary: float = 0.0
     """1 where sends between stages run beside compute in interleaved schedules."""
+    single_norm: float = 0.0
+    """1 where eager RMSNorm is one kernel, not a chain of elementwise ones."""
     fused_quantization: float = 0.0
     """1 where norms and activations write their output in fp8 themselves."""
     fused_accumulation: float = 0.0
@@ -143,6 +145,10 @@ class FrameworkBehavior:
     """
     loss_passes: float = 7.0
     """Passes of the loss over its fp32 logits, forward and backward."""
+
+
+INHERITED = ("memory", "behavior", "recipes")
+"""Parts of a profile's file; `recipes` are behavior by GPU."""
 
 
 @lru_cache(maxsize=1)
@@ -172,16 +178,17 @@ def framework_profile(name: str) -> FrameworkProfile:
     return FrameworkProfile(unfused=entry["attention"] == "unfused", **values)
 
 
-@lru_cache(maxsize=64)
-def framework_behavior(name: str) -> FrameworkBehavior:
-    """Documented behavior of the framework profile `name`.
+@lru_cache(maxsize=256)
+def framework_behavior(name: str, gpu: str = "") -> FrameworkBehavior:
+    """Documented behavior of the framework profile `name`, on a GPU that it has recipes for.
 
     Raises:
         PlanError: There is no profile of this name.
     """
     known = {field.name for field in fields(FrameworkBehavior)}
-    said = {key: one["value"] for key, one in _entry(name)["behavior"].items() if key in known}
-    return FrameworkBehavior(**said)
+    entry = _entry(name)
+    stated = entry["behavior"] | entry["recipes"].get(gpu, {})
+    return FrameworkBehavior(**{key: one["value"] for key, one in stated.items() if key in known})
 
 
 @lru_cache(maxsize=64)
@@ -201,8 +208,8 @@ def _entry(name: str) -> dict[str, Any]:
     if name not in table:
         raise refuse("strategy.stack", f"is '{name}'; legal: {', '.join(table)}")
     entry = table[name]
-    base: dict[str, Any] = {"attention": "flash", "memory": {}, "behavior": {}}
+    base: dict[str, Any] = {"attention": "flash", "memory": {}, "behavior": {}, "recipes": {}}
     if "like" in entry:
         base = _entry(entry["like"])
-    merged = {part: {**base[part], **entry.get(part, {})} for part in ("memory", "behavior")}
+    merged = {part: {**base[part], **entry.get(part, {})} for part in INHERITED}
     return {**merged, "attention": entry.get("attention", base["attention"])}

@@ -179,7 +179,7 @@ def fixed_config(plan: ResolvedPlan) -> FixedConfig:
         attention=s.attention,
         stack=s.stack,
         framework=kept,
-        behavior=framework_behavior(s.stack),
+        behavior=framework_behavior(s.stack, plan.gpu.name),
         parameter_bytes=kept.parameters
         if narrow and kept.parameters > 0
         else DTYPE_BYTES[s.precision],

@@ -16,6 +16,9 @@ from workbench.costmodel.frameworks.framework_profile import (
 from workbench.costmodel.rates.fitted_constants import FittedConstants, published_fit
 from workbench.machine.hardware import GPU
 
+USUAL_MULTIPROCESSORS = 128
+"""Of a GPU that does not say how many it has."""
+
 
 @dataclass(frozen=True)
 class Constants:
@@ -58,10 +61,11 @@ class Constants:
     """Seconds of compute over what its parts say: the framework's fitted multiplier."""
     ranks_per_core: float
     traffic: float
-    """Bytes moved by memory-bound operators relative to the textbook count, by the plan's kernels.
-    """
+    """Bytes that memory-bound operators move over those counted of `counted_kernels`."""
     plain_traffic: float
     """The same for seams that fused kernels leave eager."""
+    counted_kernels: str
+    """Kernels (eager, compiled, fused) whose bytes are counted."""
 
 
 def constants(
@@ -75,22 +79,32 @@ def constants(
     benchmark of it.
     """
     fit = published_fit() if fitted is None else fitted
-    usual = _constants(gpu.device, gpu.architecture, kernels, stack, fit)
+    usual = _of_gpu(gpu, _constants(gpu.device, gpu.architecture, gpu.name, kernels, stack, fit))
     own = measured_kernels(gpu, kernels) if stack == WORKBENCH and kernels != "eager" else None
     if own is None:
         return usual
-    eager = _constants(gpu.device, gpu.architecture, "eager", stack, fit)
+    eager = _constants(gpu.device, gpu.architecture, gpu.name, "eager", stack, fit)
     return replace(
         usual,
         traffic=eager.traffic * own.traffic,
         plain_traffic=eager.traffic,
+        counted_kernels="eager",
         loss_bytes=eager.loss_bytes * own.loss,
     )
 
 
+def _of_gpu(gpu: GPU, usual: Constants) -> Constants:
+    """Constants of one GPU among its generation: those that its multiprocessors decide."""
+    if gpu.device == "cpu":
+        return usual
+    peak = gpu.tflops.get("bf16", gpu.tflops.get("fp16", max(gpu.tflops.values())))
+    each = peak / (gpu.multiprocessors or USUAL_MULTIPROCESSORS)
+    return replace(usual, gemm_half_dim=usual.gemm_half_dim * each)
+
+
 def ideal_constants() -> Constants:
     """Constants of a lossless device: GEMMs, memory and links reach their peaks at any size."""
-    usual = _constants("cuda", "", "eager", WORKBENCH, FittedConstants())
+    usual = _constants("cuda", "", "", "fused", WORKBENCH, FittedConstants())
     reached = {f.name: 1.0 for f in fields(Constants) if f.name.endswith("_share")}
     changed = reached | {
         "attention_narrow": 1.0,
@@ -105,24 +119,25 @@ def ideal_constants() -> Constants:
 
 @lru_cache(maxsize=1024)
 def _constants(
-    device: str, architecture: str, kernels: str, stack: str, fitted: FittedConstants
+    device: str, architecture: str, gpu: str, kernels: str, stack: str, fitted: FittedConstants
 ) -> Constants:
     table = data_files.read_data_file("data/planner.yaml")
     section = table[device]
     section = table[section["like"]] if "like" in section else section
     generation = table["architectures"].get(architecture, {}) if device != "cpu" else {}
     own = {name: float(entry["value"]) for name, entry in {**section, **generation}.items()}
-    behavior = framework_behavior(stack)
+    behavior = framework_behavior(stack, gpu)
     values = own | _behavior_constants(own, behavior) | dict(framework_buffers(stack))
     kernel = table["attention_kernels"].get(behavior.attention_kernel, {}).get(architecture)
     if kernel is not None:
         values["attention_share"] = float(kernel["value"])
-    values["traffic"] = float(table["kernels"][kernels]["value"])
+    values["traffic"] = 1.0
     values["compute_slowdown"] = fitted.of_framework(stack)
     if device != "cpu":
         _fit_hardware(values, architecture, fitted)
     values["plain_traffic"] = values["traffic"]
-    return Constants(**{f.name: values[f.name] for f in fields(Constants)})
+    numbers = {f.name: values[f.name] for f in fields(Constants) if f.name in values}
+    return Constants(**numbers, counted_kernels=kernels)
 
 
 def _behavior_constants(own: dict[str, float], b: FrameworkBehavior) -> dict[str, float]:

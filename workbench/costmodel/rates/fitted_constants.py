@@ -29,7 +29,7 @@ HARDWARE_MULTIPLIERS = ("traffic", "launch", "nic", "step_doubling")
 class FittedConstants:
     """Logarithms of fitted multipliers, by name; what is absent is 1.
 
-    Names: `in_step`, `in_step.<architecture>` on top of it, those of `HARDWARE_MULTIPLIERS`, and
+    Names: `in_step`, `in_step.<generation>` on top of it, those of `HARDWARE_MULTIPLIERS`, and
     `framework.<profile>`.
     """
 
@@ -44,12 +44,20 @@ class FittedConstants:
         return math.exp(self.log(name))
 
     def in_step(self, architecture: str) -> float:
-        """Rate within a step over the best benchmark, of a generation of GPUs."""
-        return math.exp(self.log(IN_STEP) + self.log(f"{IN_STEP}.{architecture}"))
+        """Rate within a step over the best benchmark, of a GPU's architecture."""
+        own = self.log(f"{IN_STEP}.{generation(architecture)}")
+        return math.exp(self.log(IN_STEP) + own)
 
     def of_framework(self, stack: str) -> float:
         """Seconds of compute over what physics and documented behavior say, of a framework."""
         return math.exp(self.log(f"framework.{stack}"))
+
+
+@lru_cache(maxsize=64)
+def generation(architecture: str) -> str:
+    """The generation of GPUs that an architecture belongs to; its own name where none is known."""
+    table = data_files.read_data_file("data/planner.yaml")["generations"]
+    return next((name for name, members in table.items() if architecture in members), architecture)
 
 
 def fitted_constants(logs: Mapping[str, float]) -> FittedConstants:

@@ -123,6 +123,8 @@ class ExplainedPlan:
         faster = here.model_copy(update={"cluster": here.cluster.model_copy(update=machine)})
         written = {f"cluster.{field}": figure.model_dump() for field, figure in machine.items()}
         changes = {} if self.resolved.cluster.calibration else {**self.pinned_fields, **written}
+        if changes:  # what a multiprocessor's rate decides
+            constants = with_calibration(faster)[1]
         return ChangeEffect(name, changes, self.figures, _calibrated_figures(faster, constants))
 
 

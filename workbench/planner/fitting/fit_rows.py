@@ -11,7 +11,7 @@ from workbench import data_files
 from workbench.costmodel.compute.roofline import peak_flops
 from workbench.costmodel.inputs.rank_workload import Workload, workload
 from workbench.costmodel.rates.constants import constants
-from workbench.costmodel.rates.fitted_constants import FittedConstants
+from workbench.costmodel.rates.fitted_constants import FittedConstants, generation
 from workbench.costmodel.step_time import step_time
 from workbench.plan.model.parameter_count import parameters
 from workbench.planner.published_steps import MeasuredStep
@@ -39,9 +39,9 @@ class FitRow:
         return self.planned.stack
 
     @property
-    def architecture(self) -> str:
+    def generation(self) -> str:
         """Generation of its GPU."""
-        return self.planned.plan.gpu.architecture
+        return generation(self.planned.plan.gpu.architecture)
 
     def predicted(self, fitted: FittedConstants) -> float:
         """Seconds of the step with these fitted constants."""

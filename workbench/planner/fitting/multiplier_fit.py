@@ -25,7 +25,7 @@ from workbench.planner.fitting.fit_rows import FitRow
 Array = NDArray[np.float64]
 PRIOR_DEVIATIONS = {IN_STEP: 0.15, "traffic": 0.4, "launch": 0.25, "nic": 0.3, "step_doubling": 0.5}
 """Standard deviations of the logarithms of hardware multipliers before any row is seen."""
-ARCHITECTURE_DEVIATION = 0.06
+GENERATION_DEVIATION = 0.06
 FRAMEWORK_DEVIATION = 0.08
 ROW_DEVIATION = 0.1
 """Relative error beyond which a row counts by its distance, not its square."""
@@ -68,7 +68,7 @@ class MultiplierFit:
     @cached_property
     def names(self) -> list[str]:
         """Names of the multipliers, as in `FittedConstants`."""
-        generations = sorted({row.architecture for row in self.rows})
+        generations = sorted({row.generation for row in self.rows})
         return [
             IN_STEP,
             *HARDWARE_MULTIPLIERS,
@@ -172,7 +172,7 @@ class MultiplierFit:
 def _prior_deviation(name: str) -> float:
     if name.startswith("framework."):
         return FRAMEWORK_DEVIATION
-    return PRIOR_DEVIATIONS.get(name, ARCHITECTURE_DEVIATION)
+    return PRIOR_DEVIATIONS.get(name, GENERATION_DEVIATION)
 
 
 def fit_all(fit: MultiplierFit) -> tuple[Linearization, Array]:

@@ -1,0 +1,121 @@
+"""Bytes of memory-bound operators, the size that GEMMs need, what recomputation leaves out, and
+recipes by GPU: each against what its source says.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from workbench.costmodel.compute.roofline import (
+    device_rates,
+    fused_attention,
+    gemm_seconds,
+    layer_pass,
+    layer_times,
+    memory_bound_pass,
+    microbatch_compute,
+)
+from workbench.costmodel.compute.seam_bytes import seam_bytes
+from workbench.costmodel.frameworks.framework_profile import framework_behavior
+from workbench.costmodel.inputs.rank_workload import Workload, workload
+from workbench.costmodel.rates.constants import constants
+from workbench.costmodel.rates.fitted_constants import FittedConstants
+from workbench.machine import gpu_catalog
+from workbench.plan.schema import Plan
+
+PLAIN = FittedConstants()
+
+
+def asked(model: str, stack: str = "workbench", **sets: Any) -> Workload:
+    written = {name.replace("__", "."): value for name, value in sets.items()}
+    plan = Plan.of(model, gpu="a100-sxm-80gb", gpus=8, strategy="zero-3", set=written)
+    return workload(plan.replace(**{"strategy.stack": stack}).resolve())
+
+
+def rates(w: Workload) -> Any:
+    s = w.fixed
+    return device_rates(s.gpu, s.precision, constants(s.gpu, s.kernels, s.stack, PLAIN))
+
+
+def test_a_layer_of_gpt2_moves_each_operand_once() -> None:
+    """Two layer norms 4, two residual additions 6 and GELU 4 bytes an element, forward; 10, 6 and
+    6 backward: torch has a kernel of its own for each of them.
+    """
+    w = asked("gpt2-xl", "llm-foundry", strategy__kernels="eager")
+    m = rates(w)
+    found = memory_bound_pass(w, m, False)
+    h, f = w.shape.hidden, w.shape.ffn
+    tokens = float(w.tokens)
+    assert found.forward * m.bandwidth == pytest.approx(tokens * (2 * h * (4 + 6) + 4 * f))
+    assert found.backward * m.bandwidth == pytest.approx(tokens * (2 * h * (10 + 6) + 6 * f))
+
+
+def test_a_chain_of_kernels_moves_several_times_what_one_does() -> None:
+    eager, one = seam_bytes("eager", False), seam_bytes("eager", True)
+    assert one.rmsnorm == one.layernorm == eager.layernorm
+    assert eager.rmsnorm[0] > 8 * one.rmsnorm[0]
+    assert seam_bytes("fused", False) == seam_bytes("fused", True)
+
+
+@pytest.mark.parametrize("gpu", ["a100-sxm-80gb", "h100-sxm-80gb", "rtx-4090", "b200"])
+def test_a_gemm_must_be_larger_where_a_multiprocessor_is_faster(gpu: str) -> None:
+    entry = gpu_catalog.gpus()[gpu].gpu
+    each = entry.tflops["bf16"] / entry.multiprocessors
+    usual = replace(constants(entry, "fused", fitted=PLAIN), gemm_misaligned=0.0)
+    m = replace(device_rates(entry, "bf16", usual), bandwidth=float("inf"))
+    side = 3 * 44.3 * each
+    square = float(gemm_seconds(m, side, side, side, 2))
+    long = 2 * side**3 / (entry.tflops["bf16"] * 1e12 * usual.gemm_share)
+    assert square == pytest.approx(2 * long)
+
+
+@pytest.mark.parametrize(("stack", "last"), [("llm-foundry", 0), ("deepspeed-zero", 1)])
+def test_recomputation_ends_at_the_last_saved_tensor(stack: str, last: int) -> None:
+    """torch's checkpoint without reentrance stops early, so that the down-projection of a layer is
+    not run again; DeepSpeed's runs the layer to its end.
+    """
+    w = asked("gpt2-xl", stack, strategy__recompute="full")
+    none = asked("gpt2-xl", stack, strategy__recompute="none")
+    m = rates(w)
+    k = layer_times(w, m)
+    down = float(gemm_seconds(m, w.tokens, w.shape.hidden, w.shape.ffn, 2))
+    again = microbatch_compute(w, m, k).backward - microbatch_compute(none, m, k).backward
+    left_out = w.layers * k.dense.forward - again
+    assert float(left_out.sum()) == pytest.approx((1 - last) * w.shape.layers * down, abs=1e-9)
+
+
+def test_an_expert_layer_is_recomputed_whole() -> None:
+    """Combine multiplies the experts' outputs by the router's weights: its gradient needs both."""
+    w = asked("mixtral-8x7b", "llm-foundry")
+    assert layer_pass(w, rates(w), True).last_gemm == 0.0
+
+
+def test_a_ring_attends_to_one_block_at_a_time() -> None:
+    alone = asked("llama-3-8b", training__micro_batch=1)
+    ring = asked(
+        "llama-3-8b", training__micro_batch=1, strategy__context__size=4, strategy__data__zero=1
+    )
+    m, shape = rates(alone), alone.shape
+    whole, part = (layer_times(w, m).attention.forward / float(w.tokens) for w in (alone, ring))
+    length, width = ring.fixed.sequence_length, shape.head_dim or 128
+    expected = fused_attention(m, 1.0, width, length / 4).forward
+    assert part / whole == pytest.approx(expected / fused_attention(m, 1.0, width, length).forward)
+
+
+def test_a_recipe_is_one_of_its_gpu() -> None:
+    host = {
+        gpu: framework_behavior("megatron-bridge-2025", gpu).dispatches_from_host
+        for gpu in ("gb200", "gb300", "b200", "h100-sxm-80gb")
+    }
+    assert host == {"gb200": 0, "gb300": 0, "b200": 1, "h100-sxm-80gb": 1}
+    assert framework_behavior("megatron-bridge", "h100-sxm-80gb").dispatches_from_host == 1
+    assert framework_behavior("megatron-bridge", "b200").dispatches_from_host == 0
+
+
+def test_a_gpu_without_its_multiprocessors_has_the_usual_number() -> None:
+    entry = gpu_catalog.gpus()["a100-sxm-80gb"].gpu
+    unknown = constants(entry.model_copy(update={"multiprocessors": None}), "fused", fitted=PLAIN)
+    assert unknown.gemm_half_dim == pytest.approx(44.3 * 312 / 128)
