@@ -32,7 +32,7 @@ def test_every_measured_step_is_believable() -> None:
 
 def test_the_highest_mfu_is_of_that_gpu_and_precision_near_that_scale() -> None:
     def step(gpu: str, gpus: int, precision: str, mfu: float) -> MeasuredStep:
-        return MeasuredStep(gpu, gpus, 7e9, 4096, "fsdp", precision, mfu, "a")
+        return MeasuredStep(gpu, gpus, 7e9, 4096, "fsdp", precision, mfu, "a", "b")
 
     steps = [
         step("a", 64, "bf16", 0.4),

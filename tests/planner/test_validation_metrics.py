@@ -112,17 +112,17 @@ def test_coverage_leaves_out_rows_without_an_interval() -> None:
     assert found == {"rows": 2, "inside": 0.5, "below_high": 1.0}
 
 
-def test_one_calibrating_row_takes_away_a_scale() -> None:
+def test_one_calibrating_row_takes_away_half_of_a_scale() -> None:
     measured = np.array([10.0, 20.0, 40.0, 5.0, 7.0])
     found = error_metrics.errors_after_calibration(
         measured * [2, 2, 2, 0.5, 0.5], measured, ["a", "a", "a", "b", "b"]
     )
     assert found["rows"] == 5
-    assert found["mape"] == pytest.approx(0)
-    # Of two rows that are 10 % apart, each calibrates the other: 1.1/1 - 1 and 1 - 1/1.1.
+    assert found["mape"] == pytest.approx((3 * (1 - 0.5**0.5) + 2 * (2**0.5 - 1)) / 5)
+    # Of two rows that are 10 % apart, each calibrates the other: 1.1^0.5 - 1 and 1 - 1/1.1.
     assert error_metrics.errors_after_calibration([1.0, 1.1], [1.0, 1.0], ["a", "a"])[
         "mape"
-    ] == pytest.approx((0.1 + 1 - 1 / 1.1) / 2)
+    ] == pytest.approx((1.1**0.5 - 1 + 1 - 1 / 1.1) / 2)
 
 
 def test_leaving_one_source_out() -> None:

@@ -49,6 +49,8 @@ class MicrobatchDurations:
     weight_grad: Array
     """Part of the backward that computes weight gradients (W)."""
     compute: Array
+    idle: Array
+    """Part of the compute in which the GPU waits for the host."""
     communication: dict[str, Array]
     """Part of the step (tensor_comm, context_comm, ...) -> exposed seconds of one microbatch."""
 
@@ -93,17 +95,6 @@ def step_time(w: Workload, constants: Constants, layers: LayerTimes | None = Non
     return StepTime(makespan + _sum(after.values()), durations, bubble, after, calls)
 
 
-def step_time_bounds(time: StepTime, interval: tuple[float, float]) -> tuple[float, float]:
-    """(low, high) step time of one plan in nine of ten cases, seconds.
-
-    Args:
-        time: Its estimated step time.
-        interval: (low, high) multiples of the estimate.
-    """
-    low, high = interval
-    return low * float(time.seconds), high * float(time.seconds)
-
-
 def model_flops_utilization(w: Workload, constants: Constants, time: StepTime) -> Number:
     """Model FLOPs utilization (MFU, 2204.02311): model FLOPs over what all GPUs could do in the
     step.
@@ -117,6 +108,16 @@ def longest_compute_seconds(w: Workload, time: StepTime) -> Number:
     """Seconds of the step in which the pipeline rank that computes longest computes."""
     seconds: Number = w.microbatches * time.durations.compute.max(axis=0)
     return seconds
+
+
+def waiting_share(w: Workload, time: StepTime) -> float:
+    """Share of the step in which the busiest rank of one plan waits: for a collective, another
+    stage or its host.
+    """
+    d = time.durations
+    busiest = int(np.argmax(d.forward + d.backward))
+    working = w.microbatches * (d.compute - d.idle)[busiest]
+    return float(1 - working / time.seconds)
 
 
 def step_time_breakdown(w: Workload, time: StepTime) -> dict[str, float]:
@@ -191,6 +192,7 @@ def _durations(
         backward=np.asarray(work.backward + _sum(exposed["B"].values())),
         weight_grad=work.weight_grad,
         compute=np.asarray(work.forward + work.backward),
+        idle=np.asarray(work.idle_forward + work.idle_backward),
         communication={name: exposed["F"][name] + exposed["B"][name] for name in exposed["F"]},
     )
 

@@ -15,19 +15,15 @@ from workbench.costmodel.frameworks.framework_profile import WORKBENCH
 from workbench.costmodel.inputs.rank_workload import workload
 from workbench.costmodel.memory.peak_memory import PeakMemory, peak_memory
 from workbench.costmodel.memory.reported_memory import memory_requirement
-from workbench.costmodel.rates.fitted_constants import measured_profile, step_time_interval
-from workbench.costmodel.step_time import (
-    model_flops_utilization,
-    step_time,
-    step_time_bounds,
-    step_time_breakdown,
-)
+from workbench.costmodel.rates.fitted_constants import measured_profile
+from workbench.costmodel.step_time import model_flops_utilization, step_time, step_time_breakdown
 from workbench.plan.rank_placement import first_ranks_of_stages, representative_ranks
 from workbench.plan.schema import Plan
 from workbench.planner.calibrated_plan import with_calibration
 from workbench.planner.estimated_timeline import simulated_step_seconds, simulated_timeline
 from workbench.planner.memory_advice import first_fitting_change
 from workbench.planner.published_steps import published_beside
+from workbench.planner.step_interval import step_seconds_interval
 from workbench.profile import MOMENTS, Columns, Profile, columns_of, frame
 from workbench.schedules import Timeline
 from workbench.units import GIB
@@ -59,7 +55,7 @@ def estimate(plan: Plan) -> Profile:
         notes["uncalibrated"] = UNCALIBRATED_NOTE
     notes["memory"] = memory_requirement(float(live.peak.max()), capacity, full.strategy.stack)
     notes["simulated_step_seconds"] = simulated_step_seconds(w, time, drawn, microbatches)
-    notes["step_seconds_90"] = list(step_time_bounds(time, step_time_interval(full.strategy.stack)))
+    notes["step_seconds_90"] = list(step_seconds_interval(full, w, time))
     if published := published_beside(full, measured_profile(full.strategy.stack)):
         notes["published"] = published
     if full.strategy.stack == WORKBENCH and full.strategy.kernels != "eager":

@@ -9,8 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import astuple, dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from workbench.costmodel.rates.fitted_constants import fitted_document
 from workbench.machine import gpu_catalog
@@ -41,6 +44,8 @@ class MeasuredStep:
     """Model FLOPs utilization at the peak of its precision."""
     row: str
     """Identifier in `data/validation/published.csv.gz`."""
+    site: str
+    """Where it was measured."""
 
     def to_list(self) -> list[Any]:
         """As `data/fitted.json` holds it."""
@@ -71,7 +76,7 @@ def published_beside(plan: ResolvedPlan, framework: str) -> dict[str, Any]:
         return {}
     size = float(parameters(plan.shape).active)
     highest = highest_mfu(steps, plan.gpu.name, plan.world_size, plan.strategy.precision)
-    nearest = min(steps, key=lambda step: sum(_distances(step, plan, size, framework).values()))
+    nearest = steps[int(published_table().distances(plan, framework).argmin())]
     far = ", ".join(_far_words(nearest, plan, size, framework))
     return {
         "highest_mfu": highest.mfu if highest else None,
@@ -101,17 +106,75 @@ def _step_words(step: MeasuredStep) -> str:
     )
 
 
-def _distances(
-    step: MeasuredStep, plan: ResolvedPlan, size: float, framework: str
-) -> dict[str, float]:
-    """Doublings between a measured step and a plan, by what differs."""
-    return {
-        "GPUs": abs(math.log2(step.gpus / plan.world_size)),
-        "parameters": abs(math.log2(step.parameters / size)),
-        "sequence": 0.5 * abs(math.log2(step.sequence / plan.training.sequence_length)),
-        "GPU": _gpu_distance(step.gpu, plan.gpu.name),
-        "framework": OTHER_FRAMEWORK * (step.framework != framework),
-    }
+@dataclass(frozen=True)
+class StepTable:
+    """Measured steps as arrays, so that a plan is compared with all at once."""
+
+    steps: tuple[MeasuredStep, ...]
+
+    @cached_property
+    def _sizes(self) -> NDArray[np.float64]:
+        """log2 of GPUs, parameters and half that of the sequence, `[3, steps]`."""
+        columns = zip(*((s.gpus, s.parameters, s.sequence) for s in self.steps))
+        return np.log2(np.array(list(columns), dtype=float)) * _SIZE_WEIGHTS
+
+    @cached_property
+    def sites(self) -> NDArray[np.str_]:
+        """Site of each step."""
+        return np.array([step.site for step in self.steps])
+
+    @cached_property
+    def _frameworks(self) -> NDArray[np.str_]:
+        return np.array([step.framework for step in self.steps])
+
+    @cached_property
+    def _by_gpu(self) -> dict[str, NDArray[np.float64]]:
+        """Distances in GPU of those that were asked for, `[steps]`."""
+        return {}
+
+    def _gpu_distances(self, gpu: str) -> NDArray[np.float64]:
+        if gpu not in self._by_gpu:
+            each = [_gpu_distance(step.gpu, gpu) for step in self.steps]
+            self._by_gpu[gpu] = np.array(each)
+        return self._by_gpu[gpu]
+
+    def distances(self, plan: ResolvedPlan, framework: str) -> NDArray[np.float64]:
+        """Doublings between a plan, whose model is a shape, and each step: over sizes, GPU and
+        framework.
+        """
+        size = float(parameters(plan.shape).active)
+        own = np.log2([[plan.world_size], [size], [plan.training.sequence_length]]) * _SIZE_WEIGHTS
+        apart: NDArray[np.float64] = (
+            np.abs(self._sizes - own).sum(axis=0)
+            + self._gpu_distances(plan.gpu.name)
+            + OTHER_FRAMEWORK * (self._frameworks != framework)
+        )
+        return apart
+
+
+_SIZE_WEIGHTS = np.array([[1.0], [1.0], [0.5]])
+
+
+@lru_cache(maxsize=1)
+def published_table() -> StepTable:
+    """Every clean published configuration."""
+    return StepTable(measured_steps())
+
+
+def octaves_to_measured(plan: ResolvedPlan, framework: str, without: str | None = None) -> float:
+    """Doublings by which a plan is further than `FAR_OCTAVES` from the nearest measured step; 0
+    where none is known.
+
+    Args:
+        plan: The plan, whose model is a shape.
+        framework: Framework profile whose versions were measured together.
+        without: A site whose steps do not count.
+    """
+    table = published_table()
+    if not table.steps:
+        return 0.0
+    nearest = table.distances(plan, framework)[table.sites != (without or "")].min()
+    return max(0.0, float(nearest) - FAR_OCTAVES)
 
 
 @lru_cache(maxsize=4096)

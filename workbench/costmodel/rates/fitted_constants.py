@@ -19,8 +19,6 @@ from workbench.costmodel.frameworks.framework_profile import framework_table
 FITTED_FILE = "data/fitted.json"
 IN_STEP = "in_step"
 """Rate of GEMMs and attention within a step over the best that a benchmark of them reaches."""
-UNKNOWN_INTERVAL = (0.5, 2.0)
-"""Interval before anything was fitted."""
 HARDWARE_MULTIPLIERS = ("traffic", "launch", "nic", "step_doubling")
 """Multipliers of constants of `data/planner.yaml` that hold for all GPUs."""
 
@@ -85,27 +83,6 @@ def fit_without(site: str) -> FittedConstants:
     """
     found = fitted_document().get("without", {}).get(site)
     return published_fit() if found is None else fitted_constants(found["constants"])
-
-
-def step_time_interval(stack: str, without: str | None = None) -> tuple[float, float]:
-    """(low, high): nine of ten step times of the framework profile `stack` lie between these
-    multiples of the estimate; of the fit `without` a site, where one is named.
-    """
-    table = _intervals(without)
-    low, high = table.get(measured_profile(stack), table.get("other", UNKNOWN_INTERVAL))
-    return float(low), float(high)
-
-
-def is_well_known(stack: str, without: str | None = None) -> bool:
-    """Whether a framework profile was measured at three sites or more."""
-    return measured_profile(stack) in _intervals(without)
-
-
-def _intervals(without: str | None) -> Mapping[str, tuple[float, float]]:
-    document = fitted_document()
-    part = document.get("without", {}).get(without, document)
-    found: Mapping[str, tuple[float, float]] = part.get("intervals", {})
-    return found
 
 
 def measured_profile(stack: str) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,13 @@ from workbench.planner.fitting.multiplier_fit import (
     Linearization,
     MultiplierFit,
     fit_all,
-    fit_without_site,
+    fit_without_sites,
 )
-from workbench.planner.fitting.site_intervals import intervals
+from workbench.planner.fitting.uncertainty_fit import (
+    UNCERTAINTY_PARAMETERS,
+    UncertaintyFit,
+    well_known_frameworks,
+)
 
 DIGITS = 5
 SOURCE = "python -m workbench.planner.fitting, from data/validation/published.csv.gz"
@@ -32,38 +37,38 @@ def fit_document(fit: MultiplierFit, near: Linearization, point: Array) -> dict[
     """What `data/fitted.json` holds: the fit to all sites, those without each site, and the
     intervals that follow from these.
     """
-    without = {site: fit_without_site(fit, near, site) for site in sorted(set(fit.sites))}
-    errors = np.empty(len(fit.rows))
-    for site, left in without.items():
-        at = fit.sites == site
-        errors[at] = (fit.measured - near.at(left))[at]
-    found = {}
-    for site, left in without.items():
-        others = fit.sites != site
-        found[site] = {
-            "rows": int((~others).sum()),
-            "error": round(float(np.abs(np.expm1(-errors[~others])).mean()), 4),
-            "constants": _logs(fit, left),
-            "intervals": _rounded(
-                intervals(errors[others], fit.framework_of_row[others], fit.sites[others])
-            ),
-        }
+    spread = UncertaintyFit(fit, near, point)
     return {
         "source": SOURCE,
-        "fitted_constants": len(fit.names),
-        "constants": _logs(fit, point),
-        "intervals": _rounded(intervals(errors, fit.framework_of_row, fit.sites)),
-        "without": found,
+        "fitted_constants": len(fit.names) + UNCERTAINTY_PARAMETERS,
+        **_fitted_part(spread, point, None),
+        "without": {site: _without(spread, site) for site in sorted(set(fit.sites))},
         "measured": [step.to_list() for step in fastest_steps(fit.rows)],
+    }
+
+
+def _without(spread: UncertaintyFit, site: str) -> dict[str, Any]:
+    fit, own = spread.fit, spread.fit.sites == site
+    left = fit_without_sites(fit, spread.near, [site])
+    errors = np.expm1(spread.near.at(left) - fit.measured)[own]
+    return {
+        "rows": int(own.sum()),
+        "error": round(float(np.abs(errors).mean()), 4),
+        **_fitted_part(spread, left, site),
+    }
+
+
+def _fitted_part(spread: UncertaintyFit, point: Array, without: str | None) -> dict[str, Any]:
+    widths = asdict(spread.learnt(without))
+    return {
+        "constants": _logs(spread.fit, point),
+        "uncertainty": {name: round(width, 4) for name, width in widths.items()},
+        "well_known": sorted(well_known_frameworks(spread.fit, [without] if without else [])),
     }
 
 
 def _logs(fit: MultiplierFit, point: Array) -> dict[str, float]:
     return {name: round(value, DIGITS) for name, value in fit.constants_at(point).logs if value}
-
-
-def _rounded(found: Mapping[str, tuple[float, float]]) -> dict[str, list[float]]:
-    return {name: [round(low, 4), round(high, 4)] for name, (low, high) in found.items()}
 
 
 def _as_text(document: Mapping[str, Any]) -> str:

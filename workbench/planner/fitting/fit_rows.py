@@ -51,7 +51,7 @@ class FitRow:
 
 
 def fastest_steps(rows: Iterable[FitRow]) -> list[MeasuredStep]:
-    """Of rows that are alike in GPUs, size, sequence, framework and precision, the fastest.
+    """Of a site's rows alike in GPUs, size, sequence, framework and precision, the fastest.
 
     Those of adapters are left out: without gradients of frozen weights their MFU is another one.
     """
@@ -70,8 +70,9 @@ def fastest_steps(rows: Iterable[FitRow]) -> list[MeasuredStep]:
             plan.strategy.precision,
             round(done / peak_flops(plan.gpu, plan.strategy.precision), 4),
             row.planned.row.label,
+            row.site,
         )
-        key = tuple(step.to_list()[:-2])
+        key = (*step.to_list()[:-3], row.site)
         if key not in best or best[key].mfu < step.mfu:
             best[key] = step
     return [best[key] for key in sorted(best)]

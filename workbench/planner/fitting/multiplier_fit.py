@@ -7,7 +7,7 @@ square. Every multiplier is drawn towards 1 by a prior: frameworks are random ef
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -186,7 +186,7 @@ def fit_all(fit: MultiplierFit) -> tuple[Linearization, Array]:
     return near, fit.capped(near, point, every)
 
 
-def fit_without_site(fit: MultiplierFit, near: Linearization, site: str) -> Array:
+def fit_without_sites(fit: MultiplierFit, near: Linearization, sites: Iterable[str]) -> Array:
     """The fit to the rows of all other sites."""
-    kept: NDArray[np.bool_] = fit.sites != site
+    kept: NDArray[np.bool_] = ~np.isin(fit.sites.astype(str), list(sites))
     return fit.capped(near, fit.solve(near, kept), kept)

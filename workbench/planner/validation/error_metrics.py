@@ -19,6 +19,8 @@ MIN_GROUP_ROWS = 5
 """Rows below which a ranking says nothing."""
 MIN_SITE_ROWS = 3
 """Clean rows from which a site counts."""
+OWN_ROW_SHARE = 0.5
+"""Share of its way that one row of one's own moves an estimate, as multipliers of few sites."""
 
 
 def relative_errors(
@@ -190,8 +192,8 @@ def memory_reserve(
 def errors_after_calibration(
     predicted: ArrayLike, measured: ArrayLike, groups: Sequence[Hashable]
 ) -> dict[str, Any]:
-    """Error on the other rows of a group after scaling by one of its rows, over every choice of
-    that row.
+    """Error on the other rows of a group after one of its rows has moved them half of its own way,
+    over every choice of that row: what it is off itself is its site's in part, and its own in part.
     """
     ratio = 1 / (1 + _error(predicted, measured))
     total = rows = 0.0
@@ -199,7 +201,7 @@ def errors_after_calibration(
     for index in _members(groups).values():
         if len(index) < 2:
             continue
-        size = np.abs(ratio[index][:, None] / ratio[index][None, :] - 1)
+        size = np.abs(ratio[index][:, None] / ratio[index][None, :] ** OWN_ROW_SHARE - 1)
         np.fill_diagonal(size, np.nan)
         own = np.nanmean(size, axis=0)  # of one row, over the rows that calibrate it
         total, rows = total + float(own.sum()), rows + len(index)

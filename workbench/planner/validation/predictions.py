@@ -14,14 +14,12 @@ from workbench.costmodel.inputs.rank_workload import workload
 from workbench.costmodel.memory.peak_memory import peak_memory
 from workbench.costmodel.memory.reported_memory import Z_95, peak_memory_sigma, reported_memory
 from workbench.costmodel.rates.constants import constants
-from workbench.costmodel.rates.fitted_constants import (
-    fit_without,
-    is_well_known,
-    step_time_interval,
-)
-from workbench.costmodel.step_time import step_time, step_time_bounds, step_time_breakdown
+from workbench.costmodel.rates.fitted_constants import fit_without
+from workbench.costmodel.rates.step_uncertainty import is_well_known
+from workbench.costmodel.step_time import step_time, step_time_breakdown
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.planner.calibrated_plan import with_calibration
+from workbench.planner.step_interval import step_seconds_interval
 from workbench.units import GIB
 
 
@@ -65,12 +63,10 @@ def predict_left_out(plan: ResolvedPlan, site: str) -> LeftOut:
 
     Raises `PlanError` for what the planner does not model.
     """
-    fitted, stack = fit_without(site), plan.strategy.stack
-    seconds = float(
-        step_time(workload(plan), constants(plan.gpu, plan.strategy.kernels, stack, fitted)).seconds
-    )
-    low, high = step_time_interval(stack, site)
-    return LeftOut(seconds, low * seconds, high * seconds, is_well_known(stack, site))
+    w, stack = workload(plan), plan.strategy.stack
+    time = step_time(w, constants(plan.gpu, plan.strategy.kernels, stack, fit_without(site)))
+    low, high = step_seconds_interval(plan, w, time, site)
+    return LeftOut(float(time.seconds), low, high, is_well_known(stack, site))
 
 
 def predict(plan: ResolvedPlan) -> Prediction:
@@ -78,7 +74,7 @@ def predict(plan: ResolvedPlan) -> Prediction:
     full, constants = with_calibration(plan)
     w = workload(full)
     live, time = peak_memory(w, constants), step_time(w, constants)
-    low, high = step_time_bounds(time, step_time_interval(plan.strategy.stack))
+    low, high = step_seconds_interval(full, w, time)
     peak_rank = int(np.argmax(live.peak))
     sizes = {
         name: float(np.ravel(size)[peak_rank]) / GIB for name, size in live.moments["peak"].items()

@@ -1,0 +1,196 @@
+"""The interval of step times, learnt from errors on sites that no constant has seen.
+
+The errors of each site come from the fit without it. A left-out site has no part in its own
+interval either: the errors of all others come from fits without both.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import minimize
+
+from workbench.costmodel.rates.constants import constants
+from workbench.costmodel.rates.step_uncertainty import StepUncertainty
+from workbench.costmodel.step_time import step_time, waiting_share
+from workbench.plan.model.parameter_count import parameters
+from workbench.plan.resolved_plan import ResolvedPlan
+from workbench.planner.fitting.fit_rows import FitRow, fastest_steps
+from workbench.planner.fitting.multiplier_fit import (
+    MIN_SITES,
+    SITE_ROWS,
+    Array,
+    Linearization,
+    MultiplierFit,
+    fit_without_sites,
+)
+from workbench.planner.published_steps import FAR_OCTAVES, StepTable
+from workbench.planner.validation.error_metrics import MIN_SITE_ROWS, OWN_ROW_SHARE
+
+HELD = 0.9
+"""Share of step times that an interval holds."""
+FREEDOM = 4.0
+"""Degrees of freedom of the t distribution that errors follow: few are far off."""
+START = (0.06, 0.05, 0.1, 0.02)
+"""Where the search for the causes' widths begins."""
+UNCERTAINTY_PARAMETERS = len(START) + 1
+
+
+@dataclass(frozen=True)
+class UncertaintyFit:
+    """What the interval of each row of a fit depends on."""
+
+    fit: MultiplierFit
+    near: Linearization
+    point: Array
+
+    @cached_property
+    def waiting(self) -> Array:
+        """Share of each row's step that waits."""
+        fitted = self.fit.constants_at(self.point)
+
+        def share(row: FitRow) -> float:
+            s = row.planned.plan.strategy
+            k = constants(row.planned.plan.gpu, s.kernels, s.stack, fitted)
+            return waiting_share(row.workload, step_time(row.workload, k))
+
+        return np.array([share(row) for row in self.fit.rows])
+
+    @cached_property
+    def _distances(self) -> tuple[Array, NDArray[np.str_]]:
+        """Doublings between each row and each measured step, `[rows, steps]`; the steps' sites."""
+        table = StepTable(tuple(fastest_steps(self.fit.rows)))
+        each = [table.distances(row.planned.plan, row.framework) for row in self.fit.rows]
+        return np.array(each), table.sites
+
+    def causes(self, rows: NDArray[np.intp], without: Iterable[str]) -> Array:
+        """(1, unknown framework, waiting, octaves) of some rows for a fit without these sites,
+        `[4, rows]`. A row's own site is one of them where the row is predicted as left out.
+        """
+        left = set(without)
+        octaves, sites = self._distances
+        known = well_known_frameworks(self.fit, left)
+        unknown = ~np.isin(self.fit.framework_of_row[rows].astype(str), list(known))
+        near = octaves[np.ix_(rows, ~np.isin(sites, list(left)))].min(axis=1)
+        beyond = np.maximum(0.0, near - FAR_OCTAVES)
+        return np.stack((np.ones(len(rows)), unknown.astype(float), self.waiting[rows], beyond))
+
+    def learnt(self, without: str | None = None) -> StepUncertainty:
+        """The intervals' widths from the errors on all sites, or on all but one."""
+        fit = self.fit
+        others = sorted(set(fit.sites) - {without})
+        errors, causes, rows = [], [], []
+        for site in others:
+            left = [site] if without is None else [site, without]
+            at = np.flatnonzero(fit.sites == site)
+            predicted = self.near.at(fit_without_sites(fit, self.near, left))
+            errors.append((fit.measured - predicted)[at])
+            causes.append(self.causes(at, left))
+            rows.append(at)
+        order = np.concatenate(rows)
+        sites = [str(fit.sites[row]) for row in order]
+        return uncertainty(
+            np.concatenate(errors), np.hstack(causes), sites, _positions(self.nearest, order)
+        )
+
+    @cached_property
+    def nearest(self) -> NDArray[np.intp]:
+        """Index of the nearest other row of each row's site and framework version; -1: none."""
+        plans = [row.planned.plan for row in self.fit.rows]
+        groups = [(row.site, plan.strategy.stack) for row, plan in zip(self.fit.rows, plans)]
+        sizes = np.log2([_sizes(plan) for plan in plans])
+        found = np.full(len(plans), -1)
+        for group in set(groups):
+            at = np.flatnonzero([one == group for one in groups])
+            if len(at) > 1:
+                apart = np.abs(sizes[at][:, None] - sizes[at][None, :]).sum(axis=2)
+                np.fill_diagonal(apart, np.inf)
+                found[at] = at[apart.argmin(axis=1)]
+        return found
+
+
+def _sizes(plan: ResolvedPlan) -> tuple[float, ...]:
+    """What two steps may differ in: GPUs, parameters, tokens of a sequence and of a microbatch."""
+    t = plan.training
+    return (
+        plan.world_size,
+        float(parameters(plan.shape).active),
+        t.sequence_length,
+        t.sequence_length * t.micro_batch,
+    )
+
+
+def _positions(rows: NDArray[np.intp], order: NDArray[np.intp]) -> NDArray[np.intp]:
+    """Rows named by their positions in `order`, which holds the row of every site it has."""
+    place = np.full(len(rows) + 1, -1)
+    place[order] = np.arange(len(order))
+    return place[rows[order]]
+
+
+def well_known_frameworks(fit: MultiplierFit, without: Iterable[str] = ()) -> set[str]:
+    """Frameworks that were measured at three sites of three rows or more."""
+    left = set(without)
+    rows = Counter(pair for pair in zip(fit.framework_of_row, fit.sites) if pair[1] not in left)
+    counted = Counter(str(name) for (name, _), n in rows.items() if n >= MIN_SITE_ROWS)
+    return {name for name, n in counted.items() if n >= MIN_SITES}
+
+
+def uncertainty(
+    errors: Array, causes: Array, sites: list[str], nearest: NDArray[np.intp]
+) -> StepUncertainty:
+    """Widths by cause, so that nine of ten errors are held.
+
+    Args:
+        errors: Logarithms of measured over left-out predicted step times, `[rows]`.
+        causes: What widens the interval of each, `[4, rows]`.
+        sites: Site of each row; a site weighs no more than `SITE_ROWS` rows.
+        nearest: The nearest other row of each row's site and framework version; -1 where none is.
+    """
+    size = Counter(sites)
+    weights = np.array([min(1.0, SITE_ROWS / size[name]) for name in sites])
+    loss = _t_loss(errors, causes**2, weights)
+    found = minimize(
+        loss,
+        np.log(START),
+        method="Nelder-Mead",
+        options={"maxiter": 4000, "xatol": 1e-5, "fatol": 1e-8},
+    )
+    widths = np.exp(found.x)
+    spread = np.sqrt(widths**2 @ causes**2)
+    scale = weighted_quantile(np.abs(errors) / spread, weights, HELD)
+    always = scale * np.sqrt((widths**2)[[0, 2]] @ (causes**2)[[0, 2]])
+    own = _after_own_row(errors, always, nearest)
+    base, unknown, waiting, octave = (float(scale * width) for width in widths)
+    return StepUncertainty(base, unknown, waiting, octave, own)
+
+
+def _t_loss(errors: Array, squares: Array, weights: Array) -> Callable[[Array], float]:
+    def loss(logs: Array) -> float:
+        variance = np.exp(2 * logs) @ squares
+        tail = 0.5 * (FREEDOM + 1) * np.log1p(errors**2 / variance / FREEDOM)
+        return float((weights * (0.5 * np.log(variance) + tail)).sum())
+
+    return loss
+
+
+def _after_own_row(errors: Array, half_widths: Array, nearest: NDArray[np.intp]) -> float:
+    """Nine of ten rows lie within so much of a half-width, once the nearest other row of their site
+    and version has moved them half of its own way: one row is no more than one site.
+    """
+    has = nearest >= 0
+    if not has.any():
+        return 1.0
+    left = np.abs(errors - OWN_ROW_SHARE * errors[nearest])[has]
+    return float(np.quantile(left / half_widths[has], HELD))
+
+
+def weighted_quantile(values: Array, weights: Array, share: float) -> float:
+    """The value up to which `share` of the weights lie."""
+    order = np.argsort(values)
+    reached = np.cumsum(weights[order]) - 0.5 * weights[order]
+    return float(np.interp(share * weights.sum(), reached, values[order]))

@@ -1,0 +1,44 @@
+"""The interval of a plan's step time: nine of ten measured steps lie in it."""
+
+from __future__ import annotations
+
+from workbench.costmodel.inputs.rank_workload import Workload
+from workbench.costmodel.rates.fitted_constants import measured_profile
+from workbench.costmodel.rates.step_uncertainty import (
+    StepSituation,
+    is_well_known,
+    step_uncertainty,
+)
+from workbench.costmodel.step_time import StepTime, waiting_share
+from workbench.machine.calibration_file import read_calibration
+from workbench.plan.resolved_plan import ResolvedPlan
+from workbench.planner.published_steps import octaves_to_measured
+
+
+def step_seconds_interval(
+    plan: ResolvedPlan, w: Workload, time: StepTime, without: str | None = None
+) -> tuple[float, float]:
+    """(low, high) seconds of a step in nine of ten cases.
+
+    Args:
+        plan: A complete plan, whose model is a shape.
+        w: Its problem sizes.
+        time: Its estimated step time.
+        without: A site that the estimate's fit has not seen.
+    """
+    stack = plan.strategy.stack
+    situation = StepSituation(
+        unknown_framework=not is_well_known(stack, without),
+        waiting=waiting_share(w, time),
+        octaves=octaves_to_measured(plan, measured_profile(stack), without),
+        after_own_row=_has_own_row(plan),
+    )
+    low, high = step_uncertainty(without).interval(situation)
+    return low * float(time.seconds), high * float(time.seconds)
+
+
+def _has_own_row(plan: ResolvedPlan) -> bool:
+    """Whether a finished run has corrected the plan's calibration."""
+    path = plan.cluster.calibration
+    scale = read_calibration(path).scale if path is not None else None
+    return scale is not None and bool(scale.runs)
