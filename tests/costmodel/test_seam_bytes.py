@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from workbench.costmodel.communication.collective_volume import step_collectives
 from workbench.costmodel.compute.roofline import (
     device_rates,
     fused_attention,
@@ -119,3 +120,21 @@ def test_a_gpu_without_its_multiprocessors_has_the_usual_number() -> None:
     entry = gpu_catalog.gpus()["a100-sxm-80gb"].gpu
     unknown = constants(entry.model_copy(update={"multiprocessors": None}), "fused", fitted=PLAIN)
     assert unknown.gemm_half_dim == pytest.approx(44.3 * 312 / 128)
+
+
+def test_weights_gathered_in_fp8_are_half_the_bytes() -> None:
+    """llmq's README: sharded weights need half the bandwidth in fp8; gradients do not."""
+
+    def gathered(precision: str) -> dict[str, float]:
+        plan = Plan.of("llama-3-8b", gpu="h100-sxm-80gb", gpus=8, strategy="zero-3").replace(
+            **{"strategy.stack": "llmq", "strategy.precision": precision}
+        )
+        calls = [c for c in step_collectives(workload(plan.resolve())) if c.axis == "data"]
+        return {
+            kind: sum(float((c.bytes * c.count).sum()) for c in calls if c.kind == kind)
+            for kind in ("all_gather", "reduce_scatter")
+        }
+
+    narrow, wide = gathered("fp8"), gathered("bf16")
+    assert narrow["all_gather"] == pytest.approx(0.5 * wide["all_gather"])
+    assert narrow["reduce_scatter"] == wide["reduce_scatter"]

@@ -297,7 +297,8 @@ def _data_calls(w: Workload) -> list[CollectiveCall]:
             ),
         ]
     keeps_gathered = np.maximum(w.searched.keep_gathered, w.pipeline > 1)
-    unit = gathered * w.element_bytes / units
+    narrow = w.fixed.behavior.narrow_gathers * (w.fixed.precision == "fp8")
+    unit = gathered * w.element_bytes * (1 - 0.5 * narrow) / units
     forward = units * (keeps_gathered + (1 - keeps_gathered) * w.microbatches)
     return [
         *reductions,

@@ -119,6 +119,8 @@ class FrameworkBehavior:
     """The same under a pipeline."""
     overlap_gather: float = 0.0
     """1 where ZeRO-3 all-gathers ahead of the layer that computes."""
+    narrow_gathers: float = 0.0
+    """1 where ZeRO-3 all-gathers weights in fp8 for fp8 GEMMs."""
     overlap_tensor: float = 0.0
     """1 where GEMMs are split so that tensor-parallel collectives overlap them."""
     overlap_dispatch: float = 0.0
