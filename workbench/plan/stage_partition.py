@@ -15,7 +15,7 @@ def costs(shape: Shape, sequence: int) -> tuple[float, list[float], float]:
     The embedding is a lookup: it moves one row and multiplies nothing. Attention counts the causal
     half of its scores.
     """
-    attention = shape.q_width * min(sequence, shape.window or sequence)
+    attention = shape.q_width * shape.attended_keys(sequence)
     dense = min(shape.layers, shape.moe.first_dense) if shape.moe else shape.layers
     first, last = (
         float(block_matrices(shape, layer) + attention) for layer in (0, shape.layers - 1)

@@ -7,6 +7,8 @@ For Y[M, N] = X[M, K] A[K, N] a rank receives, in elements: SUMMA (q-1)(MK/d + K
 
 from __future__ import annotations
 
+import numpy as np
+
 from workbench.costmodel.communication.collective_call import (
     CollectiveCall,
     gradient_dtype_name,
@@ -68,7 +70,7 @@ def grid_collectives(w: Workload) -> list[CollectiveCall]:
     )
     parts += [(p, m * sparse) for p in layer_gemms(w, True)] if w.shape.moe else []
     head = [(head_gemm(w), m * w.has_head)]
-    again = w.recomputed_layers / w.layers
+    again = w.recomputed_layers / np.maximum(w.layers, 1)
     return [
         *(
             _call(w, moved, times, "F")

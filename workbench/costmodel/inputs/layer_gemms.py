@@ -101,8 +101,8 @@ def attention_flops(w: Workload) -> Number:
     """Forward FLOPs of causal attention in one layer: QK^T and PV, the lower triangle only.
 
     A full score matrix takes 4 S^2 width FLOPs per sequence; the causal half of it is 2. A sliding
-    window bounds the keys that a query attends to.
+    window bounds the keys that a query attends to; where only some layers have it, every layer
+    counts as their mean.
     """
-    length = w.fixed.sequence_length
-    seen = min(length, w.shape.window or length)
+    seen = w.shape.attended_keys(w.fixed.sequence_length)
     return w.tokens * seen * (w.k_width if w.shape.mla else w.q_width) + w.tokens * seen * w.o_width

@@ -151,8 +151,8 @@ def stage_layers(s: FixedConfig) -> tuple[Array, Array]:
 
 
 def _last_rank(s: FixedConfig) -> int:
-    """Pipeline rank of the head: rank 0 for V-shaped schedules."""
-    return int(layer_homes(s)[-1])
+    """Pipeline rank of the head, which may stand alone: rank 0 for V-shaped schedules."""
+    return int(stage_homes(s.pipeline, s.schedule, len(s.partition), s.table)[-1])
 
 
 def microbatches_in_flight(s: FixedConfig, microbatches: Number, rank: Array) -> Array:

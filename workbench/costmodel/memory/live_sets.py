@@ -78,7 +78,7 @@ def _activations_in_flight(w: Workload, head: HeadMemory) -> ActivationsInFlight
         activation_memory.layer_activations(w),
         activation_memory.layer_activations(w, is_moe=w.shape.moe is not None),
     )
-    share = np.divide(w.dense_layers, w.layers)
+    share = np.divide(w.dense_layers, np.maximum(w.layers, 1))
     layer_saved = share * dense.saved + (1 - share) * moe.saved
     checkpoint = share * dense.checkpoint + (1 - share) * moe.checkpoint
     saved = (w.layers - w.recomputed_layers) * layer_saved + w.recomputed_layers * checkpoint

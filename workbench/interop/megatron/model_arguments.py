@@ -105,7 +105,6 @@ _CHOSEN: dict[str, tuple[object, ...]] = {
     "linear-attention-freq": (),
     "experimental-attention-variant": (),
     "heterogeneous-layers-config-path": (),
-    "window-attn-skip-freq": (),
     "no-rope-freq": (),
 }
 """Argument that changes what the model computes, and that no field of a shape holds -> values that
@@ -179,6 +178,7 @@ def _read(
         "norm_epsilon": keys.number("norm-epsilon", 0) or keys.number("layernorm-epsilon", 0),
         "tied": not keys.flag("untie-embeddings-and-output-weights"),
         "window": _window(keys),
+        "full_attention_every": keys.integer("window-attn-skip-freq"),
         "rope_theta": keys.number("rotary-base", 1e-9),
         "embedding_norm": keys.flag("embed-layernorm"),
         "moe": read_experts(keys, layers, ffn, score),
@@ -362,6 +362,8 @@ def write_model(plan: ResolvedPlan) -> dict[str, Any]:
     found |= {key: True for key, on in flags.items() if on}
     if s.window is not None:
         found["window-size"] = f"{s.window},0"
+    if s.full_attention_every is not None:
+        found["window-attn-skip-freq"] = s.full_attention_every
     return found | write_experts(s) | _written_mla(s)
 
 

@@ -115,6 +115,11 @@ class Shape(Frozen):
     window: Tokens | None = Field(
         None, description="Sliding attention window, tokens; null: full; estimated only."
     )
+    full_attention_every: Layers | None = Field(
+        None,
+        description="Of so many layers the last attends to all, the others within the window; "
+        "null: none.",
+    )
     rope_theta: Frequency = Field(10000.0, description="Rotary base frequency.")
     moe: Moe | None = Field(None, description="Mixture of experts; null: dense.")
     mla: Mla | None = Field(
@@ -147,7 +152,19 @@ class Shape(Frozen):
                     f"heads = {heads} does not divide hidden = {hidden}; give head_dim explicitly"
                 )
             data["head_dim"] = hidden // heads or None
+        if data.get("full_attention_every") is not None and data.get("window") is None:
+            raise ValueError("full_attention_every says which layers have no window; give window")
         return data
+
+    def attended_keys(self, length: int) -> float:
+        """Keys that a window leaves a query of the last of `length` tokens, as the mean of layers.
+
+        Of `full_attention_every` layers the last attends to all (Megatron-core's
+        window_attn_skip_freq).
+        """
+        seen = min(length, self.window or length)
+        full = self.layers // self.full_attention_every if self.full_attention_every else 0
+        return seen + (length - seen) * full / self.layers if full else seen
 
     @property
     def gated(self) -> bool:

@@ -104,7 +104,9 @@ def _grid(plan: ResolvedPlan) -> Iterator[Problem]:
 def _pipeline(plan: ResolvedPlan) -> Iterator[Problem]:
     pipeline, layers = plan.strategy.pipeline, plan.shape.layers
     stages = pipeline.size * pipeline.chunks
-    if stages > layers:
+    if isinstance(pipeline.partition, list) and len(pipeline.partition) == stages:
+        yield from _partition(pipeline.partition, stages, layers)
+    elif stages > layers:
         yield Problem(
             "strategy.pipeline.size",
             f"{pipeline.size} x chunks {pipeline.chunks} = {stages} stages, but "
@@ -128,6 +130,12 @@ def _partition(counts: list[int], stages: int, layers: int) -> Iterator[Problem]
             "strategy.pipeline.partition",
             f"{counts} gives {len(counts)} stages and {sum(counts)} layers; "
             f"legal: {stages} numbers that add up to {layers}, or balanced",
+        )
+    elif 0 in counts[1:-1]:
+        yield Problem(
+            "strategy.pipeline.partition",
+            f"gives stage {counts.index(0, 1)} of {stages} no layer; legal: a layer or more, but "
+            "for the first stage, which has the embedding, and the last, which has the head",
         )
 
 

@@ -31,6 +31,12 @@ def _named_schedule(plan: Plan) -> str:
     return "1f1b" if plan.strategy.pipeline.schedule.endswith(".csv") else _schedule(plan)
 
 
+def _stage_without_layers(plan: ResolvedPlan) -> list[int] | None:
+    """The partition, where the embedding or the head has a stage of its own."""
+    partition = plan.strategy.pipeline.partition
+    return partition if isinstance(partition, list) and 0 in partition else None
+
+
 def _split_dropout(plan: Plan) -> float:
     """The rate, where what is dropped would be split as operators say."""
     return plan.training.dropout if plan.strategy.operators else 0.0
@@ -68,6 +74,7 @@ ENGINE_LIMITS: tuple[tuple[str, Callable[[ResolvedPlan], Any], tuple[Any, ...]],
     ("strategy.data.overlap", lambda p: p.strategy.data.overlap, (True,)),
     ("strategy.stack", lambda p: p.strategy.stack, ("workbench",)),
     ("strategy.pipeline.replicas", lambda p: p.strategy.pipeline.replicas, (None,)),
+    ("strategy.pipeline.partition", _stage_without_layers, (None,)),
     ("training.optimizer.moments", lambda p: p.training.optimizer.moments, ("fp32", "bf16")),
     ("training.dropout", _split_dropout, (0.0,)),
     ("training.lora", lambda p: "set" if p.training.lora else None, (None,)),

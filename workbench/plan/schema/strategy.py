@@ -78,8 +78,10 @@ class Pipeline(Frozen):
         None, description="Hash of the CSV; filled when a plan is resolved."
     )
     chunks: Layers = Field(1, description="Model chunks a rank.")
-    partition: Literal["balanced", "uniform"] | list[Layers] = Field(
-        "balanced", description="Layers a stage: balanced by cost, uniform, or a list."
+    partition: Literal["balanced", "uniform"] | list[LayerIndex] = Field(
+        "balanced",
+        description="Layers a stage: balanced by cost, uniform, or a list, 0 at its ends "
+        "estimated only.",
     )
     replicas: list[Ranks] | None = Field(
         None,

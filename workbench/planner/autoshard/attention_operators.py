@@ -30,7 +30,7 @@ def attention_operators(
     v = OperatorTensor("value", ("rows", "heads", "key", "depth"), share=share)
     context = OperatorTensor("context", ("rows", "heads", "query", "depth"))
     # Of scores, and again of context: the causal half of a sequence, or of its sliding window.
-    seen = min(length, shape.window or length)
+    seen = shape.attended_keys(length)
     flops = float(sequences * length * seen * shape.q_width)
     name = "attention.attend"
     if fused:
