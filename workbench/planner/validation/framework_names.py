@@ -24,9 +24,7 @@ class FrameworkDefaults:
     matches: tuple[str, ...]
     attention: str
     partition: str
-    """How layers are dealt to pipeline stages: `balanced` with the head as a block, or `even` by
-    their number alone.
-    """
+    """How layers are dealt to pipeline stages (`stage_layers.layers_of_stages`)."""
     variants: Mapping[str, str] = field(hash=False)
     earlier_versions: Mapping[float, str] = field(hash=False)
     """Year, the month as its hundredths -> the stack that this one was before it."""

@@ -3,8 +3,8 @@ and time imply.
 
 r = FLOPs(shape, global batch) / (step time x GPUs x printed FLOP/s of a GPU). Pages count FLOPs
 by different rules (attention causal or not, recomputation or not), so r is compared with the median
-of the rows that were counted alike: same source, same kind of figure, under whichever rule makes
-them agree best.
+of the rows that were counted alike: same source, same kind of figure, dense models apart from
+mixtures of experts, under whichever rule makes them agree best.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from workbench.plan.model.model_shape import Shape
+from workbench.plan.model.parameter_count import block_matrices
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.planner.validation.row_to_plan import PlannedRow
 
@@ -53,7 +54,9 @@ def model_flops_per_step(
     """
     shape, t = plan.shape, plan.training
     tokens = float(t.global_batch * t.sequence_length)
-    attended = (0.5 if causal else 1.0) * 2 * 2 * t.sequence_length * shape.q_width * shape.layers
+    widths = shape.q_width + (shape.heads * shape.mla.value_dim if shape.mla else shape.q_width)
+    seen = shape.attended_keys(t.sequence_length)
+    attended = (0.5 if causal else 1.0) * 2 * seen * widths * shape.layers
     passes = 2 if t.lora else 3
     apart = not shape.tied or plan.strategy.pipeline.size > 1
     tables = 2 if counted == "twice" or (counted == "held" and apart) else 1
@@ -62,13 +65,10 @@ def model_flops_per_step(
 
 def weights_per_token(shape: Shape, tables: int) -> float:
     """Weights that a token is multiplied with: blocks, and so many tables of the vocabulary."""
-    h, moe = shape.hidden, shape.moe
-    wide = 3 if shape.gated else 2
-    block = h * (shape.q_width * 2 + 2 * shape.kv_width)
-    sparse = shape.layers - moe.first_dense if moe else 0
-    routed = (moe.top_k + moe.shared) * wide * h * moe.ffn + h * moe.experts if moe else 0
-    dense = (shape.layers - sparse) * wide * h * shape.ffn
-    return shape.layers * block + dense + sparse * routed + tables * h * shape.vocab
+    dense = min(shape.moe.first_dense, shape.layers) if shape.moe else shape.layers
+    blocks = dense * block_matrices(shape, 0)
+    blocks += (shape.layers - dense) * block_matrices(shape, shape.layers - 1)
+    return blocks + tables * shape.hidden * shape.vocab
 
 
 def consistency_ratios(rows: Sequence[PlannedRow]) -> NDArray[np.float64]:
@@ -76,10 +76,12 @@ def consistency_ratios(rows: Sequence[PlannedRow]) -> NDArray[np.float64]:
     found = np.full(len(rows), np.nan)
     groups: dict[tuple[str, ...], list[int]] = defaultdict(list)
     for index, row in enumerate(rows):
+        experts = "mixture" if row.plan.shape.moe else "dense"
         if row.seconds and row.row.tflops:
-            groups[row.row.source, row.row.tflops_kind].append(index)
+            groups[row.row.source, row.row.tflops_kind, experts].append(index)
         elif row.seconds and row.row.utilisation:
-            groups[row.row.source, row.row.gpu, row.plan.strategy.precision].append(index)
+            key = row.row.source, row.row.gpu, row.plan.strategy.precision, experts
+            groups[key].append(index)
     for indices in groups.values():
         if len(indices) >= MIN_GROUP_ROWS:
             counted = [

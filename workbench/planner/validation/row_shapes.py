@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import re
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
 from workbench.plan.model.model_shape import Shape
 from workbench.plan.model.parameter_count import parameters
-from workbench.planner.validation.cell_parsers import positive_integer
+from workbench.planner.validation import shape_words
 from workbench.planner.validation.measured_rows import MeasuredRow
+from workbench.planner.validation.published_models import published_model, with_published_shape
 
-UNSUPPORTED_ARCHITECTURES = (
-    (
-        "not a decoder",
-        r"\b(bert|encoder|t5|vit|diffusion|dit|clip|resnet|vision|whisper|cnn|unet)\b|classif",
-    ),
-    (
-        "state-space or hybrid layers",
-        r"mamba|\bssm\b|state.space|rwkv|hybrid attention|linear attention|nemotron_?3",
-    ),
-    ("sliding window", r"sliding|window"),
-)
-"""(reason, words that give it away): models that no `Shape` of ours describes."""
 REQUIRED_FIELDS = ("layers", "hidden", "heads", "sequence")
+MAX_LAYER_ROUNDING = 0.25
+"""Share of a layer by which the layers that a printed count of parameters implies may miss a whole
+number.
+"""
 
 
 class Inexpressible(Exception):
@@ -32,13 +27,22 @@ class Inexpressible(Exception):
 
 def is_dense(row: MeasuredRow) -> bool:
     """Whether the row is about a dense decoder: no experts, and none of the architectures in
-    `UNSUPPORTED_ARCHITECTURES`.
+    `shape_words.UNSUPPORTED_ARCHITECTURES`.
     """
-    return not _has_experts(row) and _unsupported_architecture(row) is None
+    return (
+        not shape_words.has_experts(with_published_shape(row))
+        and shape_words.unsupported_architecture(row) is None
+    )
+
+
+def is_moe(row: MeasuredRow) -> bool:
+    """Whether the row is about a mixture of experts, of whatever other architecture."""
+    return shape_words.has_experts(with_published_shape(row))
 
 
 def missing_fields(row: MeasuredRow) -> list[str]:
     """Fields without which no shape can be made, that the row leaves open and nothing implies."""
+    row = completed(row)
     absent = [name for name in REQUIRED_FIELDS if getattr(row, name) is None]
     if row.vocab is None and row.parameters is None:
         absent.append("vocab")
@@ -47,19 +51,36 @@ def missing_fields(row: MeasuredRow) -> list[str]:
     return absent
 
 
+def completed(row: MeasuredRow) -> MeasuredRow:
+    """`row`, with the fields of its shape that the model it names or its count of parameters
+    imply.
+    """
+    row = with_published_shape(row)
+    return replace(row, layers=implied_layers(row)) if row.layers is None else row
+
+
+def is_shape_inferred(row: MeasuredRow) -> bool:
+    """Whether the row's layers are neither its own nor those of the published model that it names,
+    but what its count of parameters implies.
+    """
+    named = row.layers is not None or published_model(row) is not None
+    return not named and completed(row).layers is not None
+
+
 def row_shape(row: MeasuredRow) -> Shape:
     """The shape that the row describes. Raises `Inexpressible`."""
-    if other := _unsupported_architecture(row):
+    if other := shape_words.unsupported_architecture(row):
         raise Inexpressible(f"not a dense decoder: {other}")
     if absent := missing_fields(row):
         raise Inexpressible(f"missing {absent[0]}")
-    moe = _moe_fields(row)
-    if re.search(r"token.?drop", row.text) and moe:
-        moe["capacity"] = 1  # NeMo and Megatron-Bridge: moe_expert_capacity_factor 1.0, padded
+    entry, row = published_model(row), completed(row)
+    published = entry.shape if entry else None
+    moe = _moe_fields(row, published)
+    more = {**_attention_fields(row, published), **({"moe": moe} if moe else {})}
     return _build_shape(
         row.model,
         row.arch.lower(),
-        row.layers or 0,
+        (row.layers or 0) + shape_words.predicts_further_token(row),
         row.hidden or 0,
         row.heads or 0,
         row.kv_heads,
@@ -70,8 +91,42 @@ def row_shape(row: MeasuredRow) -> Shape:
         row.tied,
         row.gated,
         row.parameters,
-        tuple(sorted(moe.items())),
+        json.dumps(more),
     )
+
+
+def implied_layers(row: MeasuredRow) -> int | None:
+    """Layers that make up the printed number of parameters of a dense model; None where its widths
+    are open, or no whole number of them does.
+    """
+    if not (row.parameters and row.hidden and row.heads and row.vocab) or row.experts:
+        return None
+    if row.ffn is None and row.gated is not False:
+        return None
+    one, two = (
+        parameters(
+            _build_shape(
+                row.model,
+                row.arch.lower(),
+                layers,
+                row.hidden,
+                row.heads,
+                row.kv_heads,
+                row.head_dim,
+                row.ffn or 4 * row.hidden,
+                row.vocab,
+                row.sequence or 1,
+                bool(row.tied),
+                row.gated,
+                None,
+                "{}",
+            )
+        ).total
+        for layers in (1, 2)
+    )
+    layers = 1 + (row.parameters - one) / (two - one)
+    found = round(layers)
+    return found if found >= 1 and abs(layers - found) <= MAX_LAYER_ROUNDING else None
 
 
 @lru_cache(maxsize=4096)
@@ -89,7 +144,7 @@ def _build_shape(
     tied: bool | None,
     gated: bool | None,
     total: float | None,
-    moe: tuple[tuple[str, int], ...],
+    more: str,
 ) -> Shape:
     gated = bool(gated if gated is not None else re.search("llama|qwen|mistral|glu", arch))
     written: dict[str, Any] = {
@@ -102,8 +157,8 @@ def _build_shape(
         "ffn": ffn,
         "vocab": vocab or 256,
         "max_positions": sequence,
-        **_block_style(arch, gated),
-        "moe": dict(moe) or None,
+        **shape_words.block_style(arch, gated),
+        **json.loads(more),
     }
     try:
         if vocab is None:
@@ -112,36 +167,6 @@ def _build_shape(
     except ValueError:
         raise Inexpressible("impossible shape") from None
     return found if tied is not None or total is None else _nearest_tie(found, total)
-
-
-def _block_style(arch: str, gated: bool) -> dict[str, Any]:
-    """Norms, positions and biases: those of GPT without a gate, of Llama with one, but for what
-    `arch` says.
-    """
-    positions = next(
-        (name for name in ("alibi", "rope", "learned") if name in arch),
-        "rope" if gated else "learned",
-    )
-    mlp = (
-        ("geglu" if "geglu" in arch else "swiglu")
-        if gated
-        else "relu"
-        if "relu" in arch
-        else "gelu"
-    )
-    if re.search(r"qkv.?bias|qwen2", arch):
-        biases = "qkv"
-    elif re.search(r"no bias|without bias|bias.?free", arch):
-        biases = "none"
-    else:
-        biases = "none" if gated and "bias" not in arch else "all"
-    return {
-        "positions": positions,
-        "mlp": mlp,
-        "biases": biases,
-        "norm": "rmsnorm" if gated else "layernorm",
-        "embedding_norm": re.search(r"embedding (ln|norm|layernorm)", arch) is not None,
-    }
 
 
 def _vocab_from_parameters(written: dict[str, Any], tied: bool | None, total: float) -> int:
@@ -163,38 +188,35 @@ def _nearest_tie(found: Shape, total: float) -> Shape:
     return min((found, other), key=lambda shape: abs(parameters(shape).total - total))
 
 
-def _unsupported_architecture(row: MeasuredRow) -> str | None:
-    words = f"{row.arch} {row.model}".lower()
-    return next(
-        (reason for reason, pattern in UNSUPPORTED_ARCHITECTURES if re.search(pattern, words)), None
-    )
-
-
-def _has_experts(row: MeasuredRow) -> bool:
-    return (
-        bool(row.experts)
-        or re.search(r"\bmoe\b|mixture|experts", f"{row.arch} {row.model}".lower()) is not None
-    )
-
-
-def _moe_fields(row: MeasuredRow) -> dict[str, int]:
-    """The mixture of experts as a shape has it, read from the row's columns and its words."""
-    if not _has_experts(row):
-        return {}
-    arch = row.arch.lower()
-    if "mla" in arch:
-        raise Inexpressible(
-            "mixture of experts: latent attention, whose widths are not in the schema"
-        )
-    width = re.search(r"(?:moe_ffn|expert_ffn)\D{0,3}(\d+)", arch)
-    ffn = positive_integer(width.group(1)) if width else None
-    if not (row.experts and row.top_k and ffn):
+def _moe_fields(row: MeasuredRow, published: Shape | None) -> dict[str, Any] | None:
+    """The mixture of experts as a shape has it; None for a dense model. Raises `Inexpressible`."""
+    if not shape_words.has_experts(row):
+        return None
+    moe = shape_words.moe_in_words(row, published)
+    if moe is None:
         raise Inexpressible("mixture of experts: experts, top-k or width of an expert missing")
-    shared, dense = re.search(r"(\d+) shared", arch), re.search(r"(\d+) dense", arch)
-    return {
-        "experts": row.experts,
-        "top_k": row.top_k,
-        "ffn": ffn,
-        "shared": int(shared.group(1)) if shared else 0,
-        "first_dense": int(dense.group(1)) if dense else 0,
-    }
+    if re.search(r"token.?drop", row.text):
+        moe["capacity"] = 1  # NeMo and Megatron-Bridge: moe_expert_capacity_factor 1.0, padded
+    return moe
+
+
+def _attention_fields(row: MeasuredRow, published: Shape | None) -> dict[str, Any]:
+    """Latent attention and windows, by the row's words or as the published model has them. Raises
+    `Inexpressible` where a row says that it has them, and nothing how wide they are.
+    """
+    found: dict[str, Any] = {}
+    mla = shape_words.mla_in_words(row)
+    if mla is None and published and published.mla:
+        mla = published.mla.model_dump()
+    if mla is None and shape_words.has_latent_attention(row):
+        raise Inexpressible("latent attention of unknown widths")
+    if mla:
+        found["mla"] = mla
+    window, every = shape_words.window_in_words(row), None
+    if window is None and published:
+        window, every = published.window, published.full_attention_every
+    if window is None and shape_words.has_window(row):
+        raise Inexpressible("sliding window of unknown size")
+    if window is not None:
+        found |= {"window": window, "full_attention_every": every}
+    return found

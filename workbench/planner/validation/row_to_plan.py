@@ -4,27 +4,34 @@ defaults.
 
 from __future__ import annotations
 
-import math
 import re
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 from workbench.errors import PlanError
 from workbench.machine.hardware import GPU
-from workbench.plan.model.model_shape import Shape
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.rules.legal_sizes import divisors
 from workbench.plan.schema import build_plan
 from workbench.planner.validation import cell_parsers, gpu_names
 from workbench.planner.validation.framework_names import FrameworkDefaults, find_framework
 from workbench.planner.validation.measured_rows import MeasuredRow
+from workbench.planner.validation.published_models import published_model
+from workbench.planner.validation.row_batches import (
+    MICROBATCHES,
+    batch_sizes,
+    gpus_and_data_size,
+    num_gpus,
+    stated_batch,
+)
 from workbench.planner.validation.row_shapes import (
     Inexpressible,
     is_dense,
+    is_moe,
     missing_fields,
     row_shape,
 )
+from workbench.planner.validation.stage_layers import layers_of_stages
 from workbench.units import GIB
 
 SCHEDULES = (
@@ -54,20 +61,27 @@ class PlannedRow:
 
 
 def is_complete(row: MeasuredRow) -> bool:
-    """Whether the row is one that must be expressible: a measured dense decoder with every field
-    that decides cost.
+    """Whether the row is one that must be expressible: a measured dense decoder of known model and
+    batch.
 
     These are the shape, the sequence, the number of GPUs and their name, and enough of batch and
-    micro-batch to know both; fields with a documented default (recompute, sharding, schedule,
-    sequence parallelism) may be open.
+    micro-batch to know both, said or implied; fields with a documented default (recompute,
+    sharding, schedule, sequence parallelism) may be open.
     """
-    if not row.measured or not is_dense(row) or missing_fields(row) or not row.gpu:
+    return is_dense(row) and _is_known(row)
+
+
+def is_complete_moe(row: MeasuredRow) -> bool:
+    """The same of a row whose model is a mixture of experts, whatever else it has."""
+    return is_moe(row) and _is_known(row)
+
+
+def _is_known(row: MeasuredRow) -> bool:
+    gpus = num_gpus(row)
+    if not row.measured or missing_fields(row) or not row.gpu or gpus is None:
         return False
-    return (
-        _num_gpus(row) is not None
-        and row.micro_batch is not None
-        and (row.batch or row.accumulation) is not None
-    )
+    data = max(1, gpus // (row.tensor * row.pipeline * row.context))
+    return None not in stated_batch(row, data)
 
 
 def row_to_plan(row: MeasuredRow, profile: str | None = None) -> PlannedRow:
@@ -80,12 +94,12 @@ def row_to_plan(row: MeasuredRow, profile: str | None = None) -> PlannedRow:
     if not row.measured:
         raise Inexpressible("not a measurement")
     model = row_shape(row)
-    gpus, data = _gpus_and_data_size(row)
+    gpus, data = gpus_and_data_size(row)
     gpu = gpu_names.find_gpu(row.gpu, row.gpu_memory)
     if gpu is None:
         raise Inexpressible(f"GPU unknown: {row.gpu or 'none given'}")
     stack = _row_framework(row, gpu)
-    micro, batch, known = _batch_sizes(row, data, stack)
+    micro, batch, known = batch_sizes(row, data, stack)
     if stack.has_untied_head:
         model = model.model_copy(update={"tied": False})
     strategy, training, assumed = _strategy_fields(row, stack, model.layers, data)
@@ -95,7 +109,14 @@ def row_to_plan(row: MeasuredRow, profile: str | None = None) -> PlannedRow:
         _shard_within_node(
             strategy, data * row.context, max(1, network.gpus_per_node // row.tensor)
         )
-    _partition_layers(strategy, stack, model)
+    pipeline = strategy["pipeline"]
+    stages = pipeline["size"] * pipeline.get("chunks", 1)
+    published = published_model(row)
+    dealt = layers_of_stages(stack.partition, model, stages, published.shape if published else None)
+    if dealt is not None:
+        pipeline["partition"] = dealt
+    elif stages > model.layers:
+        raise Inexpressible("more pipeline stages than layers")
     written = {
         "name": row.label,
         "model": model,
@@ -120,73 +141,6 @@ def row_to_plan(row: MeasuredRow, profile: str | None = None) -> PlannedRow:
         _measured_gib(row, stack),
         tuple(assumed),
     )
-
-
-def _partition_layers(strategy: dict[str, Any], stack: FrameworkDefaults, model: Shape) -> None:
-    """Layers of each pipeline stage as the stack deals them, where it does not balance them as the
-    planner does.
-    """
-    layers = model.layers
-    pipeline = strategy["pipeline"]
-    stages = pipeline["size"] * pipeline.get("chunks", 1)
-    if stack.partition == "even" and 1 < stages <= layers:
-        less, more = divmod(layers, stages)
-        pipeline["partition"] = [less + (stage < more) for stage in range(stages)]
-    elif stack.partition == "cumulative" and 1 < stages <= layers:
-        pipeline["partition"] = cumulative_partition(model, stages)
-
-
-def cumulative_partition(model: Shape, stages: int) -> list[int]:
-    """Layers of each stage where one ends as soon as the weights so far reach its share; the head
-    weighs too.
-    """
-    layer = model.hidden * (4 * model.q_width + (3 if model.gated else 2) * model.ffn)
-    share = (model.layers * layer + model.vocab * model.hidden) / (stages * layer)
-    ends = [
-        min(math.ceil(share * (stage + 1) - 1e-9), model.layers - stages + stage + 1)
-        for stage in range(stages - 1)
-    ]
-    return [after - before for before, after in pairwise([0, *ends, model.layers])]
-
-
-def _num_gpus(row: MeasuredRow) -> int | None:
-    """Ranks of the job: as printed, else the product of the axes."""
-    others = row.tensor * row.pipeline * row.context
-    return row.gpus or (others * row.data if row.data else None)
-
-
-def _gpus_and_data_size(row: MeasuredRow) -> tuple[int, int]:
-    """(ranks, size of data parallelism). Raises where the axes do not multiply to the GPUs."""
-    gpus, others = _num_gpus(row), row.tensor * row.pipeline * row.context
-    if gpus is None:
-        raise Inexpressible("missing n_gpus")
-    if gpus % others:
-        raise Inexpressible("layout contradicts the number of GPUs")
-    data = gpus // others
-    if row.data is not None and row.data not in (data, data * row.context):
-        raise Inexpressible("layout contradicts the number of GPUs")
-    return gpus, data
-
-
-def _batch_sizes(row: MeasuredRow, data: int, stack: FrameworkDefaults) -> tuple[int, int, bool]:
-    """(micro-batch, global batch, whether the row says so much); one follows from the others, or is
-    the stack's own.
-    """
-    micro, batch, steps = row.micro_batch, row.batch, row.accumulation
-    if micro is None and batch is not None and (steps or batch == data):
-        micro = batch // (data * (steps or 1)) or None
-    if micro is None:
-        raise Inexpressible("missing mbs")
-    if batch is None and steps is None and row.pipeline > 1:
-        raise Inexpressible("missing gbs")
-    known = batch is not None or steps is not None
-    usual = stack.defaults.get("training.global_batch", 0)
-    if not known and usual % (micro * data) == 0:
-        batch = usual
-    batch = batch or micro * data * (steps or 1)
-    if batch % (micro * data) or (steps and micro * data * steps != batch):
-        raise Inexpressible("batch fields contradict")
-    return micro, batch, known
 
 
 def _measured_seconds(row: MeasuredRow, batch: int, known: bool) -> float | None:
@@ -313,13 +267,13 @@ def _applies(path: str, row: MeasuredRow, stack: FrameworkDefaults) -> bool:
     """Whether a default has something to act on: no sequence parallelism without tensor, no chunks
     without stages.
     """
-    if path in stack.multi_device_defaults and _num_gpus(row) == 1:
+    if path in stack.multi_device_defaults and num_gpus(row) == 1:
         return False
     if path == "strategy.tensor.sequence":
         return row.tensor > 1
     if path == "strategy.pipeline.chunks":
         return row.pipeline > 1 and "interleav" in row.schedule.lower()
-    return not path.startswith(("training.lora", "training.global_batch"))
+    return not path.startswith(("training.lora", "training.global_batch", MICROBATCHES))
 
 
 def _make_consistent(strategy: dict[str, Any], row: MeasuredRow) -> None:
