@@ -65,6 +65,10 @@ LLAMA: dict[Any, Any] = {
 }
 
 
+UNNAMED = {"model": "a decoder", "params_b": ""}
+"""Of a row, a name and a size that imply nothing."""
+
+
 def cells(**changes: Any) -> dict[str | None, object]:
     return {**LLAMA, **changes}
 
@@ -343,18 +347,18 @@ def test_batches_follow_from_each_other() -> None:
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({"layers": ""}, "missing layers"),
+        ({"layers": "", **UNNAMED}, "missing layers"),
         ({"mbs": "", "gbs": "64"}, "missing mbs"),
         ({"n_gpus": "", "dp": ""}, "missing n_gpus"),
         ({"arch": "bert encoder"}, "not a dense decoder: not a decoder"),
-        ({"arch": "llama sliding window"}, "not a dense decoder: sliding window"),
+        ({"arch": "llama sliding window"}, "sliding window of unknown size"),
         ({"kind": "paper formula"}, "not a measurement"),
         ({"precision": "NVFP4"}, "precision fp4"),
         ({"precision": "fp8", "gpu": "A100-80GB"}, "illegal: strategy.precision"),
         ({"tp": "3", "dp": "", "n_gpus": "6", "gbs": "2"}, "illegal: strategy.tensor.sequence"),
         (
-            {"arch": "MLA+MoE", "n_experts": "64"},
-            "mixture of experts: latent attention, whose widths are not in the schema",
+            {"arch": "MLA+MoE (moe_ffn 64)", "n_experts": "64", "topk": "2", **UNNAMED},
+            "latent attention of unknown widths",
         ),
         ({"notes": "QLoRA"}, "adapters on a quantised model"),
         ({"notes": "LoRA"}, "adapters of unknown rank"),
@@ -486,7 +490,7 @@ def test_stacks_say_only_what_is_sourced() -> None:
 def test_complete_rows_are_those_with_what_decides_the_cost() -> None:
     assert is_complete(parse_row(cells(recompute="", zero_stage="", seq_parallel="")))
     for field in ("layers", "hidden", "heads", "ffn", "seq", "gpu", "mbs"):
-        assert not is_complete(parse_row(cells(**{field: ""}))), field
+        assert not is_complete(parse_row(cells(**{**UNNAMED, "gbs": "16", field: ""}))), field
     assert not is_complete(parse_row(cells(gbs="", grad_accum="")))
     assert not is_complete(parse_row(cells(n_experts="8")))
 

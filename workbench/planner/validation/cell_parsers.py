@@ -195,6 +195,11 @@ def moments_dtype(text: str) -> str | None:
     return None
 
 
+def trains_adapters(text: str) -> bool:
+    """Whether low-rank adapters are trained; `kv_lora_rank` is a width of latent attention."""
+    return "lora" in re.sub(r"\b(kv|q)[-_ ]lora[-_ ]rank", "", text.lower())
+
+
 def is_fused_attention(text: str) -> bool | None:
     """Whether attention is one fused kernel that keeps no scores; None where the words do not say.
 

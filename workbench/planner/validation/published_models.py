@@ -51,7 +51,8 @@ def published_model(row: MeasuredRow) -> ModelEntry | None:
     ours = shape.model_copy(update={"head_dim": None}) if shape.mla else shape
     same = all(_agrees(field, value, getattr(ours, field)) for field, value in stated.items())
     experts = shape.moe.experts if shape.moe else None
-    return entry if same and row.experts in (None, experts) else None
+    same = same and row.experts in (None, experts) and row.gated in (None, shape.gated)
+    return entry if same else None
 
 
 def with_published_shape(row: MeasuredRow) -> MeasuredRow:

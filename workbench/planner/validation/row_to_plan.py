@@ -216,7 +216,7 @@ def _strategy_fields(
         if value is not None:
             _set_path(plan, path.split("."), value)
     _make_consistent(plan["strategy"], row)
-    if "lora" in row.text:
+    if cell_parsers.trains_adapters(row.text):
         plan["training"]["lora"] = {"rank": _lora_rank(row, stack)}
     return plan["strategy"], plan["training"], sorted(usual)
 

@@ -1,4 +1,4 @@
-"""What the words of a row say of its model: experts, latent attention, windows, norms and biases."""
+"""What the words of a row say of its model: experts, latent attention, windows, norms, biases."""
 
 from __future__ import annotations
 
@@ -79,8 +79,7 @@ def moe_in_words(row: MeasuredRow, published: Shape | None) -> dict[str, Any] | 
     """
     arch, known = row.arch.lower(), published.moe if published else None
     width = re.search(
-        r"(?:moe|expert)[-_ ](?:ffn|intermediate|hidden)(?:[-_ ](?:hidden|size|width))*\D{0,3}(\d+)",
-        arch,
+        r"(?:moe|expert)[-_ ](?:ffn|intermediate|hidden)(?:[-_ ](?:hidden|size))*\D{0,3}(\d+)", arch
     )
     ffn = int(width.group(1)) if width else known.ffn if known else None
     if not (row.experts and row.top_k and ffn):
