@@ -103,6 +103,8 @@ def test_a_layer_that_predicts_a_further_token_counts_as_one() -> None:
     assert said(**unstated).plan.shape.layers == 62
     assert said(**{**unstated, "model": "DeepSeekV3 (w/o MTP)"}).plan.shape.layers == 61
     assert said(**DEEPSEEK).plan.shape.layers == 61
+    assert is_shape_inferred(parse_row(cells(**unstated)))
+    assert not is_shape_inferred(parse_row(cells(**{**unstated, "model": "DeepSeekV3 (w/ MTP)"})))
 
 
 def test_layers_follow_from_the_printed_parameters() -> None:

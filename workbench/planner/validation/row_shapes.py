@@ -61,10 +61,11 @@ def completed(row: MeasuredRow) -> MeasuredRow:
 
 def is_shape_inferred(row: MeasuredRow) -> bool:
     """Whether the row's layers are neither its own nor those of the published model that it names,
-    but what its count of parameters implies.
+    but what its count of parameters implies; or whether one of them predicts a further token.
     """
     named = row.layers is not None or published_model(row) is not None
-    return not named and completed(row).layers is not None
+    implied = not named and completed(row).layers is not None
+    return implied or shape_words.leaves_mtp_open(row)
 
 
 def row_shape(row: MeasuredRow) -> Shape:

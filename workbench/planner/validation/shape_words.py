@@ -73,6 +73,12 @@ def predicts_further_token(row: MeasuredRow) -> bool:
     return re.search(r"\bmtp\b", f"{named} {arch}") is not None
 
 
+def leaves_mtp_open(row: MeasuredRow) -> bool:
+    """Whether only the reader of the row's page took its model to predict a further token."""
+    stated = re.search(r"\bmtp\b", f"{row.model} {row.notes}".lower())
+    return "mtp unless stated" in row.arch.lower() and not stated
+
+
 def moe_in_words(row: MeasuredRow, published: Shape | None) -> dict[str, Any] | None:
     """The mixture of experts by columns and words of the row, else as the published model has it;
     None where experts, top-k or the width of one stay open.
