@@ -58,24 +58,26 @@ def validate(
 
 
 def _shown(found: Validation, data: dict[str, Any], by: str | None) -> list[Any]:
-    coverage = (
-        ""
-        if found.coverage is None
-        else f"; {found.coverage:.1%} of {found.complete} dense rows with all fields"
+    parts = (
+        (found.coverage, found.complete, "dense rows"),
+        (found.moe_coverage, found.complete_moe, "rows of mixtures"),
     )
+    said = [f"{share:.1%} of {count} {what}" for share, count, what in parts if share is not None]
+    coverage = f"; {' and '.join(said)} of known model and batch" if said else ""
     head = (
         f"{found.rows} rows, {found.expressed} expressed as plans{coverage}; {len(found.table)} "
         f"predicted, "
         f"{data['suspect']} suspect, {found.seconds:.1f} s. Errors are estimated / measured - 1."
     )
     if found.table.empty:
-        return [head, _reasons(data)]
+        return [head, _reasons(data), _cautions(data)]
     shown: list[Any] = [
         head,
         _left_out(data),
         _sites(data, "By site", "sites", "small_sites"),
         _sites(data, "Sites without a clean row, not counted above", "unclean_sites"),
         _reasons(data),
+        _cautions(data),
         _errors(data),
         _standing(data),
     ]
@@ -140,11 +142,20 @@ def _sites(data: dict[str, Any], title: str, *parts: str) -> Grid | None:
 def _reasons(data: dict[str, Any]) -> Grid | None:
     if not data["reasons"] and not data["refused_by_planner"]:
         return None
-    built = table("Not predicted", ("rows", "reason"))
+    built = table("Not predicted", ("rows", "reason", "what would help"))
     for reason, count in list(data["reasons"].items())[:REASONS_SHOWN]:
-        built.add_row(str(count), reason)
+        built.add_row(str(count), reason, data["remedies"][reason])
     for field, count in data["refused_by_planner"].items():
-        built.add_row(str(count), f"the planner does not model {field}")
+        built.add_row(str(count), f"the planner does not model {field}", "another value of it")
+    return built
+
+
+def _cautions(data: dict[str, Any]) -> Grid | None:
+    if not data["cautions"]:
+        return None
+    built = table("Predicted with caution", ("rows", "that", "what would help", "such as"))
+    for one in data["cautions"]:
+        built.add_row(str(one["rows"]), one["what"], one["help"], ", ".join(one["first"]))
     return built
 
 

@@ -26,8 +26,14 @@ from workbench.planner.validation.row_judgement import (
     judge_rows,
     published_judgements,
 )
+from workbench.planner.validation.row_reasons import cautions, remedy
 from workbench.planner.validation.row_shapes import Inexpressible
-from workbench.planner.validation.row_to_plan import PlannedRow, is_complete, row_to_plan
+from workbench.planner.validation.row_to_plan import (
+    PlannedRow,
+    is_complete,
+    is_complete_moe,
+    row_to_plan,
+)
 from workbench.planner.validation.validation_report import error_summary
 
 
@@ -35,8 +41,9 @@ from workbench.planner.validation.validation_report import error_summary
 class Validation:
     """Every row that could be predicted, and why the others could not.
 
-    `expressed` counts the rows that became plans; `complete` the dense rows that give every field
-    that decides cost, and `complete_expressed` those of them that became plans.
+    `expressed` counts the rows that became plans; `complete` the dense rows of known model and
+    batch, `complete_moe` those of mixtures of experts, and `..._expressed` those of them that
+    became plans.
     """
 
     files: tuple[str, ...]
@@ -44,6 +51,8 @@ class Validation:
     expressed: int
     complete: int
     complete_expressed: int
+    complete_moe: int
+    complete_moe_expressed: int
     reasons: Mapping[str, int]
     refused: Mapping[str, int]
     """Plans that the planner refused, by the field it named."""
@@ -59,6 +68,11 @@ class Validation:
         """Share of the complete dense rows that became plans; None where there are none."""
         return self.complete_expressed / self.complete if self.complete else None
 
+    @property
+    def moe_coverage(self) -> float | None:
+        """The same of mixtures of experts."""
+        return self.complete_moe_expressed / self.complete_moe if self.complete_moe else None
+
     def summary(self) -> dict[str, Any]:
         """Counts of rows, and the errors of the predictions, as plain data.
 
@@ -73,7 +87,12 @@ class Validation:
             "coverage": self.coverage,
             "complete_rows": self.complete,
             "complete_rows_expressed": self.complete_expressed,
+            "moe_coverage": self.moe_coverage,
+            "complete_moe_rows": self.complete_moe,
+            "complete_moe_rows_expressed": self.complete_moe_expressed,
             "reasons": dict(self.reasons),
+            "remedies": {reason: remedy(reason) for reason in self.reasons},
+            "cautions": cautions(self.table),
             "refused_by_planner": dict(self.refused),
             "left_out": left_out_summary(self.table),
             **error_summary(self.table),
@@ -121,13 +140,16 @@ def validate(
     planned, reasons = _plan_rows(rows, profile)
     found, refused = _predict_rows(planned, predict)
     judged = _judgements(rows, [one.row for one, _ in found])
-    must = {id(row) for row in rows if is_complete(row)}
+    dense = {id(row) for row in rows if is_complete(row)}
+    moe = {id(row) for row in rows if is_complete_moe(row)}
     return Validation(
         files=tuple(str(file) for file in files),
         rows=len(rows),
         expressed=len(planned),
-        complete=len(must),
-        complete_expressed=sum(id(one.row) in must for one in planned),
+        complete=len(dense),
+        complete_expressed=sum(id(one.row) in dense for one in planned),
+        complete_moe=len(moe),
+        complete_moe_expressed=sum(id(one.row) in moe for one in planned),
         reasons=reasons,
         refused=refused,
         table=_comparison_table(found, judged),
