@@ -8,11 +8,14 @@ import pytest
 
 from tests.planner.test_measured_rows import UNNAMED, cells, reason, said
 from workbench.plan.catalog import catalog
+from workbench.planner.validation.implied_fields.published_models import (
+    find_published_model,
+    tokenizer_vocab,
+)
+from workbench.planner.validation.implied_fields.stage_layers import layers_of_stages, recipe_layout
 from workbench.planner.validation.measured_rows import parse_row
-from workbench.planner.validation.published_models import find_published_model, tokenizer_vocab
 from workbench.planner.validation.row_shapes import implied_layers, is_shape_inferred
 from workbench.planner.validation.row_to_plan import is_complete, is_complete_moe
-from workbench.planner.validation.stage_layers import layers_of_stages, recipe_layout
 
 SHAPE_COLUMNS = ("layers", "hidden", "ffn", "heads", "kv_heads", "head_dim", "vocab", "params_b")
 NAMED_ALONE = dict.fromkeys((*SHAPE_COLUMNS, "arch", "tied_emb", "gated_ffn"), "")

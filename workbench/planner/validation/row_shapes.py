@@ -10,9 +10,12 @@ from typing import Any
 
 from workbench.plan.model.model_shape import Shape
 from workbench.plan.model.parameter_count import parameters
-from workbench.planner.validation import shape_words
+from workbench.planner.validation.implied_fields import shape_words
+from workbench.planner.validation.implied_fields.published_models import (
+    published_model,
+    with_published_shape,
+)
 from workbench.planner.validation.measured_rows import MeasuredRow
-from workbench.planner.validation.published_models import published_model, with_published_shape
 
 REQUIRED_FIELDS = ("layers", "hidden", "heads", "sequence")
 MAX_LAYER_ROUNDING = 0.25

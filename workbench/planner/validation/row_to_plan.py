@@ -15,15 +15,16 @@ from workbench.plan.rules.legal_sizes import divisors
 from workbench.plan.schema import build_plan
 from workbench.planner.validation import cell_parsers, gpu_names
 from workbench.planner.validation.framework_names import FrameworkDefaults, find_framework
-from workbench.planner.validation.measured_rows import MeasuredRow
-from workbench.planner.validation.published_models import published_model
-from workbench.planner.validation.row_batches import (
+from workbench.planner.validation.implied_fields.published_models import published_model
+from workbench.planner.validation.implied_fields.row_batches import (
     MICROBATCHES,
     batch_sizes,
     gpus_and_data_size,
     num_gpus,
     stated_batch,
 )
+from workbench.planner.validation.implied_fields.stage_layers import layers_of_stages
+from workbench.planner.validation.measured_rows import MeasuredRow
 from workbench.planner.validation.row_shapes import (
     Inexpressible,
     is_dense,
@@ -31,7 +32,6 @@ from workbench.planner.validation.row_shapes import (
     missing_fields,
     row_shape,
 )
-from workbench.planner.validation.stage_layers import layers_of_stages
 from workbench.units import GIB
 
 SCHEDULES = (

@@ -69,7 +69,8 @@ def with_published_shape(row: MeasuredRow) -> MeasuredRow:
             left_out |= {"head_dim": None, "kv_heads": None}
         if shape.moe:
             left_out |= {"experts": shape.moe.experts, "top_k": shape.moe.top_k}
-    left_out["vocab"] = left_out.get("vocab") or tokenizer_vocab(row.text)
+    if row.vocab is None and not left_out.get("vocab"):
+        left_out["vocab"] = tokenizer_vocab(row.text)
     filled = {
         field: value
         for field, value in left_out.items()
@@ -80,12 +81,17 @@ def with_published_shape(row: MeasuredRow) -> MeasuredRow:
 
 def tokenizer_vocab(text: str) -> int | None:
     """Vocabulary of the tokenizer that `text` names, in entries; None where it names none."""
+    text = text.lower()
+    return next((vocab for words, vocab in _tokenizers() if words.search(text)), None)
+
+
+@lru_cache(maxsize=1)
+def _tokenizers() -> list[tuple[re.Pattern[str], int]]:
+    """(how rows name a tokenizer, its vocabulary) of each one of `TOKENIZERS_FILE`."""
     table: list[dict[str, Any]] = data_files.read_data_file(TOKENIZERS_FILE)
-    for one in table:
-        name = one["name"].replace("-", "[-_ ]?")
-        if re.search(rf"\b{name}[-_ ]tokenizer|\btokenizer\W{{0,3}}{name}\b", text.lower()):
-            return int(one["vocab"])
-    return None
+    names = [one["name"].replace("-", "[-_ ]?") for one in table]
+    said = [rf"\b{name}[-_ ]tokenizer|\btokenizer\W{{0,3}}{name}\b" for name in names]
+    return [(re.compile(words), int(one["vocab"])) for words, one in zip(said, table)]
 
 
 def _is_ours(entry: ModelEntry) -> bool:

@@ -1,0 +1,1 @@
+"""What a row leaves out and its other fields, its model's name or its framework imply."""
