@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from workbench.costmodel.communication.collective_cost import axis_links, collective_seconds
+from workbench.costmodel.communication.collective_volume import step_collectives
 from workbench.costmodel.inputs.rank_workload import Workload, workload
 from workbench.costmodel.rates.constants import Constants
 from workbench.costmodel.step_time import step_time
@@ -98,3 +99,29 @@ def test_boundaries_scattered_over_tensor_ranks_move_their_share() -> None:
     assert np.all(part < whole)
     received = np.array([0, 1, 1, 1]) + np.array([1, 1, 1, 0])
     assert (whole - received * latency) == pytest.approx(8 * (part - received * latency))
+
+
+def test_experts_that_other_ranks_hold_are_gathered_over_fewer_ranks() -> None:
+    """With as many expert ranks as ranks, no weight of an expert is gathered or reduced; dense
+    weights are, over all.
+    """
+
+    def gathered(expert: int) -> float:
+        plan = Plan.of(
+            "mixtral-8x7b",
+            gpu="h100-sxm-80gb",
+            gpus=8,
+            strategy="zero-3",
+            set={"strategy.expert.size": expert},
+        ).resolve()
+        calls = step_collectives(workload(plan))
+        return sum(
+            float((c.bytes * c.count * (c.group_size > 1)).sum())
+            for c in calls
+            if c.axis == "data" and c.kind == "all_gather"
+        )
+
+    w = workload(Plan.of("mixtral-8x7b", gpu="h100-sxm-80gb", gpus=8, strategy="zero-3").resolve())
+    share = float(w.param_counts.dense.sum() / w.param_counts.total.sum())
+    assert gathered(8) == pytest.approx(share * gathered(1))
+    assert gathered(8) < gathered(4) < gathered(2) < gathered(1)

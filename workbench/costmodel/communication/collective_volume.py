@@ -17,7 +17,7 @@ from workbench.costmodel.communication.collective_call import (
 )
 from workbench.costmodel.communication.float8_volume import float8_collectives
 from workbench.costmodel.communication.grid_volume import grid_collectives
-from workbench.costmodel.inputs.config import Number
+from workbench.costmodel.inputs.config import Array, Number
 from workbench.costmodel.inputs.rank_workload import Workload
 
 STEP_SCALARS_BYTES = 12.0
@@ -252,14 +252,30 @@ def _data_calls(w: Workload) -> list[CollectiveCall]:
     ZeRO (1910.02054) reduce-scatters gradients and all-gathers parameters: once after the step
     under ZeRO-1 and 2, before every forward and backward under ZeRO-3.
     """
+    counts = w.param_counts
+    if w.shape.moe is None or counts.adapters.any():
+        return _group_calls(w, counts.trained, counts.total, 1.0)
+    # Experts that other ranks hold are replicated, and sharded, over fewer ranks.
+    dense = counts.dense
+    return [
+        *_group_calls(w, dense, dense, 1.0),
+        *_group_calls(w, counts.experts, counts.experts, w.searched.expert),
+    ]
+
+
+def _group_calls(
+    w: Workload, elements: Array, gathered: Array, spread: Number
+) -> list[CollectiveCall]:
+    """Reductions of `elements` gradients, and all-gathers of `gathered` parameters, which each of
+    `spread` ranks holds a part of its own of.
+    """
     group, shard, dtype, gradient = (
-        w.data * w.searched.context,
-        w.searched.shard,
+        w.data * w.searched.context / spread,
+        np.maximum(1.0, w.searched.shard / spread),
         w.dtype,
         gradient_dtype_name(w),
     )
     action = "B" if w.pipeline == 1 else "REDUCE_GRAD"
-    elements, gathered = w.param_counts.trained, w.param_counts.total
     size = elements * w.gradient_element_bytes
     num_buckets = np.maximum(1.0, np.ceil(size / w.searched.bucket_bytes))
     if w.zero == 0:

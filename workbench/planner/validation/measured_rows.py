@@ -83,6 +83,8 @@ class MeasuredRow:
     chunks: int | None
     context: int
     expert: int
+    says_expert: bool
+    """Whether the size of expert parallelism is stated, not taken for one."""
     data: int | None
     zero: int | None
     sharding: str
@@ -196,6 +198,7 @@ def parse_row(cells: Mapping[str | None, object], file: str = "", line: int = 0)
         pipeline=whole["pipeline"] or 1,
         context=whole["context"] or 1,
         expert=whole["expert"] or 1,
+        says_expert=whole["expert"] is not None,
         tied=cell_parsers.yes_or_no(get("tied_emb", "")),
         gated=cell_parsers.yes_or_no(get("gated_ffn", "")),
         gpu=get("gpu", ""),

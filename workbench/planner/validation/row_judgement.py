@@ -21,7 +21,11 @@ from workbench import data_files
 from workbench.planner.validation import gpu_names
 from workbench.planner.validation.measured_rows import MeasuredRow, read_measured_rows
 from workbench.planner.validation.row_consistency import inconsistent
-from workbench.planner.validation.row_shapes import Inexpressible, is_shape_inferred
+from workbench.planner.validation.row_shapes import (
+    Inexpressible,
+    is_layout_inferred,
+    is_shape_inferred,
+)
 from workbench.planner.validation.row_to_plan import PlannedRow, row_to_plan
 
 JUDGEMENT_FILE = "data/validation/judgement.csv"
@@ -74,7 +78,8 @@ def row_flags(row: MeasuredRow, gpu: str, contradicts: bool) -> tuple[str, ...]:
         "contradiction": contradicts or bool(_MISLABELLED.search(notes)),
         "inferred": bool(_INFERRED.search(f"{notes} ; {row.verification.lower()}"))
         or _is_recalled(row.model, row.verification)
-        or is_shape_inferred(row),
+        or is_shape_inferred(row)
+        or is_layout_inferred(row),
         "noisy": bool(_NOISY.search(notes)),
         "power_limited": gpu in POWER_LIMITED_GPUS
         or bool(_POWER_LIMITED.search(f"{row.gpu} ; {notes}".lower())),

@@ -71,6 +71,11 @@ def is_shape_inferred(row: MeasuredRow) -> bool:
     return implied or shape_words.leaves_mtp_open(row)
 
 
+def is_layout_inferred(row: MeasuredRow) -> bool:
+    """Whether the row leaves open over how many of several GPUs its experts are spread."""
+    return is_moe(row) and (row.gpus or 1) > 1 and not row.says_expert
+
+
 def row_shape(row: MeasuredRow) -> Shape:
     """The shape that the row describes. Raises `Inexpressible`."""
     if other := shape_words.unsupported_architecture(row):
