@@ -4,6 +4,7 @@ document against what the command writes.
 
 from __future__ import annotations
 
+import math
 import random
 import re
 from pathlib import Path
@@ -21,6 +22,7 @@ from workbench.planner.fitting.multiplier_fit import (
     fit_all,
     fit_without_sites,
 )
+from workbench.planner.fitting.near_full import near_full_slowdown_of
 from workbench.planner.fitting.uncertainty_fit import UncertaintyFit, uncertainty
 from workbench.planner.validation.error_metrics import MIN_SITE_ROWS
 
@@ -189,3 +191,13 @@ def test_the_committed_document_is_what_the_command_writes() -> None:
     ):
         assert part["uncertainty"] == pytest.approx(stored["uncertainty"], rel=0.02, abs=2e-3)
         assert part["well_known"] == stored["well_known"]
+
+
+def test_the_slowdown_of_a_full_gpu_goes_half_of_its_way_below_three_sites() -> None:
+    logs = [math.log(4.0), math.log(5.0), math.log(3.0)]
+    one = near_full_slowdown_of({"a": logs})
+    assert one["slowdown"] == pytest.approx(2.0, abs=1e-3) and one["rows"] == 3
+    three = near_full_slowdown_of({"a": logs, "b": logs, "c": [*logs, *logs]})
+    assert three["slowdown"] == pytest.approx(4.0, abs=1e-3) and three["sites"] == ["a", "b", "c"]
+    assert near_full_slowdown_of({})["slowdown"] == 1.0
+    assert near_full_slowdown_of({"a": [-1.0]})["slowdown"] == 1.0

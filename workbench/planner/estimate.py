@@ -13,6 +13,7 @@ from workbench.costmodel.communication.collective_volume import exact_collective
 from workbench.costmodel.compute.kernel_benchmarks import kernel_cost_source
 from workbench.costmodel.frameworks.framework_profile import WORKBENCH
 from workbench.costmodel.inputs.rank_workload import workload
+from workbench.costmodel.memory.near_full import near_full_slowdown
 from workbench.costmodel.memory.peak_memory import PeakMemory, peak_memory
 from workbench.costmodel.memory.reported_memory import memory_requirement
 from workbench.costmodel.rates.fitted_constants import measured_profile
@@ -53,7 +54,10 @@ def estimate(plan: Plan) -> Profile:
     }
     if full.gpu.device == "cpu" and full.cluster.calibration is None:
         notes["uncalibrated"] = UNCALIBRATED_NOTE
-    notes["memory"] = memory_requirement(float(live.peak.max()), capacity, full.strategy.stack)
+    most, stack = float(live.peak.max()), full.strategy.stack
+    notes["memory"] = memory_requirement(most, capacity, stack) | {
+        "expected_slowdown": near_full_slowdown(most, capacity, stack, k)
+    }
     notes["simulated_step_seconds"] = simulated_step_seconds(w, time, drawn, microbatches)
     notes["step_seconds_90"] = list(step_seconds_interval(full, w, time))
     if published := published_beside(full, measured_profile(full.strategy.stack)):
@@ -64,7 +68,7 @@ def estimate(plan: Plan) -> Profile:
         notes["not_modelled"] = full.shape.unmodelled
     if microbatches < w.microbatches:
         notes["timeline_microbatches"] = microbatches
-    if float(live.peak.max()) > capacity:
+    if most > capacity:
         notes["advice"] = first_fitting_change(plan, full)
     own = [exact_collectives(w, time.calls, rank) for rank in range(w.pipeline)]
     seconds = float(time.seconds)

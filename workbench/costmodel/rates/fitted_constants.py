@@ -76,6 +76,13 @@ def published_fit() -> FittedConstants:
     return fitted_constants(fitted_document().get("constants", {}))
 
 
+def retry_slowdown() -> float:
+    """Seconds of a step whose allocator retries over those of one that has memory to spare; 1 where
+    none was fitted.
+    """
+    return float(fitted_document().get("near_full", {}).get("slowdown", 1.0))
+
+
 @lru_cache(maxsize=64)
 def fit_without(site: str) -> FittedConstants:
     """The fit from which the rows of `site` were absent: the published one for a site without clean

@@ -23,6 +23,7 @@ from workbench.planner.fitting.multiplier_fit import (
     fit_all,
     fit_without_sites,
 )
+from workbench.planner.fitting.near_full import near_full_rows, near_full_slowdown_of
 from workbench.planner.fitting.uncertainty_fit import (
     UNCERTAINTY_PARAMETERS,
     UncertaintyFit,
@@ -30,6 +31,7 @@ from workbench.planner.fitting.uncertainty_fit import (
 )
 
 DIGITS = 5
+NEAR_FULL_CONSTANTS = 1
 SOURCE = "python -m workbench.planner.fitting, from data/validation/published.csv.gz"
 
 
@@ -40,8 +42,9 @@ def fit_document(fit: MultiplierFit, near: Linearization, point: Array) -> dict[
     spread = UncertaintyFit(fit, near, point)
     return {
         "source": SOURCE,
-        "fitted_constants": len(fit.names) + UNCERTAINTY_PARAMETERS,
+        "fitted_constants": len(fit.names) + UNCERTAINTY_PARAMETERS + NEAR_FULL_CONSTANTS,
         **_fitted_part(spread, point, None),
+        "near_full": near_full_slowdown_of(near_full_rows(fit, fit.constants_at(point))),
         "without": {site: _without(spread, site) for site in sorted(set(fit.sites))},
         "measured": [step.to_list() for step in fastest_steps(fit.rows)],
     }

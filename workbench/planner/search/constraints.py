@@ -41,7 +41,7 @@ PIPELINE_FIELDS = {
     "strategy.pipeline.size": 2,
 }
 """Fields of a schedule -> its place in the space's triples."""
-RESULT_FIELDS = ("seconds", "tokens_per_second", "peak_gib")
+RESULT_FIELDS = ("seconds", "expected_seconds", "tokens_per_second", "peak_gib")
 """What a condition on the result may name."""
 GPU_FIELDS = ("gpus", "cluster.gpus")
 

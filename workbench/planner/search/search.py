@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from workbench.costmodel.inputs.rank_workload import workload
+from workbench.costmodel.memory.near_full import near_full_slowdown
 from workbench.costmodel.memory.reported_memory import probability_of_running_out
 from workbench.costmodel.step_time import step_time
 from workbench.errors import PlanError, Problem, refuse
@@ -43,7 +44,7 @@ class Candidate:
 
     plan: Plan
     seconds: float
-    """Of a step, estimated."""
+    """Of a step whose allocator does not retry, estimated."""
     peak_bytes: float
     """Largest peak of any rank, estimated."""
     score: float
@@ -54,12 +55,21 @@ class Candidate:
     """Tokens of a step; the plan itself may leave its sequence length to the model."""
     risk: float = 0.0
     """Probability of running out of memory."""
+    slowdown: float = 1.0
+    """Expected multiple of the step time by the allocator's retries on a nearly full GPU."""
+
+    @property
+    def expected_seconds(self) -> float:
+        """Of a step, with the slow-down that is expected of a nearly full GPU: what is ranked."""
+        return self.seconds * self.slowdown
 
     def to_json(self) -> dict[str, Any]:
         """For machines; the plan as what was changed in it."""
         return {
             "source": "estimated",
             "seconds": self.seconds,
+            "expected_seconds": self.expected_seconds,
+            "expected_slowdown": self.slowdown,
             "simulated_seconds": self.simulated,
             "peak_gib": self.peak_bytes / GIB,
             "probability_of_running_out": self.risk,
@@ -112,7 +122,7 @@ class SearchResult:
         """
         if self.tokens is None:
             return {}
-        days = one.seconds * self.tokens / one.step_tokens / 86400
+        days = one.expected_seconds * self.tokens / one.step_tokens / 86400
         price = self.price_per_hour
         return {
             "days": days,
@@ -152,7 +162,8 @@ def search(
     Unequal replicas are not searched. `objective`: `time` of a step on all GPUs; `cost`
     (GPU-hours a token), `energy`, `gpus` (fewest that fit) try fewer GPUs too. `where`:
     conditions such as `strategy.tensor.size<=8`. `deadline_days` keeps what trains `tokens` in
-    time. `risk`: largest probability of running out of memory. Raises `PlanError` for words and
+    time. `risk`: largest probability of running out of memory; what a nearly full GPU is expected
+    to slow a step down by is in the rank. Raises `PlanError` for words and
     numbers that mean nothing, not for a search that finds nothing.
     """
     began = clock.perf_counter()
@@ -188,7 +199,7 @@ def search(
 def _deadline_constraint(space: SearchSpace, days: float, tokens: float) -> Constraint:
     """The longest step that trains the tokens in time."""
     longest = days * 86400 * space.batch * space.base.training.sequence_length / tokens
-    return Constraint(f"deadline of {days:g} days", "seconds", "<=", longest)
+    return Constraint(f"deadline of {days:g} days", "expected_seconds", "<=", longest)
 
 
 def _deadline_advice(
@@ -200,7 +211,7 @@ def _deadline_advice(
     left = scan_space(whole, others, "time", 1)
     if not left.feasible:
         return ""
-    takes = left.best.top[0].seconds / _deadline_constraint(whole, days, tokens).value * days
+    takes = left.best.top[0].expected / _deadline_constraint(whole, days, tokens).value * days
     needs = f"; it needs {takes:,.3g} days for {tokens:g} tokens"
     for more in range(1, DOUBLINGS + 1):
         gpus = plan.cluster.gpus * 2**more
@@ -211,7 +222,7 @@ def _deadline_advice(
             gpus <= RANKS.most
             and (found := scan_space(space, [*others, limit], "time", 1)).feasible
         ):
-            in_time = found.best.top[0].seconds / limit.value * days
+            in_time = found.best.top[0].expected / limit.value * days
             return f"{needs}; {gpus:,} GPUs would do, in {in_time:,.3g} days (estimated)"
     return f"{needs}; {2**DOUBLINGS} times the GPUs would not do either (estimated)"
 
@@ -222,8 +233,16 @@ def _candidate(space: SearchSpace, found: RankedCandidate) -> Candidate:
         space.batch * space.base.training.sequence_length,
     )
     gpu, stack = space.base.gpu, space.base.strategy.stack
-    risk = probability_of_running_out(found.peak, gpu.memory_gib * GIB, stack)
-    return Candidate(plan, found.seconds, found.peak, found.score, step_tokens=tokens, risk=risk)
+    capacity, k = gpu.memory_gib * GIB, with_calibration(space.base)[1]
+    return Candidate(
+        plan,
+        found.seconds,
+        found.peak,
+        found.score,
+        step_tokens=tokens,
+        risk=probability_of_running_out(found.peak, capacity, stack),
+        slowdown=near_full_slowdown(found.peak, capacity, stack, k),
+    )
 
 
 def _simulated(plan: Plan) -> float | None:

@@ -6,14 +6,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
-from workbench.costmodel.inputs.config import Array, Number
+from workbench.costmodel.inputs.config import Array, FixedConfig, Number
+from workbench.costmodel.memory.near_full import slowdown_table
+from workbench.planner.calibrated_plan import with_calibration
 from workbench.planner.search.cell_evaluation import CellEvaluator, EvaluatedCell
 from workbench.planner.search.cells import Cell, search_cells
 from workbench.planner.search.constraints import RESULT_FIELDS, Constraint, narrow_space
-from workbench.planner.search.pareto_front import BestCandidates
+from workbench.planner.search.pareto_front import BestCandidates, Retries, expected_seconds
 from workbench.planner.search.search_space import SearchSpace, plan_on_gpus
 from workbench.planner.training_cost import watts_per_gpu
 from workbench.units import GIB
@@ -38,21 +41,28 @@ def scan_space(
     """
     space = narrow_space(whole, constraints)
     most = whole.largest_peak_bytes
-    seen = SearchStats(BestCandidates(top, most))
+    retries = _retries(whole)
+    seen = SearchStats(BestCandidates(top, most, retries))
     conditions = [c for c in constraints if c.field in RESULT_FIELDS]
     evaluators = _evaluators_by_gpus(whole)
     for cell in search_cells(space):
         e = evaluators[cell.fixed.world_size](cell, cell.grid())
         fits = e.legal & (e.peak <= most)
         for c in conditions:
-            fits = fits & c.holds(_constrained_result(cell, e, c.field))
+            fits = fits & c.holds(_constrained_result(cell, e, c.field, retries))
         seen.candidates += e.count(e.legal)
         seen.feasible += e.count(fits)
         seen.least_peak_bytes = min(
             seen.least_peak_bytes, float(np.where(e.legal, e.peak, np.inf).min())
         )
-        seen.best.take(cell, e, fits, _objective_score(cell, e, objective))
+        seen.best.take(cell, e, fits, partial(_objective_score, cell.fixed, objective))
     return seen
+
+
+def _retries(space: SearchSpace) -> Retries:
+    base = space.base
+    k = with_calibration(base)[1]
+    return slowdown_table(base.gpu.memory_gib * GIB, base.strategy.stack, k)
 
 
 def _evaluators_by_gpus(space: SearchSpace) -> dict[int, CellEvaluator]:
@@ -68,20 +78,21 @@ def _evaluators_by_gpus(space: SearchSpace) -> dict[int, CellEvaluator]:
     return {one.fixed_configs[0].world_size: CellEvaluator.of(one) for one in alone}
 
 
-def _constrained_result(cell: Cell, e: EvaluatedCell, field: str) -> Number:
+def _constrained_result(cell: Cell, e: EvaluatedCell, field: str, retries: Retries) -> Number:
     if field == "peak_gib":
         return e.peak / GIB
+    if field == "expected_seconds":
+        return expected_seconds(e.seconds, e.peak, retries)
     tokens = cell.fixed.global_batch * cell.fixed.sequence_length
     return e.seconds if field == "seconds" else tokens / e.seconds
 
 
-def _objective_score(cell: Cell, e: EvaluatedCell, objective: str) -> Array:
-    s = cell.fixed
+def _objective_score(s: FixedConfig, objective: str, seconds: Array, compute: Array) -> Array:
     if objective == "time":
-        return e.seconds
+        return seconds
     if objective == "gpus":
-        return s.world_size + e.seconds / (1e9 + e.seconds)
+        return s.world_size + seconds / (1e9 + seconds)
     if objective == "cost":
-        return e.seconds * s.world_size
+        return seconds * s.world_size
     idle, busy = (float(watts_per_gpu(s.gpu, share) or 1.0) for share in (0.0, 1.0))
-    return s.world_size * (idle * e.seconds + (busy - idle) * np.minimum(e.compute, e.seconds))
+    return s.world_size * (idle * seconds + (busy - idle) * np.minimum(compute, seconds))
