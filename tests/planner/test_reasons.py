@@ -221,7 +221,7 @@ def test_an_explanation_is_one_json_object_a_page_and_a_text(unfit: Plan) -> Non
     assert (
         data["source"] == "estimated" and data["fits"] is False and data["cost"]["tokens"] == 10**9
     )
-    assert set(data["reasons"]) == {"constraint", "sentence", "memory", "time", "fixes"}
+    assert set(data["reasons"]) == {"constraint", "sentence", "memory", "time", "fixes", "cannot"}
     assert (
         data["neighbours"][0]["changes"] and data["sensitivity"][0]["seconds_relative"] is not None
     )

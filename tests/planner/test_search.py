@@ -105,7 +105,7 @@ def test_sizes_that_pad_little_are_tried_and_those_that_pad_much_are_not() -> No
 
 @pytest.mark.parametrize(
     ("model", "stack"),
-    [("llama-3-8b", "workbench"), ("llama-3-8b", "torchtitan"), ("deepseek-v3", "workbench")],
+    [("llama-3-8b", "workbench"), ("llama-3-8b", "textbook"), ("deepseek-v3", "workbench")],
 )
 @pytest.mark.parametrize("algorithm", ["1d", "2d", "2.5d", "3d"])
 def test_so_is_one_of_any_kernels_and_on_any_tensor_grid(
@@ -289,7 +289,9 @@ def test_what_a_full_gpu_slows_down_is_in_the_rank_and_in_the_estimate() -> None
         notes = estimate(one.plan).notes["memory"]
         assert notes["expected_slowdown"] == pytest.approx(one.slowdown)
         assert one.to_json()["expected_seconds"] == one.seconds * one.slowdown
-    slow = search(plan, risk=0.3, top=1, where=[f"expected_seconds>{fastest.expected_seconds}"])
+    slow = search(
+        plan, risk=0.3, top=1, where=[f"expected_seconds>{1.001 * fastest.expected_seconds}"]
+    )
     assert slow.top[0].expected_seconds > fastest.expected_seconds
 
 

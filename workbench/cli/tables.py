@@ -21,11 +21,13 @@ if TYPE_CHECKING:
 ROUNDING_SECONDS = 1e-12
 """What a difference of two times leaves where there is nothing."""
 NOTE_LABELS = {
+    "cannot": "the framework cannot do this",
     "step_seconds_90": "step time, 90 % interval",
     "simulated_step_seconds": "step time, simulated",
     "uncalibrated": "times are from",
     "overhead": "fixed overhead per step",
     "p50": "median",
+    "expected_slowdown": "expected slow-down by the allocator's retries",
     "p95": "95th percentile",
     "highest_mfu": "highest MFU on this GPU near this scale",
     "highest_mfu_of": "which is of",

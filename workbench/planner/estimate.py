@@ -22,6 +22,7 @@ from workbench.plan.rank_placement import first_ranks_of_stages, representative_
 from workbench.plan.schema import Plan
 from workbench.planner.calibrated_plan import with_calibration
 from workbench.planner.estimated_timeline import simulated_step_seconds, simulated_timeline
+from workbench.planner.framework_limits import broken_limits
 from workbench.planner.memory_advice import first_fitting_change
 from workbench.planner.published_steps import published_beside
 from workbench.planner.step_interval import step_seconds_interval
@@ -52,6 +53,8 @@ def estimate(plan: Plan) -> Profile:
         "time": step_time_breakdown(w, time),
         "model_flops_utilisation": float(model_flops_utilization(w, k, time)),
     }
+    if cannot := broken_limits(full):
+        notes["cannot"] = "; ".join(cannot)
     if full.gpu.device == "cpu" and full.cluster.calibration is None:
         notes["uncalibrated"] = UNCALIBRATED_NOTE
     most, stack = float(live.peak.max()), full.strategy.stack

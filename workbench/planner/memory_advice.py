@@ -12,6 +12,7 @@ from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.rules.supported import unsupported
 from workbench.plan.schema import Plan
 from workbench.planner.calibrated_plan import with_calibration
+from workbench.planner.framework_limits import stays_possible
 from workbench.planner.plan_changes import (
     Change,
     combined_changes,
@@ -56,10 +57,12 @@ def first_fitting_change(plan: Plan, full: ResolvedPlan) -> dict[str, Any] | Non
     return None
 
 
-def _fitting(plan: Plan, full: Plan, change: Change, must_run: bool) -> dict[str, Any] | None:
+def _fitting(
+    plan: Plan, full: ResolvedPlan, change: Change, must_run: bool
+) -> dict[str, Any] | None:
     try:
         changed = plan.replace(**change).resolve()
-        if must_run and unsupported(changed, "run"):
+        if (must_run and unsupported(changed, "run")) or not stays_possible(full, changed):
             return None
         peak = plan_peak_bytes(changed)
     except PlanError:

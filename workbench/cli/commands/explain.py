@@ -36,8 +36,9 @@ def explain(plan: Plan, tokens: Tokens = None, price: Price = None, json: Json =
 
 def _shown(found: Explanation) -> list[Grid | str]:
     binding = found.reasons.bottleneck
+    cannot = [f"{words}\n" for words in found.reasons.cannot]
     effects = [_effects(title, rows) for title, rows in found.tables()]
-    return [_cost(found.name, found.cost), f"{binding.memory}\n{binding.time}\n", *effects]
+    return [_cost(found.name, found.cost), *cannot, f"{binding.memory}\n{binding.time}\n", *effects]
 
 
 def _cost(name: str, cost: TrainingCost) -> Grid:

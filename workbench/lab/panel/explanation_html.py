@@ -5,6 +5,7 @@ from __future__ import annotations
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.planner.explain.bottlenecks import find_bottleneck
 from workbench.planner.explain.explanation import cost_line
+from workbench.planner.framework_limits import broken_limits
 from workbench.planner.training_cost import training_cost
 from workbench.profile import Profile
 from workbench.untrusted_text import escaped
@@ -20,6 +21,7 @@ def reasons_html(resolved: ResolvedPlan, profile: Profile) -> str:
     found = find_bottleneck(resolved, profile)
     other = found.time if found.constraint == "memory" else found.memory
     lines = [
+        *(_line(words, bold=True) for words in broken_limits(resolved)),
         _line(cost_line(training_cost(resolved, profile))),
         _line(found.sentence, bold=True),
         _line(other),

@@ -14,6 +14,7 @@ from workbench.planner.explain.plan_figures import (
     PlanFigures,
     explained_plan,
 )
+from workbench.planner.framework_limits import broken_limits
 from workbench.planner.training_cost import training_cost
 
 __all__ = [
@@ -69,5 +70,7 @@ def explain(plan: Plan, tokens: float | None = None, price: float | None = None)
 
 def _why(asked: ExplainedPlan) -> Reasons:
     return Reasons(
-        find_bottleneck(asked.resolved, asked.profile), tuple(_fixes.changes_that_fit(asked))
+        find_bottleneck(asked.resolved, asked.profile),
+        tuple(_fixes.changes_that_fit(asked)),
+        tuple(broken_limits(asked.resolved)),
     )

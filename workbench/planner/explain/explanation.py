@@ -25,6 +25,8 @@ class Reasons:
 
     bottleneck: Bottleneck
     fixes: tuple[ChangeEffect, ...]
+    cannot: tuple[str, ...] = ()
+    """What the plan asks of its framework that it cannot do."""
 
     @property
     def sentence(self) -> str:
@@ -40,6 +42,7 @@ class Reasons:
     def __repr__(self) -> str:
         return "\n".join(
             [
+                *self.cannot,
                 self.bottleneck.memory,
                 self.bottleneck.time,
                 *effect_lines("What makes it fit", self.fixes),
@@ -55,7 +58,8 @@ class Reasons:
             "memory": b.memory,
             "time": b.time,
         }
-        return fields | {"fixes": [fix.to_json() for fix in self.fixes]}
+        fixes = [fix.to_json() for fix in self.fixes]
+        return fields | {"fixes": fixes, "cannot": list(self.cannot)}
 
 
 @dataclass(frozen=True, repr=False)
@@ -99,6 +103,7 @@ class Explanation:
         lines = [
             self.name,
             cost_line(self.cost),
+            *self.reasons.cannot,
             self.reasons.bottleneck.memory,
             self.reasons.bottleneck.time,
         ]
@@ -110,6 +115,7 @@ class Explanation:
         words = [
             cost_line(self.cost),
             *self.cost.missing,
+            *self.reasons.cannot,
             self.reasons.bottleneck.memory,
             self.reasons.bottleneck.time,
         ]

@@ -10,6 +10,7 @@ from itertools import combinations
 from workbench.errors import PlanError
 from workbench.plan.rules.supported import unsupported
 from workbench.planner.explain.plan_figures import ChangeEffect, ExplainedPlan, plan_figures
+from workbench.planner.framework_limits import stays_possible
 from workbench.planner.memory_advice import plan_peak_bytes
 from workbench.planner.plan_changes import (
     Change,
@@ -56,7 +57,8 @@ def _first_fitting(
 def _fits(subject: ExplainedPlan, change: Change) -> bool:
     try:
         full = subject.plan.replace(**change).resolve()
-        return plan_peak_bytes(full) <= full.gpu.memory_gib * GIB
+        fits = plan_peak_bytes(full) <= full.gpu.memory_gib * GIB
+        return fits and stays_possible(subject.resolved, full)
     except PlanError:
         return False
 

@@ -17,6 +17,7 @@ from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.schema import Plan
 from workbench.planner.calibrated_plan import with_calibration
 from workbench.planner.estimate import estimate
+from workbench.planner.framework_limits import stays_possible
 from workbench.planner.plan_changes import Change
 from workbench.profile import Profile
 from workbench.units import GIB
@@ -100,14 +101,15 @@ class ExplainedPlan:
     """
 
     def effect(self, name: str, change: Change) -> ChangeEffect | None:
-        """What `change`, and nothing else, does; None where it is illegal or cannot be
-        estimated.
+        """What `change`, and nothing else, does; None where it is illegal, cannot be estimated, or
+        is more than the framework can do.
         """
         changes = {**self.pinned_fields, **change}
         try:
-            return ChangeEffect(
-                name, changes, self.figures, plan_figures(self.plan.replace(**changes).resolve())
-            )
+            changed = self.plan.replace(**changes).resolve()
+            if not stays_possible(self.resolved, changed):
+                return None
+            return ChangeEffect(name, changes, self.figures, plan_figures(changed))
         except PlanError:
             return None
 

@@ -28,7 +28,9 @@ from workbench.costmodel.inputs.rank_workload import Workload, assemble_workload
 from workbench.plan.optimizer_state import DTYPE_BYTES
 from workbench.plan.rank_placement import axis_strides
 from workbench.plan.stage_partition import balanced
+from workbench.planner.framework_limits import framework_limits
 from workbench.planner.search.distinct_stages import DistinctStages, distinct_stages
+from workbench.planner.search.framework_cells import possible_splits
 from workbench.planner.search.layer_splits import LayerSplit, all_splits, split_divides
 from workbench.planner.search.search_space import SearchSpace
 
@@ -260,11 +262,12 @@ def _cells_of_splits(
     space: SearchSpace, fixed: FixedConfig, splits: tuple[LayerSplit, ...], stages: DistinctStages
 ) -> Iterator[Cell]:
     """One for each ZeRO stage and kind of kernels, which change what is held."""
-    table = np.array(splits, dtype=float).T
+    limits = framework_limits(fixed.stack)
     for zero, kernels in product(space.zero, space.kernels):
         own = replace(fixed, zero=zero, kernels=kernels)
-        if all((values := _knob_values(space, own, splits) | {"kernels": (kernels,)}).values()):
-            yield Cell(own, values, stages, table)
+        can = possible_splits(own, splits, limits)
+        if all((values := _knob_values(space, own, can) | {"kernels": (kernels,)}).values()):
+            yield Cell(own, values, stages, np.array(can, dtype=float).T)
 
 
 OFFLOAD_BY_ZERO = {

@@ -19,9 +19,10 @@ from workbench.fields.bounds import RANKS, TRAINED, hold
 from workbench.plan.schema import Plan
 from workbench.planner.calibrated_plan import with_calibration
 from workbench.planner.estimated_timeline import simulated_step_seconds, simulated_timeline
+from workbench.planner.framework_limits import framework_limits
+from workbench.planner.plan_conditions import Condition
 from workbench.planner.search import result_tables
 from workbench.planner.search.constraints import (
-    Constraint,
     check_bounds,
     condition_words,
     parse_constraint,
@@ -196,14 +197,14 @@ def search(
     )
 
 
-def _deadline_constraint(space: SearchSpace, days: float, tokens: float) -> Constraint:
+def _deadline_constraint(space: SearchSpace, days: float, tokens: float) -> Condition:
     """The longest step that trains the tokens in time."""
     longest = days * 86400 * space.batch * space.base.training.sequence_length / tokens
-    return Constraint(f"deadline of {days:g} days", "expected_seconds", "<=", longest)
+    return Condition(f"deadline of {days:g} days", "expected_seconds", "<=", longest)
 
 
 def _deadline_advice(
-    plan: Plan, whole: SearchSpace, others: Sequence[Constraint], days: float, tokens: float
+    plan: Plan, whole: SearchSpace, others: Sequence[Condition], days: float, tokens: float
 ) -> str:
     """The days of the fastest plan, and the first doubling of the GPUs that is in time; "" where no
     plan is left.
@@ -263,7 +264,7 @@ def _gpu_counts(plan: Plan, objective: str) -> tuple[int, ...]:
     return tuple(worlds)
 
 
-def _why_empty(whole: SearchSpace, constraints: Sequence[Constraint], seen: SearchStats) -> str:
+def _why_empty(whole: SearchSpace, constraints: Sequence[Condition], seen: SearchStats) -> str:
     """Which condition emptied the search, and what would be found without it."""
     if constraints:
         for number, c in enumerate(constraints):
@@ -278,6 +279,7 @@ def _why_empty(whole: SearchSpace, constraints: Sequence[Constraint], seen: Sear
                 values = f" (searched: {of})" if of else ""
                 return (
                     f"no plan meets '{c.text}'{values}; without it {left.feasible:,} do, {fastest}"
+                    f"{_limit_words(whole, c.field)}"
                 )
         if len(constraints) > 1 and (left := scan_space(whole, (), "time", 1)).feasible:
             quoted = ", ".join(f"'{c.text}'" for c in constraints)
@@ -286,8 +288,7 @@ def _why_empty(whole: SearchSpace, constraints: Sequence[Constraint], seen: Sear
     if not seen.candidates:
         return (
             f"no combination of axes divides {s.world_size} GPUs and a batch of {s.global_batch} "
-            f"sequences; change "
-            "cluster.gpus or training.global_batch"
+            f"sequences; change cluster.gpus or training.global_batch{_limit_words(whole)}"
         )
     least, stack = seen.least_peak_bytes, whole.base.strategy.stack
     chance = probability_of_running_out(least, gpu.memory_gib * GIB, stack)
@@ -298,6 +299,18 @@ def _why_empty(whole: SearchSpace, constraints: Sequence[Constraint], seen: Sear
         f"{least / GIB:.1f} GiB, a chance of {chance:.0%} (estimated);{riskier} change "
         f"cluster.gpu, cluster.gpus, the sequence length or the model"
     )
+
+
+def _limit_words(space: SearchSpace, field: str = "") -> str:
+    """What the framework cannot do about a field, or at all."""
+    limits = framework_limits(space.base.strategy.stack)
+    named = [
+        str(limit)
+        for limit in limits
+        if not field
+        or any(c.field.rpartition(".")[0] == field.rpartition(".")[0] for c in limit.when)
+    ]
+    return "".join(f"; {words}" for words in named)
 
 
 def _check_options(

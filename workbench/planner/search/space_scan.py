@@ -13,9 +13,10 @@ import numpy as np
 from workbench.costmodel.inputs.config import Array, FixedConfig, Number
 from workbench.costmodel.memory.near_full import slowdown_table
 from workbench.planner.calibrated_plan import with_calibration
+from workbench.planner.plan_conditions import Condition
 from workbench.planner.search.cell_evaluation import CellEvaluator, EvaluatedCell
 from workbench.planner.search.cells import Cell, search_cells
-from workbench.planner.search.constraints import RESULT_FIELDS, Constraint, narrow_space
+from workbench.planner.search.constraints import RESULT_FIELDS, narrow_space
 from workbench.planner.search.pareto_front import BestCandidates, Retries, expected_seconds
 from workbench.planner.search.search_space import SearchSpace, plan_on_gpus
 from workbench.planner.training_cost import watts_per_gpu
@@ -34,7 +35,7 @@ class SearchStats:
 
 
 def scan_space(
-    whole: SearchSpace, constraints: Sequence[Constraint], objective: str, top: int
+    whole: SearchSpace, constraints: Sequence[Condition], objective: str, top: int
 ) -> SearchStats:
     """Evaluate every candidate that meets the conditions on knobs; keep those that fit and meet the
     others.
