@@ -8,14 +8,17 @@ import math
 
 import pytest
 
+from workbench.lab.panel.fit_verdict import published_lines
 from workbench.plan.schema import Plan
 from workbench.planner import estimate
 from workbench.planner.published_steps import (
     MeasuredStep,
+    beyond_published,
     highest_mfu,
     measured_steps,
     published_beside,
 )
+from workbench.planner.search import search
 
 
 def plan_of(model: str, gpu: str, gpus: int, strategy: str = "zero-3", stack: str = "") -> Plan:
@@ -40,9 +43,10 @@ def test_the_highest_mfu_is_of_that_gpu_and_precision_near_that_scale() -> None:
         step("a", 64, "fp8", 0.5),
         step("b", 64, "bf16", 0.7),
     ]
-    assert highest_mfu(steps, "a", 128, "bf16") == steps[0]
-    assert highest_mfu(steps, "a", 16, "bf16") == steps[1]
-    assert highest_mfu(steps, "a", 512, "bf16") is None
+    assert highest_mfu(steps, "a", 128, 7e9, "bf16") == steps[0]
+    assert highest_mfu(steps, "a", 16, 20e9, "bf16") == steps[1]
+    assert highest_mfu(steps, "a", 512, 7e9, "bf16") is None
+    assert highest_mfu(steps, "a", 128, 70e9, "bf16") is None
 
 
 def test_a_measured_configuration_extrapolates_nothing() -> None:
@@ -73,3 +77,49 @@ def test_an_estimate_shows_it_and_cpu_ranks_have_none() -> None:
     shown = estimate(plan_of("llama-3-8b", "h100-sxm-80gb", 64)).notes["published"]
     assert math.isclose(shown["highest_mfu"], 0.4386, abs_tol=0.02)
     assert "published" not in estimate(plan_of("tiny", "local", 2, "ddp")).notes
+
+
+def test_a_promise_above_everything_published_is_called_so() -> None:
+    near = {"highest_mfu": 0.53}
+    assert beyond_published(near, 0.6) == (
+        "60.0% MFU is above the highest published near this scale, 53.0%"
+    )
+    assert not beyond_published(near, 0.53) and not beyond_published({"highest_mfu": None}, 0.9)
+    assert not beyond_published({}, 0.9)
+
+
+def test_beside_every_plan_of_a_search_stands_what_was_published() -> None:
+    plan = plan_of("gpt3-175b", "a100-sxm-80gb", 384).replace(
+        **{"training.global_batch": 1536, "training.sequence_length": 2048}
+    )
+    found = search(plan, top=3, where=["strategy.pipeline.size in 6,8"])
+    first = found.top[0]
+    alone = estimate(first.plan)
+    assert first.mfu == pytest.approx(alone.notes["model_flops_utilisation"], rel=1e-9)
+    assert {**first.published, "promise": first.promise or None} == alone.notes["published"]
+    assert first.mfu > first.published["highest_mfu"] and first.promise
+    for shown in (repr(found), found._repr_html_()):
+        assert first.promise in shown and first.published["nearest"] in shown
+        assert f"{first.mfu:.1%} above" in shown and "extrapolates: " in shown
+    told = found.to_json()["top"][0]
+    assert told["published"]["promise"] == first.promise
+    assert told["model_flops_utilisation"] == first.mfu
+    lines = published_lines(alone)
+    assert first.promise in lines and f"extrapolates: {first.published['extrapolates']}" in lines
+
+
+def test_a_search_over_fewer_gpus_shows_what_was_published_near_each_number() -> None:
+    found = search(plan_of("llama-3-8b", "h100-sxm-80gb", 64), "gpus", top=1000)
+    worlds = {one.plan.world_size: one.published for one in found.top}
+    assert len(worlds) > 1
+    for gpus, published in worlds.items():
+        beside = published_beside(
+            plan_of("llama-3-8b", "h100-sxm-80gb", gpus).resolve(), "workbench"
+        )
+        assert published == beside
+
+
+def test_plans_of_cpu_ranks_have_nothing_beside_them() -> None:
+    found = search(plan_of("tiny", "local", 2, "ddp"), top=1)
+    assert found.top[0].to_json()["published"] is None
+    assert "published MFU" not in repr(found)

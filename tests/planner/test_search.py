@@ -381,12 +381,12 @@ def test_a_missed_deadline_says_the_days_and_how_many_gpus_would_do() -> None:
 def test_tokens_give_days_and_cost_and_a_reason_for_fewer_gpus() -> None:
     found = search(of("gpt2-xl", 64), "cost", top=2, tokens=1e12)
     first, row = found.top[0], result_tables.table_row(found, found.top[0])
-    assert result_tables.table_heads(found)[5:7] == ("time", "cost") and len(row) == len(
+    assert result_tables.table_heads(found)[7:9] == ("time", "cost") and len(row) == len(
         result_tables.table_heads(found)
     )
     bill, price = found.bill(first), found.price_per_hour
     assert bill["dollars"] == pytest.approx(bill["days"] * 24 * first.plan.world_size * price)
-    assert row[6] == f"${bill['dollars']:,.0f}" and "days" in found.to_json()["top"][0]
+    assert row[8] == f"${bill['dollars']:,.0f}" and "days" in found.to_json()["top"][0]
     used = first.plan.world_size
     assert used < 64 and f"The first uses {used} of 64 GPUs" in result_tables.search_text(found)
     assert all(len(plans) <= 2 for _, plans in result_tables.search_tables(found))

@@ -24,7 +24,7 @@ from workbench.planner.calibrated_plan import with_calibration
 from workbench.planner.estimated_timeline import simulated_step_seconds, simulated_timeline
 from workbench.planner.framework_limits import broken_limits
 from workbench.planner.memory_advice import first_fitting_change
-from workbench.planner.published_steps import published_beside
+from workbench.planner.published_steps import beyond_published, published_beside
 from workbench.planner.step_interval import step_seconds_interval
 from workbench.profile import MOMENTS, Columns, Profile, columns_of, frame
 from workbench.schedules import Timeline
@@ -63,8 +63,9 @@ def estimate(plan: Plan) -> Profile:
     }
     notes["simulated_step_seconds"] = simulated_step_seconds(w, time, drawn, microbatches)
     notes["step_seconds_90"] = list(step_seconds_interval(full, w, time))
-    if published := published_beside(full, measured_profile(full.strategy.stack)):
-        notes["published"] = published
+    if published := published_beside(full, measured_profile(stack)):
+        beyond = beyond_published(published, notes["model_flops_utilisation"])
+        notes["published"] = published | {"promise": beyond or None}
     if full.strategy.stack == WORKBENCH and full.strategy.kernels != "eager":
         notes["kernels"] = kernel_cost_source(full.gpu, full.strategy.kernels)
     if full.shape.unmodelled:

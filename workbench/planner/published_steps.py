@@ -7,7 +7,7 @@ An estimate far from everything that was ever measured is an extrapolation, and 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from functools import cached_property, lru_cache
 from typing import Any
@@ -21,7 +21,7 @@ from workbench.plan.model.parameter_count import parameters
 from workbench.plan.resolved_plan import ResolvedPlan
 
 NEAR_SCALE = 4.0
-"""Factor by which the number of GPUs may differ for a step to count as near a plan's scale."""
+"""Factor by which GPUs and active parameters may differ for a step to be near a plan's scale."""
 FAR_OCTAVES = 1.5
 """Doublings beyond which a size is far from the nearest measured one."""
 OTHER_GPU, OTHER_GENERATION, OTHER_FRAMEWORK = 1.0, 3.0, 1.0
@@ -58,12 +58,13 @@ def measured_steps() -> tuple[MeasuredStep, ...]:
     return tuple(MeasuredStep(*entry) for entry in fitted_document().get("measured", ()))
 
 
-def published_beside(plan: ResolvedPlan, framework: str) -> dict[str, Any]:
+def published_beside(plan: ResolvedPlan, framework: str, gpus: int | None = None) -> dict[str, Any]:
     """What was published near a plan; empty where nothing is known of its kind of device.
 
     Args:
         plan: The plan, whose model is a shape.
         framework: Framework profile whose versions were measured together.
+        gpus: Their number, where it is not the plan's.
 
     Returns:
         `highest_mfu` and `highest_mfu_of` (null where nothing ran on that GPU near that scale),
@@ -75,9 +76,10 @@ def published_beside(plan: ResolvedPlan, framework: str) -> dict[str, Any]:
     if not steps:
         return {}
     size = float(parameters(plan.shape).active)
-    highest = highest_mfu(steps, plan.gpu.name, plan.world_size, plan.strategy.precision)
-    nearest = steps[int(published_table().distances(plan, framework).argmin())]
-    far = ", ".join(_far_words(nearest, plan, size, framework))
+    world = gpus or plan.world_size
+    highest = highest_mfu(steps, plan.gpu.name, world, size, plan.strategy.precision)
+    nearest = steps[int(published_table().distances(plan, framework, world).argmin())]
+    far = ", ".join(_far_words(nearest, plan, size, framework, world))
     return {
         "highest_mfu": highest.mfu if highest else None,
         "highest_mfu_of": _step_words(highest) if highest else None,
@@ -87,14 +89,17 @@ def published_beside(plan: ResolvedPlan, framework: str) -> dict[str, Any]:
 
 
 def highest_mfu(
-    steps: Sequence[MeasuredStep], gpu: str, gpus: int, precision: str
+    steps: Sequence[MeasuredStep], gpu: str, gpus: int, size: float, precision: str
 ) -> MeasuredStep | None:
-    """The highest published MFU on a GPU in a precision, within `NEAR_SCALE` of so many GPUs."""
+    """The highest published MFU on a GPU in a precision, within `NEAR_SCALE` of so many GPUs and
+    active parameters.
+    """
     near = [
         step
         for step in steps
         if (step.gpu, step.precision) == (gpu, precision)
         and 1 / NEAR_SCALE <= step.gpus / gpus <= NEAR_SCALE
+        and 1 / NEAR_SCALE <= step.parameters / size <= NEAR_SCALE
     ]
     return max(near, key=lambda step: step.mfu, default=None)
 
@@ -138,12 +143,15 @@ class StepTable:
             self._by_gpu[gpu] = np.array(each)
         return self._by_gpu[gpu]
 
-    def distances(self, plan: ResolvedPlan, framework: str) -> NDArray[np.float64]:
+    def distances(
+        self, plan: ResolvedPlan, framework: str, gpus: int | None = None
+    ) -> NDArray[np.float64]:
         """Doublings between a plan, whose model is a shape, and each step: over sizes, GPU and
-        framework.
+        framework; `gpus` where their number is not the plan's.
         """
+        world = gpus or plan.world_size
         size = float(parameters(plan.shape).active)
-        own = np.log2([[plan.world_size], [size], [plan.training.sequence_length]]) * _SIZE_WEIGHTS
+        own = np.log2([[world], [size], [plan.training.sequence_length]]) * _SIZE_WEIGHTS
         apart: NDArray[np.float64] = (
             np.abs(self._sizes - own).sum(axis=0)
             + self._gpu_distances(plan.gpu.name)
@@ -186,12 +194,22 @@ def _gpu_distance(one: str, other: str) -> float:
     return OTHER_GPU if len(generations) == 1 else OTHER_GENERATION
 
 
+def beyond_published(published: Mapping[str, Any], mfu: float) -> str:
+    """What is to be said where a promise of `mfu` is above everything published near it; else
+    nothing.
+    """
+    highest = published.get("highest_mfu")
+    if highest is None or mfu <= highest:
+        return ""
+    return f"{mfu:.1%} MFU is above the highest published near this scale, {highest:.1%}"
+
+
 def _far_words(
-    step: MeasuredStep, plan: ResolvedPlan, size: float, framework: str
+    step: MeasuredStep, plan: ResolvedPlan, size: float, framework: str, gpus: int
 ) -> Iterator[str]:
-    """What a plan is far in from the nearest measured step."""
+    """What a plan on so many GPUs is far in from the nearest measured step."""
     sizes = {
-        "GPUs": (plan.world_size, step.gpus),
+        "GPUs": (gpus, step.gpus),
         "parameters": (size, step.parameters),
         "tokens of a sequence": (plan.training.sequence_length, step.sequence),
     }

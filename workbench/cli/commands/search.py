@@ -85,7 +85,7 @@ def _shown(found: SearchResult) -> list[Grid | str]:
 
 def _table(found: SearchResult, title: str, rows: Sequence[Candidate]) -> Grid:
     heads = result_tables.table_heads(found)
-    built = tables.table(title, heads, heads[:-1], ("tokens/s",))
+    built = tables.table(title, heads, heads[:-1], result_tables.OPTIONAL_HEADS)
     for one in rows:
         built.add_row(*result_tables.table_row(found, one))
     return built

@@ -12,6 +12,8 @@ from workbench.lab.panel.plan_controls import plan_controls
 from workbench.profile import Profile
 from workbench.units import bytes_text, count_text, digits, seconds_text
 
+SHOWN_SLOWDOWN = 1.01
+"""Slow-down from which on it is shown."""
 BUTTONS = (
     {"label": "Write plan file", "action": "write", "hint": "Write the plan file named above"},
     {
@@ -44,7 +46,8 @@ def verdict_banner(
         return make_banner(
             "bad", f"Not a legal plan: fix {named}", [line for line in lines if line], disabled=True
         )
-    lines = [line for line in (advice_line(profile), step_time_line(profile), news) if line]
+    said = (advice_line(profile), step_time_line(profile), *published_lines(profile), news)
+    lines = [line for line in said if line]
     more = [apply_button(profile)] if profile.fits is False and profile.notes.get("advice") else []
     return make_banner(
         "bad" if profile.fits is False else "good", fit_line(profile), lines, more=more
@@ -139,3 +142,21 @@ def step_time_line(profile: Profile) -> str:
     tokens = profile.tokens_per_second
     pace = f" · {count_text(tokens)} tokens/s" if tokens else ""
     return f"step time {seconds_text(profile.step_seconds)}{pace} ({profile.source})"
+
+
+def published_lines(profile: Profile) -> list[str]:
+    """MFU beside the highest published near it, and what the plan is far in from everything
+    measured; what its framework cannot do, and its retries where memory is nearly full.
+    """
+    notes = profile.notes
+    lines = [notes["cannot"]] if notes.get("cannot") else []
+    slower = notes.get("memory", {}).get("expected_slowdown", 1.0)
+    if slower >= SHOWN_SLOWDOWN:
+        lines.append(f"nearly full: expected {slower:.2f} times as long by the allocator's retries")
+    if near := notes.get("published"):
+        best = near["highest_mfu"]
+        beside = "nothing was published near" if best is None else f"highest published {best:.1%}"
+        lines.append(f"MFU {notes['model_flops_utilisation']:.1%} ({profile.source}), {beside}")
+        lines += [near["promise"]] if near["promise"] else []
+        lines += [f"extrapolates: {near['extrapolates']}"] if near["extrapolates"] else []
+    return lines

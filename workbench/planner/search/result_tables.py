@@ -13,7 +13,20 @@ from workbench.untrusted_text import escaped
 if TYPE_CHECKING:
     from workbench.planner.search.search import Candidate, SearchResult
 
-CANDIDATE_HEADS = ("step time", "peak memory", "runs out", "tokens/s", "GPUs", "strategy")
+CANDIDATE_HEADS = (
+    "step time",
+    "peak memory",
+    "runs out",
+    "tokens/s",
+    "MFU",
+    "published",
+    "GPUs",
+    "strategy",
+)
+OPTIONAL_HEADS = ("tokens/s", "published")
+"""What a narrow table leaves out first."""
+SHOWN_SLOWDOWN = 1.01
+"""Slow-down by the allocator's retries from which on it is shown."""
 MAX_FRONT_ROWS = 12
 FRONT_TITLE = "Less memory for more time: none of these is beaten in both (estimated)"
 
@@ -33,9 +46,25 @@ def search_text(found: SearchResult) -> str:
         less
         + f"{found.candidates:,} legal plans in {found.seconds:.2f} s ({found.rate:,.0f} a second)"
     )
-    return f"{rate}, {found.feasible:,} meet every condition" + (
-        f"\n{found.empty}" if found.empty else ""
-    )
+    lines = [f"{rate}, {found.feasible:,} meet every condition", *published_lines(found)]
+    return "\n".join([*lines, found.empty] if found.empty else lines)
+
+
+def published_lines(found: SearchResult) -> list[str]:
+    """What was published near the first plan, and what it is far in from there."""
+    if not found.top or not found.top[0].published:
+        return []
+    first = found.top[0]
+    near = first.published
+    lines = [
+        f"highest published MFU near its scale: {near['highest_mfu']:.1%}, {near['highest_mfu_of']}"
+        if near["highest_mfu"] is not None
+        else "no step was published on this GPU, in this precision, near its scale"
+    ]
+    lines += [f"the first plan's {first.promise}"] if first.promise else []
+    far = near["extrapolates"]
+    lines.append(f"nearest measured step: {near['nearest']}")
+    return [*lines, f"extrapolates: {far}"] if far else lines
 
 
 def search_tables(found: SearchResult) -> list[tuple[str, Sequence[Candidate]]]:
@@ -76,12 +105,15 @@ def table_row(found: SearchResult, one: Candidate) -> tuple[str, ...]:
 
 def candidate_cells(one: Candidate) -> tuple[str, ...]:
     """One row under `CANDIDATE_HEADS`."""
-    rate = one.step_tokens / one.seconds
+    rate, best = one.step_tokens / one.seconds, one.published.get("highest_mfu")
+    retries = f" x{one.slowdown:.2f}" if one.slowdown >= SHOWN_SLOWDOWN else ""
     return (
-        duration_text(one.seconds),
+        f"{duration_text(one.seconds)}{retries}",
         gib_text(one.peak_bytes),
         f"{one.risk:.1%}",
         f"{rate:,.0f}",
+        f"{one.mfu:.1%}{' above' if one.promise else ''}",
+        "–" if best is None else f"{best:.1%}",
         str(one.plan.world_size),
         strategy_summary(one.plan),
     )

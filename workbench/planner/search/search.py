@@ -6,12 +6,11 @@ from __future__ import annotations
 
 import math
 import time as clock
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from workbench.costmodel.inputs.rank_workload import workload
-from workbench.costmodel.memory.near_full import near_full_slowdown
 from workbench.costmodel.memory.reported_memory import probability_of_running_out
 from workbench.costmodel.step_time import step_time
 from workbench.errors import PlanError, Problem, refuse
@@ -21,7 +20,9 @@ from workbench.planner.calibrated_plan import with_calibration
 from workbench.planner.estimated_timeline import simulated_step_seconds, simulated_timeline
 from workbench.planner.framework_limits import framework_limits
 from workbench.planner.plan_conditions import Condition
+from workbench.planner.published_steps import beyond_published
 from workbench.planner.search import result_tables
+from workbench.planner.search.candidate_figures import CandidateFigures
 from workbench.planner.search.constraints import (
     check_bounds,
     condition_words,
@@ -58,11 +59,20 @@ class Candidate:
     """Probability of running out of memory."""
     slowdown: float = 1.0
     """Expected multiple of the step time by the allocator's retries on a nearly full GPU."""
+    mfu: float = 0.0
+    """Model FLOPs utilization at `seconds`."""
+    published: Mapping[str, Any] = field(default_factory=dict)
+    """What was published near it (`published_steps.published_beside`); empty on CPUs."""
 
     @property
     def expected_seconds(self) -> float:
         """Of a step, with the slow-down that is expected of a nearly full GPU: what is ranked."""
         return self.seconds * self.slowdown
+
+    @property
+    def promise(self) -> str:
+        """That its MFU is above everything published near it; else nothing."""
+        return beyond_published(self.published, self.mfu)
 
     def to_json(self) -> dict[str, Any]:
         """For machines; the plan as what was changed in it."""
@@ -76,6 +86,10 @@ class Candidate:
             "probability_of_running_out": self.risk,
             "score": self.score,
             "tokens_per_second": self.step_tokens / self.seconds,
+            "model_flops_utilisation": self.mfu,
+            "published": {**self.published, "promise": self.promise or None}
+            if self.published
+            else None,
             "gpus": self.plan.world_size,
             "strategy": strategy_summary(self.plan),
             "plan": self.plan.model_dump(exclude_unset=True),
@@ -178,8 +192,10 @@ def search(
     why = "" if seen.feasible else _why_empty(whole, constraints, seen)
     if not seen.feasible and deadline_days is not None and tokens is not None:
         why += _deadline_advice(plan, whole, constraints[:-1], deadline_days, tokens)
+    beside = CandidateFigures(whole)
     best, front = (
-        tuple(_candidate(whole, one) for one in some) for some in (seen.best.top, seen.best.front)
+        tuple(_candidate(whole, one, beside) for one in some)
+        for some in (seen.best.top, seen.best.front)
     )
     best = tuple(replace(one, simulated=_simulated(one.plan)) for one in best)
     return SearchResult(
@@ -228,21 +244,19 @@ def _deadline_advice(
     return f"{needs}; {2**DOUBLINGS} times the GPUs would not do either (estimated)"
 
 
-def _candidate(space: SearchSpace, found: RankedCandidate) -> Candidate:
-    plan, tokens = (
-        candidate_plan(space, found.cell.choice(found.candidate_index)),
-        space.batch * space.base.training.sequence_length,
-    )
-    gpu, stack = space.base.gpu, space.base.strategy.stack
-    capacity, k = gpu.memory_gib * GIB, with_calibration(space.base)[1]
+def _candidate(space: SearchSpace, found: RankedCandidate, beside: CandidateFigures) -> Candidate:
+    plan = candidate_plan(space, found.cell.choice(found.candidate_index))
+    gpus = found.cell.fixed.world_size
     return Candidate(
         plan,
         found.seconds,
         found.peak,
         found.score,
-        step_tokens=tokens,
-        risk=probability_of_running_out(found.peak, capacity, stack),
-        slowdown=near_full_slowdown(found.peak, capacity, stack, k),
+        step_tokens=space.batch * space.base.training.sequence_length,
+        risk=beside.risk(found.peak),
+        slowdown=beside.slowdown(found.peak),
+        mfu=beside.utilization(plan, found.seconds, gpus),
+        published=beside.published(gpus),
     )
 
 

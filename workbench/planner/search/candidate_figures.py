@@ -1,0 +1,60 @@
+"""What is said of the few candidates that a search returns: risk, slow-down, MFU, what was
+published.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any
+
+from workbench.costmodel.compute.roofline import model_flops, peak_flops
+from workbench.costmodel.inputs.rank_workload import workload
+from workbench.costmodel.memory.near_full import near_full_slowdown
+from workbench.costmodel.memory.reported_memory import probability_of_running_out
+from workbench.costmodel.rates.constants import Constants
+from workbench.costmodel.rates.fitted_constants import measured_profile
+from workbench.plan.schema import Plan
+from workbench.planner.calibrated_plan import with_calibration
+from workbench.planner.published_steps import published_beside
+from workbench.planner.search.search_space import SearchSpace
+from workbench.units import GIB
+
+
+class CandidateFigures:
+    """Of the candidates of one search: what they share is computed once."""
+
+    def __init__(self, space: SearchSpace) -> None:
+        self.space, self.stack = space, space.base.strategy.stack
+        self.capacity = space.base.gpu.memory_gib * GIB
+        self._flops: float | None = None
+        self._published: dict[int, dict[str, Any]] = {}
+
+    @cached_property
+    def constants(self) -> Constants:
+        """Of the GPU and the framework."""
+        return with_calibration(self.space.base)[1]
+
+    def risk(self, peak: float) -> float:
+        """Probability of running out of memory at a predicted peak, bytes."""
+        return probability_of_running_out(peak, self.capacity, self.stack)
+
+    def slowdown(self, peak: float) -> float:
+        """Expected multiple of the step time by the allocator's retries."""
+        return near_full_slowdown(peak, self.capacity, self.stack, self.constants)
+
+    def utilization(self, plan: Plan, seconds: float, gpus: int) -> float:
+        """Model FLOPs utilization of a step. Its FLOPs are those of any candidate: they all train
+        the same batch.
+        """
+        if self._flops is None:
+            w = workload(plan.resolve())
+            self._flops = float(model_flops(w) * w.microbatches * w.tensor * w.searched.context)
+        setting = self.space.fixed_configs[0]
+        return self._flops / (seconds * gpus * peak_flops(setting.gpu, setting.precision))
+
+    def published(self, gpus: int) -> dict[str, Any]:
+        """What was published near the model on so many GPUs."""
+        if gpus not in self._published:
+            found = published_beside(self.space.base, measured_profile(self.stack), gpus)
+            self._published[gpus] = found
+        return self._published[gpus]
