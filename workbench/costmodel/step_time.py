@@ -162,6 +162,7 @@ def _durations(
         )
     }
     latency_link = {"tensor": AxisLink(math.inf, tensor.latency * crosses_nodes)}
+    over_nodes = bool(np.any(crosses_nodes))
     exposed: dict[str, dict[str, Array]] = {}
     for action in ("F", "B"):
 
@@ -172,7 +173,7 @@ def _durations(
 
         exposed[action] = {
             "tensor_comm": np.maximum(0.0, of("tensor", wires=bytes_link) - idle[action])
-            + of("tensor", wires=latency_link),
+            + (of("tensor", wires=latency_link) if over_nodes else 0.0),
             "pipeline_comm": _receive_seconds(w, wires["pipeline"], c, action),
         }
         if w.fixed.has_context_parallel:

@@ -150,8 +150,17 @@ def collective_seconds(
         link: Network of the axis.
         constants: `latency_ranks`.
     """
+    per_byte, per_call = collective_slope(kind, ranks, link, constants)
+    seconds: Number = size * per_byte + per_call
+    return seconds
+
+
+def collective_slope(
+    kind: str, ranks: Number, link: AxisLink, constants: Constants
+) -> tuple[Number, Number]:
+    """(seconds per byte, seconds per call) of `collective_seconds`."""
     if kind in ("send", "recv"):
-        return size / link.bandwidth + link.latency
+        return 1 / link.bandwidth, link.latency
     if kind in ("broadcast", "reduce"):
         hops = np.ceil(np.log2(ranks))
     else:
@@ -160,10 +169,7 @@ def collective_seconds(
             if kind == "all_reduce"
             else ranks - 1
         )
-    seconds: Number = (
-        size * (WIRE_FACTOR[kind] * (ranks - 1) / ranks / link.bandwidth) + hops * link.latency
-    )
-    return seconds
+    return WIRE_FACTOR[kind] * (ranks - 1) / ranks / link.bandwidth, hops * link.latency
 
 
 def hierarchical_seconds(
@@ -198,16 +204,22 @@ def comm_seconds(
     """Seconds per step that each pipeline rank spends in the collectives of one axis (and action);
     a recv is counted with its send.
     """
-    chosen = [
-        c for c in calls if c.axis == axis and action in (None, c.action) and c.kind != "recv"
-    ]
-    return sum(
-        (
-            c.count
-            * collective_seconds(
-                c.kind, c.bytes, c.group_size, links.get(c.sub_axis, links[axis]), constants
-            )
-            for c in chosen
-        ),
-        0.0,
-    )
+    # Every cost is linear in bytes: calls that share kind, group and link cost what one call of the
+    # bytes of all does, and their latencies. A search spends its time here.
+    alike: dict[tuple[str, int, str], list[CollectiveCall]] = {}
+    for c in calls:
+        if c.axis == axis and action in (None, c.action) and c.kind != "recv":
+            alike.setdefault((c.kind, id(c.group_size), c.sub_axis), []).append(c)
+    total: Number = 0.0
+    for (kind, _, sub_axis), each in alike.items():
+        link = links.get(sub_axis, links[axis])
+        ranks = each[0].group_size
+        if len(each) == 1:
+            seconds = each[0].count * collective_seconds(kind, each[0].bytes, ranks, link, constants)
+        else:
+            count = sum(c.count for c in each)
+            moved = sum(c.count * c.bytes for c in each)
+            per_byte, per_call = collective_slope(kind, ranks, link, constants)
+            seconds = moved * per_byte + count * per_call
+        total = total + seconds
+    return total
