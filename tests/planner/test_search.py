@@ -405,3 +405,28 @@ def test_a_deadline_keeps_what_is_fast_enough() -> None:
     kept = search(plan, "cost", top=1, deadline_days=slow / 2, tokens=tokens)
     assert kept.top[0].expected_seconds <= free.top[0].expected_seconds / 2
     assert kept.top[0].score >= free.top[0].score
+
+
+@pytest.mark.parametrize("gpu", ["a100-sxm-80gb", "a100-sxm-40gb"])
+def test_splits_of_which_nothing_fits_are_left_out_and_nothing_else_is(gpu: str) -> None:
+    plan = of("llama-2-13b", 16, **{"cluster.gpu": gpu})
+    space = search_space(plan, "wide")
+    evaluator, most, cut = CellEvaluator.of(space), space.largest_peak_bytes, 0
+    for cell in list(search_cells(space))[::5]:
+        held = evaluator.memory(cell, cell.grid())
+        fits = np.broadcast_to(held.legal & (held.peak <= most), held.shape)
+        less = held.with_fitting_splits(held.legal & (held.peak <= most))
+        kept = np.broadcast_to(less.legal & (less.peak <= most), less.shape)
+        whole, part = evaluator.times(held), evaluator.times(less)
+        every, some = np.flatnonzero(fits), np.flatnonzero(kept)
+        assert np.array_equal(whole.at(whole.peak, every), part.at(part.peak, some))
+        assert np.array_equal(whole.at(whole.seconds, every), part.at(part.seconds, some))
+        assert [cell.choice(n) for n in every[:5]] == [less.cell.choice(n) for n in some[:5]]
+        cut += len(less.cell.values["split"]) < len(cell.values["split"])
+    assert cut
+
+
+def test_a_plan_is_simulated_when_somebody_asks() -> None:
+    first = search(of("llama-3-8b", 16), top=1, where=["strategy.pipeline.size=4"]).top[0]
+    alone = estimate(first.plan).notes["simulated_step_seconds"]
+    assert first.simulated == pytest.approx(alone) == first.to_json()["simulated_seconds"]

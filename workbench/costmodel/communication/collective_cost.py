@@ -215,7 +215,9 @@ def comm_seconds(
         link = links.get(sub_axis, links[axis])
         ranks = each[0].group_size
         if len(each) == 1:
-            seconds = each[0].count * collective_seconds(kind, each[0].bytes, ranks, link, constants)
+            seconds = each[0].count * collective_seconds(
+                kind, each[0].bytes, ranks, link, constants
+            )
         else:
             count = sum(c.count for c in each)
             moved = sum(c.count * c.bytes for c in each)

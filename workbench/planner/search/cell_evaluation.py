@@ -1,14 +1,18 @@
-"""Memory and time of all candidates of a cell at once."""
+"""Memory and time of all candidates of a cell at once: memory first, for it is cheaper, and no time
+for ways to cut a layer of which nothing fits.
+"""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from workbench.costmodel.inputs.config import Array
+from workbench.costmodel.inputs.rank_workload import Workload
 from workbench.costmodel.memory.peak_memory import max_peak_bytes
 from workbench.costmodel.rates.constants import Constants
 from workbench.costmodel.step_time import longest_compute_seconds, step_time
@@ -16,6 +20,52 @@ from workbench.planner.calibrated_plan import with_calibration
 from workbench.planner.search.cells import Cell, Index
 from workbench.planner.search.layer_costs import SplitLayerTimes, layer_times_by_algorithm
 from workbench.planner.search.search_space import SearchSpace, plan_on_gpus
+
+WORTH_CUTTING = 0.9
+"""Largest share of splits that are left for which a smaller cell is worth assembling."""
+
+
+@dataclass(frozen=True)
+class CellMemory:
+    """What the combinations of a cell hold; arrays broadcast to `shape`."""
+
+    cell: Cell
+    index: Index
+    workload: Workload
+    legal: NDArray[np.bool_]
+    """Whether each is a plan of its own."""
+    peak: Array
+    """Largest peak over all pipeline ranks, bytes."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of all combinations."""
+        index = self.index
+        return np.broadcast_shapes(*(at.shape for at in index.values())) if index else (1,)
+
+    def count(self, which: NDArray[np.bool_]) -> int:
+        """Combinations that `which`, of a shape that broadcasts, is true of."""
+        return int(np.count_nonzero(which)) * (math.prod(self.shape) // max(1, np.size(which)))
+
+    def with_fitting_splits(self, fits: NDArray[np.bool_]) -> CellMemory:
+        """The same of a cell that has only the splits of which some combination `fits`."""
+        splits = self.cell.values["split"]
+        if len(splits) < 3 or not np.ndim(fits) or fits.shape[-1] != len(splits):
+            return self
+        kept: NDArray[np.bool_] = np.asarray(fits.any(axis=tuple(range(fits.ndim - 1))))
+        kept[:2] |= np.count_nonzero(kept) < 2  # a single one would have no axis of its own
+        if np.count_nonzero(kept) > WORTH_CUTTING * len(kept):
+            return self
+        cell = self.cell.with_splits(kept)
+        index = cell.grid()
+        legal, peak = (_of_splits(x, kept) for x in (self.legal, self.peak))
+        return CellMemory(cell, index, cell.workload(index), legal, peak)
+
+
+def _of_splits(values: NDArray[Any], kept: NDArray[np.bool_]) -> NDArray[Any]:
+    """`values` of some splits, which are the last axis where they differ."""
+    differ = values.ndim and values.shape[-1] == len(kept)
+    return values[..., kept] if differ else values
 
 
 @dataclass(frozen=True)
@@ -30,10 +80,6 @@ class EvaluatedCell:
     """Of a step."""
     compute: Array
     """Seconds of it in which the busiest pipeline rank computes."""
-
-    def count(self, which: NDArray[np.bool_]) -> int:
-        """Combinations that `which`, of a shape that broadcasts, is true of."""
-        return int(np.count_nonzero(which)) * (math.prod(self.shape) // max(1, np.size(which)))
 
     def at(self, values: Array, numbers: NDArray[np.int64]) -> Array:
         """`values` of the combinations with these numbers."""
@@ -69,15 +115,24 @@ class CellEvaluator:
         """The combinations at `index` of `cell`: of a grid, all of them, in the order of its
         axes.
         """
-        w, legal = cell.workload(index)
-        s = cell.fixed
+        return self.times(self.memory(cell, index))
+
+    def memory(self, cell: Cell, index: Index) -> CellMemory:
+        """What they hold."""
+        w = cell.workload(index)
+        legal = np.asarray(cell.is_own_plan(w, index))
+        k = self.constants[cell.fixed.world_size, cell.fixed.pipeline]
+        return CellMemory(cell, index, w, legal, max_peak_bytes(w, k))
+
+    def times(self, held: CellMemory) -> EvaluatedCell:
+        """How long their steps take."""
+        w, s = held.workload, held.cell.fixed
         k = self.constants[s.world_size, s.pipeline]
-        time = step_time(w, k, self.layers[s.algorithm].at(cell, index))
-        shape = np.broadcast_shapes(*(places.shape for places in index.values())) if index else (1,)
+        time = step_time(w, k, self.layers[s.algorithm].at(held.cell, held.index))
         return EvaluatedCell(
-            shape,
-            np.asarray(legal),
-            max_peak_bytes(w, k),
+            held.shape,
+            held.legal,
+            held.peak,
             np.asarray(time.seconds),
             np.asarray(longest_compute_seconds(w, time)),
         )

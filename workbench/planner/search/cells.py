@@ -108,6 +108,11 @@ class Cell:
         split: LayerSplit = at_axis.pop("split")
         return fixed | split._asdict() | {"tensor": split.size(s.algorithm)} | at_axis
 
+    def with_splits(self, kept: NDArray[np.bool_]) -> Cell:
+        """The same cell with some of its splits."""
+        splits = tuple(split for split, keep in zip(self.values["split"], kept) if keep)
+        return replace(self, values=self.values | {"split": splits}, table=self.table[:, kept])
+
     def grid(self) -> Index:
         """Every combination: each axis of several values along a dimension of its own."""
         long = [(axis, len(self.values[axis])) for axis in KNOB_AXES if len(self.values[axis]) > 1]
@@ -116,8 +121,8 @@ class Cell:
             for place, (axis, length) in enumerate(long)
         }
 
-    def workload(self, index: Index) -> tuple[Workload, Mask]:
-        """(what the combinations ask of a rank, whether each is a plan of its own)."""
+    def workload(self, index: Index) -> Workload:
+        """What the combinations ask of a rank."""
         dims = max((places.ndim for places in index.values()), default=0)
         rows = self.stages.ranks
         columns: list[Any] = [_values_at(row, index.get("split")) for row in self.table]
@@ -125,16 +130,7 @@ class Cell:
         take = {
             axis: self._take(axis, index) for axis in KNOB_AXES if axis not in NON_NUMERIC_KNOBS
         }
-        group, replicas = (
-            take["shard"],
-            self.fixed.world_size / (split.tensor * self.fixed.pipeline),
-        )
-        sizes: dict[str, Number] = {
-            "tensor": split.tensor,
-            "context": split.context,
-            "data": replicas / split.context,
-            "pipeline": self.fixed.pipeline,
-        }
+        group, replicas = take["shard"], self._replicas(split.tensor)
         recompute = index.get("recompute", np.zeros((), dtype=int))
         again = (len(rows), *(1,) * (dims - recompute.ndim), *recompute.shape)
         knobs = SearchedConfig(
@@ -158,16 +154,33 @@ class Cell:
             ),
             recomputed_layers=self.stages.recomputed[:, recompute.ravel()].reshape(again),
             layers_after_recomputed=self.stages.layers_after[:, recompute.ravel()].reshape(again),
-            strides=self._strides(index, sizes),
+            strides=self._strides(index, self._sizes(split.tensor, split.context)),
         )
         ahead = (len(rows), *(1,) * dims)
-        w = assemble_workload(
+        return assemble_workload(
             self.fixed,
             knobs,
             rows.reshape(ahead).astype(float),
             self.stages.multiplicity.reshape(ahead),
         )
-        return w, self._legal(w, group, replicas) & self._own_order(sizes, knobs.strides, index)
+
+    def is_own_plan(self, w: Workload, index: Index) -> Mask:
+        """Whether each combination is legal, and the only one of those that do the same."""
+        k = w.searched
+        sizes = self._sizes(k.tensor, k.context)
+        legal = self._legal(w, self._take("shard", index), self._replicas(k.tensor))
+        return legal & self._own_order(sizes, k.strides, index)
+
+    def _replicas(self, tensor: Number) -> Number:
+        return self.fixed.world_size / (tensor * self.fixed.pipeline)
+
+    def _sizes(self, tensor: Number, context: Number) -> dict[str, Number]:
+        return {
+            "tensor": tensor,
+            "context": context,
+            "data": self._replicas(tensor) / context,
+            "pipeline": self.fixed.pipeline,
+        }
 
     def _take(self, axis: str, index: Index) -> Number:
         return _values_at(

@@ -111,7 +111,7 @@ def _layer_times_of_kernels(
         "gradient": ("auto",),
     }
     cell = Cell(alone, values, distinct_stages(alone, ("none",)), np.array(splits, dtype=float).T)
-    w, _ = cell.workload({"split": np.arange(len(splits))})
+    w = cell.workload({"split": np.arange(len(splits))})
     return layer_times(w, device_rates(setting.gpu, setting.precision, k))
 
 

@@ -52,6 +52,10 @@ class BestCandidates:
         self._floor = np.full(MEMORY_BINS + 2, np.inf)
         """The fastest of the front that needs no more memory than the step begins with."""
 
+    def skip(self) -> None:
+        """Leave a cell out of which nothing fits."""
+        self._cells += 1
+
     def take(self, cell: Cell, e: EvaluatedCell, fits: NDArray[np.bool_], score: Score) -> None:
         """Look through a cell; less score is better. Few candidates are looked at closely: retries
         only ever make a step longer, so that one too slow without them is out.
@@ -70,7 +74,8 @@ class BestCandidates:
             scores = score(expected, compute)
             kept = (expected <= e.at(limit, near)) | (scores <= worst)
             if kept.any():
-                self._keep(cell, *(x[kept] for x in (near, seconds, expected, peak, scores)))
+                found = [x[kept] for x in (seconds, expected, peak, scores)]
+                self._keep(cell, near[kept], *found)
         self._cells += 1
 
     def _keep(
@@ -83,9 +88,10 @@ class BestCandidates:
         score: Array,
     ) -> None:
         def found(place: int) -> RankedCandidate:
-            ranked = (float(values[place]) for values in (score, expected, peak))
-            where = (self._cells, int(near[place]), cell)
-            return RankedCandidate(*ranked, *where, float(seconds[place]))
+            one, two, three, four = (
+                float(values[place]) for values in (score, expected, peak, seconds)
+            )
+            return RankedCandidate(one, two, three, self._cells, int(near[place]), cell, four)
 
         ranked = np.lexsort((near, peak, expected, score))[: self.most]
         self.top = sorted([*self.top, *map(found, ranked)])[: self.most]

@@ -8,6 +8,7 @@ import math
 import time as clock
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from workbench.costmodel.inputs.rank_workload import workload
@@ -15,6 +16,7 @@ from workbench.costmodel.memory.reported_memory import probability_of_running_ou
 from workbench.costmodel.step_time import step_time
 from workbench.errors import PlanError, Problem, refuse
 from workbench.fields.bounds import RANKS, TRAINED, hold
+from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.schema import Plan
 from workbench.planner.calibrated_plan import with_calibration
 from workbench.planner.estimated_timeline import simulated_step_seconds, simulated_timeline
@@ -51,8 +53,6 @@ class Candidate:
     """Largest peak of any rank, estimated."""
     score: float
     """What the objective ranks by; less is better."""
-    simulated: float | None = None
-    """The step by event simulation, of the best few."""
     step_tokens: int = 0
     """Tokens of a step; the plan itself may leave its sequence length to the model."""
     risk: float = 0.0
@@ -63,6 +63,15 @@ class Candidate:
     """Model FLOPs utilization at `seconds`."""
     published: Mapping[str, Any] = field(default_factory=dict)
     """What was published near it (`published_steps.published_beside`); empty on CPUs."""
+    resolved: ResolvedPlan | None = field(default=None, compare=False, repr=False)
+    """The plan, complete, of the best few."""
+
+    @cached_property
+    def simulated(self) -> float | None:
+        """The step by event simulation, of the best few; when it is asked for, for it takes longer
+        than to search a hundred thousand plans.
+        """
+        return None if self.resolved is None else _simulated(self.resolved)
 
     @property
     def expected_seconds(self) -> float:
@@ -197,7 +206,7 @@ def search(
         tuple(_candidate(whole, one, beside) for one in some)
         for some in (seen.best.top, seen.best.front)
     )
-    best = tuple(replace(one, simulated=_simulated(one.plan)) for one in best)
+    best = tuple(replace(one, resolved=one.plan.resolve()) for one in best)
     return SearchResult(
         objective,
         seen.candidates,
@@ -260,11 +269,11 @@ def _candidate(space: SearchSpace, found: RankedCandidate, beside: CandidateFigu
     )
 
 
-def _simulated(plan: Plan) -> float | None:
+def _simulated(plan: ResolvedPlan) -> float | None:
     """The step of a plan by event simulation, where there is a pipeline to simulate."""
     if plan.strategy.pipeline.size == 1:
         return None
-    full, k = with_calibration(plan.resolve())
+    full, k = with_calibration(plan)
     w = workload(full)
     time = step_time(w, k)
     return simulated_step_seconds(w, time, *simulated_timeline(w, time.durations))

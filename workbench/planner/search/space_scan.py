@@ -31,7 +31,7 @@ class SearchStats:
     candidates: int = 0
     feasible: int = 0
     least_peak_bytes: float = np.inf
-    """Smallest peak of any legal plan, bytes."""
+    """Smallest peak of any legal plan, bytes, where none is feasible."""
 
 
 def scan_space(
@@ -47,16 +47,23 @@ def scan_space(
     conditions = [c for c in constraints if c.field in RESULT_FIELDS]
     evaluators = _evaluators_by_gpus(whole)
     for cell in search_cells(space):
-        e = evaluators[cell.fixed.world_size](cell, cell.grid())
-        fits = e.legal & (e.peak <= most)
+        evaluator = evaluators[cell.fixed.world_size]
+        held = evaluator.memory(cell, cell.grid())
+        fits = held.legal & (held.peak <= most)
+        seen.candidates += held.count(held.legal)
+        if not seen.feasible:  # else nobody asks
+            least = float(np.where(held.legal, held.peak, np.inf).min())
+            seen.least_peak_bytes = min(seen.least_peak_bytes, least)
+        if not fits.any():
+            seen.best.skip()
+            continue
+        held = held.with_fitting_splits(fits)
+        fits = held.legal & (held.peak <= most)
+        e = evaluator.times(held)
         for c in conditions:
-            fits = fits & c.holds(_constrained_result(cell, e, c.field, retries))
-        seen.candidates += e.count(e.legal)
-        seen.feasible += e.count(fits)
-        seen.least_peak_bytes = min(
-            seen.least_peak_bytes, float(np.where(e.legal, e.peak, np.inf).min())
-        )
-        seen.best.take(cell, e, fits, partial(_objective_score, cell.fixed, objective))
+            fits = fits & c.holds(_constrained_result(held.cell, e, c.field, retries))
+        seen.feasible += held.count(fits)
+        seen.best.take(held.cell, e, fits, partial(_objective_score, cell.fixed, objective))
     return seen
 
 
