@@ -121,7 +121,8 @@ class StepTable:
     def _sizes(self) -> NDArray[np.float64]:
         """log2 of GPUs, parameters and half that of the sequence, `[3, steps]`."""
         columns = zip(*((s.gpus, s.parameters, s.sequence) for s in self.steps))
-        return np.log2(np.array(list(columns), dtype=float)) * _SIZE_WEIGHTS
+        logs: NDArray[np.float64] = np.log2(np.array(list(columns), dtype=float)) * _SIZE_WEIGHTS
+        return logs
 
     @cached_property
     def sites(self) -> NDArray[np.str_]:
@@ -151,7 +152,8 @@ class StepTable:
         """
         world = gpus or plan.world_size
         size = float(parameters(plan.shape).active)
-        own = np.log2([[world], [size], [plan.training.sequence_length]]) * _SIZE_WEIGHTS
+        sizes = np.array([[world], [size], [plan.training.sequence_length]], dtype=float)
+        own = np.log2(sizes) * _SIZE_WEIGHTS
         apart: NDArray[np.float64] = (
             np.abs(self._sizes - own).sum(axis=0)
             + self._gpu_distances(plan.gpu.name)
