@@ -44,7 +44,7 @@ def fit_document(fit: MultiplierFit, near: Linearization, point: Array) -> dict[
         "source": SOURCE,
         "fitted_constants": len(fit.names) + UNCERTAINTY_PARAMETERS + NEAR_FULL_CONSTANTS,
         **_fitted_part(spread, point, None),
-        "near_full": near_full_slowdown_of(near_full_rows(fit, fit.constants_at(point))),
+        "near_full": near_full_slowdown_of(near_full_rows(fit.constants_at(point))),
         "without": {site: _without(spread, site) for site in sorted(set(fit.sites))},
         "measured": [step.to_list() for step in fastest_steps(fit.rows)],
     }

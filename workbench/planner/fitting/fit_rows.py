@@ -83,12 +83,14 @@ def published_rows() -> list[MeasuredRow]:
     return read_measured_rows(Path(data_files.assets() / PUBLISHED_ROWS))
 
 
-def clean_rows(rows: Iterable[MeasuredRow]) -> list[FitRow]:
-    """Rows that ran, with a step time, a site and no flag; their plans are legal."""
+def clean_rows(rows: Iterable[MeasuredRow], allowed: frozenset[str] = frozenset()) -> list[FitRow]:
+    """Rows that ran, with a step time, a site and no flag but those `allowed`; their plans are
+    legal.
+    """
     judged, found = published_judgements(), []
     for row in rows:
         judgement = judged.get(row.label)
-        if judgement is None or judgement.flags or row.status != "ran":
+        if judgement is None or set(judgement.flags) - allowed or row.status != "ran":
             continue
         try:
             planned = row_to_plan(row)

@@ -15,25 +15,29 @@ from workbench.costmodel.memory.near_full import retry_region
 from workbench.costmodel.memory.peak_memory import peak_memory
 from workbench.costmodel.rates.constants import constants
 from workbench.costmodel.rates.fitted_constants import FittedConstants
-from workbench.planner.fitting.fit_rows import FitRow, published_rows
-from workbench.planner.fitting.multiplier_fit import MIN_SITES, MultiplierFit
+from workbench.planner.fitting.fit_rows import FitRow, clean_rows, published_rows
+from workbench.planner.fitting.multiplier_fit import MIN_SITES
 from workbench.planner.validation.row_judgement import published_judgements
 from workbench.units import GIB
 
 FAILED = ("failed", "out_of_memory")
+ALLOWED_FLAGS = frozenset({"inferred"})
+"""An inferred shape shifts a step by percents, retries by multiples."""
 DIGITS = 3
 
 
-def near_full_rows(fit: MultiplierFit, fitted: FittedConstants) -> dict[str, list[float]]:
+def near_full_rows(fitted: FittedConstants) -> dict[str, list[float]]:
     """Site -> logarithms of measured over predicted step time of its rows whose predicted need lies
     where the allocator retries; of groups (one model, GPUs, batch and source) with failures.
     """
     judged = published_judgements()
-    failed = (row.label for row in published_rows() if row.status in FAILED)
+    rows = published_rows()
+    failed = (row.label for row in rows if row.status in FAILED)
     groups = {judged[label].group for label in failed if label in judged}
+    beside = (row for row in rows if row.label in judged and judged[row.label].group in groups)
     found: dict[str, list[float]] = {}
-    for row in fit.rows:
-        if judged[row.planned.row.label].group in groups and _is_near_full(row):
+    for row in clean_rows(beside, ALLOWED_FLAGS):
+        if _is_near_full(row):
             found.setdefault(row.site, []).append(math.log(row.seconds / row.predicted(fitted)))
     return found
 
