@@ -7,6 +7,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from workbench.costmodel.communication.collective_volume import step_collectives
@@ -131,7 +132,7 @@ def test_weights_gathered_in_fp8_are_half_the_bytes() -> None:
         )
         calls = [c for c in step_collectives(workload(plan.resolve())) if c.axis == "data"]
         return {
-            kind: sum(float((c.bytes * c.count).sum()) for c in calls if c.kind == kind)
+            kind: float(sum(np.sum(c.bytes * c.count) for c in calls if c.kind == kind))
             for kind in ("all_gather", "reduce_scatter")
         }
 

@@ -39,7 +39,7 @@ PEAK_SHARE_CONSTANTS = ("gemm_share", "attention_share", "memory_share")
 """Constants that are a share of a peak."""
 
 
-def calibrated_hardware(plan: ResolvedPlan) -> tuple[GPU, Fabric, dict[str, float]]:
+def calibrated_hardware(plan: ResolvedPlan) -> tuple[GPU, Fabric, dict[str, Any]]:
     """GPU, fabric and changed constants of a complete plan; its own, and none, where it names no
     calibration.
 
@@ -70,7 +70,7 @@ def ranks_per_machine(plan: Plan) -> int:
 
 def apply_calibration(
     calibration: Calibration, plan: ResolvedPlan
-) -> tuple[GPU, Fabric, dict[str, float]]:
+) -> tuple[GPU, Fabric, dict[str, Any]]:
     """GPU, fabric and constants of `plan` on the machine of `calibration`, its scale included."""
     curves = MeasuredCurves(calibration, ranks_per_machine(plan))
     figures = measured_hardware(curves, plan)
@@ -139,7 +139,7 @@ def _fitted_link(curves: MeasuredCurves) -> dict[str, float]:
     return {"link_gbs": share / max(beta, 1e-15) / 1e9, "link_latency_us": alpha / hops * 1e6}
 
 
-def measured_constants(curves: MeasuredCurves, gpu: GPU, plan: ResolvedPlan) -> dict[str, float]:
+def measured_constants(curves: MeasuredCurves, gpu: GPU, plan: ResolvedPlan) -> dict[str, Any]:
     """Constants of `data/planner.yaml` that the measurement replaces, relative to the figures of
     `gpu`.
     """
@@ -199,7 +199,7 @@ def _traffic_of_probe(curves: MeasuredCurves, probe: Probe) -> float:
 
 def _apply_scale(
     scale: Scale, gpu: GPU, fabric: Fabric, found: dict[str, float], usual: Constants
-) -> tuple[GPU, Fabric, dict[str, float]]:
+) -> tuple[GPU, Fabric, dict[str, Any]]:
     """What computes slower by one factor, what communicates by another, every step longer by a
     sum.
     """

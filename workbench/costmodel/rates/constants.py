@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
+from typing import Any
 
 from workbench import data_files
 from workbench.costmodel.compute.kernel_benchmarks import measured_kernels
@@ -106,7 +107,7 @@ def ideal_constants() -> Constants:
     """Constants of a lossless device: GEMMs, memory and links reach their peaks at any size."""
     usual = _constants("cuda", "", "", "fused", WORKBENCH, FittedConstants())
     reached = {f.name: 1.0 for f in fields(Constants) if f.name.endswith("_share")}
-    changed = reached | {
+    changed: dict[str, Any] = reached | {
         "attention_narrow": 1.0,
         "attention_backward": 1.0,
         "gemm_half_dim": 0.0,

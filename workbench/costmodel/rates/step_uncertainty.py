@@ -11,6 +11,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 from workbench.costmodel.rates.fitted_constants import fitted_document, measured_profile
 
@@ -75,7 +76,7 @@ def is_well_known(stack: str, without: str | None = None) -> bool:
     return measured_profile(stack) in _part(without).get("well_known", ())
 
 
-def _part(without: str | None) -> Mapping[str, object]:
+def _part(without: str | None) -> Mapping[str, Any]:
     document = fitted_document()
-    found: Mapping[str, object] = document.get("without", {}).get(without, document)
+    found: Mapping[str, Any] = document.get("without", {}).get(without, document)
     return found
