@@ -66,26 +66,28 @@ class FrameworkProfile:
     """Bytes per logit at the loss's peak."""
     compiled_logit_bytes: float = -1.0
     """The same where a compiler fuses the loss; negative: as without."""
-    stale_logit_bytes: float = 0.0
-    """Bytes per logit that the previous microbatch still holds then."""
     fp8_saved_inputs: float = 0.0
-    """1 where fp8 GEMMs and the gate save their inputs in 8 bits."""
-    gathered_buffers: float = 0.0
-    """All-gathered hidden activations held at once, where no pipeline makes the host wait."""
-    gathered_ahead: float = 0.0
-    """The same under a pipeline, per microbatch in flight beyond the second; at most
-    `gathered_buffers`.
+    """1 where fp8 GEMMs save their inputs in 8 bits."""
+    fp8_weight_copies: float = 0.0
+    """8-bit tensors of each weight of fp8 GEMMs."""
+    fp8_parameters: float = 0.0
+    """1 where these replace the stored parameter."""
+    routed_copies: float = 2.0
+    """Tensors of routed tokens that an MoE layer saves: the experts' input, and their output where
+    the router's weights multiply that.
     """
-    host_run_ahead: float = 0.0
-    """Share of activations added by blocks that another stream still holds, where tensor ranks
-    all-gather sequences.
+    keeps_exchanged_output: float = 1.0
+    """1 where Ulysses saves attention's output both before and after its all-to-all."""
+    gathered_buffers: float = 0.0
+    """Buffers of an all-gathered hidden activation that tensor parallelism keeps."""
+    recorded_sequences: float = 0.0
+    """Full-sequence activations of a layer, in forward as in backward, that NCCL's stream may still
+    use when they are freed.
     """
     gathered_parameters: float = float("inf")
     """Most parameters that ZeRO-3 all-gathers at once, where it does so weight by weight."""
     root_gathered: float = 0.0
     """1 where ZeRO-3 keeps embedding and head unsharded throughout the step (FSDP's root unit)."""
-    table_bytes: float = 0.0
-    """Additional bytes per weight of an embedding or head."""
     bucket_mib: float = 0.0
     """Communication buckets of a sharded fp16 optimizer, MiB."""
     gradients_freed_after_step: float = 0.0

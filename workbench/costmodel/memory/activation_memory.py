@@ -26,6 +26,8 @@ from workbench.runtime_facts.fused_thresholds import MIN_FUSED_SEAM_NUMEL
 
 TOKEN_ID_BYTES = 8
 """Bytes of an int64 token id."""
+MX_BLOCK = 32
+"""Elements that share one 8-bit scale in MXFP8 (OCP Microscaling Formats 1.0)."""
 CHOICE_BYTES = 2
 """Bytes of an int16 index of an expert."""
 
@@ -104,6 +106,8 @@ def layer_activations(w: Workload, is_moe: bool = False) -> LayerActivations:
         shard * (1 + (w.shape.biases == "all")) + 2 * w.hidden_activation_bytes
     )
     backward = _feed_forward_backward(w, wide, matrix)
+    if is_moe and w.fixed.framework.routed_copies == 1:
+        backward = np.maximum(backward, _routed_backward(w))
     if w.fixed.algorithm != "1d":
         gathered = grid_block_bytes(w, wide, matrix, w.hidden_activation_bytes)
         backward, last_gemm = backward + gathered, branch + shard + gathered
@@ -162,6 +166,16 @@ def _feed_forward_backward(w: Workload, wide: Number, matrix: Number) -> Number:
     return np.maximum(peak, _cast_to_fp8_bytes(w, wide, matrix)) + gathered
 
 
+def _routed_backward(w: Workload) -> Number:
+    """Temporaries during the backward of an MoE's combination and of its experts' last GEMM: the
+    gradient of the routed outputs before and after a permutation, or beside that of the GEMM's
+    input.
+    """
+    routed = w.routed_rows_per_token * w.tokens * w.element_bytes
+    width: Number = np.maximum(w.hidden_per_rank, w.expert_ffn)
+    return routed * (w.hidden_per_rank + width)
+
+
 def _cast_to_fp8_bytes(w: Workload, wide: Number, matrix: Number) -> Number:
     """Temporaries while backward of the down projection casts its weight, or its input beside that
     input's gradient; the output gradient is there in 8 bits.
@@ -215,13 +229,12 @@ def weight_gradient_peak(
 
 def _ulysses_saved(w: Workload) -> Number:
     """Bytes that Ulysses (2309.14509) saves besides: repeated key-value heads, and attention's
-    output both by heads and by tokens.
+    output both by heads and by tokens, unless backward exchanges it again.
     """
     if not w.fixed.has_context_parallel:
         return 0.0
-    extra_width = (w.kv_head_repeats - 1) * (w.k_width + w.v_width) + w.o_width * (
-        1 - w.searched.selective
-    )
+    twice = w.fixed.framework.keeps_exchanged_output * (1 - w.searched.selective)
+    extra_width = (w.kv_head_repeats - 1) * (w.k_width + w.v_width) + w.o_width * twice
     return (w.ulysses > 1) * extra_width * w.tokens * w.element_bytes
 
 
@@ -273,6 +286,14 @@ def separate_weight_gradients(w: Workload) -> float:
     return has_weight_gradients(w) * (1 - w.fixed.behavior.fused_accumulation)
 
 
+def head_gradients(w: Workload) -> float:
+    """Tensors of the head's shape while its weight gradient is computed: the gradient, or a
+    placeholder for it (Megatron-core `tensor_parallel/layers.py`, `grad_added_to_main_grad`).
+    """
+    placeholder = w.fixed.behavior.fused_accumulation * w.fixed.behavior.dummy_weight_gradients
+    return max(separate_weight_gradients(w), has_weight_gradients(w) * placeholder)
+
+
 def dummy_weight_gradient_bytes(w: Workload) -> Number:
     """Placeholders for weight gradients that GEMMs have accumulated elsewhere: one of each weight's
     shape, for the life of the process.
@@ -290,14 +311,20 @@ def dummy_weight_gradient_bytes(w: Workload) -> Number:
 
 
 def _fp8_saved_delta(w: Workload, is_moe: bool) -> Number:
-    """Change of the saved bytes where fp8 GEMMs save their inputs in 8 bits: outputs of norms and
-    feed-forward shrink to one byte, attention's needs a second, narrow copy.
+    """Change of the saved bytes where fp8 GEMMs save their inputs in 8 bits.
+
+    Outputs of norms, the experts' and the down projection's input shrink; attention's output, which
+    its own backward reads in 16 bits, and what a router reads need a second, narrow copy.
     """
-    if w.fixed.precision != "fp8" or not w.fixed.framework.fp8_saved_inputs:
+    framework = w.fixed.framework
+    if w.fixed.precision != "fp8" or not framework.fp8_saved_inputs:
         return 0.0
     wide, _ = _feed_forward(w, is_moe)
-    gate = (3 if w.shape.gated else 2) * wide
-    return (w.o_width * w.tokens * w.element_bytes - 2 * w.residual_bytes - gate) / 2
+    attended = w.o_width * w.tokens * w.element_bytes
+    replaced = (1 if is_moe else 2) * w.residual_bytes + wide
+    if is_moe:
+        replaced = replaced + w.routed_rows_per_token * w.hidden_activation_bytes
+    return (attended + replaced) * fp8_bytes(w) / w.element_bytes - replaced
 
 
 def _frozen_inputs(w: Workload, wide: Number) -> Number:
@@ -321,15 +348,19 @@ def _feed_forward(w: Workload, is_moe: bool) -> tuple[Number, Number]:
 def _feed_forward_saved(w: Workload, is_moe: bool) -> Number:
     """Bytes that the feed-forward saves: gate, up, activated gate and product; without a gate up
     and activated up (ReLU: only that); an MoE also its dispatched tokens and router probabilities.
+
+    Where the router's weights multiply the experts' activations, in place of their outputs, tokens
+    are routed from sequence shards and their outputs are not saved.
     """
     wide, _ = _feed_forward(w, is_moe)
     recomputed = runs_fused_seam(w, wide / w.element_bytes)
     gated = w.fixed.framework.gated_saved_tensors - recomputed  # the activated gate
     saved = (gated if w.shape.gated else 1 if w.shape.mlp == "relu" else 2) * wide
     if is_moe and w.shape.moe is not None:
+        copies = w.fixed.framework.routed_copies
         saved += (
-            w.hidden_activation_bytes * (w.sequence_parallel > 1)
-            + (w.routed_rows_per_token * 2 * w.hidden_activation_bytes)
+            w.hidden_activation_bytes * (w.sequence_parallel > 1) * (copies > 1)
+            + (w.routed_rows_per_token * copies * w.hidden_activation_bytes)
             + w.shape.moe.experts * w.tokens * 4
         )
     return saved
@@ -355,6 +386,13 @@ def _mla_latents(w: Workload) -> Number:
         * w.tokens
         * w.element_bytes
     )
+
+
+def fp8_bytes(w: Workload) -> float:
+    """Bytes of an element in 8 bits, its share of a scale included: Blackwell's MXFP8 has an 8-bit
+    scale for 32 elements (OCP Microscaling Formats 1.0), earlier recipes one for a tensor.
+    """
+    return 1 + 1 / MX_BLOCK if "blackwell" in w.fixed.gpu.architecture else 1.0
 
 
 def weight_gradient_bytes(w: Workload) -> Number:
@@ -458,7 +496,7 @@ def embedding_backward(w: Workload) -> Number:
         w.fixed.framework.gradients_freed_after_step
     ):  # the gradient that is gradients is the one that is kept
         return gradients
-    if has_tied_head_on_rank(w):
+    if has_tied_head_on_rank(w) and separate_weight_gradients(w):
         return np.maximum(
             np.maximum(gradients, 2 * table * w.element_bytes) + table * w.element_bytes,
             accumulated_gradient_bytes(w, table),

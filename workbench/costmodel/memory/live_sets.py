@@ -83,8 +83,7 @@ def _activations_in_flight(w: Workload, head: HeadMemory) -> ActivationsInFlight
     checkpoint = share * dense.checkpoint + (1 - share) * moe.checkpoint
     saved = (w.layers - w.recomputed_layers) * layer_saved + w.recomputed_layers * checkpoint
     ends, boundary = activation_memory.boundary_bytes(w)
-    run_ahead = 1 + w.fixed.framework.host_run_ahead * (w.sequence_parallel > 1)
-    per_microbatch = (saved + ends) * run_ahead
+    per_microbatch = saved + ends
     deferred = (
         w.layers * activation_memory.deferred_weight_bytes(w) * float(w.fixed.splits_backward)
     )
@@ -95,7 +94,7 @@ def _activations_in_flight(w: Workload, head: HeadMemory) -> ActivationsInFlight
     )
     total = (
         w.microbatches_in_flight * per_microbatch
-        + num_losses * head.saved * run_ahead
+        + num_losses * head.saved
         + outputs
         + deferred_delta
     )
@@ -292,6 +291,7 @@ def _tied_head_gradient(w: Workload) -> Number:
         * w.weight_in_dim
         * w.element_bytes
         * float(activation_memory.has_tied_head_on_rank(w))
+        * activation_memory.separate_weight_gradients(w)
     )
 
 
@@ -300,35 +300,14 @@ def step_buffers(w: Workload, p: ParamCounts) -> MemoryByCategory:
     buckets, placeholders of weight gradients.
     """
     framework, buffers = w.fixed.framework, zero_working_set(w, p)
-    sequences = _num_gathered_buffers(w) * w.hidden_activation_bytes * (w.sequence_parallel > 1)
-    tables = (
-        framework.table_bytes
-        * w.vocab_rows
-        * w.weight_in_dim
-        * np.maximum(w.has_embedding, w.has_head)
-    )
+    sequences = framework.gathered_buffers * w.hidden_activation_bytes * (w.sequence_parallel > 1)
     buckets = framework.bucket_mib * 2**20 * (w.fixed.precision == "fp16" and w.zero >= 1)
     if w.fixed.behavior.dummy_weight_gradients:
         dummies = activation_memory.dummy_weight_gradient_bytes(w)
         buffers = add_categories(buffers, {"gradients": w.zeros + dummies})
-    if not (framework.gathered_buffers or framework.table_bytes or buckets):
+    if not (framework.gathered_buffers or buckets):
         return buffers
-    return add_categories(buffers, {"communication": w.zeros + sequences + tables + buckets})
-
-
-def _num_gathered_buffers(w: Workload) -> Number:
-    """All-gathered sequences that another stream still holds: as many as the host runs ahead.
-
-    Under a pipeline the host waits for its neighbors; where a tensor group spans more than two
-    nodes, always.
-    """
-    framework = w.fixed.framework
-    if w.pipeline == 1:
-        return framework.gathered_buffers
-    per_microbatch = framework.gathered_ahead * (w.tensor <= 2 * w.fixed.gpus_per_node)
-    return np.minimum(
-        framework.gathered_buffers, per_microbatch * np.maximum(w.microbatches_in_flight - 2, 0.0)
-    )
+    return add_categories(buffers, {"communication": w.zeros + sequences + buckets})
 
 
 def zero_working_set(w: Workload, p: ParamCounts) -> MemoryByCategory:

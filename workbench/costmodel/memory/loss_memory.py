@@ -17,11 +17,11 @@ from workbench.costmodel.memory.activation_memory import (
     gathers_sequence,
     grid_block_bytes,
     has_weight_gradients,
+    head_gradients,
     input_gradient_in_flight,
     keeps_small_seams_eager,
     norm_backward,
     norm_saved,
-    separate_weight_gradients,
     weight_gradient_peak,
 )
 from workbench.runtime_facts.fused_thresholds import MIN_FUSED_LOSS_NUMEL
@@ -79,7 +79,6 @@ def _eager_loss(w: Workload) -> HeadMemory:
     if framework_bytes >= 0:
         split, cast, extra = np.ones_like(split), 0.0, (framework_bytes - w.upcast_bytes) * logits
         logits_16bit = min(framework_bytes, w.element_bytes) * logits
-        extra = extra + w.fixed.framework.stale_logit_bytes * logits * (w.microbatches > 1)
     else:
         extra = 0.0
     gradient, blocks = _projection(w, table, logits_16bit)
@@ -150,4 +149,4 @@ def _projection(w: Workload, table: Number, logits: Number) -> tuple[Number, Num
     blocks = (
         grid_block_bytes(w, w.hidden_activation_bytes, table, logits) if algorithm != "1d" else 0.0
     )
-    return table * w.element_bytes * separate_weight_gradients(w) * (algorithm != "3d"), blocks
+    return table * w.element_bytes * head_gradients(w) * (algorithm != "3d"), blocks

@@ -10,9 +10,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from workbench.costmodel.inputs.config import Array, FixedConfig
+from workbench.costmodel.inputs.config import Array, FixedConfig, Number
 from workbench.costmodel.inputs.rank_parameters import ParamCounts
 from workbench.costmodel.inputs.rank_workload import Workload
+from workbench.costmodel.memory.activation_memory import fp8_bytes
 
 
 @dataclass(frozen=True)
@@ -45,13 +46,28 @@ def model_states(w: Workload, p: ParamCounts) -> ModelStates:
         gradients = np.where(w.reduce_microbatch > 0, shards, whole)
     widened = w.fixed.framework.upcast_gradients * (w.fixed.precision == "fp16")
     return ModelStates(
-        parameters=(sharded_params(w, p) if w.zero == 3 else p.total) * w.fixed.parameter_bytes,
+        parameters=(sharded_params(w, p) if w.zero == 3 else p.total) * w.fixed.parameter_bytes
+        + _fp8_weight_bytes(w, p),
         gradients=gradients * w.stored_gradient_bytes
         + whole * w.fixed.gradient_accumulator_bytes
         + optimizer * widened,
         optimizer=optimizer * w.fixed.moment_bytes,
         master=optimizer * w.fixed.master_bytes,
     )
+
+
+def _fp8_weight_bytes(w: Workload, p: ParamCounts) -> Number:
+    """Bytes that weights of fp8 GEMMs, those of layers, take beside the stored parameters, or in
+    place of them; MXFP8 needs two copies, quantized along rows and along columns.
+    """
+    framework = w.fixed.framework
+    if w.fixed.precision != "fp8" or not framework.fp8_weight_copies:
+        return 0.0
+    shared = w.has_embedding * w.has_head * float(w.shape.tied)
+    tables = w.table_params * (w.has_embedding + w.has_head - shared)
+    copies = 2.0 if fp8_bytes(w) > 1 else framework.fp8_weight_copies
+    replaced = framework.fp8_parameters * w.fixed.parameter_bytes
+    return (p.total - p.adapters - tables) * (copies * fp8_bytes(w) - replaced)
 
 
 def unsharded_state_bytes(s: FixedConfig, gradient_bytes: float) -> float:

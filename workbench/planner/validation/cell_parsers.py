@@ -312,3 +312,23 @@ _NOT_OFFLOADED = re.compile(
 _ACTIVATIONS_OFFLOADED = re.compile(
     r"act\w*[- ](cpu[- ])?offload\w*|-*offload[- ](residual|act)\w*"
 )
+
+
+_FUSED_LOSS = re.compile(
+    r"fused[\s_-]*(?:\w+[\s_-]+)?(?:cross[\s_-]?entropy|ce\b)"
+    r"|cross[\s_-]?entropy[\s_-]*(?:loss[\s_-]*)?(?:fusion|fused)"
+)
+_ALL_TO_ALL_CONTEXT = re.compile(
+    r"ulysses|\bcp[\s_-]*(?:comm[\s_-]*type)?[\s=:_-]*(?:a2a|all.to.all)"
+    r"|(?:a2a|all.to.all)[\s_-]*(?:cp\b|context parallel)"
+)
+
+
+def says_fused_loss(words: str) -> bool:
+    """Whether a row's words say that its cross entropy is fused."""
+    return bool(_FUSED_LOSS.search(words.lower()))
+
+
+def says_all_to_all_context(words: str) -> bool:
+    """Whether a row's words say that context ranks exchange heads by all-to-alls."""
+    return bool(_ALL_TO_ALL_CONTEXT.search(words.lower()))

@@ -42,6 +42,10 @@ class FrameworkDefaults:
     """
 
 
+OPTIONS = ("rowwise", "fused_loss")
+"""Conditions that choose an option of one framework, where others choose another framework."""
+
+
 @lru_cache(maxsize=1)
 def framework_defaults() -> dict[str, FrameworkDefaults]:
     """Every stack of `data/frameworks/` by name."""
@@ -72,7 +76,8 @@ def _framework_defaults(
 
 
 def _variant_names(entry: Mapping[str, Any]) -> set[str]:
-    return {*entry.get("before", {}).values(), entry.get("becomes", {}).get("rowwise", "")}
+    becomes = entry.get("becomes", {})
+    return {*entry.get("before", {}).values(), *(becomes.get(name, "") for name in OPTIONS)}
 
 
 def _inherited(entry: Mapping[str, Any], table: Mapping[str, Any]) -> dict[str, Any]:
@@ -87,13 +92,19 @@ def _inherited(entry: Mapping[str, Any], table: Mapping[str, Any]) -> dict[str, 
 
 @lru_cache(maxsize=4096)
 def find_framework(
-    framework: str, sharded: bool, flash: bool, year: float | None = None, rowwise: bool = False
+    framework: str,
+    sharded: bool,
+    flash: bool,
+    year: float | None = None,
+    rowwise: bool = False,
+    fused_loss: bool = False,
 ) -> FrameworkDefaults:
     """The stack that `framework` means: the first match in it, of those the longest; then what that
     becomes.
 
     `sharded`: ZeRO-2 or 3 without a pipeline. `flash`: attention is fused. `year`: of the report,
-    where it is known. `rowwise`: fp8 products have a scale for every row.
+    where it is known. `rowwise`: fp8 products have a scale for every row. `fused_loss`: cross
+    entropy is fused.
     """
     words, table = " ".join(framework.lower().split()), framework_defaults()
     found = [
@@ -103,9 +114,13 @@ def find_framework(
         if match in words
     ]
     stack = table[min(found)[2] if found else FALLBACK]
-    for condition, holds in (("sharded", sharded), ("flash", flash), ("rowwise", rowwise)):
+    named = stack
+    conditions = {"sharded": sharded, "flash": flash, "rowwise": rowwise, "fused_loss": fused_loss}
+    for condition, holds in conditions.items():
         if holds and condition in stack.variants:
-            return table[stack.variants[condition]]
+            stack = table[stack.variants[condition]]
+    if stack is not named:
+        return stack
     earlier = [
         name for since, name in stack.earlier_versions.items() if year is not None and year < since
     ]

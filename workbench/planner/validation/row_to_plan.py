@@ -184,7 +184,8 @@ def _row_framework(row: MeasuredRow, gpu: GPU) -> FrameworkDefaults:
         cell_parsers.report_year(f"{row.source} {row.table}"),
         re.search(r"row.?wise", row.precision.lower()) is not None,
     )
-    stack = find_framework(row.framework, sharded, fused, when, rowwise)
+    in_place = cell_parsers.says_fused_loss(f"{row.framework} {row.attention} {row.notes}")
+    stack = find_framework(row.framework, sharded, fused, when, rowwise, in_place)
     if said is not None and said != (stack.attention == "flash"):
         raise Inexpressible(
             f"attention is {'' if said else 'not '}fused, against all that is known of {stack.name}"
@@ -230,6 +231,9 @@ def _stated_fields(row: MeasuredRow, layers: int, data: int) -> dict[str, Any]:
         "strategy.tensor.size": row.tensor,
         "strategy.pipeline.size": row.pipeline,
         "strategy.context.size": row.context,
+        "strategy.context.algorithm": "ulysses"
+        if row.context > 1 and cell_parsers.says_all_to_all_context(words)
+        else None,
         "strategy.expert.size": row.expert,
         "strategy.data.zero": row.zero,
         "strategy.recompute": recompute,

@@ -1,0 +1,209 @@
+"""Memory of Megatron-core with Transformer Engine, counted tensor by tensor from their sources.
+
+Widths are in elements of one token; what a module saves is named after the file that saves it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from workbench.costmodel.inputs.rank_workload import Workload, workload
+from workbench.costmodel.memory import activation_memory
+from workbench.costmodel.memory.loss_memory import head_memory
+from workbench.costmodel.memory.model_states import model_states
+from workbench.costmodel.rates.constants import constants
+from workbench.plan.schema import Plan
+from workbench.planner.validation import predict
+from workbench.planner.validation.framework_names import find_framework
+from workbench.planner.validation.measured_rows import parse_row
+from workbench.planner.validation.row_to_plan import row_to_plan
+
+STATISTIC = 4
+"""Bytes of an RMSNorm's statistic of a token, and of attention's of a head and token."""
+
+
+def load(model: str, stack: str = "megatron", gpu: str = "b200", **changes: Any) -> Workload:
+    dotted = {path.replace("__", "."): value for path, value in changes.items()}
+    plan = Plan.of(model, gpu=gpu, gpus=8, strategy="ddp", set={"strategy.stack": stack, **dotted})
+    return workload(plan.resolve())
+
+
+def saved(w: Workload, is_moe: bool = False) -> float:
+    """Bytes a token that a layer saves."""
+    return float(activation_memory.layer_activations(w, is_moe).saved / w.tokens)
+
+
+def test_a_dense_layer_saves_inputs_of_its_modules() -> None:
+    """LayerNormLinear (twice): its input and the norm's output; DotProductAttention: queries, keys,
+    values, statistics; Linear: its input; bias_swiglu: gate and up; Linear: their product.
+    """
+    w = load("llama-3-8b")
+    widths = 2 * (4096 + 4096) + (4096 + 1024 + 1024) + 4096 + 3 * 14336
+    assert saved(w) == 2 * widths + STATISTIC * (2 + 32)
+
+
+def test_an_moe_layer_saves_its_experts_input_once() -> None:
+    """experts.py multiplies the activations by the router's weights, so that no output is saved:
+    eight routed experts and a shared one, MLA's compressed queries and keys and their norms.
+    """
+    w = load("deepseek-v3")
+    attention = 128 * (192 + 192 + 128 + 128) + 2 * (1536 + 512)
+    routed = 8 * (7168 + 3 * 2048) + 3 * 2048
+    widths = 2 * (7168 + 7168) + attention + routed
+    assert saved(w, is_moe=True) == 2 * widths + STATISTIC * (2 + 128 + 256)
+
+
+def test_experts_backward_holds_two_copies_of_the_routed_gradients() -> None:
+    """The combination's permutation in backward: gradients of routed outputs before and after."""
+    w = load("deepseek-v3")
+    layer = activation_memory.layer_activations(w, is_moe=True)
+    assert layer.feed_forward_backward == 2 * 8 * 7168 * 2 * w.tokens
+
+
+@pytest.mark.parametrize(
+    ("stack", "per_logit"), [("megatron", 6), ("megatron-fused-loss", 2), ("megatron-bridge", 2)]
+)
+def test_the_loss_works_in_place(stack: str, per_logit: int) -> None:
+    """cross_entropy.py: 16-bit logits and one fp32 copy, saved in place of its exponentials, in
+    forward and in backward; Transformer Engine's: the logits, which become their gradient.
+    """
+    w = load("llama-3-8b", stack)
+    head, logits = head_memory(w), w.tokens * w.vocab_rows
+    assert head.forward / logits == per_logit
+    assert (head.logits + head.loss) / logits == per_logit
+
+
+def test_the_heads_gemm_leaves_a_placeholder_for_its_gradient() -> None:
+    """layers.py, grad_added_to_main_grad: beside the input's gradient and the logits'."""
+    w = load("llama-3-8b")
+    logits, table = 2 * w.tokens * w.vocab_rows, 2 * 128256 * 4096
+    assert head_memory(w).projection == logits + table + w.hidden_activation_bytes
+
+
+@pytest.mark.parametrize(("gpu", "fp8"), [("h100-sxm-80gb", 1.0), ("b200", 1 + 1 / 32)])
+def test_fp8_gemms_save_their_inputs_in_8_bits(gpu: str, fp8: float) -> None:
+    """Both norms' outputs and the down projection's input shrink; attention's output is saved in 16
+    bits for attention and in 8 for the projection. MXFP8 has an 8-bit scale for 32 elements.
+    """
+    w = load("llama-3-8b", gpu=gpu, strategy__precision="fp8")
+    sixteen = 4096 + 4096 + (4096 + 1024 + 1024) + 4096 + 2 * 14336
+    eight = 4096 + 4096 + 4096 + 14336
+    assert saved(w) == pytest.approx(2 * sixteen + fp8 * eight + STATISTIC * (2 + 32))
+
+
+@pytest.mark.parametrize(
+    ("stack", "gpu", "per_weight"),
+    [
+        ("megatron", "h100-sxm-80gb", 4),
+        ("megatron", "b200", 2 + 2 * (1 + 1 / 32)),
+        ("megatron-bridge", "h100-sxm-80gb", 1),
+        ("megatron-bridge", "b200", 2 * (1 + 1 / 32)),
+        ("nemo", "h100-sxm-80gb", 2),
+    ],
+)
+def test_fp8_weights_are_kept_beside_or_in_place_of_16_bits(
+    stack: str, gpu: str, per_weight: float
+) -> None:
+    """Row- and column-wise copies of a step, or parameters in 8 bits, which fp8_param_gather makes;
+    tables stay in 16 bits.
+    """
+    w = load("llama-3-8b", stack, gpu, strategy__precision="fp8", strategy__data__zero=1)
+    tables = 2 * 128256 * 4096
+    layers = float(w.param_counts.total[0]) - tables
+    held = float(model_states(w, w.param_counts).parameters[0])
+    assert held == pytest.approx(2 * tables + per_weight * layers, rel=1e-6)
+
+
+def test_all_to_all_context_ranks_keep_one_output() -> None:
+    """context_parallel.py: backward exchanges attention's output again; this engine saves both."""
+    ranks = {"strategy__context__size": 4, "strategy__context__algorithm": "ulysses"}
+    more = [saved(load("llama-3-8b", stack, **ranks)) for stack in ("megatron", "textbook")]
+    assert more[1] - more[0] == 2 * 4096
+
+
+def test_adapters_of_attention_alone_save_no_input_of_a_frozen_feed_forward() -> None:
+    """linear.py saves an input only where its weight has a gradient."""
+    lora = {"training__lora": {"rank": 8, "targets": "attention"}}
+    assert saved(load("llama-3-8b")) - saved(load("llama-3-8b", **lora)) == 2 * (4096 + 14336)
+
+
+@pytest.mark.parametrize("stack", ["megatron", "textbook"])
+def test_llama_405b_fits_as_it_was_trained(stack: str) -> None:
+    """2407.21783, section 3.3: 16,384 H100, 8K tokens, tensor 8, pipeline 16, no recomputation;
+    FSDP shards optimizer states and gradients and keeps parameters gathered.
+    """
+    changes = {
+        "strategy.stack": stack,
+        "strategy.tensor.size": 8,
+        "strategy.tensor.sequence": True,
+        "strategy.pipeline.size": 16,
+        "strategy.data.zero": 2,
+        "strategy.data.reduce": "microbatch",
+        "strategy.gradient_dtype": "fp32",
+        "strategy.recompute": "none",
+        "training.global_batch": 2048,
+        "training.sequence_length": 8192,
+    }
+    plan = Plan.of(
+        "llama-3.1-405b", gpu="h100-sxm-80gb", gpus=16384, strategy="megatron-3d", set=changes
+    )
+    assert predict(plan.resolve()).peak_gib <= 79.3
+
+
+def test_workspaces_are_those_of_the_libraries() -> None:
+    """32 MiB each of torch's cuBLAS and of Transformer Engine on Hopper and Blackwell."""
+    w = load("llama-3-8b")
+    plan_constants = constants(w.fixed.gpu, "fused", "megatron")
+    assert plan_constants.workspace_mib == 64
+
+
+ROW: dict[Any, Any] = {
+    "id": "a-1",
+    "source": "here",
+    "kind": "measured",
+    "framework": "Megatron-core 0.14 + Transformer Engine",
+    "model": "llama-3-8b",
+    "arch": "llama dense",
+    "layers": "32",
+    "hidden": "4096",
+    "ffn": "14336",
+    "heads": "32",
+    "kv_heads": "8",
+    "vocab": "128256",
+    "seq": "8192",
+    "tied_emb": "no",
+    "gated_ffn": "yes",
+    "gpu": "B200",
+    "gpu_mem_gb": "180",
+    "n_gpus": "8",
+    "cp": "4",
+    "mbs": "1",
+    "gbs": "8",
+    "precision": "bf16",
+}
+
+
+@pytest.mark.parametrize(
+    ("notes", "stack", "algorithm"),
+    [
+        ("fused TE cross entropy; cp a2a", "megatron-fused-loss", "ulysses"),
+        ("--cross-entropy-loss-fusion", "megatron-fused-loss", "ring"),
+        ("cross entropy fusion, cp_comm_type p2p", "megatron-fused-loss", "ring"),
+        ("MoE a2a overlap, fused swiglu", "megatron", "ring"),
+    ],
+)
+def test_rows_say_how_their_loss_and_context_ranks_work(
+    notes: str, stack: str, algorithm: str
+) -> None:
+    row = parse_row(ROW | {"notes": notes})
+    plan = row_to_plan(row).plan
+    assert plan.strategy.stack == stack and row_to_plan(row).stack == "megatron"
+    assert plan.strategy.context.algorithm == algorithm
+
+
+def test_an_option_is_no_other_framework() -> None:
+    found = find_framework("Megatron-LM", False, True, fused_loss=True)
+    assert (found.name, found.family) == ("megatron-fused-loss", "megatron")
+    assert find_framework("Megatron-LM", False, False, fused_loss=True).name == "megatron-2021"
