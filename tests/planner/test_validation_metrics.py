@@ -132,8 +132,6 @@ def test_leaving_one_source_out() -> None:
         "b": pytest.approx(0.25),
         "c": pytest.approx(1.0),
     }
-    saved = error_metrics.memory_reserve([1.0] * 4, [1.0, 1.1, 1.0, 3.0], ["a", "a", "b", "b"])
-    assert saved["covered"] == pytest.approx(0.75)
     assert error_metrics.leave_one_group_out([1.0], [1.0], ["a"]) == {"groups": 1}
 
 

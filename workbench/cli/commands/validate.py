@@ -75,6 +75,7 @@ def _shown(found: Validation, data: dict[str, Any], by: str | None) -> list[Any]
         head,
         _left_out(data),
         _sites(data, "By site", "sites", "small_sites"),
+        _memory_sites(data),
         _sites(data, "Sites without a clean row, not counted above", "unclean_sites"),
         _reasons(data),
         _cautions(data),
@@ -139,6 +140,25 @@ def _sites(data: dict[str, Any], title: str, *parts: str) -> Grid | None:
     return built
 
 
+def _memory_sites(data: dict[str, Any]) -> Grid | None:
+    """Errors of peak memory on sites that its fit has not seen."""
+    from workbench.planner.validation.validation_report import error_cells
+
+    left = data["memory_left_out"]
+    if not left:
+        return None
+    held = left["interval"]
+    built = table(
+        f"Memory on left-out sites: {held['rows']} readings, {left['fitted_constants']} fitted "
+        f"constant; {held['below_high']:.1%} below the 95 % quantile",
+        ("site", "kind", *HEAD, "likely, in sample"),
+        optional=("median", "worst"),
+    )
+    for one in left["sites"]:
+        built.add_row(one["site"], one["kind"], *error_cells(one), f"{one['in_sample']:.1%}")
+    return built
+
+
 def _reasons(data: dict[str, Any]) -> Grid | None:
     if not data["reasons"] and not data["refused_by_planner"]:
         return None
@@ -164,8 +184,7 @@ def _errors(data: dict[str, Any]) -> Grid:
 
     built = table("Estimated against measured", ("what", *HEAD))
     for kind, errors in data["memory"].items():
-        if kind != "reserve_95":
-            built.add_row(f"memory, {kind}", *error_cells(errors))
+        built.add_row(f"memory, {kind}", *error_cells(errors))
     time = data["time"]
     for name, errors in (
         ("consistent rows", time),
@@ -188,11 +207,8 @@ def _figures(data: dict[str, Any]) -> list[tuple[str, Any, str]]:
     time, groups, fit = data["time"], data["groups"], data["fit"]
     ran, short, failed = fit["ran"], fit["out_of_memory"], fit["failed"]
     over = f"{groups['groups']} groups, {groups['rows']} rows"
-    one, out, saved = (
-        time["after_one_row"],
-        time["leave_one_source_out"],
-        data["memory"]["reserve_95"],
-    )
+    one, out, failures = time["after_one_row"], time["leave_one_source_out"], data["failures"]
+    area = failures["area"]
     rank = groups.get("spearman")
     return [
         (
@@ -208,9 +224,9 @@ def _figures(data: dict[str, Any]) -> list[tuple[str, Any, str]]:
         ("out of memory, predicted so", short["predicted_not_to_fit"], f"{short['rows']} rows"),
         ("failed, predicted not to fit", failed["predicted_not_to_fit"], f"{failed['rows']} rows"),
         (
-            "covered by a 95 % reserve, one source out",
-            saved.get("covered"),
-            f"{saved['rows']} rows",
+            "failures ranked by needed memory (AUC)",
+            None if area is None else f"{area:.3f}",
+            f"{failures['rows']} rows",
         ),
         (
             "inside the predicted 90 % of time",

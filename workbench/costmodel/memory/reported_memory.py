@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import lru_cache
 from statistics import NormalDist
 
@@ -14,48 +15,84 @@ from workbench.costmodel.inputs.config import Array
 from workbench.costmodel.inputs.rank_workload import Workload
 from workbench.costmodel.memory.peak_memory import PeakMemory, num_communicators
 from workbench.costmodel.rates.constants import Constants
+from workbench.costmodel.rates.fitted_memory import MemoryFit, published_memory_fit
 
 REPORTED_KINDS = ("allocated", "reserved", "nvidia-smi")
+UNKNOWN_KIND = "unknown"
+"""Kind of a reading that does not say which it is: between allocated and reserved."""
 UNKNOWN_FRAMEWORK = "textbook"
 """Framework profile that stands for one that is not known."""
 Z_95 = 1.6449
 """95 % quantile of the standard normal distribution."""
 
 
-def reported_memory(w: Workload, m: PeakMemory, constants: Constants) -> dict[str, Array]:
-    """Peak bytes of each pipeline rank by kind of reading.
+@dataclass(frozen=True)
+class ReportedMemory:
+    """What makes up the readings of a plan, bytes by pipeline rank."""
 
-    Allocated: the live set and workspaces, which come from the allocator too. Reserved: allocated
-    and the allocator's slack, which it releases where the GPU is full. nvidia-smi: reserved, the
-    driver's context and the communicators' buffers, which no allocator sees.
+    allocated: Array
+    """The live set and workspaces, which come from the allocator too."""
+    held: Array
+    """Freed blocks that wait for another stream (`torch.Tensor.record_stream`)."""
+    outside: Array
+    """The driver's context and the communicators' buffers, which no allocator sees."""
+    capacity: float
+    """Memory of the GPU."""
 
-    Returns:
-        Kind of `REPORTED_KINDS` -> bytes by pipeline rank.
+    def readings(self, slack: float, factor: float = 1.0, waiting: float = 1.0) -> dict[str, Array]:
+        """Peak bytes by kind of `REPORTED_KINDS`.
+
+        Reserved: allocated, held blocks, and the allocator's slack, all of which it releases
+        where the GPU is full. nvidia-smi: reserved, and what no allocator sees.
+
+        Args:
+            slack: Share by which what the allocator reserves exceeds what it handed out.
+            factor: Multiple of what is predicted to be allocated, for the bounds of a reading.
+            waiting: Share of the held blocks that wait at the peak; all of them are the most.
+        """
+        allocated = factor * self.allocated
+        available = np.maximum(allocated, self.capacity - self.outside)
+        reserved = np.minimum(allocated * (1 + slack) + waiting * self.held, available)
+        return {"allocated": allocated, "reserved": reserved, "nvidia-smi": reserved + self.outside}
+
+
+def reported_memory(w: Workload, m: PeakMemory, constants: Constants) -> ReportedMemory:
+    """What tools would report of a plan, by part."""
+    framework = w.fixed.framework
+    outside = driver_mib() + constants.communicator_mib * num_communicators(w)
+    passes = w.microbatches_in_flight + 1  # forwards before a backward, and that backward
+    held = framework.recorded_sequences * passes * w.layers * w.hidden_activation_bytes
+    return ReportedMemory(
+        allocated=m.live + constants.workspace_mib * 2**20,
+        held=w.zeros + held * (w.sequence_parallel > 1),
+        outside=w.zeros + outside * 2**20,
+        capacity=w.fixed.gpu.memory_gib * 2**30,
+    )
+
+
+def bounds_of_kind(kind: str) -> tuple[str, str]:
+    """(lowest, highest) kind that a reading of `kind` can be."""
+    if kind in REPORTED_KINDS:
+        return kind, kind
+    return "allocated", "reserved"
+
+
+def reported_memory_interval(
+    stack: str, fit: MemoryFit | None = None
+) -> tuple[float, float, float]:
+    """(5 %, 50 %, 95 %) quantiles of a reading over its prediction; wider for an unknown framework.
+
+    `fit` replaces the published one of `data/fitted_memory.json`.
     """
-    shares = reported_memory_constants()
-    allocated = m.live + constants.workspace_mib * 2**20
-    outside = (shares["driver_mib"] + constants.communicator_mib * num_communicators(w)) * 2**20
-    available = np.maximum(allocated, w.fixed.gpu.memory_gib * 2**30 - outside)
-    reserved = np.minimum(allocated * (1 + shares["reserved_share"]), available)
-    return {"allocated": allocated, "reserved": reserved, "nvidia-smi": reserved + outside}
-
-
-def reported_memory_interval(kind: str, stack: str) -> tuple[float, float, float]:
-    """(5 %, 50 %, 95 %) quantiles of a reading of `kind` over its prediction; wider for an unknown
-    framework.
-    """
-    constants = reported_memory_constants()
-    low, middle, high = (constants[f"{kind}_{name}"] for name in ("low", "middle", "high"))
-    width = constants["unnamed_factor"] if stack == UNKNOWN_FRAMEWORK else 1.0
-    return middle * (low / middle) ** width, middle, middle * (high / middle) ** width
+    fit = published_memory_fit() if fit is None else fit
+    return fit.unnamed if stack == UNKNOWN_FRAMEWORK else fit.named
 
 
 def peak_memory_sigma(stack: str) -> float:
-    """Standard deviation of the logarithm of required memory over its prediction."""
-    constants = reported_memory_constants()
-    return constants["need_spread"] * (
-        constants["unnamed_factor"] if stack == UNKNOWN_FRAMEWORK else 1.0
-    )
+    """Standard deviation of the logarithm of required memory over its prediction: the one whose
+    95 % quantile is that of the readings.
+    """
+    return math.log(reported_memory_interval(stack)[2]) / Z_95
 
 
 def probability_of_running_out(peak: float, capacity: float, stack: str) -> float:
@@ -93,9 +130,9 @@ def memory_requirement(peak: float, capacity: float, stack: str) -> dict[str, fl
 
 
 @lru_cache(maxsize=1)
-def reported_memory_constants() -> Mapping[str, float]:
-    """Constants of `data/planner.yaml`, section `readings`."""
-    return {
-        name: float(entry["value"])
-        for name, entry in data_files.read_data_file("data/planner.yaml")["readings"].items()
-    }
+def driver_mib() -> float:
+    """MiB of a GPU whose process has allocated nothing, of `data/planner.yaml`."""
+    table: Mapping[str, Mapping[str, float]] = data_files.read_data_file("data/planner.yaml")[
+        "readings"
+    ]
+    return float(table["driver_mib"]["value"])

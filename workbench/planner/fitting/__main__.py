@@ -1,5 +1,5 @@
 """`python -m workbench.planner.fitting`: fit every multiplier of the cost model and write
-`data/fitted.json`.
+`data/fitted.json`; with `--memory`, what readings of memory add, into `data/fitted_memory.json`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ import numpy as np
 
 from workbench import data_files
 from workbench.costmodel.rates.fitted_constants import FITTED_FILE
+from workbench.costmodel.rates.fitted_memory import FITTED_MEMORY_FILE
 from workbench.planner.fitting.fit_rows import clean_rows, fastest_steps, published_rows
+from workbench.planner.fitting.memory_fit import kinds_of, memory_document, read_rows
 from workbench.planner.fitting.multiplier_fit import (
     Array,
     Linearization,
@@ -84,16 +86,30 @@ def _as_text(document: Mapping[str, Any]) -> str:
 def main() -> None:
     """Fit, and write the document."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("-o", "--output", type=Path, default=data_files.assets() / FITTED_FILE)
+    parser.add_argument("-o", "--output", type=Path)
+    parser.add_argument(
+        "--memory", action="store_true", help=f"fit readings of memory alone: {FITTED_MEMORY_FILE}"
+    )
     arguments = parser.parse_args()
+    if arguments.memory:
+        _write_memory_fit(arguments.output or data_files.assets() / FITTED_MEMORY_FILE)
+        return
+    output = arguments.output or data_files.assets() / FITTED_FILE
     fit = MultiplierFit(clean_rows(published_rows()))
     print(
         f"{len(fit.rows)} clean rows of {len(set(fit.sites))} sites, {len(fit.names)} multipliers"
     )
     near, point = fit_all(fit)
     document = fit_document(fit, near, point)
-    arguments.output.write_text(_as_text(document), encoding="utf-8")
-    print(f"written: {arguments.output}")
+    output.write_text(_as_text(document), encoding="utf-8")
+    print(f"written: {output}")
+
+
+def _write_memory_fit(output: Path) -> None:
+    rows = read_rows(published_rows())
+    print(f"{len(rows)} readings of {len({one.site for one in rows})} sites: {kinds_of(rows)}")
+    output.write_text(json.dumps(memory_document(rows), indent=1) + "\n", encoding="utf-8")
+    print(f"written: {output}")
 
 
 if __name__ == "__main__":

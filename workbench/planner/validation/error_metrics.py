@@ -167,28 +167,6 @@ def leave_one_group_out(
     return {"groups": len(found), "mape": float(np.mean(list(found.values()))), "by_group": found}
 
 
-def memory_reserve(
-    predicted: ArrayLike, measured: ArrayLike, groups: Sequence[Hashable], share: float = 0.95
-) -> dict[str, Any]:
-    """Leaving one group out: the factor under which `share` of the other rows stay, and how many
-    rows it covers.
-    """
-    ratio = 1 / (1 + _error(predicted, measured))
-    members = _members(groups)
-    covered, factors = np.zeros(len(ratio), dtype=bool), {}
-    for name, index in members.items():
-        others = np.setdiff1d(np.arange(len(ratio)), index)
-        if len(others):
-            factors[str(name)] = float(np.quantile(ratio[others], share))
-            covered[index] = ratio[index] <= factors[str(name)]
-    return {
-        "rows": len(ratio),
-        "share": share,
-        "covered": _share(covered) if factors else None,
-        "factors": factors,
-    }
-
-
 def errors_after_calibration(
     predicted: ArrayLike, measured: ArrayLike, groups: Sequence[Hashable]
 ) -> dict[str, Any]:

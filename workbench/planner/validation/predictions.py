@@ -5,14 +5,19 @@ its frames.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from workbench.costmodel.inputs.rank_workload import workload
 from workbench.costmodel.memory.peak_memory import peak_memory
-from workbench.costmodel.memory.reported_memory import Z_95, peak_memory_sigma, reported_memory
+from workbench.costmodel.memory.reported_memory import (
+    Z_95,
+    ReportedMemory,
+    peak_memory_sigma,
+    reported_memory,
+)
 from workbench.costmodel.rates.constants import constants
 from workbench.costmodel.rates.fitted_constants import fit_without
 from workbench.costmodel.rates.step_uncertainty import is_well_known
@@ -36,8 +41,8 @@ class Prediction:
     peak_high: float | None = None
     seconds_low: float | None = None
     seconds_high: float | None = None
-    readings: Mapping[str, Sequence[float]] = field(default_factory=dict)
-    """What would be read, GiB by pipeline rank: allocated, reserved, nvidia-smi."""
+    reported: ReportedMemory | None = None
+    """What makes up the readings of tools."""
     parts: Mapping[str, float] = field(default_factory=dict)
     """Seconds by part of the step, and GiB by category at the peak."""
 
@@ -88,9 +93,6 @@ def predict(plan: ResolvedPlan) -> Prediction:
         seconds=float(time.seconds),
         seconds_low=low,
         seconds_high=high,
-        readings={
-            kind: tuple((size / GIB).tolist())
-            for kind, size in reported_memory(w, live, constants).items()
-        },
+        reported=reported_memory(w, live, constants),
         parts={**times, **{f"{name} GiB": size for name, size in sizes.items() if size}},
     )

@@ -13,9 +13,10 @@ import numpy as np
 import pandas as pd
 
 from workbench import errors
-from workbench.costmodel.memory.reported_memory import reported_memory_interval
+from workbench.costmodel.rates.fitted_memory import memory_fit_without
 from workbench.errors import PlanError, refuse
 from workbench.plan.resolved_plan import ResolvedPlan
+from workbench.planner.validation.expected_readings import expected_reading
 from workbench.planner.validation.framework_names import framework_defaults
 from workbench.planner.validation.left_out_report import left_out_summary
 from workbench.planner.validation.measured_rows import MeasuredRow, read_measured_rows
@@ -212,7 +213,11 @@ def _comparison_table(
 ) -> pd.DataFrame:
     """One line a predicted row; times that cannot be compared are missing."""
     table = pd.DataFrame(
-        [_comparison_row(one, prediction) for one, prediction in found], columns=COLUMNS
+        [
+            _comparison_row(one, prediction, judgement.site)
+            for (one, prediction), judgement in zip(found, judged)
+        ],
+        columns=COLUMNS,
     )
     table["suspect"] = inconsistent([one for one, _ in found])
     table["site"] = [one.site for one in judged]
@@ -259,8 +264,11 @@ COLUMNS = [
     "needed_gib",
     "measured_gib",
     "predicted_gib",
+    "gib_from",
+    "gib_to",
     "gib_low",
     "gib_high",
+    "in_sample_gib",
     "measured_s",
     "predicted_s",
     "s_low",
@@ -273,7 +281,7 @@ COLUMNS = [
 ]
 
 
-def _comparison_row(one: PlannedRow, p: Prediction) -> tuple[Any, ...]:
+def _comparison_row(one: PlannedRow, p: Prediction, site: str) -> tuple[Any, ...]:
     row, plan = one.row, one.plan
     memory = one.memory_gib if row.status != "failed" else None
     seconds = one.seconds if row.status == "ran" else None
@@ -298,7 +306,7 @@ def _comparison_row(one: PlannedRow, p: Prediction) -> tuple[Any, ...]:
         plan.gpu.memory_gib,
         p.peak_gib,
         memory,
-        *expected_reading(row, p, one.stack),
+        *_reading_cells(one, p, site),
         seconds,
         p.seconds,
         p.seconds_low,
@@ -311,18 +319,16 @@ def _comparison_row(one: PlannedRow, p: Prediction) -> tuple[Any, ...]:
     )
 
 
-def expected_reading(
-    row: MeasuredRow, p: Prediction, stack: str = ""
-) -> tuple[float, float | None, float | None]:
-    """(what the row's way of reading should show, its 5 % and 95 % bounds), GiB; the GPU's own
-    where none is known.
+def _reading_cells(one: PlannedRow, p: Prediction, site: str) -> tuple[float | None, ...]:
+    """(likely reading, the least and the most that it can be, 5 % and 95 % bounds), GiB, of a
+    published row by the fit that has not seen its site; and its likely reading by the published
+    fit. Where a prediction has no readings, the GPU's own.
     """
-    stages = p.readings.get(row.memory_reading)
-    if not p.readings:
-        return p.peak_gib, p.peak_low, p.peak_high
-    shown = p.peak_gib if not stages else stages[0] if row.memory_of_first_stage else max(stages)
-    low, _, high = reported_memory_interval(row.memory_kind, stack)
-    return shown, shown * low, shown * high
+    seen = expected_reading(one.row, p, one.stack)
+    left = expected_reading(one.row, p, one.stack, memory_fit_without(site)) if site else seen
+    if seen is None or left is None:
+        return p.peak_gib, p.peak_gib, p.peak_gib, p.peak_low, p.peak_high, p.peak_gib
+    return left.likely, left.least, left.most, left.low, left.high, seen.likely
 
 
 def _strategy_text(plan: ResolvedPlan) -> str:

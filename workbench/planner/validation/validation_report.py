@@ -13,8 +13,12 @@ import numpy as np
 import pandas as pd
 
 from workbench.planner.validation import error_metrics
-
-MEMORY_KINDS = ("allocated", "reserved", "nvidia-smi", "unknown")
+from workbench.planner.validation.memory_report import (
+    failure_ranking,
+    memory_errors,
+    memory_errors_by_kind,
+    memory_left_out,
+)
 
 
 def error_summary(table: pd.DataFrame) -> dict[str, Any]:
@@ -24,46 +28,19 @@ def error_summary(table: pd.DataFrame) -> dict[str, Any]:
         table: One row a prediction, with the columns of `validate.COLUMNS` and `suspect`, `clean`.
 
     Returns:
-        `memory` and `time` errors, ranking inside `groups`, `fit` against the GPU's memory, and
-        the errors of each framework profile (`by_stack`).
+        `memory` and `time` errors, memory on left-out sites, ranking of `failures` and inside
+        `groups`, `fit` against the GPU's memory, and the errors of each framework profile
+        (`by_stack`).
     """
     return {
         "suspect": int(table.suspect.sum()),
         "memory": memory_errors_by_kind(table),
+        "memory_left_out": memory_left_out(table),
+        "failures": failure_ranking(table),
         "time": step_time_summary(table),
         "groups": ranking_errors(table),
         "fit": error_metrics.fit_accuracy(table.needed_gib, table.card_gib, list(table.status)),
         "by_stack": {name: _memory_and_time(part) for name, part in table.groupby("stack")},
-    }
-
-
-def memory_errors_by_kind(table: pd.DataFrame) -> dict[str, Any]:
-    """Errors of peak memory by kind of reading, and the memory reserve that covers 95 % of rows
-    when one source is left out.
-    """
-    has = table[table.measured_gib.notna()]
-    by_kind = {
-        kind: memory_errors(has[has.memory_kind == kind])
-        for kind in MEMORY_KINDS
-        if kind in set(has.memory_kind)
-    }
-    reserve = (
-        error_metrics.memory_reserve(has.predicted_gib, has.measured_gib, list(has.source))
-        if len(has)
-        else {"rows": 0}
-    )
-    return {**by_kind, "reserve_95": reserve}
-
-
-def memory_errors(table: pd.DataFrame) -> dict[str, Any]:
-    """Errors of peak memory over the rows that report one, and coverage of its 90 % interval."""
-    has = table[table.measured_gib.notna()]
-    found = error_metrics.relative_errors(has.predicted_gib, has.measured_gib, list(has.row))
-    return {
-        **found,
-        "interval": error_metrics.interval_coverage(
-            has.measured_gib, as_floats(has.gib_low), as_floats(has.gib_high)
-        ),
     }
 
 
