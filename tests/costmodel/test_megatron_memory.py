@@ -7,12 +7,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from workbench.costmodel.inputs.rank_workload import Workload, workload
 from workbench.costmodel.memory import activation_memory
+from workbench.costmodel.memory.live_sets import optimizer_step_buffers
 from workbench.costmodel.memory.loss_memory import head_memory
 from workbench.costmodel.memory.model_states import model_states
+from workbench.costmodel.memory.peak_memory import peak_memory
 from workbench.costmodel.rates.constants import constants
 from workbench.plan.schema import Plan
 from workbench.planner.validation import predict
@@ -153,10 +156,27 @@ def test_llama_405b_fits_as_it_was_trained(stack: str) -> None:
 
 
 def test_workspaces_are_those_of_the_libraries() -> None:
-    """32 MiB each of torch's cuBLAS and of Transformer Engine on Hopper and Blackwell."""
-    w = load("llama-3-8b")
-    plan_constants = constants(w.fixed.gpu, "fused", "megatron")
-    assert plan_constants.workspace_mib == 64
+    """32 MiB each of torch's cuBLAS and of Transformer Engine on Hopper and Blackwell, and of four
+    streams for grouped GEMMs.
+    """
+    dense, moe = load("llama-3-8b"), load("mixtral-8x7b")
+    known = constants(dense.fixed.gpu, "fused", "megatron")
+    assert known.workspace_mib == 64
+    held = []
+    for w in (dense, moe):
+        ids = 2 * 8 * w.fixed.sequence_length * w.microbatches * w.searched.micro_batch
+        overhead = peak_memory(w, known).moments["before_optimizer"]["overhead"]
+        held.append(round(float((overhead - ids)[0]) / 2**20) - 64)
+    assert held == [0, 128]
+
+
+def test_gradients_of_16_bits_are_all_upcast_for_the_step() -> None:
+    """distrib_optimizer.py: 4 bytes of every parameter of the shard; none where they are fp32."""
+    for dtype, per_parameter in (("parameters", 4), ("fp32", 0)):
+        w = load("llama-3-8b", strategy__data__zero=1, strategy__gradient_dtype=dtype)
+        casts = optimizer_step_buffers(w, w.param_counts)["temporary"]
+        owned = float(w.param_counts.total[0]) / 8
+        assert float(np.ravel(casts)[0]) == pytest.approx(per_parameter * owned)
 
 
 ROW: dict[Any, Any] = {

@@ -44,6 +44,10 @@ class FrameworkProfile:
     """Bytes of optimizer states (moments and master weights) per parameter."""
     optimizer_temporary: float = 0.0
     """Bytes per parameter that the optimizer allocates during its step, sharded with its states."""
+    upcasts_whole_shard: float = 0.0
+    """1 where the optimizer upcasts all gradients of its shard before its step."""
+    grouped_workspace_mib: float = 0.0
+    """MiB of the GEMM workspaces that grouped GEMMs of experts have besides."""
     gated_saved_tensors: float = 4.0
     """Tensors of feed-forward width that a gated layer saves."""
     dropout: float = 0.0

@@ -376,6 +376,8 @@ def optimizer_step_buffers(w: Workload, p: ParamCounts) -> MemoryByCategory:
     if w.uses_fused_kernels and w.fixed.kernels == "fused":
         limit = CPU_FUSED_CAST_BYTES * float(w.fixed.gpu.device == "cpu")
     casts = np.minimum(owned * per_param, limit * (per_param > 0))
+    if w.fixed.framework.upcasts_whole_shard:
+        casts = owned * per_param
     if w.fixed.framework.optimizer_temporary:
         casts = owned * w.fixed.framework.optimizer_temporary
     tied = float(w.shape.tied and w.pipeline > 1) * np.maximum(w.has_embedding, w.has_head)

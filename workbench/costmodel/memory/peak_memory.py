@@ -150,7 +150,9 @@ def num_communicators(w: Workload) -> Number:
 
 
 def _persistent(w: Workload, s: ModelStates) -> tuple[MemoryByCategory, MemoryByCategory]:
-    """(on the device, on the host): model states, and the tokens and targets of a step."""
+    """(on the device, on the host): model states, the tokens and targets of a step, and workspaces
+    of grouped GEMMs.
+    """
     k = w.searched
     sequences = w.microbatches * k.micro_batch
     states_ = {"optimizer": s.optimizer, "master": s.master}
@@ -160,6 +162,8 @@ def _persistent(w: Workload, s: ModelStates) -> tuple[MemoryByCategory, MemoryBy
     )
     device |= {name: value * (1 - k.offload_optimizer) for name, value in states_.items()}
     device["overhead"] = w.zeros + 2 * TOKEN_ID_BYTES * w.fixed.sequence_length * sequences
+    if w.shape.moe is not None:
+        device["overhead"] += w.fixed.framework.grouped_workspace_mib * 2**20
     host = {name: value * k.offload_optimizer for name, value in states_.items()}
     if w.fixed.stack == "workbench":  # staging buffers: gradients down, weights up
         shards = sharded_params(w, w.param_counts) * k.offload_optimizer
