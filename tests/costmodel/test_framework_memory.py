@@ -108,6 +108,21 @@ def test_a_report_of_2024_means_the_torchtitan_of_then() -> None:
     assert then.family == now.family == "torchtitan"
 
 
+@pytest.mark.parametrize(("pipeline", "reduce"), [("1", "microbatch"), ("2", "step")])
+def test_fsdp2_keeps_gradients_whole_under_a_pipeline(pipeline: str, reduce: str) -> None:
+    """torch distributed/pipelining/stage.py: set_requires_gradient_sync(False) but in the last
+    backward, so that gradients accumulate unsharded, in fp32.
+    """
+    changes = {"framework": "torchtitan (FSDP2)", "pp": pipeline, "dp": str(4 // int(pipeline))}
+    plan = lit(**changes, gbs="64", zero_stage="3", tied_emb="no").plan
+    assert plan.strategy.data.reduce == reduce
+    w = workload(plan)
+    held = live(w).moments["initialised"]["gradients"]
+    parameters = w.param_counts.total
+    whole = 4.0 if pipeline == "2" else 4.0 / 4
+    assert held == pytest.approx(whole * parameters)
+
+
 def test_litgpt_keeps_gradients_whole_between_steps_and_a_head_of_its_own() -> None:
     """fabric.no_backward_sync: FSDP holds unsharded gradients until the step's last microbatch."""
     plan = lit().plan

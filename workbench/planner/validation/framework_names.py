@@ -34,6 +34,8 @@ class FrameworkDefaults:
     """Plan field by dotted path -> documented default."""
     multi_device_defaults: frozenset[str]
     """Those of them that hold only where there is more than one device."""
+    unpiped_defaults: frozenset[str]
+    """Those of them that hold only without a pipeline."""
     bytes_per_gb: float
     """Bytes of the GB in which its own reports print memory."""
     family: str
@@ -69,6 +71,9 @@ def _framework_defaults(
         defaults={path: said["value"] for path, said in defaults.items()},
         multi_device_defaults=frozenset(
             path for path, said in defaults.items() if said.get("when") == "several"
+        ),
+        unpiped_defaults=frozenset(
+            path for path, said in defaults.items() if said.get("when") == "no pipeline"
         ),
         bytes_per_gb=float(entry.get("gigabyte", base.get("gigabyte", {"value": GIB}))["value"]),
         family=next((whole for whole, one in table.items() if name in _variant_names(one)), name),

@@ -273,6 +273,8 @@ def _applies(path: str, row: MeasuredRow, stack: FrameworkDefaults) -> bool:
     """
     if path in stack.multi_device_defaults and num_gpus(row) == 1:
         return False
+    if path in stack.unpiped_defaults and row.pipeline > 1:
+        return False
     if path == "strategy.tensor.sequence":
         return row.tensor > 1
     if path == "strategy.pipeline.chunks":
