@@ -17,9 +17,8 @@ from workbench.costmodel.memory.reported_memory import UNKNOWN_FRAMEWORK, UNKNOW
 from workbench.costmodel.rates.fitted_memory import MemoryFit
 from workbench.errors import PlanError
 from workbench.planner.validation.error_metrics import MIN_SITE_ROWS
-from workbench.planner.validation.expected_readings import expected_reading
 from workbench.planner.validation.measured_rows import MeasuredRow
-from workbench.planner.validation.predictions import Prediction, predict
+from workbench.planner.validation.predictions import Prediction, expected_reading, predict
 from workbench.planner.validation.row_judgement import (
     RowJudgement,
     contradicts_memory,

@@ -16,11 +16,16 @@ from workbench import errors
 from workbench.costmodel.rates.fitted_memory import memory_fit_without
 from workbench.errors import PlanError, refuse
 from workbench.plan.resolved_plan import ResolvedPlan
-from workbench.planner.validation.expected_readings import expected_reading
 from workbench.planner.validation.framework_names import framework_defaults
 from workbench.planner.validation.left_out_report import left_out_summary
 from workbench.planner.validation.measured_rows import MeasuredRow, read_measured_rows
-from workbench.planner.validation.predictions import Predict, Prediction, predict, predict_left_out
+from workbench.planner.validation.predictions import (
+    Predict,
+    Prediction,
+    expected_reading,
+    predict,
+    predict_left_out,
+)
 from workbench.planner.validation.row_consistency import inconsistent, model_flops_per_step
 from workbench.planner.validation.row_judgement import (
     RowJudgement,
