@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from workbench.costmodel.memory import near_full
-from workbench.costmodel.memory.reported_memory import peak_memory_sigma, reported_memory_constants
+from workbench.costmodel.memory.reported_memory import peak_memory_sigma
 from workbench.costmodel.rates.constants import Constants, constants
+from workbench.costmodel.rates.fitted_memory import published_memory_fit
 from workbench.machine import gpu_catalog
 
 GIB = 2**30
@@ -28,10 +29,7 @@ def on_gpu(stack: str = "megatron", name: str = "a100-sxm-80gb") -> Constants:
 
 def test_the_region_begins_where_the_allocators_slack_no_longer_fits() -> None:
     k = on_gpu()
-    begins, kept = (
-        near_full.retry_region(CAPACITY, k),
-        reported_memory_constants()["reserved_share"],
-    )
+    begins, kept = (near_full.retry_region(CAPACITY, k), published_memory_fit().slack)
     allocated = begins / (1 + k.fragmentation)
     assert allocated * (1 + kept) == pytest.approx(CAPACITY)
     assert 0.9 * CAPACITY < begins < CAPACITY

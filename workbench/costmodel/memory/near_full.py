@@ -10,12 +10,10 @@ from __future__ import annotations
 import numpy as np
 
 from workbench.costmodel.inputs.config import Array
-from workbench.costmodel.memory.reported_memory import (
-    probability_of_running_out,
-    reported_memory_constants,
-)
+from workbench.costmodel.memory.reported_memory import probability_of_running_out
 from workbench.costmodel.rates.constants import Constants
 from workbench.costmodel.rates.fitted_constants import retry_slowdown
+from workbench.costmodel.rates.fitted_memory import published_memory_fit
 
 TABLE_PEAKS = 2048
 """Peaks, evenly spaced in logarithm, between which a search interpolates."""
@@ -27,7 +25,7 @@ def retry_region(capacity: float, k: Constants) -> float:
     """Needed memory, bytes, from which on the allocator retries: what it usually keeps beside what
     it handed out no longer fits a GPU of `capacity` bytes.
     """
-    kept = reported_memory_constants()["reserved_share"]
+    kept = published_memory_fit().slack
     return capacity * min(1.0, (1 + k.fragmentation) / (1 + kept))
 
 
