@@ -135,7 +135,7 @@ def _constants(
     values["traffic"] = 1.0
     values["compute_slowdown"] = fitted.of_framework(stack)
     if device != "cpu":
-        _fit_hardware(values, architecture, fitted)
+        _fit_hardware(values, fitted)
     values["plain_traffic"] = values["traffic"]
     numbers = {f.name: values[f.name] for f in fields(Constants) if f.name in values}
     return Constants(**numbers, counted_kernels=kernels)
@@ -160,13 +160,12 @@ def _behavior_constants(own: dict[str, float], b: FrameworkBehavior) -> dict[str
     }
 
 
-def _fit_hardware(values: dict[str, float], architecture: str, fitted: FittedConstants) -> None:
+def _fit_hardware(values: dict[str, float], fitted: FittedConstants) -> None:
     """Multiply what was fitted over all sites onto the constants of a GPU."""
-    rate = fitted.in_step(architecture)
+    rate = fitted.in_step()
     for share in ("gemm_share", "narrow_share", "unfused_share"):
         values[share] *= rate
     values["attention_share"] *= rate
     values["traffic"] *= fitted.hardware("traffic")
     values["launch_us"] *= fitted.hardware("launch")
     values["nic_share"] *= fitted.hardware("nic")
-    values["step_doubling_ms"] *= fitted.hardware("step_doubling")

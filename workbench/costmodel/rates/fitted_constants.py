@@ -19,7 +19,7 @@ from workbench.costmodel.frameworks.framework_profile import framework_table
 FITTED_FILE = "data/fitted.json"
 IN_STEP = "in_step"
 """Rate of GEMMs and attention within a step over the best that a benchmark of them reaches."""
-HARDWARE_MULTIPLIERS = ("traffic", "launch", "nic", "step_doubling")
+HARDWARE_MULTIPLIERS = ("traffic", "launch", "nic")
 """Multipliers of constants of `data/planner.yaml` that hold for all GPUs."""
 
 
@@ -27,8 +27,7 @@ HARDWARE_MULTIPLIERS = ("traffic", "launch", "nic", "step_doubling")
 class FittedConstants:
     """Logarithms of fitted multipliers, by name; what is absent is 1.
 
-    Names: `in_step`, `in_step.<generation>` on top of it, those of `HARDWARE_MULTIPLIERS`, and
-    `framework.<profile>`.
+    Names: `in_step`, those of `HARDWARE_MULTIPLIERS`, and `framework.<profile>`.
     """
 
     logs: tuple[tuple[str, float], ...] = ()
@@ -41,21 +40,13 @@ class FittedConstants:
         """Multiplier of one of `HARDWARE_MULTIPLIERS`."""
         return math.exp(self.log(name))
 
-    def in_step(self, architecture: str) -> float:
-        """Rate within a step over the best benchmark, of a GPU's architecture."""
-        own = self.log(f"{IN_STEP}.{generation(architecture)}")
-        return math.exp(self.log(IN_STEP) + own)
+    def in_step(self) -> float:
+        """Rate within a step over the best benchmark."""
+        return math.exp(self.log(IN_STEP))
 
     def of_framework(self, stack: str) -> float:
         """Seconds of compute over what physics and documented behavior say, of a framework."""
         return math.exp(self.log(f"framework.{stack}"))
-
-
-@lru_cache(maxsize=64)
-def generation(architecture: str) -> str:
-    """The generation of GPUs that an architecture belongs to; its own name where none is known."""
-    table = data_files.read_data_file("data/planner.yaml")["generations"]
-    return next((name for name, members in table.items() if architecture in members), architecture)
 
 
 def fitted_constants(logs: Mapping[str, float]) -> FittedConstants:

@@ -42,8 +42,6 @@ class StepUncertainty:
     """Of a step that waits all the time."""
     octave: float
     """Of each doubling between a plan and the nearest measured step."""
-    own_row: float
-    """Over base and waiting alone, the half-width that is left after a row of one's own."""
 
     def half_width(self, at: StepSituation) -> float:
         """Half-width of the interval of the logarithm. A row of one's own framework and machine
@@ -51,8 +49,7 @@ class StepUncertainty:
         """
         always = math.hypot(self.base, self.waiting * at.waiting)
         far = (self.unknown_framework * at.unknown_framework, self.octave * at.octaves)
-        before = math.hypot(always, *far)
-        return min(before, self.own_row * always) if at.after_own_row else before
+        return always if at.after_own_row else math.hypot(always, *far)
 
     def interval(self, at: StepSituation) -> tuple[float, float]:
         """(low, high) multiples of the estimate that hold nine of ten step times."""
@@ -60,7 +57,7 @@ class StepUncertainty:
         return math.exp(-half), math.exp(half)
 
 
-UNFITTED = StepUncertainty(0.7, 0.0, 0.0, 0.0, 1.0)
+UNFITTED = StepUncertainty(0.7, 0.0, 0.0, 0.0)
 """Before anything was fitted: half to twice the estimate."""
 
 

@@ -11,7 +11,7 @@ from workbench import data_files
 from workbench.costmodel.compute.roofline import peak_flops
 from workbench.costmodel.inputs.rank_workload import Workload, workload
 from workbench.costmodel.rates.constants import constants
-from workbench.costmodel.rates.fitted_constants import FittedConstants, generation
+from workbench.costmodel.rates.fitted_constants import FittedConstants
 from workbench.costmodel.step_time import step_time
 from workbench.plan.model.parameter_count import parameters
 from workbench.planner.published_steps import MeasuredStep
@@ -37,11 +37,6 @@ class FitRow:
     def framework(self) -> str:
         """The framework whose versions share one multiplier."""
         return self.planned.stack
-
-    @property
-    def generation(self) -> str:
-        """Generation of its GPU."""
-        return generation(self.planned.plan.gpu.architecture)
 
     def predicted(self, fitted: FittedConstants) -> float:
         """Seconds of the step with these fitted constants."""

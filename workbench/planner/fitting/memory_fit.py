@@ -1,7 +1,7 @@
 """Fit of what readings of memory add to a prediction: the allocator's slack, and their spread.
 
-One constant is fitted, the share by which what an allocator reserves exceeds what it handed out.
-The spread follows from readings on sites that it has not seen; sites weigh alike.
+The share by which what an allocator reserves exceeds what it handed out is fitted. The spread
+follows from readings on sites that it has not seen; sites weigh alike.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def memory_document(rows: Sequence[ReadRow]) -> dict[str, Any]:
     sites = sorted({one.site for one in rows})
     return {
         "source": SOURCE,
-        "fitted_constants": 1,
+        "fitted_constants": 1 + 2 * len(QUANTILES),
         "rows": len(rows),
         "fit": memory_fit(rows).to_dict(),
         "without": {

@@ -2,7 +2,7 @@
 
 Sites weigh alike, whatever their number of rows, and far rows count by their distance, not its
 square. Every multiplier is drawn towards 1 by a prior: frameworks are random effects around 1
-(partial pooling), generations of GPUs around the multiplier of all.
+(partial pooling).
 """
 
 from __future__ import annotations
@@ -23,9 +23,8 @@ from workbench.costmodel.rates.fitted_constants import (
 from workbench.planner.fitting.fit_rows import FitRow
 
 Array = NDArray[np.float64]
-PRIOR_DEVIATIONS = {IN_STEP: 0.15, "traffic": 0.4, "launch": 0.25, "nic": 0.3, "step_doubling": 0.5}
+PRIOR_DEVIATIONS = {IN_STEP: 0.15, "traffic": 0.4, "launch": 0.25, "nic": 0.3}
 """Standard deviations of the logarithms of hardware multipliers before any row is seen."""
-GENERATION_DEVIATION = 0.06
 FRAMEWORK_DEVIATION = 0.08
 ROW_DEVIATION = 0.1
 """Relative error beyond which a row counts by its distance, not its square."""
@@ -68,13 +67,7 @@ class MultiplierFit:
     @cached_property
     def names(self) -> list[str]:
         """Names of the multipliers, as in `FittedConstants`."""
-        generations = sorted({row.generation for row in self.rows})
-        return [
-            IN_STEP,
-            *HARDWARE_MULTIPLIERS,
-            *(f"{IN_STEP}.{name}" for name in generations),
-            *(f"framework.{name}" for name in self.frameworks),
-        ]
+        return [IN_STEP, *HARDWARE_MULTIPLIERS, *(f"framework.{name}" for name in self.frameworks)]
 
     @cached_property
     def measured(self) -> Array:
@@ -172,7 +165,7 @@ class MultiplierFit:
 def _prior_deviation(name: str) -> float:
     if name.startswith("framework."):
         return FRAMEWORK_DEVIATION
-    return PRIOR_DEVIATIONS.get(name, GENERATION_DEVIATION)
+    return PRIOR_DEVIATIONS[name]
 
 
 def fit_all(fit: MultiplierFit) -> tuple[Linearization, Array]:

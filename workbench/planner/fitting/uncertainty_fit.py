@@ -18,8 +18,6 @@ from scipy.optimize import minimize
 from workbench.costmodel.rates.constants import constants
 from workbench.costmodel.rates.step_uncertainty import StepUncertainty
 from workbench.costmodel.step_time import step_time, waiting_share
-from workbench.plan.model.parameter_count import parameters
-from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.planner.fitting.fit_rows import FitRow, fastest_steps
 from workbench.planner.fitting.multiplier_fit import (
     MIN_SITES,
@@ -30,7 +28,7 @@ from workbench.planner.fitting.multiplier_fit import (
     fit_without_sites,
 )
 from workbench.planner.published_steps import FAR_OCTAVES, StepTable
-from workbench.planner.validation.error_metrics import MIN_SITE_ROWS, OWN_ROW_SHARE
+from workbench.planner.validation.error_metrics import MIN_SITE_ROWS
 
 HELD = 0.9
 """Share of step times that an interval holds."""
@@ -38,7 +36,7 @@ FREEDOM = 4.0
 """Degrees of freedom of the t distribution that errors follow: few are far off."""
 START = (0.06, 0.05, 0.1, 0.02)
 """Where the search for the causes' widths begins."""
-UNCERTAINTY_PARAMETERS = len(START) + 1
+UNCERTAINTY_PARAMETERS = len(START)
 
 
 @dataclass(frozen=True)
@@ -84,52 +82,15 @@ class UncertaintyFit:
         """The intervals' widths from the errors on all sites, or on all but one."""
         fit = self.fit
         others = sorted(set(fit.sites) - {without})
-        errors, causes, rows = [], [], []
+        errors, causes, sites = [], [], []
         for site in others:
             left = [site] if without is None else [site, without]
             at = np.flatnonzero(fit.sites == site)
             predicted = self.near.at(fit_without_sites(fit, self.near, left))
             errors.append((fit.measured - predicted)[at])
             causes.append(self.causes(at, left))
-            rows.append(at)
-        order = np.concatenate(rows)
-        sites = [str(fit.sites[row]) for row in order]
-        return uncertainty(
-            np.concatenate(errors), np.hstack(causes), sites, _positions(self.nearest, order)
-        )
-
-    @cached_property
-    def nearest(self) -> NDArray[np.intp]:
-        """Index of the nearest other row of each row's site and framework version; -1: none."""
-        plans = [row.planned.plan for row in self.fit.rows]
-        groups = [(row.site, plan.strategy.stack) for row, plan in zip(self.fit.rows, plans)]
-        sizes = np.log2([_sizes(plan) for plan in plans])
-        found = np.full(len(plans), -1)
-        for group in set(groups):
-            at = np.flatnonzero([one == group for one in groups])
-            if len(at) > 1:
-                apart = np.abs(sizes[at][:, None] - sizes[at][None, :]).sum(axis=2)
-                np.fill_diagonal(apart, np.inf)
-                found[at] = at[apart.argmin(axis=1)]
-        return found
-
-
-def _sizes(plan: ResolvedPlan) -> tuple[float, ...]:
-    """What two steps may differ in: GPUs, parameters, tokens of a sequence and of a microbatch."""
-    t = plan.training
-    return (
-        plan.world_size,
-        float(parameters(plan.shape).active),
-        t.sequence_length,
-        t.sequence_length * t.micro_batch,
-    )
-
-
-def _positions(rows: NDArray[np.intp], order: NDArray[np.intp]) -> NDArray[np.intp]:
-    """Rows named by their positions in `order`, which holds the row of every site it has."""
-    place = np.full(len(rows) + 1, -1)
-    place[order] = np.arange(len(order))
-    return place[rows[order]]
+            sites += [str(site)] * len(at)
+        return uncertainty(np.concatenate(errors), np.hstack(causes), sites)
 
 
 def well_known_frameworks(fit: MultiplierFit, without: Iterable[str] = ()) -> set[str]:
@@ -140,16 +101,13 @@ def well_known_frameworks(fit: MultiplierFit, without: Iterable[str] = ()) -> se
     return {name for name, n in counted.items() if n >= MIN_SITES}
 
 
-def uncertainty(
-    errors: Array, causes: Array, sites: list[str], nearest: NDArray[np.intp]
-) -> StepUncertainty:
+def uncertainty(errors: Array, causes: Array, sites: list[str]) -> StepUncertainty:
     """Widths by cause, so that nine of ten errors are held.
 
     Args:
         errors: Logarithms of measured over left-out predicted step times, `[rows]`.
         causes: What widens the interval of each, `[4, rows]`.
         sites: Site of each row; a site weighs no more than `SITE_ROWS` rows.
-        nearest: The nearest other row of each row's site and framework version; -1 where none is.
     """
     size = Counter(sites)
     weights = np.array([min(1.0, SITE_ROWS / size[name]) for name in sites])
@@ -163,10 +121,8 @@ def uncertainty(
     widths = np.exp(found.x)
     spread = np.sqrt(widths**2 @ causes**2)
     scale = weighted_quantile(np.abs(errors) / spread, weights, HELD)
-    always = scale * np.sqrt((widths**2)[[0, 2]] @ (causes**2)[[0, 2]])
-    own = _after_own_row(errors, always, nearest)
     base, unknown, waiting, octave = (float(scale * width) for width in widths)
-    return StepUncertainty(base, unknown, waiting, octave, own)
+    return StepUncertainty(base, unknown, waiting, octave)
 
 
 def _t_loss(errors: Array, squares: Array, weights: Array) -> Callable[[Array], float]:
@@ -176,17 +132,6 @@ def _t_loss(errors: Array, squares: Array, weights: Array) -> Callable[[Array], 
         return float((weights * (0.5 * np.log(variance) + tail)).sum())
 
     return loss
-
-
-def _after_own_row(errors: Array, half_widths: Array, nearest: NDArray[np.intp]) -> float:
-    """Nine of ten rows lie within so much of a half-width, once the nearest other row of their site
-    and version has moved them half of its own way: one row is no more than one site.
-    """
-    has = nearest >= 0
-    if not has.any():
-        return 1.0
-    left = np.abs(errors - OWN_ROW_SHARE * errors[nearest])[has]
-    return float(np.quantile(left / half_widths[has], HELD))
 
 
 def weighted_quantile(values: Array, weights: Array, share: float) -> float:

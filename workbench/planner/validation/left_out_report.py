@@ -12,6 +12,7 @@ import numpy as np
 import pandas as pd
 
 from workbench.costmodel.rates.fitted_constants import fitted_document
+from workbench.costmodel.rates.fitted_memory import fitted_memory_document
 from workbench.planner.validation import error_metrics
 from workbench.planner.validation.error_metrics import MIN_SITE_ROWS
 from workbench.planner.validation.validation_report import as_floats
@@ -39,7 +40,7 @@ def left_out_summary(table: pd.DataFrame) -> dict[str, Any]:
     counted = [one for one in by_site if one["rows"] >= MIN_SITE_ROWS]
     return {
         "rows": len(rows),
-        "fitted_constants": fitted_document().get("fitted_constants", 0),
+        "fitted_constants": _num_fitted(),
         "mean_over_sites": _over_sites(counted, np.mean, "left_out"),
         "median_over_sites": _over_sites(counted, np.median, "left_out"),
         "in_sample_mean_over_sites": _over_sites(counted, np.mean, "in_sample"),
@@ -59,6 +60,12 @@ def left_out_summary(table: pd.DataFrame) -> dict[str, Any]:
             if not part.clean.any()
         ],
     }
+
+
+def _num_fitted() -> int:
+    """Fitted constants of time and memory together, widths of intervals included."""
+    documents = fitted_document(), fitted_memory_document()
+    return sum(int(one.get("fitted_constants", 0)) for one in documents)
 
 
 def _ranking(rows: pd.DataFrame) -> dict[str, Any]:

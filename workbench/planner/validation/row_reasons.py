@@ -10,8 +10,9 @@ from typing import Any
 import pandas as pd
 
 from workbench import data_files
-from workbench.costmodel.rates.fitted_constants import IN_STEP, fitted_document
+from workbench.costmodel.rates.fitted_constants import fitted_document
 from workbench.machine import gpu_catalog
+from workbench.planner.published_steps import measured_steps
 from workbench.planner.validation.cell_parsers import report_year
 from workbench.planner.validation.framework_names import (
     FALLBACK,
@@ -143,9 +144,10 @@ def _family(framework: str) -> str:
 
 def _of_gpu(name: str, part: pd.DataFrame) -> dict[str, Any] | None:
     """The GPU, where no step was published of its generation."""
-    entry = gpu_catalog.gpus().get(name)
-    generation = entry.gpu.architecture if entry else ""
-    if f"{IN_STEP}.{generation}" in fitted_document().get("constants", {}):
+    known = gpu_catalog.gpus()
+    generation = known[name].gpu.architecture if name in known else ""
+    measured = {step.gpu for step in measured_steps()} & known.keys()
+    if generation in {known[gpu].gpu.architecture for gpu in measured}:
         return None
     what = f"ran on {name}, of whose generation no clean step was published"
     return _caution(part, what, CALIBRATE)
