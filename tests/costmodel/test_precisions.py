@@ -47,9 +47,10 @@ def test_narrower_products_are_faster(gpu: str, slow: str, fast: str, strategy: 
     before, after = (
         told(gpu=gpu, strategy=strategy, strategy__precision=dtype) for dtype in (slow, fast)
     )
-    if (fast, strategy) == ("fp8", "megatron-tp"):
+    if strategy == "megatron-tp" and fast in ("fp8", "bf16"):
         # Tensor ranks all-reduce what fp8 scales are of, by each layer and microbatch: with
         # sequences one by one that costs more than the GEMMs gain, with sixteen at a time less.
+        # So it is with the casts of 16-bit norms, whose launches the host is late with.
         before, after = (
             told(
                 gpu=gpu,

@@ -120,6 +120,12 @@ def waiting_share(w: Workload, time: StepTime) -> float:
     return float(1 - working / time.seconds)
 
 
+def compute_seconds_by_rank(w: Workload, time: StepTime) -> list[float]:
+    """Seconds of one plan's step in which each pipeline rank computes."""
+    seconds = np.broadcast_to(w.microbatches * time.durations.compute, (w.pipeline,))
+    return [float(one) for one in seconds]
+
+
 def step_time_breakdown(w: Workload, time: StepTime) -> dict[str, float]:
     """The step of one plan, part by part, on its busiest pipeline rank; they add up to
     `time.seconds`.

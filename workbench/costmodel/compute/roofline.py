@@ -10,9 +10,24 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from workbench.costmodel.compute.engine_operators import (
+    MovedBytes,
+    accumulated_bytes,
+    attention_bytes,
+    chunked_head,
+    counts_operators,
+    dropout_bytes,
+    embedding_bytes,
+    head_bytes,
+    layer_bytes,
+    layer_kernels,
+    optimizer_bytes,
+    stage_kernels,
+)
 from workbench.costmodel.compute.seam_bytes import seam_bytes
 from workbench.costmodel.inputs.config import Array, Number
 from workbench.costmodel.inputs.layer_gemms import (
+    LayerGemm,
     attention_flops,
     head_flops,
     head_gemm,
@@ -174,19 +189,13 @@ def layer_times(w: Workload, m: DeviceRates) -> LayerTimes:
 def microbatch_compute(w: Workload, m: DeviceRates, k: LayerTimes) -> MicrobatchCompute:
     """Compute seconds of one microbatch on each pipeline rank, recomputation included."""
     sparse = w.layers - w.dense_layers
-    embedding = w.has_embedding * (4 / m.bandwidth * w.hidden_activation_bytes)
-    forward = w.dense_layers * k.dense.forward + w.has_head * k.head.forward + embedding
-    backward = w.dense_layers * k.dense.backward + w.has_head * k.head.backward + embedding
+    looked_up, scattered = _embedding_seconds(w, m)
+    forward = w.dense_layers * k.dense.forward + w.has_head * k.head.forward + looked_up
+    backward = w.dense_layers * k.dense.backward + w.has_head * k.head.backward + scattered
     if w.shape.moe:
         forward = forward + sparse * k.moe.forward
         backward = backward + sparse * k.moe.backward
-    # With several microbatches, gradients are accumulated: read, added to and written.
-    # A GEMM that adds to them itself reads and writes them only.
-    passed = w.element_bytes * (1 - w.fixed.behavior.fused_accumulation)
-    added = w.param_counts.trained * (
-        (2 * w.stored_gradient_bytes + passed) / m.bandwidth * (w.microbatches > 1)
-    )
-    backward = backward + added
+    backward = backward + _accumulation_seconds(w, m)
     # Selective recompute repeats attention, or the share of a layer's forward that the framework's
     # profile states; full recompute repeats the layer.
     share = w.fixed.framework.selective_recompute_share
@@ -205,7 +214,43 @@ def microbatch_compute(w: Workload, m: DeviceRates, k: LayerTimes) -> Microbatch
             (k.dense.idle_backward, k.moe.idle_backward),
         )
     ]
-    return MicrobatchCompute(forward, backward + recompute, np.asarray(weight), *idle)
+    backward = backward + recompute
+    if counts_operators(w):
+        gemms = [len(layer_gemms(w, kind)) for kind in (False, True)]
+        host = [1e-6 * m.constants.launch_us * each for each in stage_kernels(w, *gemms)]
+        forward, idle[0] = _host_ahead(forward - idle[0], host[0])
+        repeated = w.recomputed_layers * k.moe.idle_forward
+        backward, idle[1] = _host_ahead(backward - repeated - idle[1], host[1])
+    return MicrobatchCompute(forward, backward, np.asarray(weight), *idle)
+
+
+def _host_ahead(gpu: Array, host: Number) -> tuple[Array, Array]:
+    """(seconds of a stage, those of them in which its GPU waits for the host), which gets ahead
+    while large kernels run and falls behind in small ones.
+    """
+    seconds = np.maximum(gpu, host)
+    return seconds, seconds - gpu
+
+
+def _embedding_seconds(w: Workload, m: DeviceRates) -> tuple[Number, Number]:
+    """Seconds of the embedding's lookup and of its gradient."""
+    if counts_operators(w):
+        looked_up, scattered = _counted_seconds(m, embedding_bytes(w))
+        return w.has_embedding * looked_up, w.has_embedding * scattered
+    embedding = w.has_embedding * (4 / m.bandwidth * w.hidden_activation_bytes)
+    return embedding, embedding
+
+
+def _accumulation_seconds(w: Workload, m: DeviceRates) -> Number:
+    """Seconds in which a microbatch's gradients are added to those before."""
+    if counts_operators(w):
+        return _counted_seconds(m, MovedBytes(backward=accumulated_bytes(w)))[1]
+    # With several microbatches, gradients are accumulated: read, added to and written.
+    # A GEMM that adds to them itself reads and writes them only.
+    passed = w.element_bytes * (1 - w.fixed.behavior.fused_accumulation)
+    return w.param_counts.trained * (
+        (2 * w.stored_gradient_bytes + passed) / m.bandwidth * (w.microbatches > 1)
+    )
 
 
 def model_flops(w: Workload) -> Number:
@@ -255,17 +300,26 @@ def layer_pass(w: Workload, m: DeviceRates, is_moe: bool) -> PassTimes:
     )
 
 
+def _gemm_seconds(p: LayerGemm, w: Workload, m: DeviceRates) -> Number:
+    """Seconds of all GEMMs of one kind in forward."""
+    e, narrow = w.element_bytes, w.fixed.precision == "fp8"
+    if p.upcast and e < w.upcast_bytes:
+        wide = replace(m, flops_16bit=peak_flops(w.fixed.gpu, "fp32"))
+        return p.count * gemm_seconds(wide, p.rows, p.columns, p.inner, w.upcast_bytes)
+    return p.count * gemm_seconds(m, p.rows, p.columns, p.inner, e, narrow)
+
+
 def _gemm_pass(w: Workload, m: DeviceRates, is_moe: bool) -> PassTimes:
     """Seconds of one layer's GEMMs; the backward of a GEMM is two, for input and weight."""
-    e, narrow = w.element_bytes, w.fixed.precision == "fp8"
     gemms = layer_gemms(w, is_moe)
-    each = [p.count * gemm_seconds(m, p.rows, p.columns, p.inner, e, narrow) for p in gemms]
+    each = [_gemm_seconds(p, w, m) for p in gemms]
     forward: Number = sum(each)
     weight_grad = has_weight_gradients(w) * sum(
-        p.count * gemm_seconds(m, p.columns, p.inner, p.rows, e, narrow) for p in gemms
+        _gemm_seconds(replace(p, rows=p.columns, columns=p.inner, inner=p.rows), w, m)
+        for p in gemms
     )
     backward = weight_grad + sum(
-        p.count * gemm_seconds(m, p.rows, p.inner, p.columns, e, narrow) for p in gemms
+        _gemm_seconds(replace(p, columns=p.inner, inner=p.columns), w, m) for p in gemms
     )
     # The output of an expert's is saved: combine's gradient needs it.
     last = 0.0 if is_moe and w.shape.moe else each[-1]
@@ -276,6 +330,8 @@ def _kernel_launches(w: Workload, is_moe: bool) -> tuple[Number, Number]:
     """Kernels of one layer (forward, backward), counting seams that run fused and those left
     eager.
     """
+    if counts_operators(w):
+        return layer_kernels(w, is_moe, len(layer_gemms(w, is_moe)))
     routed = _routing_launches(w) if is_moe and w.shape.moe else (0.0, 0.0)
     if not w.uses_fused_kernels:
         plain = KERNELS_PER_LAYER[w.fixed.kernels]
@@ -335,7 +391,8 @@ def attention_pass(w: Workload, m: DeviceRates) -> PassTimes:
         slower = m.flops_16bit / (w.fixed.gpu.tflops["fp32"] * 1e12)
         return unfused_attention(m, attention_flops(w) * slower, head_dim, 2 * scores, 0.0)
     if not framework.unfused:
-        return fused_attention(m, attention_flops(w), head_dim, _attended_length(w))
+        passes = fused_attention(m, attention_flops(w), head_dim, _attended_length(w))
+        return _with_copies(passes, attention_bytes(w), m) if counts_operators(w) else passes
     return unfused_attention(m, attention_flops(w), head_dim, scores, framework.dropout)
 
 
@@ -344,6 +401,18 @@ def _attended_length(w: Workload) -> Number:
     blocks of its peers one by one.
     """
     return w.fixed.sequence_length / w.ring
+
+
+def _counted_seconds(m: DeviceRates, moved: MovedBytes) -> tuple[Number, Number]:
+    """Seconds (forward, backward) of operators whose bytes are counted."""
+    each = m.constants.plain_traffic / m.bandwidth
+    return each * moved.forward, each * moved.backward
+
+
+def _with_copies(passes: PassTimes, moved: MovedBytes, m: DeviceRates) -> PassTimes:
+    """Attention, and what is copied around it."""
+    forward, backward = _counted_seconds(m, moved)
+    return PassTimes(passes.forward + forward, passes.backward + backward)
 
 
 def fused_attention(m: DeviceRates, flops: Number, head_dim: int, length: Number) -> PassTimes:
@@ -386,17 +455,14 @@ def unfused_attention(
 
 def memory_bound_pass(w: Workload, m: DeviceRates, is_moe: bool) -> PassTimes:
     """Seconds of norms, residuals, rotary positions and activation of one layer, by bytes moved."""
+    if counts_operators(w):
+        return _counted_pass(w, m, is_moe)
     h, half = w.hidden_per_rank / w.sequence_parallel, w.element_bytes / 2
     drop = 4 * w.fixed.framework.dropout * h
     if w.fixed.dropout:
         drop = drop + 2 * m.constants.dropout_bytes / half * h
-    inputs, wide = 2 * h, w.ffn
     # An MoE activates every routed row, and copies tokens for dispatch and combine.
-    if is_moe and w.shape.moe:
-        inputs, wide = (
-            inputs + w.routed_rows_per_token * h,
-            w.routed_rows_per_token * w.expert_ffn + w.shared_ffn,
-        )
+    inputs, wide = _gemm_inputs(w, is_moe)
     other = m.constants.plain_traffic
     copies = other * (drop + 8 * (inputs - 2 * h))
     rotated = w.q_width + w.k_width if w.shape.positions == "rope" else 0.0
@@ -440,6 +506,30 @@ def _seam_passes(w: Workload, c: Constants, is_moe: bool) -> list[tuple[Number, 
     return passes
 
 
+def _gemm_inputs(w: Workload, is_moe: bool) -> tuple[Number, Number]:
+    """Elements per token (of the hidden width, of the feed-forward width) that a layer's GEMMs
+    read.
+    """
+    h = w.hidden_per_rank / w.sequence_parallel
+    if is_moe and w.shape.moe:
+        return (
+            2 * h + w.routed_rows_per_token * h,
+            w.routed_rows_per_token * w.expert_ffn + w.shared_ffn,
+        )
+    return 2 * h, w.ffn
+
+
+def _counted_pass(w: Workload, m: DeviceRates, is_moe: bool) -> PassTimes:
+    """The same of this engine's operators, counted one by one; the casts of fp8 stay textbook."""
+    moved = layer_bytes(w, is_moe)
+    dropped = dropout_bytes(w, m.constants.dropout_bytes)
+    moved += MovedBytes(dropped, dropped)
+    if w.fixed.precision == "fp8":
+        casts = _quantized_bytes(w, *_gemm_inputs(w, is_moe))
+        moved += MovedBytes(*(w.tokens * cast for cast in casts))
+    return PassTimes(*_counted_seconds(m, moved))
+
+
 def _quantized_bytes(w: Workload, inputs: Number, wide: Number) -> tuple[Number, Number]:
     """Bytes per token (forward, backward) that quantizing the operands of fp8 GEMMs moves: 16 bits
     read, and 8 written in both orders.
@@ -457,6 +547,8 @@ def _quantized_bytes(w: Workload, inputs: Number, wide: Number) -> tuple[Number,
 
 def head_pass(w: Workload, m: DeviceRates) -> PassTimes:
     """Seconds of the output projection and the cross-entropy loss."""
+    if counts_operators(w):
+        return _counted_head_pass(w, m)
     p = head_gemm(w)
     t, v, h, n = p.rows, p.columns, p.inner, p.count
     loss = w.tokens * v * (w.upcast_bytes / 4 * m.constants.loss_bytes / m.bandwidth)
@@ -467,6 +559,22 @@ def head_pass(w: Workload, m: DeviceRates) -> PassTimes:
     )
     slowdown = m.constants.compute_slowdown
     return PassTimes(slowdown * forward, slowdown * backward, slowdown * weight)
+
+
+def _counted_head_pass(w: Workload, m: DeviceRates) -> PassTimes:
+    """The same of this engine's operators: a fused head that is not split over ranks computes
+    logits and both gradients chunk by chunk in forward.
+    """
+    p, (loss, loss_backward) = head_gemm(w), _counted_seconds(m, head_bytes(w))
+    v, h, t, e = p.columns, p.inner, chunked_head(w, p.rows), w.element_bytes
+    n, in_forward = p.count * p.rows / t, w.uses_fused_kernels * (w.tensor == 1)
+    weight = n * gemm_seconds(m, v, h, t, e) * has_weight_gradients(w)
+    gradients = weight + n * gemm_seconds(m, t, h, v, e)
+    forward = n * gemm_seconds(m, t, v, h, e) + in_forward * gradients
+    forward = forward + loss
+    backward = (1 - in_forward) * gradients + loss_backward
+    slowdown = m.constants.compute_slowdown
+    return PassTimes(slowdown * forward, slowdown * backward, slowdown * (1 - in_forward) * weight)
 
 
 def optimizer_seconds(w: Workload, m: DeviceRates, owned: Array) -> Array:
@@ -481,7 +589,10 @@ def optimizer_seconds(w: Workload, m: DeviceRates, owned: Array) -> Array:
         owned: Parameters whose optimizer states the rank holds.
     """
     states = w.fixed.moment_bytes + (w.fixed.master_bytes or w.element_bytes)
-    traffic = owned * (2 * states + 2 * w.gradient_element_bytes + w.element_bytes)
+    if counts_operators(w):
+        traffic = np.asarray(optimizer_bytes(w, owned))
+    else:
+        traffic = owned * (2 * states + 2 * w.gradient_element_bytes + w.element_bytes)
     # Offloaded optimizer states are updated by the host's CPUs (ZeRO-Offload, 2101.06840).
     host = m.constants.host_gbs * 1e9
     bandwidth = m.bandwidth + (host - m.bandwidth) * w.searched.offload_optimizer

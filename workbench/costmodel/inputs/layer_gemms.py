@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from workbench.costmodel.frameworks.framework_profile import WORKBENCH
 from workbench.costmodel.inputs.config import Number
 from workbench.costmodel.inputs.rank_workload import Workload
 
@@ -18,6 +19,8 @@ class LayerGemm:
     count: Number = 1.0
     ungrouped: bool = True
     """Whether it is a GEMM of its own, not one of a grouped GEMM over experts."""
+    upcast: bool = False
+    """Whether it runs in fp32 whatever the plan's precision: this engine's router."""
 
     @property
     def flops(self) -> Number:
@@ -66,7 +69,7 @@ def _feed_forward_gemms(w: Workload, is_moe: bool) -> list[LayerGemm]:
     width, own = w.expert_ffn, moe.experts / w.searched.expert
     routed = t * w.routed_rows_per_token / own
     result = [
-        LayerGemm(t, moe.experts / w.tiling.hidden_parts, h, n),
+        LayerGemm(t, moe.experts / w.tiling.hidden_parts, h, n, upcast=w.fixed.stack == WORKBENCH),
         *[LayerGemm(routed, joined * width, h, n * own, False)] * wide,
     ]
     result.append(LayerGemm(routed, h, width, n * own, False))

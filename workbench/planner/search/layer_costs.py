@@ -33,7 +33,7 @@ class SplitLayerTimes:
     kinds: dict[str, int]
     """The plan's kernels -> their place."""
     seconds: LayerTimes
-    """By place of the split; of dense and mixture by that of the kernels before."""
+    """By place of the split; but for attention by that of the kernels before."""
 
     def at(self, cell: Cell, index: Index) -> LayerTimes:
         """Those of a cell's candidates."""
@@ -44,10 +44,10 @@ class SplitLayerTimes:
             index.get("kernels", FIRST_PLACE)
         ]
         k = self.seconds
-        dense, moe = (_take_fields(one, lambda x: x[kinds, own]) for one in (k.dense, k.moe))
-        return LayerTimes(
-            dense, moe, *(_take_fields(one, lambda x: x[own]) for one in (k.attention, k.head))
+        dense, moe, head = (
+            _take_fields(one, lambda x: x[kinds, own]) for one in (k.dense, k.moe, k.head)
         )
+        return LayerTimes(dense, moe, _take_fields(k.attention, lambda x: x[own]), head)
 
 
 def layer_times_by_algorithm(
@@ -71,10 +71,11 @@ def _split_layer_times(
     each = [
         _layer_times_of_kernels(space, algorithm, splits, kind, k) for kind, k in constants.items()
     ]
-    dense, moe = (
-        _stack_kernels([getattr(one, of) for one in each], len(splits)) for of in ("dense", "moe")
+    dense, moe, head = (
+        _stack_kernels([getattr(one, of) for one in each], len(splits))
+        for of in ("dense", "moe", "head")
     )
-    seconds = replace(each[0], dense=dense, moe=moe)
+    seconds = replace(each[0], dense=dense, moe=moe, head=head)
     return SplitLayerTimes(
         {split: i for i, split in enumerate(splits)},
         {kind: i for i, kind in enumerate(constants)},
@@ -96,6 +97,7 @@ def _layer_times_of_kernels(
         zero=0,
         algorithm=algorithm,
         kernels=kind,
+        has_context_parallel=max(space.context) > 1,
     )
     values: dict[str, tuple[Any, ...]] = {
         "split": splits,

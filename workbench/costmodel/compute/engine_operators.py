@@ -1,0 +1,414 @@
+"""What this engine's memory-bound operators move, counted one by one as they run on a GPU.
+
+Each operator reads its operands once and writes its results: those of `models/seams.py`,
+`models/moe.py` and `parallel/` where they are eager, and of `kernels/` where they are fused. Other
+frameworks' operators are a textbook count times a factor (`roofline.memory_bound_pass`). The
+comments name the operators in the order in which they run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from workbench.costmodel.frameworks.framework_profile import WORKBENCH
+from workbench.costmodel.inputs.config import Number
+from workbench.costmodel.inputs.rank_workload import Workload
+from workbench.costmodel.memory.activation_memory import has_weight_gradients
+from workbench.runtime_facts.loss_chunks import loss_chunk_tokens
+
+Moved: TypeAlias = int | Number | NDArray[np.signedinteger[Any]]
+"""Bytes of one operator, an element."""
+
+
+@dataclass(frozen=True)
+class MovedBytes:
+    """Bytes that operators move and how many kernels they are, in forward and backward."""
+
+    forward: Number = 0.0
+    backward: Number = 0.0
+    forward_kernels: Number = 0.0
+    backward_kernels: Number = 0.0
+
+    def __add__(self, other: MovedBytes) -> MovedBytes:
+        return MovedBytes(
+            self.forward + other.forward,
+            self.backward + other.backward,
+            self.forward_kernels + other.forward_kernels,
+            self.backward_kernels + other.backward_kernels,
+        )
+
+    def times(self, often: Number) -> MovedBytes:
+        """So many of them, each as one kernel."""
+        return MovedBytes(
+            self.forward * often,
+            self.backward * often,
+            self.forward_kernels * often,
+            self.backward_kernels * often,
+        )
+
+    def wide(self, elements: Number) -> MovedBytes:
+        """On tensors of so many elements, where bytes are those of one element."""
+        return MovedBytes(
+            self.forward * elements,
+            self.backward * elements,
+            self.forward_kernels,
+            self.backward_kernels,
+        )
+
+
+ROTARY_TABLE_KERNELS = 12
+"""Of the tables of cosines and sines, which each stage makes anew for a microbatch."""
+VOCAB_PARALLEL_KERNELS = 16, 4
+"""Of a vocabulary-parallel loss on numbers of each token (forward, backward)."""
+LOOKUP_KERNELS = 4
+"""Of a vocabulary-parallel embedding on tokens."""
+SHARED_HEAD_KERNELS = 3
+"""Of summing the gradient of a weight that several tensor ranks hold (GQA)."""
+
+
+def counts_operators(w: Workload) -> bool:
+    """Whether a plan runs operators that are counted here: this engine's, on a GPU."""
+    return w.fixed.stack == WORKBENCH and w.fixed.gpu.device == "cuda"
+
+
+def _operators(forward: Sequence[Moved], backward: Sequence[Moved]) -> MovedBytes:
+    """Of operators that each move so many bytes; 0 where one does not run."""
+    kernels = ([1.0 * (np.asarray(x) > 0) for x in some] for some in (forward, backward))
+    return MovedBytes(_total(forward), _total(backward), *map(_total, kernels))
+
+
+def _total(values: Sequence[Moved]) -> Number:
+    """Sum of numbers and arrays."""
+    result: Number = 0.0
+    for value in values:
+        result = result + value
+    return result
+
+
+def layer_bytes(w: Workload, is_moe: bool) -> MovedBytes:
+    """Bytes of one layer and microbatch, GEMMs and attention apart."""
+    e, t, h = w.element_bytes, w.tokens, w.hidden_per_rank
+    own = t * h / w.sequence_parallel
+    found = norm_bytes(w, True).wide(own).times(2) + _attention_bytes(w)
+    sums = 1.0 * (w.tensor == 1)  # column-parallel layers add the gradients of their input in GEMMs
+    found += _operators([], [3 * e, 3 * e]).wide(t * h * sums)  # of q, k and v
+    if is_moe and w.shape.moe:
+        return found + _moe_bytes(w)
+    return found + _mlp_bytes(w, w.ffn, sums)
+
+
+def layer_kernels(w: Workload, is_moe: bool, gemms: int) -> tuple[Number, Number]:
+    """Kernels of one layer (forward, backward), with its GEMMs, attention, and the statistics of
+    eager norms; backward adds every weight's gradient to those before.
+    """
+    counted = layer_bytes(w, is_moe) + attention_bytes(w)
+    # Each further block of a ring: attention to it, and how its rows are weighted.
+    blocks = (w.ring - 1) * 1.0 if w.fixed.has_context_parallel else 0.0
+    counted += MovedBytes(0.0, 0.0, 8 * blocks, 2 * blocks)
+    # An eager RMSNorm adds epsilon and takes a root of each row, and casts its weight's gradient.
+    rows = 2 * (w.shape.norm == "rmsnorm" and not w.uses_fused_kernels)
+    norms = 2 * (1 + (w.shape.norm == "layernorm"))
+    biases = {"qkv": 3, "all": gemms}.get(w.shape.biases, 0)
+    shared = (
+        SHARED_HEAD_KERNELS
+        * (2 + 2 * (biases > 0))
+        * (w.tensor > (w.shape.kv_heads or w.shape.heads))
+    )
+    return (
+        counted.forward_kernels + gemms + 1 + 2 * rows,
+        counted.backward_kernels + 3 * gemms + 2 + rows + norms + biases + shared,
+    )
+
+
+def stage_kernels(w: Workload, dense_gemms: int, moe_gemms: int) -> tuple[Number, Number]:
+    """Kernels (forward, backward) of a microbatch by pipeline rank: layers, rotary tables,
+    embedding and head, whose weights' gradients are added to those before. Recomputed layers run
+    their forward once more in backward.
+
+    Args:
+        w: Per-rank problem sizes.
+        dense_gemms: GEMMs of a layer's forward.
+        moe_gemms: Of that of an MoE layer.
+    """
+    table, head = embedding_bytes(w), head_bytes(w)
+    dense = layer_kernels(w, False, dense_gemms)
+    moe = layer_kernels(w, True, moe_gemms) if w.shape.moe else dense
+    sparse = w.layers - w.dense_layers
+    chunks = w.tokens / chunked_head(w, w.tokens)
+    gemms = (1 + 2 * w.uses_fused_kernels) * chunks
+    tables = ROTARY_TABLE_KERNELS * (w.shape.positions == "rope")
+    split = 1.0 * (w.tensor > 1)
+    loss = [split * kernels for kernels in VOCAB_PARALLEL_KERNELS]
+    forward = w.has_embedding * (table.forward_kernels + split * LOOKUP_KERNELS)
+    backward = w.has_embedding * (table.backward_kernels + 1)
+    backward = backward + w.recomputed_layers * (moe[0] - 1) + 2 * w.layers * w.searched.selective
+    return (
+        w.dense_layers * dense[0]
+        + sparse * moe[0]
+        + tables
+        + forward
+        + w.has_head * (head.forward_kernels + gemms + loss[0] + 2),
+        w.dense_layers * dense[1]
+        + sparse * moe[1]
+        + backward
+        + w.has_head * (head.backward_kernels + 2 * (1 - w.uses_fused_kernels) + loss[1] + 4),
+    )
+
+
+def norm_bytes(w: Workload, in_layer: bool) -> MovedBytes:
+    """Bytes an element of a residual addition and a norm.
+
+    Args:
+        w: Per-rank problem sizes.
+        in_layer: Whether the sum goes on as residual, so that backward adds its two gradients.
+    """
+    e, u = w.element_bytes, w.upcast_bytes
+    if w.uses_fused_kernels:
+        return _operators([4 * e], [(3 + in_layer) * e])
+    joined: list[Number] = [3 * e] if in_layer else []
+    if w.shape.norm == "layernorm":
+        # Two kernels of backward read gradient and input (`layer_norm_kernel.cu`).
+        return _operators([3 * e, 2 * e], [5 * e, *joined])
+    cast = (e + u) * (e < u)
+    return _operators(
+        [3 * e, cast, 2 * u, u, 2 * u, cast, 2 * e],
+        [cast, cast, 2 * u, 3 * u, u, 2 * u, 3 * u, u, 2 * u, 3 * u, 2 * u, cast, *joined],
+    )
+
+
+def _attention_bytes(w: Workload) -> MovedBytes:
+    """Rotary positions, biases, and what context parallelism does around attention."""
+    e, t = w.element_bytes, w.tokens
+    found = MovedBytes()
+    if w.shape.positions == "rope":
+        # Four products of halves, their sums, and the concatenation; of queries and of keys.
+        if w.uses_fused_kernels:
+            found += _operators([2 * e], [2 * e]).wide(t * (w.q_width + w.k_width))
+        else:
+            turned = _operators(
+                [e] * 4 + [1.5 * e] * 2 + [2 * e], [e] * 5 + [1.5 * e] * 2 + [2 * e]
+            )
+            found += turned.wide(t * w.q_width) + turned.wide(t * w.k_width)
+    if w.shape.biases in ("qkv", "all"):
+        for width in (w.q_width, w.k_width, w.v_width):
+            found += _operators([], [e]).wide(t * width)
+    return (
+        found
+        + _row_parallel_bias(w)
+        + (_ulysses_bytes(w) if w.fixed.has_context_parallel else MovedBytes())
+    )
+
+
+def dropout_bytes(w: Workload, drawn: float) -> Number:
+    """Bytes of dropping both branches of a layer, in forward and again in backward.
+
+    Args:
+        w: Per-rank problem sizes.
+        drawn: Bytes an entry of drawing a mask and dropping by it by plain operators.
+    """
+    if not w.fixed.dropout:
+        return 0.0
+    each = 2 * w.element_bytes if w.uses_fused_kernels else drawn
+    return 2 * each * w.tokens * w.hidden_per_rank / w.sequence_parallel
+
+
+def _ulysses_bytes(w: Workload) -> MovedBytes:
+    """Copies around the all-to-alls of Ulysses: heads of queries, keys and values are joined and
+    put in the order of ranks, and again after the exchange where a microbatch has several
+    sequences.
+    """
+    e = w.element_bytes
+    joined = w.q_width + w.kv_head_repeats * (w.k_width + w.v_width)
+    several = 2 * e * (w.searched.micro_batch > 1)
+    found = _operators([2 * e, 2 * e, several], [2 * e, 2 * e, several]).wide(w.tokens * joined)
+    found += _operators([2 * e, several], [2 * e, several]).wide(w.tokens * w.o_width)
+    return found.times(1.0 * (w.ulysses > 1))
+
+
+def attention_bytes(w: Workload) -> MovedBytes:
+    """What merging the blocks of ring attention moves, in fp32 or better, and copying key-value
+    heads for a kernel that takes as many as of queries.
+
+    Of a ring's ranks this is the first: at each step half of its queries see keys of another rank.
+    """
+    e, u, t, keys = w.element_bytes, w.upcast_bytes, w.tokens, w.k_width + w.v_width
+    cast = (e + u) * (e < u)
+    found = MovedBytes()
+    if w.fixed.has_context_parallel and w.fixed.context_algorithm != "ulysses":
+        steps, half = (w.ring - 1) * 1.0, 0.5
+        merge = _operators([cast, 2 * u, 2 * u, 2 * u, 3 * u, 2 * u], [2 * u + e, 2 * u])
+        found += _operators([cast, cast], [cast, cast]).wide(t * w.o_width)
+        found += merge.wide(half * t * w.o_width).times(steps)
+        found += _operators([2 * e], [2 * e, 2 * e, cast, u, 3 * u, cast]).wide(t * keys)
+        found += _operators([], [2 * e, 2 * u + e, 2 * u]).wide(t * keys).times(steps)
+        found = found.times(1.0 * (w.ring > 1))
+    if w.fixed.attention == "efficient" and w.shape.kv_heads != w.shape.heads:
+        copied = (keys + 2 * w.q_width) * e
+        found += _operators([copied], [copied]).wide(t)
+    return found
+
+
+def _row_parallel_bias(w: Workload) -> MovedBytes:
+    """Bias of the output or down projection: part of its GEMM, but for row-parallel ones, which add
+    it after the sum over ranks.
+    """
+    if w.shape.biases != "all":
+        return MovedBytes()
+    e, apart = w.element_bytes, 1.0 * (w.tensor > 1)
+    own = w.tokens * w.hidden_per_rank / w.sequence_parallel
+    return _operators([2 * e * apart], [e]).wide(own)
+
+
+def _mlp_bytes(w: Workload, width: Number, sums: Number) -> MovedBytes:
+    """Activation, biases, and the sum of both gradients of a gated layer's input."""
+    e, t = w.element_bytes, w.tokens
+    found = _activation_bytes(w).wide(t * width) + _row_parallel_bias(w)
+    if w.shape.gated:
+        found += _operators([], [3 * e]).wide(t * w.hidden_per_rank * sums)
+    if w.shape.biases == "all":
+        found += _operators([], [e]).wide(t * width).times(1 + w.shape.gated)
+    return found
+
+
+def _activation_bytes(w: Workload) -> MovedBytes:
+    """Bytes an element of an activation, gated or not."""
+    e = w.element_bytes
+    if not w.shape.gated:
+        return _operators([2 * e], [3 * e])
+    if w.uses_fused_kernels:
+        return _operators([3 * e], [5 * e])
+    return _operators([2 * e, 3 * e], [3 * e, 3 * e, 3 * e])
+
+
+def _moe_bytes(w: Workload) -> MovedBytes:
+    """Router, dispatch, experts' activations and combine."""
+    moe = w.shape.moe
+    assert moe is not None
+    e, u, t, h = w.element_bytes, w.upcast_bytes, w.tokens, w.hidden_per_rank
+    cast, k = (e + u) * (e < u), moe.top_k
+    rows = t * w.routed_rows_per_token
+    # The router's input is upcast in both passes, its gradient cast; its scores are of all experts.
+    found = _operators([cast], [cast, cast]).wide(t * h)
+    found += _operators([2 * u, u, u], [3 * u, u, 3 * u, 2 * u]).wide(t * moe.experts)
+    # Dispatch gathers rows; backward gathers the gradients of each choice, and adds them.
+    found += _operators([2 * e * w.routed_rows_per_token], [2 * e] + [2 * e, 3 * e] * (k - 1)).wide(
+        t * h
+    )
+    found += _activation_bytes(w).wide(rows * w.expert_ffn)
+    if w.shape.gated:
+        found += _operators([], [3 * e]).wide(rows * h)
+    # Combine: a product with the gate for each choice, added up.
+    found += _operators(
+        [2 * e, 2 * e] + [2 * e, 3 * e] * (k - 1), [2 * e, 3 * e, e, 2 * e, 3 * e] * k
+    ).wide(t * h)
+    found += _operators([], [e]).wide(rows * h)
+    # The input's gradients from router, dispatch and shared experts.
+    found += _operators([], [3 * e]).wide(t * h * (1 + bool(moe.shared)))
+    if moe.shared:
+        found += _mlp_bytes(w, w.shared_ffn, 1.0 * (w.tensor == 1))
+        found += _operators([3 * e], []).wide(t * h)
+    local = moe.experts / w.searched.expert
+    weights = local * w.expert_ffn * h * (2 + w.shape.gated) * has_weight_gradients(w)
+    grouped = w.fixed.precision == "bf16"
+    found += _operators([], [(2 if grouped else 1) * e]).wide(weights)
+    # Rows arrive by source rank, and are sorted by expert and back.
+    sorts = 2.0 * ((w.searched.expert > 1) & (local > 1))
+    return found + _operators([2 * e], [2 * e]).wide(rows * h).times(sorts)
+
+
+def head_bytes(w: Workload) -> MovedBytes:
+    """Final norm, and the loss over the logits of a rank."""
+    e, u, t, h = w.element_bytes, w.upcast_bytes, w.tokens, w.hidden_per_rank
+    cast, logits = (e + u) * (e < u), t * w.vocab_rows
+    found = norm_bytes(w, False).wide(t * h / w.sequence_parallel)
+    if not w.uses_fused_kernels:
+        split = 1.0 * (w.tensor > 1)
+        # Log-softmax and the loss; vocabulary-parallel: maximum, difference, exponentials, their
+        # sum and quotient, in place.
+        whole = _operators([cast, 2 * u], [u, 3 * u, cast])
+        parts = _operators([cast, u, 2 * u, 2 * u, u, 2 * u], [2 * u, cast])
+        return found + whole.wide(logits).times(1 - split) + parts.wide(logits).times(split)
+    # Split: statistics, then the gradient in place. Whole: both in one kernel where it is Triton's,
+    # in forward; backward scales both gradients.
+    split = 1.0 * (w.tensor > 1)
+    parts = _operators([e], [2 * e]).wide(logits)
+    one = 1 if w.fixed.kernels == "fused" else 2
+    wide = e if w.fixed.precision != "fp16" else 4
+    whole = _operators([(one + 1) * e], []).wide(logits)
+    whole += _operators([], [wide + e]).wide(t * h) + _operators([], [wide + e]).wide(
+        w.table_params
+    )
+    return found + parts.times(split) + whole.times(1 - split)
+
+
+def chunked_head(w: Workload, tokens: Number) -> Number:
+    """Rows of a GEMM of the head: fused kernels project tokens in chunks, but for a head that is
+    split over ranks.
+    """
+    if not w.uses_fused_kernels:
+        return tokens
+    chunk = loss_chunk_tokens(np.asarray(tokens, dtype=np.int64), w.hidden_per_rank, w.vocab_rows)
+    return np.where(w.tensor > 1, tokens, chunk)
+
+
+def embedding_bytes(w: Workload) -> MovedBytes:
+    """Lookup of tokens and positions; backward writes the gradient of a whole table."""
+    e, t, h = w.element_bytes, w.tokens, w.hidden_per_rank
+    masked = 2 * e * (w.tensor > 1)
+    found = _operators([2 * e, masked], [e, masked]).wide(t * h)
+    found += _operators([], [e]).wide(w.table_params)
+    if w.shape.positions == "learned":
+        own = t * h / w.sequence_parallel
+        found += _operators([3 * e], [e]).wide(own)
+        found += _operators([2 * e], [e]).wide(w.fixed.sequence_length / w.searched.context * h)
+        found += _operators([], [e]).wide(w.shape.max_positions * h)
+    if w.shape.embedding_norm:
+        found += norm_bytes(w, False).wide(t * h / w.sequence_parallel)
+    return found
+
+
+def accumulated_bytes(w: Workload) -> Number:
+    """Bytes of one microbatch's gradients, added to those before; of a table that embedding and
+    head share, both gradients are added first.
+    """
+    e, g = w.element_bytes, w.gradient_element_bytes
+    # Reduced after every microbatch, gradients are copied into a bucket; adding its shard to that
+    # of the step is left out.
+    each = e + (2 - _scattered(w)) * g
+    if w.fixed.splits_backward:  # deferred GEMMs of weight gradients add to those before themselves
+        deferred = 1.0 - (w.sequence_parallel > 1)
+        tables = (w.has_embedding + w.has_head) * w.table_params
+        return tables * each + (1 - deferred) * (w.param_counts.trained - tables) * each
+    tied = w.has_embedding * w.has_head * w.table_params * w.shape.tied
+    return w.param_counts.trained * each + tied * 3 * e
+
+
+def optimizer_bytes(w: Workload, owned: Number) -> Number:
+    """Bytes of what follows the microbatches: the gradient norm, clipping, the update, and zeroing
+    the gradients of the next step.
+
+    Args:
+        w: Per-rank problem sizes.
+        owned: Parameters whose optimizer states the rank holds.
+    """
+    e, g, wide = w.element_bytes, w.gradient_element_bytes, w.fixed.step_element_bytes
+    master = w.fixed.master_bytes
+    states = 2 * (w.fixed.moment_bytes + (master or e))
+    if w.fixed.kernels == "fused":  # reads gradients in their dtype, writes weights and masters
+        each = g + states + g + (e if master else 0)
+    else:
+        # Clipped in the dtype of the update, into which narrower gradients are copied first.
+        copied = (g + wide) * (g < wide)
+        each = g + copied + 2 * wide + states + wide + ((4 + e) if master else 0)
+    scattered = _scattered(w)
+    return owned * (each + scattered * g) + w.param_counts.trained * ((1 - scattered) * g)
+
+
+def _scattered(w: Workload) -> Number:
+    """1 where gradients are reduce-scattered after every microbatch."""
+    return w.reduce_microbatch if w.zero >= 2 else 0.0
