@@ -171,6 +171,7 @@ def rehearse(
     progress: Callable[[int, int], None] | None = None,
     *,
     allow_code: bool = False,
+    operators: bool = False,
 ) -> Profile:
     """Rehearse a plan on fake tensors: the real code, at any size.
 
@@ -181,6 +182,8 @@ def rehearse(
         ranks: Ranks to rehearse; default one of each pipeline stage.
         progress: Called with (ranks done, ranks in all).
         allow_code: Run a model that is given as Python.
+        operators: Also count every computing operator by shape, and time it on the planned GPU by
+            the estimate's roofline: `notes["operators"]`, with the estimate's compute beside it.
 
     Raises:
         PlanError: The plan is illegal, or this version cannot rehearse it.
@@ -188,7 +191,7 @@ def rehearse(
     """
     from workbench.runs.launch import subprocess_verbs
 
-    return subprocess_verbs.rehearse(_plan(plan), ranks, progress, allow_code)
+    return subprocess_verbs.rehearse(_plan(plan), ranks, progress, allow_code, operators)
 
 
 def check_order(

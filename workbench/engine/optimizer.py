@@ -96,7 +96,9 @@ class MixedPrecisionOptimizer:
         self._state = {name: self._initial(parameter) for name, parameter in parameters.items()}
         self._fused = self._kernel(parameters, gradients, layouts) if kernels == "fused" else None
         self._groups: list[OptimizerGroup] = []
-        if self._fused is not None or (kernels == "fused" and self._rehearses_kernel(parameters)):
+        self.rehearses_kernel = kernels == "fused" and self._rehearses_kernel(parameters)
+        """Whether one Triton kernel would update all tensors on the planned GPU."""
+        if self._fused is not None or self.rehearses_kernel:
             return
         on_host = not any(on_gpu(parameter) for parameter in parameters.values())
         groups = (

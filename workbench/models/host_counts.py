@@ -89,6 +89,11 @@ def kept_for_recomputation(make: Callable[[], T]) -> T:
     return made
 
 
+def is_recomputing() -> bool:
+    """Whether a checkpointed layer or attention is being recomputed."""
+    return _repeated.get() is not None
+
+
 def recomputation_contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """Contexts of a checkpointed forward and of its recomputation, for `torch.utils.checkpoint`."""
     values: list[Any] = []

@@ -1,5 +1,5 @@
-"""`python -m workbench.rehearsal PLAN --to FOLDER [--ranks 0,1] [--check]`: rehearse in a process
-of its own.
+"""`python -m workbench.rehearsal PLAN --to FOLDER [--ranks 0,1] [--operators | --check]`:
+rehearse in a process of its own.
 
 Writes the profile into FOLDER, or with `--check` the order of calls as `order.json`; prints a line
 of JSON after each rank.
@@ -28,6 +28,7 @@ def main() -> int:
     parser.add_argument("--ranks", type=lambda text: [int(x) for x in text.split(",")])
     parser.add_argument("--allow-code", action="store_true")
     parser.add_argument("--check", action="store_true")
+    parser.add_argument("--operators", action="store_true")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
 
@@ -37,11 +38,14 @@ def main() -> int:
     try:
         plan = Plan.load(arguments.plan)
         if arguments.check:
-            found = check_order(plan, progress, arguments.allow_code).json()
+            order = check_order(plan, progress, arguments.allow_code).json()
             arguments.to.mkdir(parents=True)
-            (arguments.to / ORDER_FILE).write_text(json.dumps(found))
+            (arguments.to / ORDER_FILE).write_text(json.dumps(order))
         else:
-            rehearse(plan, arguments.ranks, progress, arguments.allow_code).save(arguments.to)
+            found = rehearse(
+                plan, arguments.ranks, progress, arguments.allow_code, arguments.operators
+            )
+            found.save(arguments.to)
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2

@@ -4,12 +4,14 @@ bytes.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from workbench.costmodel.compute.operator_roofline import Operator
 from workbench.engine.measure.step_sampler import StepSampler
 from workbench.models.python_model import build_python_model
 from workbench.parallel.mesh import Mesh, build_mesh
@@ -21,6 +23,8 @@ from workbench.planned_device import rehearsed_device
 from workbench.profile import Profile, frame
 from workbench.rehearsal.building import build_session, with_building
 from workbench.rehearsal.fake_process_group import fake_tensors, fake_world, without_cached_results
+from workbench.rehearsal.operator_report import operator_report
+from workbench.rehearsal.operator_trace import OperatorTrace, traced_step
 from workbench.units import GIB
 
 STEADY = 2
@@ -34,8 +38,11 @@ def rehearse(
     ranks: Sequence[int] | None = None,
     progress: Callable[[int, int], None] | None = None,
     allow_code: bool = False,
+    operators: bool = False,
 ) -> Profile:
     """Peak memory by category and every collective of `ranks`; default: one rank a pipeline stage.
+
+    With `operators` also every computing operator, in `notes`.
 
     The first step's peak includes that of building the session.
 
@@ -52,8 +59,9 @@ def rehearse(
             raise ValueError(f"--ranks: {rank} is not one of 0 to {plan.world_size - 1}")
     memory: list[dict[str, Any]] = []
     collectives: list[dict[str, Any]] = []
+    counted: dict[int, Counter[Operator]] | None = {} if operators else None
     for done, rank in enumerate(chosen, 1):
-        _rehearse_rank(plan, rank, memory, collectives)
+        _rehearse_rank(plan, rank, memory, collectives, counted)
         if progress:
             progress(done, len(chosen))
     return Profile(
@@ -64,10 +72,17 @@ def rehearse(
         collectives=frame("collectives", collectives),
         representative=_stand_ins(representative, chosen),
         capacity_bytes=int(plan.gpu.memory_gib * GIB),
-        notes={}
-        if plan.code or not plan.shape.unmodelled
-        else {"not_modelled": plan.shape.unmodelled},
+        notes=_notes(plan, counted),
     )
+
+
+def _notes(plan: ResolvedPlan, counted: dict[int, Counter[Operator]] | None) -> dict[str, Any]:
+    notes: dict[str, Any] = {}
+    if not plan.code and plan.shape.unmodelled:
+        notes["not_modelled"] = plan.shape.unmodelled
+    if counted is not None:
+        notes["operators"] = operator_report(plan, counted)
+    return notes
 
 
 def _stand_ins(representative: dict[int, int], chosen: list[int]) -> dict[int, int]:
@@ -110,14 +125,20 @@ def python_model(plan: Plan) -> nn.Module | None:
 
 
 def _rehearse_rank(
-    plan: ResolvedPlan, rank: int, memory: list[dict[str, Any]], collectives: list[dict[str, Any]]
+    plan: ResolvedPlan,
+    rank: int,
+    memory: list[dict[str, Any]],
+    collectives: list[dict[str, Any]],
+    counted: dict[int, Counter[Operator]] | None,
 ) -> None:
-    """Two steps of one rank."""
+    """Two steps of one rank; operators of the second are `counted`, where they are asked for."""
     with fake_world(rank, plan.world_size):
         mesh = build_mesh(plan, rank)
-        samplers, building = _steps(
-            with_fewer_microbatches(plan, mesh["pipeline"].index), mesh, plan.num_microbatches
-        )
+        few = with_fewer_microbatches(plan, mesh["pipeline"].index)
+        traces: list[OperatorTrace] | None = None if counted is None else []
+        samplers, building = _steps(few, mesh, plan.num_microbatches, traces)
+        if counted is not None and traces:
+            counted[rank] = traces[-1].of_step(few.num_microbatches, plan.num_microbatches)
         calls = _calls_of_whole_steps(plan, mesh, samplers)
         for step, (sampler, rows) in enumerate(zip(samplers, calls)):
             head = {"run": plan.name, "source": "rehearsed", "rank": rank, "step": step}
@@ -149,10 +170,10 @@ def _calls_of_whole_steps(
 
 
 def _steps(
-    plan: ResolvedPlan, mesh: Mesh, microbatches: int
+    plan: ResolvedPlan, mesh: Mesh, microbatches: int, traces: list[OperatorTrace] | None = None
 ) -> tuple[list[StepSampler], dict[str, int]]:
     """What was seen of the steps of a rank, which holds the tokens of so many `microbatches`; the
-    peak of building its session, by category.
+    peak of building its session, by category. Operators of the last step are added to `traces`.
     """
     device, t, model = rehearsed_device(plan.gpu.device), plan.training, python_model(plan)
     found = []
@@ -164,7 +185,10 @@ def _steps(
         for step in range(STEPS):
             found.append(StepSampler(session, None))
             with found[-1].step(batch):
-                session.step(step, batch[0], batch[1], found[-1])
+                if traces is None or step < STEPS - 1:
+                    session.step(step, batch[0], batch[1], found[-1])
+                else:
+                    traces.append(traced_step(session, step, batch, found[-1]))
     return found, building
 
 

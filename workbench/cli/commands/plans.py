@@ -20,6 +20,9 @@ from workbench.plan.schema import Plan
 from workbench.untrusted_text import shown
 
 if TYPE_CHECKING:
+    from workbench.cli.terminal import Grid
+    from workbench.plan.resolved_plan import ResolvedPlan
+    from workbench.profile import Profile
     from workbench.runs.launch.subprocess_verbs import VerifiedOn, VerifiedPrecision
 
 
@@ -83,12 +86,23 @@ def rehearse(
     check: Annotated[
         bool, typer.Option("--check", help="Instead check that no order of calls can hang.")
     ] = False,
+    operators: Annotated[
+        bool,
+        typer.Option(
+            "--operators",
+            help="Also count GEMMs, attention and every other operator, and time them.",
+        ),
+    ] = False,
     allow_code: AllowCode = False,
     json: Json = False,
 ) -> None:
     from workbench.cli.progress import Status
 
     full = plan.resolve()
+    if check and operators:
+        raise refuse(
+            "--operators", "is given with --check, which times nothing; legal: one of them"
+        )
     if check and ranks is not None:
         raise refuse("--ranks", "is given with --check, which is of all ranks; legal: one of them")
     if check:
@@ -100,8 +114,18 @@ def rehearse(
             wanted,
             lambda done, of: status(f"rehearsing, rank {done} of {of}"),
             allow_code=allow_code,
+            operators=operators,
         )
-    emit(json, found.summary(), lambda: _tables().rehearsal_table(full, found))
+    emit(json, found.summary(), lambda: _rehearsal_tables(full, found))
+
+
+def _rehearsal_tables(full: ResolvedPlan, found: Profile) -> list[Grid | None]:
+    tables: list[Grid | None] = _tables().rehearsal_table(full, found)
+    if counted := found.notes.get("operators"):
+        from workbench.cli.operator_tables import operator_tables
+
+        tables += operator_tables(counted)
+    return tables
 
 
 def _check_order(plan: Plan, allow_code: bool, json: bool) -> None:

@@ -48,9 +48,11 @@ def rehearse(
     ranks: Sequence[int] | None = None,
     progress: Callable[[int, int], None] | None = None,
     allow_code: bool = False,
+    operators: bool = False,
 ) -> Profile:
     """Rehearse `plan` in a child process; see `workbench.rehearse`."""
     chosen = [] if ranks is None else ["--ranks", ",".join(map(str, ranks))]
+    chosen += ["--operators"] * operators
     with tempfile.TemporaryDirectory() as folder:
         return Profile.read(_rehearsed(plan, folder, chosen, progress, allow_code))
 

@@ -1,0 +1,85 @@
+"""What one call reads, writes and computes, from its arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from workbench.costmodel.compute.operator_roofline import Operator
+from workbench.rehearsal.operator_trace import OperatorTrace
+from workbench.schedules import Action
+
+
+class Silent:
+    """An observer that does nothing."""
+
+    def action(self, label: str, action: Action | None) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def moment(self, name: str) -> None:
+        pass
+
+
+def counted(run: Callable[[], Any]) -> list[Operator]:
+    """Operators of a call, in no action of a schedule."""
+    with OperatorTrace(Silent()) as trace:
+        run()
+    return [operator for operator, _ in trace.counts]
+
+
+def half(*shape: int) -> Tensor:
+    return torch.zeros(shape, dtype=torch.bfloat16)
+
+
+X, Y, LONG = half(4, 8), half(4, 8), torch.zeros(3, dtype=torch.long)
+
+
+@pytest.mark.parametrize(
+    ("run", "read", "written"),
+    [
+        (lambda: X + Y, 128, 64),
+        (lambda: X.add_(Y), 128, 64),
+        (lambda: X.copy_(Y), 64, 64),
+        (lambda: X.zero_(), 0, 64),
+        (lambda: X.float(), 64, 128),
+        (lambda: X * half(8).expand(4, 8), 80, 64),  # an expanded row is read once
+        (lambda: torch.cat((X, Y)), 128, 128),
+        (lambda: half(1000, 8).index_select(0, LONG), 48 + 24, 48),  # three of its rows
+    ],
+)
+def test_bytes_of_an_operator(run: Callable[[], Any], read: int, written: int) -> None:
+    moved = [o for o in counted(run) if o.name not in ("zeros",)]
+    assert [(o.kind, o.read, o.written) for o in moved] == [("memory", read, written)]
+
+
+def test_views_move_nothing() -> None:
+    assert not counted(lambda: X.view(8, 4).t().unsqueeze(0)[..., 1:].detach())
+    assert not counted(lambda: torch.empty_like(X))
+
+
+def test_dims_and_flops_of_a_gemm() -> None:
+    (plain,) = counted(lambda: half(4, 16) @ half(16, 8))[-1:]
+    assert (plain.kind, plain.dims, plain.flops) == ("gemm", (1, 4, 8, 16), 2 * 4 * 8 * 16)
+    (batched,) = counted(lambda: torch.bmm(half(3, 4, 16), half(3, 16, 8)))[-1:]
+    assert (batched.dims, batched.flops) == ((3, 4, 8, 16), 3 * plain.flops)
+    (added,) = counted(lambda: torch.addmm(half(8), half(4, 16), half(16, 8)))[-1:]
+    assert (added.dims, added.flops) == (plain.dims, plain.flops)
+
+
+def test_further_microbatches_repeat_the_second() -> None:
+    trace = OperatorTrace(Silent())
+    with trace:
+        for microbatch in range(3):
+            with trace.action("F", Action(0, "F", microbatch)):
+                _ = X + Y
+            with trace.action("B", Action(0, "B", microbatch)):
+                _ = X * Y
+        with trace.action("OPTIMIZER", None):
+            X.zero_()
+    found = {(o.name, o.phase): n for o, n in trace.of_step(3, 10).items()}
+    assert found == {("add", "forward"): 10, ("mul", "backward"): 10, ("zero_", "optimizer"): 1}

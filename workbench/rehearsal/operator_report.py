@@ -1,0 +1,76 @@
+"""The operators that a rehearsal counted, timed on the planned GPU, beside the estimate's
+compute.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from workbench.costmodel.compute.operator_roofline import (
+    Operator,
+    OperatorTime,
+    compute_seconds,
+    operator_times,
+)
+from workbench.costmodel.compute.roofline import device_rates
+from workbench.costmodel.inputs.rank_workload import workload
+from workbench.costmodel.rates.constants import Constants
+from workbench.costmodel.step_time import compute_seconds_by_rank, step_time
+from workbench.errors import PlanError
+from workbench.parallel.mesh import mesh_ranks
+from workbench.plan.resolved_plan import ResolvedPlan
+from workbench.planner.calibrated_plan import with_calibration
+
+
+def operator_report(plan: ResolvedPlan, counted: Mapping[int, Counter[Operator]]) -> dict[str, Any]:
+    """What `notes["operators"]` of a rehearsal holds.
+
+    Args:
+        plan: The plan.
+        counted: Rank -> operators of a step with their counts.
+
+    Returns:
+        `rows`: operators by rank and shape, the longest first; `ranks`: of each rank the seconds of
+        its operators and the compute that `estimate` says, where it knows the model; `peak`: FLOP/s
+        and bytes/s that kernels reach on the GPU. Seconds are estimated, shapes rehearsed.
+    """
+    full, constants = with_calibration(plan)
+    m = device_rates(full.gpu, full.strategy.precision, constants)
+    estimated = _estimated_compute(full, constants)
+    rows: list[dict[str, Any]] = []
+    ranks: list[dict[str, Any]] = []
+    for rank, operators in counted.items():
+        times = operator_times(operators.items(), rank, m, full.gpu, full.strategy.precision)
+        rows += _rows(times)
+        summary = {
+            "rank": rank,
+            "compute_seconds": compute_seconds(times, m),
+            "optimizer_seconds": sum(
+                one.seconds for one in times if one.operator.phase == "optimizer"
+            ),
+        }
+        if estimated is not None:
+            own = estimated[mesh_ranks(plan, rank)["pipeline"].index(rank)]
+            summary["estimated_compute_seconds"] = own
+            summary["difference"] = own / summary["compute_seconds"] - 1
+        ranks.append(summary)
+    reached = {"flops": m.flops_16bit * m.constants.gemm_share, "bytes": m.bandwidth}
+    return {"gpu": full.gpu.name, "reached": reached, "ranks": ranks, "rows": rows}
+
+
+def _rows(times: list[OperatorTime]) -> list[dict[str, Any]]:
+    total = sum(one.seconds for one in times)
+    return [one.row() | {"share": one.seconds / total} for one in times]
+
+
+def _estimated_compute(plan: ResolvedPlan, constants: Constants) -> list[float] | None:
+    """Compute seconds of a step by pipeline rank; None where the planner does not cover the plan,
+    such as a model that is code.
+    """
+    try:
+        w = workload(plan)
+    except PlanError:
+        return None
+    return compute_seconds_by_rank(w, step_time(w, constants))
