@@ -1,6 +1,7 @@
 import html
 import json
 import re
+from dataclasses import replace
 
 import pytest
 import vl_convert
@@ -9,6 +10,7 @@ from workbench.lab import charts, palette
 from workbench.lab.charts import chart_data
 from workbench.lab.live.figure import VEGA_MIME, VEGA_SCHEMA, Figure
 from workbench.lab.pictures import snapshot
+from workbench.profile import Profile
 
 from . import synthetic
 
@@ -32,7 +34,44 @@ def all_figures() -> list[Figure]:
         charts.collectives(e, m),
         charts.step_time_parts(e, m),
         charts.pareto_front(synthetic.found()),
+        charts.roofline(with_operators(r)),
     ]
+
+
+def with_operators(profile: Profile) -> Profile:
+    """A profile with the operators of two ranks; the second computes longer."""
+    shape = {"shape": [1, 4096, 4096, 4096], "dtype": "bf16", "bound": "compute", "share": 0.2}
+    rows = [
+        {
+            "rank": rank,
+            "phase": phase,
+            "operator": name,
+            "flops": flops,
+            "intensity": intensity,
+            "seconds": 1e-3 * (rank + 1),
+        }
+        | shape
+        for rank in (0, 1)
+        for phase, name, flops, intensity in (
+            ("forward", "mm", 10**12, 1300.0),
+            ("recompute", "flash_attention", 10**11, 900.0),
+            ("backward", "mm", 10**9, 30.0),
+            ("backward", "add", 0, 0.0),
+        )
+    ]
+    ranks = [{"rank": rank, "compute_seconds": 1.0 + rank} for rank in (0, 1)]
+    reached = {"flops": 7e14, "bytes": 2.7e12}
+    found = {"gpu": "h100-sxm-80gb", "reached": reached, "ranks": ranks, "rows": rows}
+    return replace(profile, notes={"operators": found})
+
+
+def test_a_roofline_shows_the_busiest_rank_under_its_roof() -> None:
+    rows = charts.roofline(with_operators(synthetic.profile("rehearsed"))).rows
+    points = [row for row in rows if "intensity" in row]
+    assert [row["reached"] for row in points] == [500.0, 50.0, 0.5]
+    roof = [row for row in rows if "roof" in row]
+    assert [row["height"] for row in roof] == pytest.approx([30 * 2.7, 700.0, 700.0])
+    assert not charts.roofline(synthetic.profile("rehearsed")).rows
 
 
 @pytest.mark.parametrize("figure", all_figures(), ids=lambda figure: figure.name)

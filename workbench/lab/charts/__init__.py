@@ -12,6 +12,7 @@ from workbench.lab.charts.memory_by_rank import memory
 from workbench.lab.charts.memory_map import memory_map
 from workbench.lab.charts.memory_steps import memory_steps
 from workbench.lab.charts.pareto_chart import pareto_front
+from workbench.lab.charts.roofline_chart import roofline
 from workbench.lab.charts.step_parts import step_time_parts
 from workbench.lab.charts.throughput import throughput
 from workbench.lab.charts.timeline import timeline
@@ -23,6 +24,7 @@ __all__ = [
     "memory_map",
     "memory_steps",
     "pareto_front",
+    "roofline",
     "step_time_parts",
     "throughput",
     "timeline",
