@@ -115,6 +115,6 @@ def test_what_is_no_table_of_measurements_is_refused_with_the_columns(
 def test_a_table_without_a_row_that_can_be_said_shows_the_reason_only(
     ask: Ask, tmp_path: Path
 ) -> None:
-    (tmp_path / "rows.csv").write_text("model,gpu,layers\ngpt2,H100,nan\n")
+    (tmp_path / "rows.csv").write_text("model,gpu,layers\nour-own,H100,nan\n")
     code, out, _ = ask("validate", tmp_path / "rows.csv")
     assert code == 0 and "missing layers" in out and "Standing" not in out

@@ -164,7 +164,7 @@ def _reasons(data: dict[str, Any]) -> Grid | None:
         return None
     built = table("Not predicted", ("rows", "reason", "what would help"))
     for reason, count in list(data["reasons"].items())[:REASONS_SHOWN]:
-        built.add_row(str(count), reason, data["remedies"][reason])
+        built.add_row(str(count), reason, data.get("remedies", {}).get(reason, ""))
     for field, count in data["refused_by_planner"].items():
         built.add_row(str(count), f"the planner does not model {field}", "another value of it")
     return built
