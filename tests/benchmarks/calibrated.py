@@ -1,127 +1,139 @@
-"""How near a calibrated estimate comes on this machine: `python tests/benchmarks/calibrated.py
-[--calibration FILE]`.
+"""How near a calibrated estimate comes on this machine: `python -m tests.benchmarks.calibrated
+--seed N [--calibration FILE] [--results FILE]`.
 
-Plans drawn by a fixed seed from all that this version runs here, the same model and batch in each,
-really trained one after the other in rounds that take turns; the median step of each against the
-estimate. Without a file it calibrates first, which takes a minute. Leave the machine alone
-meanwhile.
+One calibration; plans over all axes, kernels and recomputation, drawn by the seed; the median of 30
+steps of each, which take turns, in three passes. The noise floor is what the passes differ by: the
+median over plans of the largest distance of a pass from the median of the passes. Every pass of a
+world size is written to the results file as it ends; the same command goes on from there. Leave the machine
+alone meanwhile.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import random
-import tempfile
+from collections import defaultdict
+from collections.abc import Mapping
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from scipy.stats import spearmanr
 
-import workbench as wb
-from workbench.errors import PlanError
-from workbench.plan.rules.supported import unsupported
+from tests.benchmarks.interleaved_steps import Times, step_times
+from tests.benchmarks.judged_plans import draw
+from workbench.engine.calibrate.measure import calibrate
+from workbench.machine.calibration_file import write_calibration
+from workbench.plan.schema import Plan
+from workbench.planner import estimate
 
-PLANS, SEED, STEPS, SKIPPED, ROUNDS = 24, 0, 14, 4, 2
-RANKS, MICRO, TENSOR, PIPELINE, SCHEDULES = (
-    (1, 2, 4),
-    (1, 2, 4),
-    (1, 2, 4),
-    (1, 2, 4),
-    ("gpipe", "1f1b"),
-)
-
-
-def drawn(model: str, calibration: Path) -> list[wb.Plan]:
-    """Distinct legal plans that run here."""
-    every = list(product(RANKS, MICRO, TENSOR, PIPELINE, SCHEDULES, (0.25, 25.0)))
-    random.Random(SEED).shuffle(every)
-    found: dict[str, wb.Plan] = {}
-    for gpus, micro, tensor, pipeline, schedule, bucket in every:
-        plan = wb.Plan.model_validate(
-            {
-                "model": model,
-                "cluster": {"gpu": "local", "gpus": gpus, "calibration": str(calibration)},
-                "strategy": {
-                    "tensor": {"size": tensor},
-                    "pipeline": {"size": pipeline, "schedule": schedule},
-                    "data": {"bucket_mib": bucket},
-                },
-                "training": {
-                    "sequence_length": 256,
-                    "global_batch": 16,
-                    "micro_batch": micro,
-                    "steps": STEPS,
-                },
-                "telemetry": {"memory_every": 0},
-            }
-        )
-        try:
-            if unsupported(plan.resolve(), "run") or (pipeline == 1 and schedule == "gpipe"):
-                continue
-        except PlanError:
-            continue
-        found.setdefault(plan.to_yaml(), plan)
-    return list(found.values())[:PLANS]
-
-
-def measured(plan: wb.Plan, root: str) -> float:
-    """Median seconds of a step, the first ones left out."""
-    run = wb.run(plan, wait=True, root=root)
-    steps = run.profile().steps
-    return float(steps[steps["rank"] == 0].seconds.iloc[SKIPPED:].median())
-
-
-def name(plan: wb.Plan) -> str:
-    """The strategy in a line."""
-    s, sizes = plan.strategy, plan.resolve().sizes
-    return " ".join(f"{axis[0]}{size}" for axis, size in sizes.items()) + (
-        f" {s.pipeline.schedule if sizes['pipeline'] > 1 else ''} micro "
-        f"{plan.training.micro_batch} "
-        f"bucket {s.data.bucket_mib}"
-    )
+PASSES, STEPS, PLANS = 3, 30, 24
+FIRST_CHOICES = 3
+"""Plans that the planner names first, of which the fastest counts for regret."""
+ON_OWN_CORES = 2
+"""Ranks up to which a plan is judged by its seconds; more ranks share cores, and are judged by CPU
+seconds and by rank order.
+"""
 
 
 def main() -> None:
-    """Calibrate, run, compare."""
+    """Calibrate, measure what is not yet measured, compare."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--calibration", type=Path)
-    parser.add_argument("--model", default="tiny")
+    parser.add_argument("--seed", type=int, required=True)
+    parser.add_argument("--plans", type=int, default=PLANS)
+    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--calibration", type=Path, default=Path("judged-calibration.yaml"))
+    parser.add_argument("--results", type=Path, default=Path("judged-steps.jsonl"))
+    parser.add_argument("--passes", type=int, default=PASSES, help="passes to have in all")
     parser.add_argument("--json", action="store_true")
     asked = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        path = asked.calibration or Path(folder) / "machine.yaml"
-        if asked.calibration is None:
-            wb.calibrate(path)
-        plans = drawn(asked.model, path)
-        times = np.array([[measured(plan, folder) for plan in plans] for _ in range(ROUNDS)]).min(
-            axis=0
-        )
-        told = np.array([float(wb.estimate(plan).step_seconds or 0) for plan in plans])
-        report(plans, times, told, asked.json)  # while the calibration that the plans name is there
+    torch.set_num_threads(1)
+    if not asked.calibration.exists():
+        write_calibration(calibrate(), asked.calibration)
+    plans = draw(asked.plans, asked.seed, str(asked.calibration))
+    measured = _passes(plans, asked)
+    report({name: compared(plan, name, measured) for name, plan in plans.items()}, asked.json)
 
 
-def report(plans: list[wb.Plan], times: Any, told: Any, as_json: bool) -> None:
-    """Print every plan and the three figures."""
-    errors = np.abs(told / times - 1)
-    figures = {
-        "plans": len(plans),
+def _passes(plans: Mapping[str, Plan], asked: argparse.Namespace) -> list[Times]:
+    """All passes over `plans`: those of the results file, and what is missing of them."""
+    lines = asked.results.read_text().splitlines() if asked.results.exists() else []
+    done: list[Times] = list(map(json.loads, lines))
+    worlds = sorted({plan.world_size for plan in plans.values()})
+    passes: list[Times] = [{} for _ in range(asked.passes)]
+    for index, world in product(range(asked.passes), worlds):
+        own = {name: plan for name, plan in plans.items() if plan.world_size == world}
+        earlier = [times for times in done if times.keys() == own.keys()]
+        if len(earlier) <= index:
+            earlier.append(step_times(own, asked.steps))
+            done.append(earlier[-1])
+            with asked.results.open("a") as file:
+                file.write(json.dumps(earlier[-1]) + "\n")
+        passes[index] |= earlier[index]
+    return passes
+
+
+def compared(plan: Plan, name: str, passes: list[Times]) -> dict[str, Any]:
+    """Measured and estimated seconds of one plan, and what its passes differ by."""
+    judged = "wall" if plan.world_size <= ON_OWN_CORES else "cpu"
+    medians = np.array([np.median(times[name][judged]) for times in passes])
+    seconds = float(np.median(medians))
+    found = estimate(plan)
+    told = float(found.step_seconds or 0.0)
+    if judged == "cpu":
+        told *= min(plan.world_size, ON_OWN_CORES)
+    return {
+        "model": str(plan.model),
+        "ranks": plan.world_size,
+        "measured": seconds,
+        "estimated": told,
+        "error": told / seconds - 1,
+        "spread": float(np.abs(medians / seconds - 1).max()),
+        "time": found.notes["time"],
+    }
+
+
+def figures(rows: list[dict[str, Any]]) -> dict[str, float]:
+    """Errors, rank correlation, regret and noise floor of `rows`."""
+    errors = np.abs([row["error"] for row in rows])
+    told, seconds = ([row[key] for row in rows] for key in ("estimated", "measured"))
+    groups: dict[Any, list[dict[str, Any]]] = defaultdict(list)
+    for row in rows:
+        groups[row["model"], row["ranks"]].append(row)
+    return {
+        "plans": len(rows),
         "median_error": float(np.median(errors)),
         "largest_error": float(errors.max()),
-        "spearman": float(spearmanr(told, times).statistic),
-        "first_over_best": float(times[int(np.argmin(told))] / times.min() - 1),
+        "spearman": float(spearmanr(told, seconds).statistic),
+        "regret": max(_regret(group) for group in groups.values()),
+        "noise_floor": float(np.median([row["spread"] for row in rows])),
     }
-    rows = [(name(p), float(t), float(e), float(e / t)) for p, t, e in zip(plans, times, told)]
+
+
+def _regret(group: list[dict[str, Any]]) -> float:
+    first = sorted(group, key=lambda row: row["estimated"])[:FIRST_CHOICES]
+    return float(min(row["measured"] for row in first) / min(r["measured"] for r in group) - 1)
+
+
+def report(rows: dict[str, dict[str, Any]], as_json: bool) -> None:
+    """Print every plan and the figures, of plans with a core a rank and of those that share."""
+    halves = {
+        "seconds, at most two ranks": [r for r in rows.values() if r["ranks"] <= ON_OWN_CORES],
+        "CPU seconds, more ranks": [r for r in rows.values() if r["ranks"] > ON_OWN_CORES],
+    }
+    result = {title: figures(half) for title, half in halves.items() if len(half) > 1}
     if as_json:
-        print(json.dumps(figures | {"rows": rows}, indent=2))
+        print(json.dumps({"figures": result, "plans": rows}, indent=2))
         return
-    for row in sorted(rows, key=lambda each: each[1]):
+    for name, row in sorted(rows.items(), key=lambda each: (each[1]["ranks"], each[1]["measured"])):
         print(
-            f"{row[0]:42} measured {row[1]:.3f} s   estimated {row[2]:.3f} s   ratio {row[3]:.2f}"
+            f"{row['ranks']} {name:60} measured {1e3 * row['measured']:7.1f} ms   estimated "
+            f"{1e3 * row['estimated']:7.1f} ms   {row['error']:+.0%}   spread {row['spread']:.0%}"
         )
-    print(figures)
+    for title, found in result.items():
+        print(title, {key: round(value, 4) for key, value in found.items()})
 
 
 if __name__ == "__main__":
