@@ -4,8 +4,8 @@
 One calibration; plans over all axes, kernels and recomputation, drawn by the seed; the median of 30
 steps of each, which take turns, in three passes. The noise floor is what the passes differ by: the
 median over plans of the largest distance of a pass from the median of the passes. Every pass of a
-world size is written to the results file as it ends; the same command goes on from there. Leave the machine
-alone meanwhile.
+world size is written to the results file as it ends; the same command goes on from there. Leave the
+machine alone meanwhile.
 """
 
 from __future__ import annotations

@@ -119,7 +119,7 @@ def test_a_hash_without_a_file_is_refused() -> None:
             "host.0.operator_us: is 'fast'",
         ),
         ({"scale": {"compute": 0}}, "scale.compute: is 0"),
-        ({"version": 2}, "version: is 2"),
+        ({"version": 3}, "version: is 3"),
         ({"speed": 3}, "speed: unknown key; legal: version, machine"),
     ],
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
@@ -17,15 +17,12 @@ from workbench.costmodel.communication.collective_cost import (
     comm_seconds,
 )
 from workbench.costmodel.communication.collective_volume import step_collectives
-from workbench.costmodel.compute.roofline import (
-    DeviceRates,
-    LayerTimes,
-    device_rates,
-    layer_times,
-    microbatch_compute,
-    model_flops,
-    optimizer_seconds,
+from workbench.costmodel.compute.measured_layer import (
+    measured_layer_times,
+    measured_microbatch_compute,
+    measured_optimizer_seconds,
 )
+from workbench.costmodel.compute.roofline import DeviceRates, LayerTimes, device_rates, model_flops
 from workbench.costmodel.frameworks.framework_profile import WORKBENCH
 from workbench.costmodel.inputs.config import Array, Number, stage_homes
 from workbench.costmodel.inputs.rank_workload import Workload
@@ -77,7 +74,7 @@ def step_time(w: Workload, constants: Constants, layers: LayerTimes | None = Non
     """
     m = device_rates(w.fixed.gpu, w.fixed.precision, constants)
     links, calls = axis_links(w, constants), step_collectives(w)
-    k = layers or layer_times(w, m)
+    k = layers or measured_layer_times(w, m)
     durations = _durations(w, m, k, calls, links)
     slowest = (durations.forward + durations.backward).max(axis=0)
     bubble = _bubble_on_shared_cores(
@@ -87,7 +84,7 @@ def step_time(w: Workload, constants: Constants, layers: LayerTimes | None = Non
     owned = w.param_counts.trained / (w.searched.shard if w.zero >= 1 else 1)
     after = {
         "data_comm": _exposed_data_comm(w, constants, durations, calls, links),
-        "optimizer": optimizer_seconds(w, m, owned).max(axis=0),
+        "optimizer": measured_optimizer_seconds(w, m, owned).max(axis=0),
         "offload": _exposed_offload(w, constants, owned, makespan) if w.zero else 0.0,
         "overhead": 1e-3
         * (constants.step_fixed_ms + constants.step_doubling_ms * math.log2(w.fixed.world_size)),
@@ -151,7 +148,7 @@ def _durations(
     wires: dict[str, AxisLink],
 ) -> MicrobatchDurations:
     """Compute and exposed communication of one microbatch."""
-    c, work = m.constants, microbatch_compute(w, m, k)
+    c, work = m.constants, measured_microbatch_compute(w, m, k)
     hidden = {"F": work.forward, "B": work.backward}
     idle = {"F": work.idle_forward, "B": work.idle_backward}
     attention = {"F": k.attention.forward, "B": k.attention.backward}
@@ -164,7 +161,9 @@ def _durations(
     )
     bytes_link = {
         "tensor": AxisLink(
-            tensor.bandwidth / (1 - c.tensor_overlap), tensor.latency * (1 - crosses_nodes)
+            tensor.bandwidth / (1 - c.tensor_overlap),
+            tensor.latency * (1 - crosses_nodes),
+            tensor.measured,
         )
     }
     latency_link = {"tensor": AxisLink(math.inf, tensor.latency * crosses_nodes)}
@@ -193,6 +192,12 @@ def _durations(
         if w.zero == 3:
             gathers = of("data")
             behind = c.gather_overlap * _overlaps_compute(w) * hidden[action]
+            if wires["data"].measured is not None:
+                # Gathers that were started ahead wait while ranks compute; what they copy takes
+                # the cores of the ranks themselves.
+                empty = [replace(call, bytes=0.0) for call in every]
+                waits = comm_seconds(empty, wires, c, "data", action) / w.microbatches
+                behind = _overlaps_compute(w) * np.minimum(waits, hidden[action])
             exposed[action]["data_comm"] = np.maximum(gathers - behind, MIN_EXPOSED_SHARE * gathers)
     return MicrobatchDurations(
         forward=np.asarray(work.forward + _sum(exposed["F"].values())),

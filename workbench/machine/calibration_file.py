@@ -13,13 +13,14 @@ import os
 import platform
 from functools import lru_cache
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, NonNegativeInt, ValidationError
 
 from workbench.errors import PlanError, refuse
 from workbench.fields.bounds import (
     RANKS,
+    SECONDS,
     Count,
     Elements,
     Factor,
@@ -49,8 +50,33 @@ CPUINFO = Path("/proc/cpuinfo")
 
 Dtype = Literal["fp32", "tf32", "bf16", "fp16"]
 AttentionKernel = Literal["flash", "efficient", "math"]
-Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"]
-KINDS: tuple[Kind, ...] = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send")
+Kind = Literal[
+    "all_reduce",
+    "all_gather",
+    "reduce_scatter",
+    "all_to_all",
+    "broadcast",
+    "reduce",
+    "send",
+    "exchange",
+]
+"""torch.distributed's collectives; a send to a rank that waits for it; an exchange is a send and a
+receive at once, as around a ring.
+"""
+KINDS: tuple[Kind, ...] = get_args(Kind)
+OperatorKind = Literal[
+    "linear",
+    "rmsnorm",
+    "layernorm",
+    "rope",
+    "swiglu",
+    "gelu",
+    "head_loss",
+    "embedding",
+    "attention",
+    "ring_step",
+    "adamw",
+]
 
 
 class Measured(Frozen):
@@ -102,6 +128,30 @@ class AttentionRate(Frozen):
     backward: Seconds
 
 
+class Operator(Frozen):
+    """One operator of a model in fp32 with what Python and autograd take, on a CPU rank.
+
+    A linear layer, and the head with its loss, is [rows, inner] x [inner, columns]; an embedding
+    looks up rows of a table [inner, columns]; attention, and a step of ring attention, has rows
+    heads of columns tokens, inner wide; AdamW has rows parameters; other kinds are elementwise over
+    [rows, columns].
+    """
+
+    kind: OperatorKind
+    kernels: Literal["eager", "compiled"]
+    rows: Elements
+    columns: Elements
+    inner: Elements
+    ranks: Ranks
+    forward: Seconds
+    backward: Annotated[float, Field(ge=0), SECONDS] = Field(
+        0.0, description="All of it: gradients of inputs and of weights, seconds."
+    )
+    weight: Annotated[float, Field(ge=0), SECONDS] = Field(
+        0.0, description="Of a linear layer: the gradient of its weight alone, seconds."
+    )
+
+
 class Host(Frozen):
     """Costs that do not grow with tensors: a step of a model so small that only the host works.
 
@@ -126,6 +176,18 @@ class Host(Frozen):
     )
     layer_step_us: Microseconds = Field(
         description="One layer's part of the optimizer, microseconds."
+    )
+    full_us: Microseconds = Field(
+        0.0, description="More of layer_us where layers are recomputed in full, microseconds."
+    )
+    selective_us: Microseconds = Field(
+        0.0, description="More of layer_us where attention is recomputed, microseconds."
+    )
+    compiled_layer_us: Microseconds = Field(
+        0.0, description="More of layer_us with compiled kernels, microseconds."
+    )
+    compiled_microbatch_us: Microseconds = Field(
+        0.0, description="More of microbatch_us with compiled kernels, microseconds."
     )
 
 
@@ -194,7 +256,9 @@ class Scale(Frozen):
 class Calibration(Frozen):
     """A machine as it was measured."""
 
-    version: Literal[1] = 1
+    version: Literal[1, 2] = Field(
+        2, description="Of this file's form; files of version 1 hold no operators."
+    )
     machine: Measured
     host: Annotated[tuple[Host, ...], Field(strict=False, min_length=1)]
     gemm: Annotated[tuple[Gemm, ...], Field(strict=False, min_length=1)]
@@ -202,6 +266,7 @@ class Calibration(Frozen):
     attention: Annotated[tuple[AttentionRate, ...], Field(strict=False)] = ()
     probes: Annotated[tuple[Probe, ...], Field(strict=False)] = ()
     collectives: Annotated[tuple[Collective, ...], Field(strict=False)] = ()
+    operators: Annotated[tuple[Operator, ...], Field(strict=False)] = ()
     scale: Scale | None = None
     conditions: Conditions | None = Field(
         None, description="How busy the machine was when measuring began."
@@ -224,6 +289,7 @@ class Calibration(Frozen):
             + len(self.attention)
             + len(self.probes)
             + len(self.collectives)
+            + len(self.operators)
         )
         doubt = f", {self.doubt}" if self.doubts else ""
         learned = f", learned from {', '.join(self.scale.runs)}" if self.scale else ""
@@ -243,6 +309,7 @@ class Calibration(Frozen):
                 self.attention,
                 self.host,
                 self.collectives,
+                self.operators,
             )
         )
 

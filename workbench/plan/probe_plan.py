@@ -5,8 +5,19 @@ from __future__ import annotations
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.schema import build_plan
 
+TINY = {"hidden": 16, "heads": 2, "ffn": 32, "vocab": 256}
+"""A model whose steps take what the host takes."""
+TINY_SEQUENCE = 4
 
-def probe_plan(device: str, sequence: int, microbatches: int, **shape: int) -> ResolvedPlan:
+
+def probe_plan(
+    device: str,
+    sequence: int,
+    microbatches: int,
+    recompute: str = "none",
+    kernels: str = "eager",
+    **shape: int,
+) -> ResolvedPlan:
     """The complete plan of a probe, one rank; figures of its GPU mean nothing. `shape` as in a
     plan's `model`.
     """
@@ -16,6 +27,6 @@ def probe_plan(device: str, sequence: int, microbatches: int, **shape: int) -> R
     written = {
         "model": shape,
         "cluster": {"gpu": gpu, "gpus": 1},
-        "strategy": {"precision": "fp32"},
+        "strategy": {"precision": "fp32", "recompute": recompute, "kernels": kernels},
     }
     return build_plan({**written, "training": training}).resolve()

@@ -13,11 +13,14 @@ import numpy as np
 
 from workbench.costmodel.communication.collective_cost import WIRE_FACTOR
 from workbench.costmodel.compute.roofline import KERNELS_PER_LAYER, peak_flops
+from workbench.costmodel.frameworks.framework_profile import WORKBENCH
 from workbench.costmodel.inputs.rank_workload import workload
 from workbench.costmodel.rates.constants import Constants, constants
 from workbench.costmodel.rates.measured_curves import MeasuredCurves
+from workbench.costmodel.rates.measured_operators import MeasuredOperators
 from workbench.costmodel.step_time import step_time
 from workbench.machine.calibration_file import (
+    KINDS,
     Calibration,
     Collective,
     Probe,
@@ -60,7 +63,23 @@ def with_calibration(plan: ResolvedPlan) -> tuple[ResolvedPlan, Constants]:
     gpu, fabric, changed = calibrated_hardware(plan)
     cluster = plan.cluster.model_copy(update={"gpu": gpu, "fabric": fabric})
     usual = constants(gpu, plan.strategy.kernels, plan.strategy.stack)
-    return plan.model_copy(update={"cluster": cluster}), replace(usual, **changed)
+    found: dict[str, Any] = {**changed, "measured": measured_operators(plan)}
+    return plan.model_copy(update={"cluster": cluster}), replace(usual, **found)
+
+
+def measured_operators(plan: ResolvedPlan) -> MeasuredOperators | None:
+    """Operators that the plan's calibration measured, where they are those that the plan runs: this
+    engine's, in fp32, on CPU ranks.
+    """
+    path, s = plan.cluster.calibration, plan.strategy
+    if path is None or (plan.gpu.device, s.precision, s.stack) != ("cpu", "fp32", WORKBENCH):
+        return None
+    calibration, ranks = read_calibration(path), ranks_per_machine(plan)
+    if not calibration.operators:
+        return None
+    kinds = {c.kind for c in calibration.collectives}
+    known = plan.world_size == ranks and kinds == set(KINDS)
+    return MeasuredOperators(calibration, ranks, known)
 
 
 def ranks_per_machine(plan: Plan) -> int:
@@ -192,7 +211,8 @@ def _traffic_of_probe(curves: MeasuredCurves, probe: Probe) -> float:
     plan = probe_plan(curves.calibration.machine.device, **sizes)
     gpu = plan.gpu.model_copy(update=_model_fields(measured_hardware(curves, plan), GPU))
     w = workload(plan.model_copy(update={"cluster": plan.cluster.model_copy(update={"gpu": gpu})}))
-    k = replace(constants(gpu, "eager"), **measured_constants(curves, gpu, plan))
+    found: dict[str, Any] = {**measured_constants(curves, gpu, plan)}
+    k = replace(constants(gpu, "eager"), **found)
     one, two = (float(step_time(w, replace(k, traffic=traffic)).seconds) for traffic in (1.0, 2.0))
     return 1.0 + (probe.seconds - one) / (two - one)
 

@@ -15,6 +15,7 @@ from workbench.costmodel.communication.collective_call import CollectiveCall
 from workbench.costmodel.inputs.config import Number
 from workbench.costmodel.inputs.rank_workload import Workload
 from workbench.costmodel.rates.constants import Constants
+from workbench.costmodel.rates.measured_operators import MeasuredOperators
 from workbench.machine.hardware import GPU, Fabric
 
 WIRE_FACTOR = {
@@ -38,6 +39,8 @@ class AxisLink:
     """Bytes/s of one rank."""
     latency: Number
     """Seconds per hop."""
+    measured: MeasuredOperators | None = None
+    """Collectives as they were measured on a machine of CPU ranks, which count instead."""
 
 
 def axis_links(w: Workload, constants: Constants) -> dict[str, AxisLink]:
@@ -59,7 +62,7 @@ def axis_links(w: Workload, constants: Constants) -> dict[str, AxisLink]:
         sides, side = 3 if s.algorithm == "3d" else 2, k.grid[0]
         each = [_link(w, constants, side, k.strides["tensor"] * side**n) for n in range(sides)]
         slowness, latency = sum(1 / one.bandwidth for one in each), sum(one.latency for one in each)
-        result["tensor"] = AxisLink(sides / slowness, latency / sides)
+        result["tensor"] = AxisLink(sides / slowness, latency / sides, each[0].measured)
     if s.context_algorithm == "usp":
         stride = k.strides["context"]
         result["context.ulysses"] = _link(w, constants, w.ulysses, stride)
@@ -78,7 +81,8 @@ def axis_links(w: Workload, constants: Constants) -> dict[str, AxisLink]:
         data.latency,
         np.where(alone, context.latency, np.maximum(data.latency, context.latency)),
     )
-    return result | {"data": AxisLink(slow, late), "expert": AxisLink(slow, late)}
+    both = AxisLink(slow, late, data.measured)
+    return result | {"data": both, "expert": both}
 
 
 def _link(w: Workload, constants: Constants, size: Number, stride: Number) -> AxisLink:
@@ -100,6 +104,8 @@ def group_link(
         size: Ranks of the group.
         stride: Distance in ranks between neighbors of the group.
     """
+    own = constants.measured
+    measured = own if own is not None and own.has_collectives else None
     inner = gpu.link_gbs * 1e9 * constants.link_share
     outer = fabric.nic_gbs * 1e9 * constants.nic_share
     within = (size * stride <= gpus_per_node) | (size == 1)
@@ -109,7 +115,7 @@ def group_link(
     bandwidth = np.where(within, inner, np.minimum(inner, outer * inside / gpus_per_node))
     latency = 1e-6 * _hop_latency_us(size, inside, fabric)
     if fabric.rack_nodes is None:
-        return AxisLink(bandwidth, latency)
+        return AxisLink(bandwidth, latency, measured)
     rack = gpus_per_node * fabric.rack_nodes
     leaves_rack = np.where(size * stride > rack, size > 1, False)
     inside_rack = np.maximum(1, np.minimum(size, rack // stride))
@@ -150,6 +156,8 @@ def collective_seconds(
         link: Network of the axis.
         constants: `latency_ranks`.
     """
+    if link.measured is not None:
+        return link.measured.collective_seconds(kind, size, ranks)
     per_byte, per_call = collective_slope(kind, ranks, link, constants)
     seconds: Number = size * per_byte + per_call
     return seconds
@@ -204,8 +212,8 @@ def comm_seconds(
     """Seconds per step that each pipeline rank spends in the collectives of one axis (and action);
     a recv is counted with its send.
     """
-    # Every cost is linear in bytes: calls that share kind, group and link cost what one call of the
-    # bytes of all does, and their latencies. A search spends its time here.
+    # Every cost that is not measured is linear in bytes: calls that share kind, group and link cost
+    # what one call of the bytes of all does, and their latencies. A search spends its time here.
     alike: dict[tuple[str, int, str], list[CollectiveCall]] = {}
     for c in calls:
         if c.axis == axis and action in (None, c.action) and c.kind != "recv":
@@ -214,7 +222,12 @@ def comm_seconds(
     for (kind, _, sub_axis), each in alike.items():
         link = links.get(sub_axis, links[axis])
         ranks = each[0].group_size
-        if len(each) == 1:
+        if link.measured is not None:
+            name = _measured_kind(each[0])
+            seconds: Number = sum(
+                c.count * link.measured.collective_seconds(name, c.bytes, ranks) for c in each
+            )
+        elif len(each) == 1:
             seconds = each[0].count * collective_seconds(
                 kind, each[0].bytes, ranks, link, constants
             )
@@ -225,3 +238,8 @@ def comm_seconds(
             seconds = moved * per_byte + count * per_call
         total = total + seconds
     return total
+
+
+def _measured_kind(c: CollectiveCall) -> str:
+    """What a call was measured as: around a ring every rank sends and receives at once."""
+    return "exchange" if c.kind == "send" and c.axis == "context" else c.kind

@@ -332,7 +332,7 @@ def _kernel_launches(w: Workload, is_moe: bool) -> tuple[Number, Number]:
     """
     if counts_operators(w):
         return layer_kernels(w, is_moe, len(layer_gemms(w, is_moe)))
-    routed = _routing_launches(w) if is_moe and w.shape.moe else (0.0, 0.0)
+    routed = routing_launches(w) if is_moe and w.shape.moe else (0.0, 0.0)
     if not w.uses_fused_kernels:
         plain = KERNELS_PER_LAYER[w.fixed.kernels]
         return plain[0] + routed[0], plain[1] + routed[1]
@@ -346,7 +346,7 @@ def _kernel_launches(w: Workload, is_moe: bool) -> tuple[Number, Number]:
     return each[0], each[1]
 
 
-def _routing_launches(w: Workload) -> tuple[Number, Number]:
+def routing_launches(w: Workload) -> tuple[Number, Number]:
     """Kernels (forward, backward) that an MoE adds to a layer: router, dispatch and combine, and
     the GEMMs of each local expert where they are calls of their own, in a loop of C++.
     """

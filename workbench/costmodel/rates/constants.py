@@ -15,6 +15,7 @@ from workbench.costmodel.frameworks.framework_profile import (
     framework_buffers,
 )
 from workbench.costmodel.rates.fitted_constants import FittedConstants, published_fit
+from workbench.costmodel.rates.measured_operators import MeasuredOperators
 from workbench.machine.hardware import GPU
 
 USUAL_MULTIPROCESSORS = 128
@@ -67,6 +68,8 @@ class Constants:
     """The same for seams that fused kernels leave eager."""
     counted_kernels: str
     """Kernels (eager, compiled, fused) whose bytes are counted."""
+    measured: MeasuredOperators | None = None
+    """Operators of a CPU rank as a calibration measured them, which count instead of rates."""
 
 
 def constants(
@@ -137,7 +140,9 @@ def _constants(
     if device != "cpu":
         _fit_hardware(values, fitted)
     values["plain_traffic"] = values["traffic"]
-    numbers = {f.name: values[f.name] for f in fields(Constants) if f.name in values}
+    numbers: dict[str, Any] = {
+        f.name: values[f.name] for f in fields(Constants) if f.name in values
+    }
     return Constants(**numbers, counted_kernels=kernels)
 
 

@@ -90,7 +90,7 @@ class MeasuredCurves:
     @property
     def host(self) -> Host:
         """Host costs of operators and steps."""
-        chosen, crowd = self._crowd({h.ranks for h in self.calibration.host})
+        chosen, crowd = self.crowd({h.ranks for h in self.calibration.host})
         found = next(h for h in self.calibration.host if h.ranks == chosen)
         costs = {
             name: value * crowd for name, value in found.model_dump().items() if name != "ranks"
@@ -101,16 +101,16 @@ class MeasuredCurves:
     def probes(self) -> list[Probe]:
         """Whole steps timed at the nearest number of ranks."""
         found = self.calibration.probes
-        return [p for p in found if p.ranks == self._crowd({p.ranks for p in found})[0]]
+        return [p for p in found if p.ranks == self.crowd({p.ranks for p in found})[0]]
 
     def gemm_fit(self, dtype: str) -> GemmFit:
         """GEMMs in `dtype`; unmeasured tf32 and fp16 fall back to fp32 and bf16."""
         found = self.calibration
-        return _gemm_fit(found.gemm, *self._crowd({g.ranks for g in found.gemm}), dtype)
+        return _gemm_fit(found.gemm, *self.crowd({g.ranks for g in found.gemm}), dtype)
 
     def stream_seconds(self, size: ArrayLike) -> FloatArray:
         """Seconds of an elementwise operator that reads and writes `size` bytes in all."""
-        chosen, crowd = self._crowd({s.ranks for s in self.calibration.memory})
+        chosen, crowd = self.crowd({s.ranks for s in self.calibration.memory})
         points = [
             (s.bytes, s.seconds * crowd) for s in self.calibration.memory if s.ranks == chosen
         ]
@@ -124,7 +124,7 @@ class MeasuredCurves:
         """(forward FLOP/s, backward over forward seconds) of fused causal attention; None where
         not measured. A kernel that was not measured takes the figures of a fused one.
         """
-        chosen, crowd = self._crowd({a.ranks for a in self.calibration.attention} or {1})
+        chosen, crowd = self.crowd({a.ranks for a in self.calibration.attention} or {1})
         points = [a for a in self.calibration.attention if a.ranks == chosen]
         for name in (kernel, "flash", "efficient"):
             if own := [a for a in points if a.kernel in (name, None)]:
@@ -178,7 +178,7 @@ class MeasuredCurves:
         points = [c for c in self.calibration.collectives if c.kind == wanted]
         if not points:
             raise ValueError(f"the calibration holds no {kind}; measure with 2 ranks or more")
-        chosen, crowd = self._crowd({c.ranks for c in points})
+        chosen, crowd = self.crowd({c.ranks for c in points})
         points = [c for c in points if c.ranks == chosen]
         nearest = min(
             {c.group for c in points}, key=lambda size: (abs(np.log(size / group)), -size)
@@ -186,7 +186,7 @@ class MeasuredCurves:
         points = _of_dtype([c for c in points if c.group == nearest], dtype, lambda c: c.dtype)
         return _curve([(c.bytes, c.seconds) for c in points]), nearest, crowd
 
-    def _crowd(self, measured: set[int]) -> tuple[int, float]:
+    def crowd(self, measured: set[int]) -> tuple[int, float]:
         """(ranks of the nearest measured world, slowdown beyond the largest one); GPU ranks never
         share cores.
         """

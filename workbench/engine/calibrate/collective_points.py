@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -11,13 +13,20 @@ from workbench.engine.calibrate.local_points import Point, stored_dtype
 from workbench.engine.calibrate.measured_sizes import CalibrationSurvey
 from workbench.engine.precision import DTYPES
 from workbench.machine.calibration_file import Dtype, Kind
-from workbench.parallel.async_collectives import all_gather_async, reduce_scatter_async
+from workbench.parallel.async_collectives import (
+    all_gather_async,
+    reduce_scatter_async,
+    run_collective,
+)
+from workbench.parallel.context.context_collectives import start_ring_transfer, wait_ring_transfer
 from workbench.parallel.mesh import MeshAxis
 from workbench.parallel.pipeline.stage_transfers import start_recv, start_send
 from workbench.parallel.tensor.tensor_collectives import all_reduce
 
-SUMS = ("all_reduce", "reduce_scatter")
+SUMS = ("all_reduce", "reduce_scatter", "reduce")
 """Kinds that reduce; the cost of the others does not depend on the dtype."""
+
+POINT_TO_POINT = ("send", "exchange")
 
 
 def collective_points(survey: CalibrationSurvey, device: torch.device) -> Iterator[Point]:
@@ -26,7 +35,7 @@ def collective_points(survey: CalibrationSurvey, device: torch.device) -> Iterat
     dtypes = tuple(dict.fromkeys(stored_dtype(dtype) for dtype in survey.dtypes))
     for size in sorted({2, world}) if world > 1 else []:
         axis = _axis(size, device)
-        for kind in (k for k in survey.kinds if k != "send" or size == 2):
+        for kind in (k for k in survey.kinds if k not in POINT_TO_POINT or size == 2):
             for dtype in dtypes if kind in SUMS else dtypes[:1]:
                 for size_bytes in survey.messages:
                     yield _point(kind, dtype, size_bytes, axis, device)
@@ -74,6 +83,18 @@ def _call(
     if kind == "all_to_all":
         received = torch.empty_like(whole)
         return lambda: dist.all_to_all_single(received, whole, group=group)
+    if kind == "broadcast":  # each is the root in turn, as in SUMMA
+        roots = itertools.cycle(range(axis.size))
+        return lambda: run_collective(
+            partial(dist.broadcast, group=group, group_src=next(roots)), whole
+        )
+    if kind == "reduce":
+        ends = itertools.cycle(range(axis.size))
+        return lambda: run_collective(
+            partial(dist.reduce, group=group, group_dst=next(ends)), whole
+        )
+    if kind == "exchange":
+        return lambda: wait_ring_transfer(start_ring_transfer([whole], axis))
     return lambda: _ping_pong(whole, axis)
 
 

@@ -38,6 +38,8 @@ class Point:
     how: Literal["alone", "host", "together"] = "alone"
     between: Callable[[], object] | None = None
     """Work between two calls of a collective, whose own time is subtracted."""
+    repeats: int = 1
+    """Operators that one call runs."""
 
 
 def local_points(survey: CalibrationSurvey, device: torch.device) -> Iterator[Point]:

@@ -7,7 +7,7 @@ import itertools
 import platform
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -29,6 +29,7 @@ from workbench.machine.calibration_file import (
     Gemm,
     Host,
     Measured,
+    Operator,
     Probe,
     Stream,
     fingerprint,
@@ -41,6 +42,8 @@ AGAIN = 2
 """Times that a world is measured again where some of its points are in doubt."""
 AGAIN_SHARE = 0.25
 """Share of the requested time that each repetition may add, over all worlds."""
+SMALLEST_SHARE = 0.1
+"""Share of a rotation's time that is left to it, whatever its copies took."""
 SPARE_SECONDS = 120.0
 """Time beyond its share that a world may take to start and to visit every point once."""
 Key = tuple[str, tuple[tuple[str, Any], ...]]
@@ -244,7 +247,37 @@ def _calibration(machine: Measured, found: dict[int, dict[Key, float]]) -> Calib
             Collective(**labels, ranks=w, seconds=_one_way_seconds(labels, s))
             for w, labels, s in of("collectives")
         ),
+        operators=tuple(each for w, own in found.items() for each in _operators(w, own)),
     )
+
+
+def _operators(world: int, own: dict[Key, float]) -> Iterator[Operator]:
+    """Operators of a world: backward is what forward and backward take beyond forward; rope worked
+    on copies, whose time is taken off.
+    """
+    passes: dict[tuple[Any, ...], dict[str, float]] = defaultdict(dict)
+    for (section, labels), seconds in own.items():
+        if section == "operators":
+            kind, code, *shape, name = (value for _, value in labels)
+            passes[kind, code, *shape][name] = seconds
+    for (kind, code, *shape), times in passes.items():
+        if kind == "copies":
+            continue
+        copies = passes["copies", "eager", *shape] if kind == "rope" else {}
+        forward, both = (
+            times[name] - copies.get(name, 0.0) if name in times else 0.0
+            for name in ("forward", "both")
+        )
+        forward = max(forward, SMALLEST_SHARE * times["forward"])
+        yield Operator(
+            kind=kind,
+            kernels=code,
+            **dict(zip(("rows", "columns", "inner"), shape)),
+            ranks=world,
+            forward=_seconds(forward),
+            backward=_seconds(max(0.0, both - forward)) if both else 0.0,
+            weight=_seconds(times.get("weight", 0.0)),
+        )
 
 
 def _one_way_seconds(labels: dict[str, Any], seconds: float) -> float:
@@ -259,11 +292,32 @@ def _host(world: int, own: dict[Key, float]) -> Host:
     )
     rows = [(dict(labels), s * 1e6) for (section, labels), s in own.items() if section == "steps"]
     cells = [
-        [1.0, r["microbatches"], r["microbatches"] * r["layers"], r["layers"]] for r, _ in rows
+        [
+            1.0,
+            r["microbatches"],
+            r["microbatches"] * r["layers"],
+            r["layers"],
+            *(
+                r["microbatches"] * r["layers"] * (r["recompute"] == w)
+                for w in ("full", "selective")
+            ),
+            r["microbatches"] * r["layers"] * (r["kernels"] == "compiled"),
+            r["microbatches"] * (r["kernels"] == "compiled"),
+        ]
+        for r, _ in rows
     ]
     times = np.array([s for _, s in rows])
-    parts = fit_nonnegative(np.array(cells), times)
-    names = ("step_us", "microbatch_us", "layer_us", "layer_step_us")
+    parts = fit_nonnegative(np.array(cells, float), times)
+    names = (
+        "step_us",
+        "microbatch_us",
+        "layer_us",
+        "layer_step_us",
+        "full_us",
+        "selective_us",
+        "compiled_layer_us",
+        "compiled_microbatch_us",
+    )
     costs = {name: round(float(value), 2) for name, value in zip(names, parts)}
     return Host(
         ranks=world, operator_us=round(operator, 3), autograd_us=round(autograd, 3), **costs

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
-from workbench.machine.calibration_file import KINDS, AttentionKernel, Dtype, Kind
+from workbench.machine.calibration_file import KINDS, AttentionKernel, Dtype, Kind, OperatorKind
 from workbench.machine.hardware import GPU
 from workbench.plan.model.attention_kernel import attention_kernels
 
@@ -24,6 +25,48 @@ FLAT = (
 KIB, MIB = 2**10, 2**20
 GPU_DTYPES: tuple[Dtype, ...] = ("fp32", "tf32", "bf16", "fp16")
 FUSED_KERNELS: tuple[AttentionKernel, ...] = ("flash", "efficient")
+
+
+_SEAM_SHAPES = (
+    (4, 32, 1),
+    (32, 64, 1),
+    (64, 256, 1),
+    (256, 256, 1),
+    (512, 1024, 1),
+    (2048, 1024, 1),
+)
+"""(rows, columns, 1) of elementwise operators, from ones of which only the host is seen."""
+_ATTENTION_SHAPES = (
+    (2, 4, 8),
+    (4, 64, 32),
+    (8, 128, 64),
+    (4, 256, 32),
+    (8, 512, 64),
+    (4, 1024, 32),
+)
+OPERATORS: Mapping[OperatorKind | Literal["copies"], tuple[tuple[int, int, int], ...]] = {
+    "linear": (
+        (4, 16, 16),
+        *((rows, n, k) for rows in (48, 192, 768) for n, k in ((96, 96), (96, 448), (448, 96))),
+        *((rows, n, k) for rows in (64, 320, 1280) for n, k in ((320, 320), (320, 1280))),
+        *((rows, n, k) for rows in (64, 320) for n, k in ((1280, 320), (1280, 1280))),
+    ),
+    **dict.fromkeys(("rmsnorm", "layernorm", "rope", "copies", "swiglu", "gelu"), _SEAM_SHAPES),
+    "head_loss": (
+        (4, 256, 16),
+        (96, 640, 96),
+        (384, 640, 96),
+        (96, 3072, 320),
+        (768, 1024, 192),
+        (384, 3072, 192),
+        (64, 8192, 448),
+    ),
+    "embedding": ((4, 16, 256), (96, 96, 640), (768, 96, 640), (96, 320, 3072), (768, 448, 8192)),
+    "attention": _ATTENTION_SHAPES,
+    "ring_step": _ATTENTION_SHAPES,
+    "adamw": tuple((rows, 1, 1) for rows in (2**10, 2**14, 2**17, 2**20, 2**23)),
+}
+"""Shapes of each operator as in `calibration_file.Operator`; `copies` are taken off rope's time."""
 
 
 def _probe(**sizes: int) -> Mapping[str, int]:
@@ -53,12 +96,15 @@ class CalibrationSurvey:
     """Attention kernels by dtype. Scores that the math kernel keeps would fill small GPUs, and
     estimates take it from its GEMMs.
     """
-    messages: tuple[int, ...] = (256, 4 * KIB, 64 * KIB, 512 * KIB, 4 * MIB, 16 * MIB)
+    messages: tuple[int, ...] = (256, 16 * KIB, 128 * KIB, MIB, 8 * MIB)
     kinds: tuple[Kind, ...] = KINDS
     dtypes: tuple[Dtype, ...] = ("fp32", "bf16")
     layers: tuple[int, int] = (1, 3)
     microbatches: tuple[int, int] = (1, 3)
     """Steps of all combinations are fitted for the host overhead per step, microbatch and layer."""
+    operators: Mapping[OperatorKind | Literal["copies"], tuple[tuple[int, int, int], ...]] = field(
+        default_factory=lambda: OPERATORS
+    )
     probes: tuple[Mapping[str, int], ...] = (
         _probe(layers=2, hidden=128, heads=4, ffn=384, vocab=512, sequence=256),
         _probe(layers=2, hidden=256, heads=8, ffn=704, vocab=1024, sequence=128),
@@ -67,6 +113,12 @@ class CalibrationSurvey:
     """Small models whose training step is timed; names as in `calibration_file.Probe`."""
     window: float = 0.01
     """Seconds of one visit of a point."""
+    together: float = 0.04
+    """The same of a collective: how late ranks wake up varies from call to call."""
+
+    def window_of(self, how: str) -> float:
+        """Seconds of one visit of a point that is measured so."""
+        return self.together if how == "together" else self.window
 
 
 @dataclass(frozen=True)
@@ -92,6 +144,9 @@ class GpuSurvey(CalibrationSurvey):
     )
     messages: tuple[int, ...] = (4 * KIB, 64 * KIB, MIB, 16 * MIB, 128 * MIB)
     probes: tuple[Mapping[str, int], ...] = ()
+    operators: Mapping[OperatorKind | Literal["copies"], tuple[tuple[int, int, int], ...]] = field(
+        default_factory=dict
+    )
 
 
 def survey_of(gpu: GPU) -> CalibrationSurvey:

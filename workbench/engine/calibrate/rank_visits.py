@@ -18,6 +18,7 @@ import torch.distributed as dist
 from workbench.engine.calibrate.collective_points import collective_points
 from workbench.engine.calibrate.local_points import Point, local_points
 from workbench.engine.calibrate.measured_sizes import CalibrationSurvey
+from workbench.engine.calibrate.operator_points import operator_points
 from workbench.engine.calibrate.timing import Stopwatch
 from workbench.engine.calibrate.whole_steps import step_points
 
@@ -69,9 +70,15 @@ def measure_points(
     device = _device(device_type, rank)
     watches = _watches(device, threads)
     # Ranks that share a core would time the operating system's scheduler.
-    own = [] if crowded else [*local_points(survey, device), *step_points(survey, device)]
+    own = (
+        []
+        if crowded
+        else [*local_points(survey, device), *step_points(survey, device), *operator_points(survey)]
+    )
     points = [*own, *collective_points(survey, device)]
-    calls = [_calls_per_visit(point, watches[point.how], survey.window) for point in points]
+    calls = [
+        _calls_per_visit(point, watches[point.how], survey.window_of(point.how)) for point in points
+    ]
     found: list[list[float]] = [[] for _ in points]
     for rounds in itertools.count():
         for point, often, seen in zip(points, calls, found):
@@ -81,7 +88,7 @@ def measure_points(
                     PointSample(p.section, p.labels, p.how, s) for p, s in zip(points, found) if s
                 ]
             if often:
-                seen.append(_visit(point, watches[point.how], often, survey.window))
+                seen.append(_visit(point, watches[point.how], often, survey.window_of(point.how)))
         if rank == 0:
             progress(time.monotonic() - begin)
     raise AssertionError("a count has no end")
@@ -98,7 +105,7 @@ def _visit(point: Point, watch: Stopwatch, calls: int, window: float) -> float:
     if point.how == "together":
         return _seconds_between_work(point, watch, calls)
     undisturbed = point.how == "host" and dist.get_world_size() == 1
-    return (watch.quickest if undisturbed else watch.window)(point.call, window)
+    return (watch.quickest if undisturbed else watch.window)(point.call, window) / point.repeats
 
 
 def _seconds_between_work(point: Point, watch: Stopwatch, calls: int) -> float:

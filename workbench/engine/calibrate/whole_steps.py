@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 
@@ -15,21 +16,30 @@ from workbench.engine.calibrate.local_points import Point
 from workbench.engine.calibrate.measured_sizes import CalibrationSurvey
 from workbench.engine.session import Session
 from workbench.parallel.mesh import build_mesh
-from workbench.plan.probe_plan import probe_plan
+from workbench.plan.probe_plan import TINY, TINY_SEQUENCE, probe_plan
 from workbench.plan.resolved_plan import ResolvedPlan
-
-TINY = {"hidden": 16, "heads": 2, "ffn": 32, "vocab": 256}
 
 
 def step_points(survey: CalibrationSurvey, device: torch.device) -> Iterator[Point]:
-    """Steps of tiny models (layers x microbatches) and of the probes, on this rank alone."""
-    for layers, microbatches in itertools.product(survey.layers, survey.microbatches):
-        plan = probe_plan(device.type, 4, microbatches, layers=layers, **TINY)
-        yield Point(
-            "steps", {"layers": layers, "microbatches": microbatches}, _step(plan, device), "host"
+    """Steps of tiny models (layers x microbatches, and recomputed) and of the probes, on this rank
+    alone.
+    """
+    most = max(survey.layers), max(survey.microbatches)
+    few = min(survey.layers), max(survey.microbatches)
+    variants = [(*most, "selective", "eager"), (*most, "full", "eager")]
+    if survey.operators:
+        variants += [(*few, "none", "compiled"), (*most, "none", "compiled")]
+    eager = itertools.product(survey.layers, survey.microbatches, ("none",), ("eager",))
+    for layers, microbatches, recompute, kernels in (*eager, *variants):
+        plan = probe_plan(
+            device.type, TINY_SEQUENCE, microbatches, recompute, kernels, layers=layers, **TINY
         )
-    for labels in survey.probes:
-        yield Point("probes", dict(labels), _step(probe_plan(device.type, **labels), device))
+        labels: dict[str, Any] = {"layers": layers, "microbatches": microbatches}
+        labels |= {"recompute": recompute, "kernels": kernels}
+        yield Point("steps", labels, _step(plan, device), "host")
+    for probe in survey.probes:
+        sizes: dict[str, Any] = dict(probe)
+        yield Point("probes", sizes, _step(probe_plan(device.type, **sizes), device))
 
 
 def _step(plan: ResolvedPlan, device: torch.device) -> Callable[[], object]:

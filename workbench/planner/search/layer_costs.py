@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from workbench.costmodel.compute.roofline import LayerTimes, PassTimes, device_rates, layer_times
+from workbench.costmodel.compute.measured_layer import measured_layer_times
+from workbench.costmodel.compute.roofline import LayerTimes, PassTimes, device_rates
 from workbench.costmodel.inputs.config import Array, FixedConfig, Number
 from workbench.costmodel.rates.constants import Constants
 from workbench.planner.search.cells import Cell, Index
@@ -114,7 +115,7 @@ def _layer_times_of_kernels(
     }
     cell = Cell(alone, values, distinct_stages(alone, ("none",)), np.array(splits, dtype=float).T)
     w = cell.workload({"split": np.arange(len(splits))})
-    return layer_times(w, device_rates(setting.gpu, setting.precision, k))
+    return measured_layer_times(w, device_rates(setting.gpu, setting.precision, k))
 
 
 def _stack_kernels(each: list[PassTimes], size: int) -> PassTimes:

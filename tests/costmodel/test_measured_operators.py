@@ -1,0 +1,238 @@
+"""A CPU rank's compute as the sum of operators that a calibration measured."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+
+from tests.costmodel.test_calibrated import made, plan
+from workbench.costmodel.compute.measured_layer import host_costs
+from workbench.costmodel.rates.measured_operators import MeasuredOperators
+from workbench.errors import PlanError
+from workbench.machine import calibration_file
+from workbench.machine.calibration_file import KINDS, Calibration, Collective, Operator, Scale
+from workbench.planner import estimate
+from workbench.planner.search import search
+
+CALL, MULTIPLICATION, ELEMENT = 1e-5, 1e-11, 1e-9
+KINDS_OF_OPERATORS = (
+    "rmsnorm",
+    "rope",
+    "swiglu",
+    "head_loss",
+    "attention",
+    "ring_step",
+    "embedding",
+)
+SIZES = (16, 96, 512)
+COSTS_OF_VERSION_1 = {
+    "ranks",
+    "operator_us",
+    "autograd_us",
+    "step_us",
+    "microbatch_us",
+    "layer_us",
+    "layer_step_us",
+}
+
+
+def seconds(kind: str, rows: float, columns: float, inner: float) -> float:
+    """A form that every kind of operator is fitted by."""
+    if kind in ("linear", "head_loss"):
+        return CALL + MULTIPLICATION * rows * columns * inner
+    if kind in ("attention", "ring_step"):
+        return CALL + MULTIPLICATION * rows * columns**2 * inner
+    return CALL + ELEMENT * rows * columns
+
+
+def operators(slow: float = 1.0, compiled: float = 0.5) -> tuple[Operator, ...]:
+    found = []
+    for kind in ("linear", *KINDS_OF_OPERATORS):
+        matrix = kind in ("linear", "head_loss", "attention", "ring_step")
+        for code in ("eager", "compiled") if kind in ("rmsnorm", "rope", "swiglu") else ("eager",):
+            for rows, columns, inner in (
+                (r, c, i) for r in SIZES for c in SIZES for i in (SIZES if matrix else (1,))
+            ):
+                one = slow * seconds(kind, rows, columns, inner)
+                one *= compiled if code == "compiled" else 1.0
+                found.append(
+                    Operator(
+                        kind=kind,
+                        kernels=code,
+                        rows=rows,
+                        columns=columns,
+                        inner=inner,
+                        ranks=1,
+                        forward=one,
+                        backward=2 * one,
+                        weight=one if kind == "linear" else 0.0,
+                    )
+                )
+    update = Operator(
+        kind="adamw", kernels="eager", rows=1, columns=1, inner=1, ranks=1, forward=1e-6
+    )
+    return (*found, update, update.model_copy(update={"rows": 2**20, "forward": 1e-3}))
+
+
+def collectives() -> tuple[Collective, ...]:
+    return tuple(
+        Collective(kind=k, group=2, ranks=2, dtype="fp32", bytes=b, seconds=1e-3 + 1e-9 * b)
+        for k in KINDS
+        for b in (256, 2**16, 2**24)
+    )
+
+
+def calibration(**changes: Any) -> Calibration:
+    return made(**{"operators": operators(), "collectives": collectives(), **changes})
+
+
+def kept(tmp_path: Path, found: Calibration) -> Path:
+    path = tmp_path / "calibration.yaml"
+    calibration_file.write_calibration(found, path)
+    return path
+
+
+@pytest.mark.parametrize("kind", ["linear", "rmsnorm", "attention", "head_loss"])
+def test_an_operator_follows_its_form_beyond_what_was_measured(kind: str) -> None:
+    o = MeasuredOperators(calibration(), 1, True)
+    for shape in ((16, 96, 512), (2048, 4096, 64), (100, 300, 32)):
+        inner = shape[2] if kind != "rmsnorm" else 1
+        found = o.operator(kind, "eager", *shape[:2], inner)
+        assert found.forward == pytest.approx(seconds(kind, *shape[:2], inner), rel=0.02)
+        assert found.backward == pytest.approx(2 * seconds(kind, *shape[:2], inner), rel=0.02)
+
+
+def test_a_measured_shape_is_met_exactly() -> None:
+    odd = operators()[0].model_copy(update={"rows": 40, "columns": 40, "inner": 40})
+    odd = odd.model_copy(update={"forward": 7e-5})
+    o = MeasuredOperators(calibration(operators=(*operators(), odd)), 1, True)
+    assert o.operator("linear", "eager", 40, 40, 40).forward == pytest.approx(7e-5, rel=1e-3)
+
+
+def test_ranks_that_share_cores_take_turns() -> None:
+    one, four = (MeasuredOperators(calibration(), ranks, True) for ranks in (1, 4))
+    shape = (96, 96, 96)
+    assert four.operator("linear", "eager", *shape).forward == pytest.approx(
+        2 * one.operator("linear", "eager", *shape).forward
+    )
+
+
+def test_a_layer_is_the_sum_of_its_operators(tmp_path: Path) -> None:
+    path = kept(tmp_path, calibration())
+    quick = estimate(plan(path, gpus=1, strategy="single")).notes["time"]["compute"]
+    slow = calibration(operators=operators(slow=3.0))
+    calibration_file.write_calibration(slow, path)
+    assert estimate(plan(path, gpus=1, strategy="single")).notes["time"]["compute"] > 2 * quick
+
+
+def test_compiled_code_counts_where_the_plan_compiles(tmp_path: Path) -> None:
+    path = kept(tmp_path, calibration())
+
+    def compute(kernels: str) -> float:
+        full = plan(path, gpus=1, strategy="single", **{"strategy.kernels": kernels})
+        return float(estimate(full).notes["time"]["compute"])
+
+    assert compute("compiled") < compute("eager")
+    assert compute("fused") == pytest.approx(compute("eager")), "tiny seams stay plain on a CPU"
+
+
+def test_what_the_host_takes_between_operators_is_a_tiny_models_rest() -> None:
+    o = MeasuredOperators(calibration(), 1, True)
+    attention = o.operator("attention", "eager", 2, 4, 8)
+    found = host_costs(o, "eager")
+    assert 0 < found.layer < 1e-6 * o.host.layer_us
+    assert found.layer_forward == pytest.approx(found.layer / 3, rel=1e-6), "backward is twice"
+    with_recompute = o.host.model_copy(update={"selective_us": 900.0})
+    hosts = tuple(with_recompute.model_copy(update={"ranks": r}) for r in (1, 2))
+    o = MeasuredOperators(calibration(host=hosts), 1, True)
+    assert host_costs(o, "eager").selective == pytest.approx(9e-4 - float(attention.forward))
+
+
+def test_collectives_take_what_was_measured(tmp_path: Path) -> None:
+    path = kept(tmp_path, calibration())
+    tensor = plan(path, strategy="single", **{"strategy.tensor.size": 2})
+    before = estimate(tensor).notes["time"]["tensor_comm"]
+    slow = tuple(c.model_copy(update={"seconds": 5 * c.seconds}) for c in collectives())
+    calibration_file.write_calibration(calibration(collectives=slow), path)
+    assert estimate(tensor).notes["time"]["tensor_comm"] == pytest.approx(5 * before)
+
+
+def test_a_ring_exchanges_and_a_pipeline_sends(tmp_path: Path) -> None:
+    path = kept(tmp_path, calibration())
+    ring = plan(path, strategy="single", **{"strategy.context.size": 2})
+    pipeline = plan(path, strategy="single", **{"strategy.pipeline.size": 2})
+
+    def comm(of: Any, part: str) -> float:
+        return float(estimate(of).notes["time"][part])
+
+    before = comm(ring, "context_comm"), comm(pipeline, "pipeline_comm")
+    slow = tuple(
+        c.model_copy(update={"seconds": 9 * c.seconds}) if c.kind == "exchange" else c
+        for c in collectives()
+    )
+    calibration_file.write_calibration(calibration(collectives=slow), path)
+    assert comm(ring, "context_comm") > 5 * before[0]
+    assert comm(pipeline, "pipeline_comm") == before[1]
+
+
+def test_gathers_ahead_hide_what_they_wait_but_not_what_they_copy(tmp_path: Path) -> None:
+    def hidden(latency: float, copy: float) -> float:
+        found = tuple(
+            c.model_copy(update={"seconds": latency + copy * c.bytes}) for c in collectives()
+        )
+        path = kept(tmp_path, calibration(collectives=found))
+        ahead, late = (
+            estimate(plan(path, strategy="zero-3", **{"strategy.data.overlap": overlap}))
+            for overlap in (True, False)
+        )
+        return float(late.notes["time"]["data_comm"] - ahead.notes["time"]["data_comm"])
+
+    smallest = 256  # bytes of a message that only waits
+    counts = [
+        hidden(latency, copy) / (latency + smallest * copy)
+        for latency, copy in ((1e-4, 1e-8), (2e-4, 1e-8), (1e-4, 3e-8))
+    ]
+    assert counts[0] > 1
+    assert counts == pytest.approx([counts[0]] * 3, rel=1e-6), "copies take the ranks' own cores"
+
+
+def test_a_scale_multiplies_operators_and_collectives() -> None:
+    o = MeasuredOperators(calibration(), 2, True)
+    scaled = MeasuredOperators(calibration(scale=Scale(compute=2.0, communication=3.0)), 2, True)
+    one, other = (x.operator("linear", "eager", 64, 64, 64).forward for x in (o, scaled))
+    assert other == pytest.approx(2 * one)
+    sizes = np.array([256.0, 2.0**20])
+    assert scaled.collective_seconds("all_reduce", sizes, 2) == pytest.approx(
+        3 * o.collective_seconds("all_reduce", sizes, 2)
+    )
+
+
+@pytest.mark.parametrize("kernels", ["eager", "compiled"])
+def test_a_search_over_measured_operators_is_what_estimate_says(
+    tmp_path: Path, kernels: str
+) -> None:
+    path = kept(tmp_path, calibration())
+    found = search(plan(path, 2, **{"strategy.kernels": kernels}), top=20)
+    assert found.top
+    for one in found.top:
+        assert estimate(one.plan).step_seconds == pytest.approx(one.seconds, rel=1e-9)
+
+
+def test_a_file_of_version_1_still_loads_and_holds_no_operators(tmp_path: Path) -> None:
+    path = kept(tmp_path, made())
+    written = yaml.safe_load(path.read_text())
+    del written["operators"]
+    written["version"] = 1
+    for host in written["host"]:
+        for name in set(host) - COSTS_OF_VERSION_1:
+            del host[name]
+    path.write_text(yaml.safe_dump(written))
+    assert calibration_file.read_calibration(path).operators == ()
+    assert estimate(plan(path)).step_seconds
+    path.write_text(yaml.safe_dump(written | {"version": 3}))
+    with pytest.raises(PlanError, match="version"):
+        calibration_file.read_calibration(path)
