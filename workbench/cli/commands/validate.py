@@ -150,7 +150,7 @@ def _memory_sites(data: dict[str, Any]) -> Grid | None:
     held = left["interval"]
     built = table(
         f"Memory on left-out sites: {held['rows']} readings, {left['fitted_constants']} fitted "
-        f"constant; {held['below_high']:.1%} below the 95 % quantile",
+        f"constants; {held['below_high']:.1%} below the 95 % quantile",
         ("site", "kind", *HEAD, "likely, in sample"),
         optional=("median", "worst"),
     )
