@@ -18,18 +18,26 @@ from torch import Tensor, nn
 from tests.benchmarks.kernels_cases import seam
 from tests.benchmarks.kernels_models import KERNELS, Size
 from tests.benchmarks.kernels_timing import WHOLE_ROUNDS, Contest, Inputs, race, seconds_of
+from workbench.costmodel.compute.seam_bytes import seam_bytes
 from workbench.kernels.fused_seams import replace_seams
 from workbench.models import seams
 
 
 def textbook_bytes(size: Size, dtype: torch.dtype) -> dict[str, float]:
-    """Bytes of a dense layer's memory-bound operators by pass, as the planner counts them."""
-    shape = size.shape
-    rope = 8 * (shape.q_width + shape.kv_width) if shape.positions == "rope" else 0
-    passes = {"forward": (20, 6 if shape.gated else 4), "backward": (36, 10 if shape.gated else 6)}
+    """Bytes of a dense layer's memory-bound operators by pass, as the planner counts eager ones."""
+    shape, count = size.shape, seam_bytes("eager", single_norm=False)
+    norm = count.rmsnorm if shape.norm == "rmsnorm" else count.layernorm
+    activation = count.gated if shape.gated else count.plain
+    rotated = shape.q_width + shape.kv_width if shape.positions == "rope" else 0
     scale = size.tokens * dtype.itemsize / 2
     return {
-        name: scale * (h * shape.hidden + rope + f * shape.ffn) for name, (h, f) in passes.items()
+        name: scale
+        * (
+            2 * shape.hidden * (norm[at] + count.residual[at])
+            + rotated * count.rope[at]
+            + shape.ffn * activation[at]
+        )
+        for at, name in enumerate(("forward", "backward"))
     }
 
 

@@ -30,9 +30,10 @@ FP32 = torch.float32
 
 @pytest.mark.parametrize("model", ["llama-3-8b", "gpt2-xl"])
 def test_textbook_bytes_are_the_planners(model: str) -> None:
-    sets = {"training.sequence_length": 512, "training.micro_batch": 2}
+    sets: dict[str, Any] = {"training.sequence_length": 512, "training.micro_batch": 2}
+    sets |= {"strategy.stack": "textbook", "strategy.kernels": "eager"}
     w = workload(Plan.of(model, gpu="h100-sxm-80gb", gpus=1, strategy="single", set=sets).resolve())
-    own = replace(constants(w.fixed.gpu, "eager"), traffic=1.0)
+    own = replace(constants(w.fixed.gpu, "eager", "textbook"), traffic=1.0)
     m = card(w.fixed.gpu, "bf16", own)
     planned = memory_bound_pass(w, m, False)
     counted = textbook_bytes(Size(w.shape, 2, 512), torch.bfloat16)
