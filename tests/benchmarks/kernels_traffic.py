@@ -1,7 +1,7 @@
 """What the planner takes from the benchmark: how much more, or less, than the textbook's bytes the
 kernels cost.
 
-`traffic` is the factor of `workbench.costmodel.compute.roofline.memory_bound_pass`: measured
+`traffic` is the factor of `workbench.costmodel.compute.memory_bound.memory_bound_pass`: measured
 seconds of one layer's norms, rotary positions and activation, forward and backward, over the
 seconds in which its count of bytes could be copied. `loss_bytes` is that of `head_pass`: bytes a
 logit whose copying takes as long as what the head does beside its three products.

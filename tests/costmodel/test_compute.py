@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
+from workbench.costmodel.compute.kernel_rates import device_rates, fused_attention
 from workbench.costmodel.compute.roofline import (
-    device_rates,
-    fused_attention,
     head_pass,
     layer_pass,
     layer_times,

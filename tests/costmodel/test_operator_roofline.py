@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
+from workbench.costmodel.compute.kernel_rates import device_rates, fused_attention, gemm_seconds
 from workbench.costmodel.compute.operator_roofline import (
     Operator,
     compute_seconds,
     operator_seconds,
     operator_times,
 )
-from workbench.costmodel.compute.roofline import device_rates, fused_attention, gemm_seconds
 from workbench.costmodel.rates.constants import constants
 from workbench.machine import gpu_catalog
 

@@ -11,15 +11,9 @@ import numpy as np
 import pytest
 
 from workbench.costmodel.communication.collective_volume import step_collectives
-from workbench.costmodel.compute.roofline import (
-    device_rates,
-    fused_attention,
-    gemm_seconds,
-    layer_pass,
-    layer_times,
-    memory_bound_pass,
-    microbatch_compute,
-)
+from workbench.costmodel.compute.kernel_rates import device_rates, fused_attention, gemm_seconds
+from workbench.costmodel.compute.memory_bound import memory_bound_pass
+from workbench.costmodel.compute.roofline import layer_pass, layer_times, microbatch_compute
 from workbench.costmodel.compute.seam_bytes import seam_bytes
 from workbench.costmodel.frameworks.framework_profile import framework_behavior
 from workbench.costmodel.inputs.rank_workload import Workload, workload

@@ -18,8 +18,8 @@ from tests.benchmarks.kernels import Bench, file_of, machine, smallest
 from tests.benchmarks.kernels_goals import summary
 from tests.benchmarks.kernels_models import Size
 from tests.benchmarks.kernels_traffic import textbook_bytes
-from workbench.costmodel.compute.roofline import device_rates as card
-from workbench.costmodel.compute.roofline import memory_bound_pass
+from workbench.costmodel.compute.kernel_rates import device_rates as card
+from workbench.costmodel.compute.memory_bound import memory_bound_pass
 from workbench.costmodel.inputs.rank_workload import workload
 from workbench.costmodel.rates.constants import constants
 from workbench.plan.schema import Plan

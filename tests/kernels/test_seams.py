@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.parallel.small import GPT, LLAMA
 from workbench.costmodel.compute import kernel_benchmarks
-from workbench.costmodel.compute.roofline import FUSED_KERNELS_PER_LAYER
+from workbench.costmodel.compute.kernel_launches import FUSED_KERNELS_PER_LAYER
 from workbench.errors import PlanError
 from workbench.kernels import fused_seams
 from workbench.kernels.fused_seams import replace_seams, warm_up

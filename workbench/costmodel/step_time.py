@@ -17,12 +17,13 @@ from workbench.costmodel.communication.collective_cost import (
     comm_seconds,
 )
 from workbench.costmodel.communication.collective_volume import step_collectives
+from workbench.costmodel.compute.kernel_rates import DeviceRates, device_rates
 from workbench.costmodel.compute.measured_layer import (
     measured_layer_times,
     measured_microbatch_compute,
     measured_optimizer_seconds,
 )
-from workbench.costmodel.compute.roofline import DeviceRates, LayerTimes, device_rates, model_flops
+from workbench.costmodel.compute.roofline import LayerTimes, model_flops
 from workbench.costmodel.frameworks.framework_profile import WORKBENCH
 from workbench.costmodel.inputs.config import Array, Number, stage_homes
 from workbench.costmodel.inputs.rank_workload import Workload

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from workbench.costmodel.communication.collective_cost import WIRE_FACTOR
-from workbench.costmodel.compute.roofline import KERNELS_PER_LAYER, peak_flops
+from workbench.costmodel.compute.kernel_launches import KERNELS_PER_LAYER
+from workbench.costmodel.compute.kernel_rates import peak_flops
 from workbench.costmodel.frameworks.framework_profile import WORKBENCH
 from workbench.costmodel.inputs.rank_workload import workload
 from workbench.costmodel.rates.constants import Constants, constants

@@ -8,13 +8,13 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
+from workbench.costmodel.compute.kernel_rates import device_rates
 from workbench.costmodel.compute.operator_roofline import (
     Operator,
     OperatorTime,
     compute_seconds,
     operator_times,
 )
-from workbench.costmodel.compute.roofline import device_rates
 from workbench.costmodel.inputs.rank_workload import workload
 from workbench.costmodel.rates.constants import Constants
 from workbench.costmodel.step_time import compute_seconds_by_rank, step_time

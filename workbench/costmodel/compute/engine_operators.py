@@ -2,7 +2,7 @@
 
 Each operator reads its operands once and writes its results: those of `models/seams.py`,
 `models/moe.py` and `parallel/` where they are eager, and of `kernels/` where they are fused. Other
-frameworks' operators are a textbook count times a factor (`roofline.memory_bound_pass`). The
+frameworks' operators are a textbook count times a factor (`memory_bound_pass`). The
 comments name the operators in the order in which they run.
 """
 

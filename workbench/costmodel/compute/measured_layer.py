@@ -10,15 +10,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from workbench.costmodel.compute.kernel_launches import routing_launches
+from workbench.costmodel.compute.kernel_rates import DeviceRates, PassTimes
 from workbench.costmodel.compute.roofline import (
-    DeviceRates,
     LayerTimes,
     MicrobatchCompute,
-    PassTimes,
     layer_times,
     microbatch_compute,
     optimizer_seconds,
-    routing_launches,
 )
 from workbench.costmodel.inputs.config import Array, Number
 from workbench.costmodel.inputs.layer_gemms import head_gemm, layer_gemms

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from workbench.costmodel.compute.roofline import (
+from workbench.costmodel.compute.kernel_rates import (
     DeviceRates,
     fused_attention,
     gemm_seconds,

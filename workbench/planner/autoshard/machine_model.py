@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass, field
 
 from workbench.costmodel.communication.collective_cost import AxisLink
-from workbench.costmodel.compute.roofline import DeviceRates
+from workbench.costmodel.compute.kernel_rates import DeviceRates
 from workbench.costmodel.frameworks.framework_profile import (
     WORKBENCH,
     FrameworkProfile,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from workbench.costmodel.compute.roofline import (
+from workbench.costmodel.compute.kernel_rates import (
     PassTimes,
     fused_attention,
     gemm_seconds,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from workbench.costmodel.communication.collective_cost import AxisLink, group_link
-from workbench.costmodel.compute.roofline import device_rates
+from workbench.costmodel.compute.kernel_rates import device_rates
 from workbench.costmodel.frameworks.framework_profile import framework_profile
 from workbench.costmodel.inputs.config import fixed_config
 from workbench.costmodel.memory.model_states import unsharded_state_bytes

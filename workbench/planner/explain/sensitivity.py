@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from workbench.costmodel.compute.roofline import KERNELS_PER_LAYER
+from workbench.costmodel.compute.kernel_launches import KERNELS_PER_LAYER
 from workbench.errors import PlanError
 from workbench.plan.schema import Plan
 from workbench.planner.calibrated_plan import with_calibration

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from workbench import data_files
-from workbench.costmodel.compute.roofline import peak_flops
+from workbench.costmodel.compute.kernel_rates import peak_flops
 from workbench.costmodel.inputs.rank_workload import Workload, workload
 from workbench.costmodel.rates.constants import constants
 from workbench.costmodel.rates.fitted_constants import FittedConstants

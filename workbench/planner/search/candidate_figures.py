@@ -7,7 +7,8 @@ from __future__ import annotations
 from functools import cached_property
 from typing import Any
 
-from workbench.costmodel.compute.roofline import model_flops, peak_flops
+from workbench.costmodel.compute.kernel_rates import peak_flops
+from workbench.costmodel.compute.roofline import model_flops
 from workbench.costmodel.inputs.rank_workload import workload
 from workbench.costmodel.memory.near_full import near_full_slowdown
 from workbench.costmodel.memory.reported_memory import probability_of_running_out

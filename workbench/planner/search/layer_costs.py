@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from workbench.costmodel.compute.kernel_rates import PassTimes, device_rates
 from workbench.costmodel.compute.measured_layer import measured_layer_times
-from workbench.costmodel.compute.roofline import LayerTimes, PassTimes, device_rates
+from workbench.costmodel.compute.roofline import LayerTimes
 from workbench.costmodel.inputs.config import Array, FixedConfig, Number
 from workbench.costmodel.rates.constants import Constants
 from workbench.planner.search.cells import Cell, Index

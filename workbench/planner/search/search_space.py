@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from itertools import permutations
 from typing import Any
 
-from workbench.costmodel.compute.roofline import KERNELS_PER_LAYER
+from workbench.costmodel.compute.kernel_launches import KERNELS_PER_LAYER
 from workbench.costmodel.inputs.config import FixedConfig, fixed_config
 from workbench.costmodel.memory.reported_memory import largest_peak_at_risk
 from workbench.plan.model.model_shape import Shape

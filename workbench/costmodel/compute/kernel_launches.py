@@ -1,0 +1,83 @@
+"""How many kernels a layer launches, and what the host takes to launch them."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from workbench.costmodel.compute.engine_operators import counts_operators, layer_kernels
+from workbench.costmodel.compute.kernel_rates import DeviceRates
+from workbench.costmodel.inputs.config import Number
+from workbench.costmodel.inputs.layer_gemms import layer_gemms
+from workbench.costmodel.inputs.rank_workload import Workload
+from workbench.costmodel.memory.activation_memory import keeps_small_seams_eager, runs_fused_seam
+from workbench.runtime_facts.fused_thresholds import ATEN_SEAMS
+
+KERNELS_PER_LAYER = {"eager": (36, 70), "compiled": (14, 26), "fused": (20, 40)}
+"""Kernels of one layer (forward, backward) by the plan's `kernels`: of this engine's eager
+modules, and textbook counts.
+"""
+FUSED_KERNELS_PER_LAYER = 12, 22
+"""The same with fused or compiled seams: GEMMs, attention and one kernel per seam."""
+ROUTING_KERNELS = 24, 30
+"""Kernels (forward, backward) of a router, of dispatch and combine, beside those of experts."""
+HOST_DISPATCH_KERNELS = 130, 180
+"""The same of Megatron-core's all-to-all dispatcher, which sorts tokens by operators of its own and
+copies counts to the host (recalled).
+"""
+CPP_CALL_SHARE = 0.25
+"""Host time of a kernel that a loop in C++ launches, over one launched from Python."""
+
+
+def kernel_launches(w: Workload, is_moe: bool) -> tuple[Number, Number]:
+    """Kernels of one layer (forward, backward), counting seams that run fused and those left
+    eager.
+    """
+    if counts_operators(w):
+        return layer_kernels(w, is_moe, len(layer_gemms(w, is_moe)))
+    routed = routing_launches(w) if is_moe and w.shape.moe else (0.0, 0.0)
+    if not w.uses_fused_kernels:
+        plain = KERNELS_PER_LAYER[w.fixed.kernels]
+        return plain[0] + routed[0], plain[1] + routed[1]
+    norm, rope, activation = fused_seam_shares(w, is_moe)
+    seams = [norm, activation, *([rope] if w.shape.positions == "rope" else [])]
+    share = sum(seams) / len(seams)
+    each = [
+        eager + (fused - eager) * share + more
+        for fused, eager, more in zip(FUSED_KERNELS_PER_LAYER, KERNELS_PER_LAYER["eager"], routed)
+    ]
+    return each[0], each[1]
+
+
+def routing_launches(w: Workload) -> tuple[Number, Number]:
+    """Kernels (forward, backward) that an MoE adds to a layer: router, dispatch and combine, and
+    the GEMMs of each local expert where they are calls of their own, in a loop of C++.
+    """
+    moe, b = w.shape.moe, w.fixed.behavior
+    if moe is None:
+        return 0.0, 0.0
+    counts = b.dispatches_from_host and moe.capacity is None
+    router = HOST_DISPATCH_KERNELS if counts else ROUTING_KERNELS
+    calls = (1 - b.grouped_kernel) * moe.experts / w.searched.expert * CPP_CALL_SHARE
+    return router[0] + 2 * calls, router[1] + 4 * calls
+
+
+def fused_seam_shares(w: Workload, is_moe: bool) -> tuple[Number, Number, Number]:
+    """1 or 0 for norms, rotary positions and the activation: whether each runs fused
+    (`kernels/fused_seams.py`).
+    """
+    wide = (
+        w.routed_rows_per_token * w.expert_ffn + w.shared_ffn if is_moe and w.shape.moe else w.ffn
+    )
+    sizes = w.hidden_per_rank / w.sequence_parallel, w.q_width, wide
+    kinds = w.shape.norm, "rope", w.shape.mlp
+    allowed = [1.0 - (keeps_small_seams_eager(w) and kind in ATEN_SEAMS) for kind in kinds]
+    norm, rope, activation = (
+        fused * runs_fused_seam(w, w.tokens * size) for fused, size in zip(allowed, sizes)
+    )
+    return norm, rope, activation
+
+
+def with_launch_floor(m: DeviceRates, seconds: Number, kernels: Number) -> Number:
+    """Seconds with launches: the slower of host and GPU if the host runs ahead, else their sum."""
+    host = 1e-6 * m.constants.launch_us * kernels
+    return np.maximum(seconds, host) if m.host_runs_ahead else seconds + host

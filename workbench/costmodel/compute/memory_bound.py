@@ -1,0 +1,117 @@
+"""Seconds of a layer's memory-bound operators: norms, residuals, rotary positions, activations,
+and the casts of fp8.
+"""
+
+from __future__ import annotations
+
+from workbench.costmodel.compute.engine_operators import (
+    MovedBytes,
+    counts_operators,
+    dropout_bytes,
+    layer_bytes,
+)
+from workbench.costmodel.compute.kernel_launches import fused_seam_shares
+from workbench.costmodel.compute.kernel_rates import DeviceRates, PassTimes
+from workbench.costmodel.compute.seam_bytes import seam_bytes
+from workbench.costmodel.inputs.config import Number
+from workbench.costmodel.inputs.rank_workload import Workload
+from workbench.costmodel.memory.activation_memory import keeps_small_seams_eager
+from workbench.costmodel.rates.constants import Constants
+
+
+def memory_bound_pass(w: Workload, m: DeviceRates, is_moe: bool) -> PassTimes:
+    """Seconds of norms, residuals, rotary positions and activation of one layer, by bytes moved."""
+    if counts_operators(w):
+        return counted_pass(w, m, is_moe)
+    h, half = w.hidden_per_rank / w.sequence_parallel, w.element_bytes / 2
+    drop = 4 * w.fixed.framework.dropout * h
+    if w.fixed.dropout:
+        drop = drop + 2 * m.constants.dropout_bytes / half * h
+    # An MoE activates every routed row, and copies tokens for dispatch and combine.
+    inputs, wide = gemm_inputs(w, is_moe)
+    other = m.constants.plain_traffic
+    copies = other * (drop + 8 * (inputs - 2 * h))
+    rotated = w.q_width + w.k_width if w.shape.positions == "rope" else 0.0
+    forward, backward = (
+        2 * h * norm + rotated * rope + wide * activation + copies
+        for norm, rope, activation in _seam_passes(w, m.constants, is_moe)
+    )
+    if w.fixed.precision == "fp8":
+        forward, backward = (
+            bound + other * cast
+            for bound, cast in zip((forward, backward), _quantized_bytes(w, inputs, wide))
+        )
+    rate = m.bandwidth / (w.tokens * half)
+    return PassTimes(forward / rate, backward / rate)
+
+
+def _seam_passes(w: Workload, c: Constants, is_moe: bool) -> list[tuple[Number, Number, Number]]:
+    """Bytes an element of (norm and residual, rotary positions, activation), forward and backward.
+
+    Small activations of this engine leave fused seams eager (`kernels/fused_seams.py`).
+    """
+    single = bool(w.fixed.behavior.single_norm)
+    fused, plain = seam_bytes(c.counted_kernels, single), seam_bytes("eager", single)
+    shares: tuple[Number, Number, Number] = (1.0, 1.0, 1.0)
+    if keeps_small_seams_eager(w):
+        shares = fused_seam_shares(w, is_moe)
+    passes = []
+    for direction in (0, 1):
+        by_kernel = [
+            (
+                scale * (getattr(s, w.shape.norm)[direction] + s.residual[direction]),
+                scale * s.rope[direction],
+                scale * (s.gated if w.shape.gated else s.plain)[direction],
+            )
+            for s, scale in ((fused, c.traffic), (plain, c.plain_traffic))
+        ]
+        norm, rope, activation = (
+            eager + (own - eager) * share for own, eager, share in zip(*by_kernel, shares)
+        )
+        passes.append((norm, rope, activation))
+    return passes
+
+
+def gemm_inputs(w: Workload, is_moe: bool) -> tuple[Number, Number]:
+    """Elements per token (of the hidden width, of the feed-forward width) that a layer's GEMMs
+    read.
+    """
+    h = w.hidden_per_rank / w.sequence_parallel
+    if is_moe and w.shape.moe:
+        return (
+            2 * h + w.routed_rows_per_token * h,
+            w.routed_rows_per_token * w.expert_ffn + w.shared_ffn,
+        )
+    return 2 * h, w.ffn
+
+
+def counted_pass(w: Workload, m: DeviceRates, is_moe: bool) -> PassTimes:
+    """The same of this engine's operators, counted one by one; the casts of fp8 stay textbook."""
+    moved = layer_bytes(w, is_moe)
+    dropped = dropout_bytes(w, m.constants.dropout_bytes)
+    moved += MovedBytes(dropped, dropped)
+    if w.fixed.precision == "fp8":
+        casts = _quantized_bytes(w, *gemm_inputs(w, is_moe))
+        moved += MovedBytes(*(w.tokens * cast for cast in casts))
+    return PassTimes(*counted_seconds(m, moved))
+
+
+def _quantized_bytes(w: Workload, inputs: Number, wide: Number) -> tuple[Number, Number]:
+    """Bytes per token (forward, backward) that quantizing the operands of fp8 GEMMs moves: 16 bits
+    read, and 8 written in both orders.
+
+    Norms and activations that write fp8 themselves leave attention's output in forward, and in
+    backward the output gradients of all but the gate's GEMM.
+    """
+    h, out = w.hidden_per_rank / w.sequence_parallel, w.q_width + w.k_width + w.v_width
+    fused = w.fixed.behavior.fused_quantization
+    apart = 4 * (inputs + wide)
+    forward = fused * 4 * w.o_width + (1 - fused) * apart
+    backward = fused * 4 * (2 * h + out) + (1 - fused) * apart
+    return forward, backward
+
+
+def counted_seconds(m: DeviceRates, moved: MovedBytes) -> tuple[Number, Number]:
+    """Seconds (forward, backward) of operators whose bytes are counted."""
+    each = m.constants.plain_traffic / m.bandwidth
+    return each * moved.forward, each * moved.backward
