@@ -17,7 +17,7 @@ from workbench.costmodel.rates.fitted_memory import published_memory_fit
 
 TABLE_PEAKS = 2048
 """Peaks, evenly spaced in logarithm, between which a search interpolates."""
-EMPTIEST, FULLEST = 0.25, 4.0
+LEAST_SHARE, MOST_SHARE = 0.25, 4.0
 """Shares of a GPU's memory that the table begins and ends at."""
 
 
@@ -56,6 +56,6 @@ def near_full_slowdown(peak: float, capacity: float, stack: str, k: Constants) -
 
 def slowdown_table(capacity: float, stack: str, k: Constants) -> tuple[Array, Array]:
     """(logarithms of peaks in bytes, `near_full_slowdown` at each): to interpolate in a search."""
-    peaks = capacity * np.geomspace(EMPTIEST, FULLEST, TABLE_PEAKS)
+    peaks = capacity * np.geomspace(LEAST_SHARE, MOST_SHARE, TABLE_PEAKS)
     slow = [near_full_slowdown(float(peak), capacity, stack, k) for peak in peaks]
     return np.log(peaks), np.array(slow)

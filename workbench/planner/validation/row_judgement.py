@@ -129,13 +129,13 @@ def published_judgements() -> Mapping[str, RowJudgement]:
         }
 
 
-@lru_cache(maxsize=4096)
 def contradicts_memory(source: str) -> bool:
     """Whether the readings of memory of a page contradict themselves, as `SITES_FILE` says."""
     entry = _site_entry(source)
     return bool(entry and entry.get("memory"))
 
 
+@lru_cache(maxsize=4096)
 def _site_entry(source: str) -> Mapping[str, str] | None:
     table: list[dict[str, str]] = data_files.read_data_file(SITES_FILE)
     return next((one for one in table if one["source"] in source), None)
