@@ -106,33 +106,36 @@ def row_shape(row: MeasuredRow) -> Shape:
 
 def implied_layers(row: MeasuredRow) -> int | None:
     """Layers that make up the printed number of parameters of a dense model; None where its widths
-    are open, or no whole number of them does.
+    are open or make no model, or no whole number of them does.
     """
     if not (row.parameters and row.hidden and row.heads and row.vocab) or row.experts:
         return None
     if row.ffn is None and row.gated is not False:
         return None
-    one, two = (
-        parameters(
-            _build_shape(
-                row.model,
-                row.arch.lower(),
-                layers,
-                row.hidden,
-                row.heads,
-                row.kv_heads,
-                row.head_dim,
-                row.ffn or 4 * row.hidden,
-                row.vocab,
-                row.sequence or 1,
-                bool(row.tied),
-                row.gated,
-                None,
-                "{}",
-            )
-        ).total
-        for layers in (1, 2)
-    )
+    try:
+        one, two = (
+            parameters(
+                _build_shape(
+                    row.model,
+                    row.arch.lower(),
+                    layers,
+                    row.hidden,
+                    row.heads,
+                    row.kv_heads,
+                    row.head_dim,
+                    row.ffn or 4 * row.hidden,
+                    row.vocab,
+                    row.sequence or 1,
+                    bool(row.tied),
+                    row.gated,
+                    None,
+                    "{}",
+                )
+            ).total
+            for layers in (1, 2)
+        )
+    except Inexpressible:  # its widths make no model; who builds its shape says so
+        return None
     layers = 1 + (row.parameters - one) / (two - one)
     found = round(layers)
     return found if found >= 1 and abs(layers - found) <= MAX_LAYER_ROUNDING else None
