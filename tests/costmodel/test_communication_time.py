@@ -51,6 +51,38 @@ def test_under_zero_1_gradients_are_reduced_whole_and_hide_behind_nothing() -> N
     assert step_time(w, c).after["data_comm"] == pytest.approx(float(np.max(took)))
 
 
+def test_interleaved_stages_expose_what_one_chunk_exchanges() -> None:
+    """NeMo, Communication Overlap: under a pipeline, data-parallel communication overlaps by
+    virtual stage, and one of its exchanges is exposed; of 1F1B's, that of one bucket.
+    """
+
+    def exposed(chunks: int, **changed: float) -> float:
+        description: dict[str, Any] = {
+            "model": "llama-3-70b",
+            "cluster": {"gpu": "h100-sxm-80gb", "gpus": 128},
+            "training": {"global_batch": 256, "micro_batch": 1, "sequence_length": 4096},
+            "strategy": {
+                "stack": "megatron-bridge",
+                "tensor": {"size": 4},
+                "data": {"zero": 1},
+                "pipeline": {
+                    "size": 4,
+                    "chunks": chunks,
+                    "schedule": "interleaved" if chunks > 1 else "1f1b",
+                },
+            },
+        }
+        full, c = with_calibration(Plan.model_validate(description).resolve())
+        return float(np.max(step_time(workload(full), replace(c, **changed)).after["data_comm"]))
+
+    nothing_hides = {"pipeline_overlap": 0.0, "parameter_overlap": 0.0}
+    everything_hides = {"pipeline_overlap": 1e9, "parameter_overlap": 1e9}
+    whole = exposed(1, **nothing_hides)
+    assert exposed(4, **nothing_hides) == pytest.approx(whole)
+    assert exposed(4, **everything_hides) == pytest.approx(whole / 4)
+    assert exposed(1, **everything_hides) < whole / 100
+
+
 def test_rings_over_nodes_pay_the_network_for_every_rank_and_only_all_reduce_has_a_tree() -> None:
     w, c = setting(64, 32, 1)
     wire = axis_links(w, c)["tensor"]

@@ -9,7 +9,11 @@ from typing import Any
 
 import pytest
 
-from workbench.costmodel.compute.kernel_rates import device_rates, fused_attention
+from workbench.costmodel.compute.kernel_rates import (
+    device_rates,
+    fused_attention,
+    unfused_attention,
+)
 from workbench.costmodel.compute.roofline import (
     head_pass,
     layer_pass,
@@ -101,6 +105,18 @@ def test_gemms_that_add_weight_gradients_save_a_pass_over_them() -> None:
     )
     saved = w.param_counts.trained * w.element_bytes / m.bandwidth
     assert float((apart - inside).sum()) == pytest.approx(float(saved.sum()))
+
+
+def test_heads_that_fill_no_vectors_slow_unfused_attention_alone() -> None:
+    """GEMMs load whole vectors where dims are multiples of 16 bytes (NVIDIA, Matrix Multiplication
+    Background): 108 in 16 bits is none, 112 is one.
+    """
+    w = asked()
+    m = device_rates(w.fixed.gpu, "bf16", usual(w, memory_share=1e9))
+    odd, even = (unfused_attention(m, 1e12, d, 0.0, 0.0).forward for d in (108, 112))
+    slower = odd * 108 / (even * 112)  # both fill tiles of 128 in part
+    assert slower == pytest.approx(1 + m.constants.gemm_misaligned)
+    assert fused_attention(m, 1e12, 108, 4096) == fused_attention(m, 1e12, 112, 4096)
 
 
 def test_short_sequences_reach_less_of_attentions_rate() -> None:

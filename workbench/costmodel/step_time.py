@@ -325,7 +325,7 @@ def _exposed_data_comm(
     every: list[CollectiveCall],
     wires: dict[str, AxisLink],
 ) -> Number:
-    """Exposed gradient reduction, and all-gathers of updated parameters, which nothing hides."""
+    """Exposed gradient reduction, and exposed all-gathers of updated parameters."""
     reductions = [
         c
         for c in every
@@ -335,16 +335,27 @@ def _exposed_data_comm(
     buckets = np.maximum(1.0, sum(c.count * (c.group_size > 1) for c in reductions))
     overlap = constants.data_overlap if w.pipeline == 1 else constants.pipeline_overlap
     overlap = 0.0 if w.zero == 1 and w.fixed.framework.single_late_reduce else overlap
-    hidden = (
-        overlap * (_overlaps_compute(w) if w.zero >= 2 else w.searched.overlap) * d.backward
-        if overlap
-        else 0.0
-    )
+    switched = overlap * (_overlaps_compute(w) if w.zero >= 2 else w.searched.overlap)
+    behind = _passes_behind_other_chunks(w)
+    # Interleaved, a chunk's gradients are reduced once its last microbatch's backward has ended,
+    # beside the backwards of the chunks that follow, and its parameters gathered before its first
+    # forward: what one chunk exchanges is exposed (NeMo, Communication Overlap).
+    hidden = switched * d.backward * (behind or 1.0) if overlap else 0.0
+    last = w.fixed.chunks if overlap and behind else buckets
     gathers = comm_seconds(every, wires, constants, "data", "OPTIMIZER")
-    exposed: Number = np.asarray(np.maximum(seconds - hidden, seconds / buckets) + gathers).max(
-        axis=0
-    )
+    ahead = constants.parameter_overlap * d.forward * (behind or 1.0)
+    exposed: Number = np.asarray(
+        np.maximum(seconds - hidden, seconds / last) + np.maximum(gathers - ahead, gathers / last)
+    ).max(axis=0)
     return exposed
+
+
+def _passes_behind_other_chunks(w: Workload) -> float:
+    """Passes of a microbatch over all chunks of a rank, between its last chunk's last backward and
+    its first chunk's: an interleaved schedule takes as many microbatches as pipeline ranks through
+    one chunk before the next (2104.04473, section 2.2).
+    """
+    return w.pipeline * (w.fixed.chunks - 1) / w.fixed.chunks
 
 
 def _exposed_offload(w: Workload, constants: Constants, owned: Array, makespan: Number) -> Number:

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from workbench.costmodel.inputs.config import Number
+from workbench.costmodel.inputs.config import Mask, Number
 from workbench.costmodel.rates.constants import Constants
 from workbench.machine.hardware import GPU
 
 NARROW_HEAD_DIM = 100
 """Head dims below this do not fill the tiles of fused attention."""
-GEMM_ALIGNMENT = 64
-"""Dims that are multiples of this fill the tiles of a GEMM."""
+ALIGNMENT_BYTES = 16
+"""GEMMs whose dims are multiples of this load whole vectors."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def gemm_seconds(
     """Seconds of one GEMM [rows, inner] x [inner, columns], by the roofline.
 
     FLOP/s approach the reachable rate as 1 / (1 + half_dim (1/M + 1/N + 1/K)); dims that are no
-    multiple of `GEMM_ALIGNMENT` fall back to smaller tiles.
+    multiple of `ALIGNMENT_BYTES` run slower kernels (NVIDIA, Matrix Multiplication Background).
 
     Args:
         m: Reachable rates.
@@ -98,10 +98,14 @@ def gemm_seconds(
     rate = m.flops * c.narrow_share if narrow else m.flops_16bit * c.gemm_share
     # Short dims leave tiles and the last wave of thread blocks partly empty.
     shortness = 1 + c.gemm_half_dim * (1 / rows + 1 / columns + 1 / inner)
-    misaligned = (columns % GEMM_ALIGNMENT != 0) | (inner % GEMM_ALIGNMENT != 0)
+    misaligned = _is_misaligned(columns, element) | _is_misaligned(inner, element)
     math = 2 * rows * columns * inner / rate * shortness * (1 + c.gemm_misaligned * misaligned)
     memory = (rows * columns + rows * inner + columns * inner) * element / m.bandwidth
     return np.maximum(math, memory)
+
+
+def _is_misaligned(width: Number, element: int) -> Mask:
+    return (width * element) % ALIGNMENT_BYTES != 0
 
 
 def fused_attention(m: DeviceRates, flops: Number, head_dim: int, length: Number) -> PassTimes:
@@ -138,5 +142,5 @@ def unfused_attention(
     """
     rate = m.flops_16bit * m.constants.unfused_share * min(1.0, head_dim / 128)
     moved = 1.5 * scores / m.bandwidth
-    gemms = 2 * flops / rate
+    gemms = 2 * flops / rate * (1 + m.constants.gemm_misaligned * _is_misaligned(head_dim, 2))
     return PassTimes(gemms + (4 + 5 * dropout) * moved, 2 * gemms + (6 + 5 * dropout) * moved)

@@ -123,6 +123,8 @@ class FrameworkBehavior:
     """1 where gradients are reduced while the last backward runs."""
     overlap_pipeline_reduction: float = 0.0
     """The same under a pipeline."""
+    overlap_parameters: float = 0.0
+    """1 where all-gathers of updated parameters (ZeRO-1) run beside the first forward."""
     overlap_gather: float = 0.0
     """1 where ZeRO-3 all-gathers ahead of the layer that computes."""
     narrow_gathers: float = 0.0

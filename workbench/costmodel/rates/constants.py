@@ -47,6 +47,7 @@ class Constants:
     latency_ranks: float
     data_overlap: float
     pipeline_overlap: float
+    parameter_overlap: float
     gather_overlap: float
     tensor_overlap: float
     boundary_overlap: float
@@ -152,6 +153,7 @@ def _behavior_constants(own: dict[str, float], b: FrameworkBehavior) -> dict[str
     return {
         "data_overlap": share * b.overlap_reduction,
         "pipeline_overlap": share * b.overlap_pipeline_reduction,
+        "parameter_overlap": share * b.overlap_parameters,
         "gather_overlap": share * b.overlap_gather,
         "expert_overlap": share * b.overlap_dispatch,
         "boundary_overlap": share * b.overlap_boundary,
