@@ -183,3 +183,21 @@ def test_files_stay_small() -> None:
     ordered = sorted(lines.values())
     assert ordered[int(len(ordered) * 0.9)] <= 350
     assert ordered[len(ordered) // 2] <= 150
+
+
+def test_formulas_ask_no_framework_by_name() -> None:
+    """Neither by a name in a string, docstrings apart, nor by comparing the plan's framework with
+    anything: what a framework does differently is a field of its profile.
+    """
+    names = {path.stem for path in (ROOT.parent / "data/frameworks").glob("*.yaml")}
+    for path in FILES:
+        if package_of(path) != "costmodel":
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                assert node.value not in names, f"{path.name}:{node.lineno} names {node.value}"
+            if isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.Eq | ast.NotEq):
+                for side in (node.left, *node.comparators):
+                    asked = side.attr if isinstance(side, ast.Attribute) else ""
+                    asked = side.id if isinstance(side, ast.Name) else asked
+                    assert asked not in ("stack", "DEFAULT_FRAMEWORK"), f"{path.name}:{node.lineno}"

@@ -119,10 +119,9 @@ def test_boundaries_scattered_over_tensor_ranks_move_their_share() -> None:
     """2104.04473, section 4.1: a tensor rank sends 1/t of a replicated boundary."""
     w, c = setting(64, 8, 4)
     plain = replace(w, searched=replace(w.searched, sequence=0.0))
-    scattered = replace(
-        plain,
-        fixed=replace(w.fixed, behavior=replace(w.fixed.behavior, scatter_gather_boundary=1.0)),
-    )
+    exchange = replace(w.fixed.framework.model_parallel, scatter_gather=True)
+    framework = replace(w.fixed.framework, model_parallel=exchange)
+    scattered = replace(plain, fixed=replace(w.fixed, framework=framework))
     whole, part = (
         step_time(one, replace(c, launch_us=0.0)).durations.communication["pipeline_comm"]
         for one in (plain, scattered)

@@ -42,9 +42,15 @@ def usual(w: Workload, **changes: Any) -> Constants:
     return replace(constants(w.fixed.gpu, w.fixed.kernels), **changes)
 
 
+def behaving(w: Workload, part: str, **switches: Any) -> Workload:
+    """`w` under a framework of which one part behaves otherwise."""
+    framework = w.fixed.framework
+    changed = replace(framework, **{part: replace(getattr(framework, part), **switches)})
+    return replace(w, fixed=replace(w.fixed, framework=changed))
+
+
 def joined(w: Workload) -> Workload:
-    fixed = replace(w.fixed, framework=replace(w.fixed.framework, fused_qkv=1.0))
-    return replace(w, fixed=fixed)
+    return behaving(w, "kernels", fused_qkv=True)
 
 
 @pytest.mark.parametrize("model", ["llama-3-8b", "gpt2-xl", "mixtral-8x7b"])
@@ -68,17 +74,13 @@ def test_a_loss_moves_its_bytes_forward_and_backward() -> None:
     assert times[1] - times[0] == pytest.approx(float(w.tokens * w.vocab_rows) * 28 / bandwidth)
 
 
-def behaving(w: Workload, **switches: Any) -> Workload:
-    return replace(w, fixed=replace(w.fixed, behavior=replace(w.fixed.behavior, **switches)))
-
-
 def test_a_dispatcher_on_the_host_slows_moe_layers_alone() -> None:
     """Launches of a microsecond dwarf the GPU here, so that a pass takes what its host does."""
     w = asked("mixtral-8x7b", training__micro_batch=1, **TEXTBOOK)
     m = device_rates(w.fixed.gpu, "bf16", usual(w, launch_us=1e5))
     plain, host, apart = (
-        behaving(w, **switches)
-        for switches in ({}, {"dispatches_from_host": 1.0}, {"grouped_kernel": 0.0})
+        behaving(w, "experts", **switches)
+        for switches in ({}, {"dispatches_from_host": True}, {"grouped_gemm": False})
     )
     moe = [float(layer_pass(one, m, True).forward) for one in (plain, host, apart)]
     dense = [float(layer_pass(one, m, False).forward) for one in (plain, host, apart)]
@@ -90,9 +92,11 @@ def test_a_dispatcher_on_the_host_slows_moe_layers_alone() -> None:
 def test_a_capacity_spares_the_host_the_counts() -> None:
     shape = asked("mixtral-8x7b").shape.model_dump()
     shape["moe"]["capacity"] = 1
-    w = behaving(asked("tiny", model__=shape), dispatches_from_host=1.0)
+    w = behaving(asked("tiny", model__=shape), "experts", dispatches_from_host=True)
     m = device_rates(w.fixed.gpu, "bf16", usual(w, launch_us=1e5))
-    assert layer_pass(w, m, True) == layer_pass(behaving(w, dispatches_from_host=0.0), m, True)
+    assert layer_pass(w, m, True) == layer_pass(
+        behaving(w, "experts", dispatches_from_host=False), m, True
+    )
 
 
 def test_gemms_that_add_weight_gradients_save_a_pass_over_them() -> None:
@@ -100,8 +104,8 @@ def test_gemms_that_add_weight_gradients_save_a_pass_over_them() -> None:
     m = device_rates(w.fixed.gpu, "bf16", usual(w))
     k = layer_times(w, m)
     apart, inside = (
-        microbatch_compute(behaving(w, fused_accumulation=switch), m, k).backward
-        for switch in (0.0, 1.0)
+        microbatch_compute(behaving(w, "model_states", fused_accumulation=switch), m, k).backward
+        for switch in (False, True)
     )
     saved = w.param_counts.trained * w.element_bytes / m.bandwidth
     assert float((apart - inside).sum()) == pytest.approx(float(saved.sum()))

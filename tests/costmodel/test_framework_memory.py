@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from workbench.costmodel.frameworks.framework_profile import FrameworkBehavior
+from workbench.costmodel.frameworks.model_state_behavior import ModelStateBehavior
 from workbench.costmodel.inputs.rank_workload import Workload, workload
 from workbench.costmodel.memory import activation_memory, live_sets
 from workbench.costmodel.memory.loss_memory import head_memory as head_of
@@ -259,7 +259,8 @@ def test_transformer_engine_keeps_a_placeholder_of_every_weight_shape() -> None:
 def test_gemms_that_accumulate_leave_no_weight_gradient_in_flight() -> None:
     plan = Plan.of("llama-3-70b", gpu="h100-sxm-80gb", gpus=64, strategy="megatron-3d")
     w = workload(plan.replace(**{"strategy.stack": "megatron"}).resolve())
-    apart = replace(w, fixed=replace(w.fixed, behavior=FrameworkBehavior()))
+    framework = replace(w.fixed.framework, model_states=ModelStateBehavior())
+    apart = replace(w, fixed=replace(w.fixed, framework=framework))
     accumulated = activation_memory.accumulated_gradient_bytes
     assert accumulated(w, 1e9) == 0.0 < accumulated(apart, 1e9)
     during = [

@@ -15,7 +15,7 @@ from workbench.costmodel.compute.kernel_rates import device_rates, fused_attenti
 from workbench.costmodel.compute.memory_bound import memory_bound_pass
 from workbench.costmodel.compute.roofline import layer_pass, layer_times, microbatch_compute
 from workbench.costmodel.compute.seam_bytes import seam_bytes
-from workbench.costmodel.frameworks.framework_profile import framework_behavior
+from workbench.costmodel.frameworks.framework_profile import framework_profile
 from workbench.costmodel.inputs.rank_workload import Workload, workload
 from workbench.costmodel.rates.constants import constants
 from workbench.costmodel.rates.fitted_constants import FittedConstants
@@ -108,12 +108,12 @@ def test_a_ring_attends_to_one_block_at_a_time() -> None:
 
 def test_a_recipe_is_one_of_its_gpu() -> None:
     host = {
-        gpu: framework_behavior("megatron-bridge-2025", gpu).dispatches_from_host
+        gpu: framework_profile("megatron-bridge-2025", gpu).experts.dispatches_from_host
         for gpu in ("gb200", "gb300", "b200", "h100-sxm-80gb")
     }
-    assert host == {"gb200": 0, "gb300": 0, "b200": 1, "h100-sxm-80gb": 1}
-    assert framework_behavior("megatron-bridge", "h100-sxm-80gb").dispatches_from_host == 1
-    assert framework_behavior("megatron-bridge", "b200").dispatches_from_host == 0
+    assert host == {"gb200": False, "gb300": False, "b200": True, "h100-sxm-80gb": True}
+    assert framework_profile("megatron-bridge", "h100-sxm-80gb").experts.dispatches_from_host
+    assert not framework_profile("megatron-bridge", "b200").experts.dispatches_from_host
 
 
 def test_a_gpu_without_its_multiprocessors_has_the_usual_number() -> None:

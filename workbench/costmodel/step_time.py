@@ -24,7 +24,6 @@ from workbench.costmodel.compute.measured_layer import (
     measured_optimizer_seconds,
 )
 from workbench.costmodel.compute.roofline import LayerTimes, model_flops
-from workbench.costmodel.frameworks.framework_profile import WORKBENCH
 from workbench.costmodel.inputs.config import Array, Number, stage_homes
 from workbench.costmodel.inputs.rank_workload import Workload
 from workbench.costmodel.rates.constants import Constants
@@ -229,7 +228,7 @@ def _receive_seconds(w: Workload, link: AxisLink, constants: Constants, action: 
     if w.pipeline == 1:
         return w.zeros
     stream = w.residual_bytes
-    if w.fixed.behavior.scatter_gather_boundary:  # 2104.04473, 4.1
+    if w.fixed.framework.model_parallel.scatter_gather:  # 2104.04473, 4.1
         stream = stream / (1 + (w.tensor - 1) * (1 - w.searched.sequence))
     if (
         w.fixed.replicas
@@ -286,11 +285,11 @@ def _bubble_on_shared_cores(bubble: Number, busy: Number, sharing: float) -> Num
 def simulated_schedule(w: Workload, d: MicrobatchDurations, table: Table) -> Timeline:
     """Compute of one plan's step by `table`, simulated.
 
-    This engine's transfers go in the order in which it posts them, over the plan's backend; other
-    frameworks' are taken to arrive as soon as they are sent.
+    Transfers go in the order in which stages post them, over the plan's backend, where the
+    framework's do; else they are taken to arrive as soon as they are sent.
     """
     s = w.fixed
-    if s.stack != WORKBENCH:
+    if not s.framework.model_parallel.ordered_transfers:
         return simulate(table, stage_durations(w, d))
     timeline = simulate(
         _executed(table), stage_durations(w, d), transport=s.transport, pair_groups=s.pair_groups
@@ -334,7 +333,7 @@ def _exposed_data_comm(
     seconds = comm_seconds(reductions, wires, constants, "data")
     buckets = np.maximum(1.0, sum(c.count * (c.group_size > 1) for c in reductions))
     overlap = constants.data_overlap if w.pipeline == 1 else constants.pipeline_overlap
-    overlap = 0.0 if w.zero == 1 and w.fixed.framework.single_late_reduce else overlap
+    overlap = 0.0 if w.fixed.framework.data_parallel.reduces_late(w.zero) else overlap
     switched = overlap * (_overlaps_compute(w) if w.zero >= 2 else w.searched.overlap)
     behind = _passes_behind_other_chunks(w)
     # Interleaved, a chunk's gradients are reduced once its last microbatch's backward has ended,

@@ -14,7 +14,7 @@ import numpy as np
 from workbench.costmodel.communication.collective_cost import WIRE_FACTOR
 from workbench.costmodel.compute.kernel_launches import KERNELS_PER_LAYER
 from workbench.costmodel.compute.kernel_rates import peak_flops
-from workbench.costmodel.frameworks.framework_profile import WORKBENCH
+from workbench.costmodel.frameworks.framework_profile import framework_profile
 from workbench.costmodel.inputs.rank_workload import workload
 from workbench.costmodel.rates.constants import Constants, constants
 from workbench.costmodel.rates.measured_curves import MeasuredCurves
@@ -69,18 +69,19 @@ def with_calibration(plan: ResolvedPlan) -> tuple[ResolvedPlan, Constants]:
 
 
 def measured_operators(plan: ResolvedPlan) -> MeasuredOperators | None:
-    """Operators that the plan's calibration measured, where they are those that the plan runs: this
-    engine's, in fp32, on CPU ranks.
+    """Operators that the plan's calibration measured, where they are those that the plan runs: in
+    fp32, on CPU ranks, of a framework whose operators are known one by one.
     """
     path, s = plan.cluster.calibration, plan.strategy
-    if path is None or (plan.gpu.device, s.precision, s.stack) != ("cpu", "fp32", WORKBENCH):
+    known = framework_profile(s.stack).kernels.counts_operators
+    if path is None or (plan.gpu.device, s.precision) != ("cpu", "fp32") or not known:
         return None
     calibration, ranks = read_calibration(path), ranks_per_machine(plan)
     if not calibration.operators:
         return None
     kinds = {c.kind for c in calibration.collectives}
-    known = plan.world_size == ranks and kinds == set(KINDS)
-    return MeasuredOperators(calibration, ranks, known)
+    complete = plan.world_size == ranks and kinds == set(KINDS)
+    return MeasuredOperators(calibration, ranks, complete)
 
 
 def ranks_per_machine(plan: Plan) -> int:

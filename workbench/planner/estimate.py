@@ -11,7 +11,6 @@ import numpy as np
 from workbench.costmodel.communication.collective_call import CollectiveCall
 from workbench.costmodel.communication.collective_volume import exact_collectives
 from workbench.costmodel.compute.kernel_benchmarks import kernel_cost_source
-from workbench.costmodel.frameworks.framework_profile import WORKBENCH
 from workbench.costmodel.inputs.rank_workload import workload
 from workbench.costmodel.memory.near_full import near_full_slowdown
 from workbench.costmodel.memory.peak_memory import PeakMemory, peak_memory
@@ -66,7 +65,7 @@ def estimate(plan: Plan) -> Profile:
     if published := published_beside(full, measured_profile(stack)):
         beyond = beyond_published(published, notes["model_flops_utilisation"])
         notes["published"] = published | {"promise": beyond or None}
-    if full.strategy.stack == WORKBENCH and full.strategy.kernels != "eager":
+    if w.uses_fused_kernels:
         notes["kernels"] = kernel_cost_source(full.gpu, full.strategy.kernels)
     if full.shape.unmodelled:
         notes["not_modelled"] = full.shape.unmodelled

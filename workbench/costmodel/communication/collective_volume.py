@@ -60,7 +60,7 @@ def exact_collectives(
         The calls that move bytes between at least two ranks.
     """
     own = [_on_rank(call, rank) for call in all_calls]
-    if w.fixed.stack == "workbench":
+    if w.fixed.framework.data_parallel.packs_buckets:
         dtypes = {"parameter": w.dtype, "gradient": gradient_dtype_name(w)}
         packed = [
             CollectiveCall(axis, kind, group, dtypes[dtype], size, float(count), action)
@@ -98,7 +98,7 @@ def _tensor_calls(w: Workload) -> list[CollectiveCall]:
     two, first, last, gathered = 2 * w.layers, w.has_embedding, w.has_head, 2 * w.recomputed_layers
     # Recomputation skips what backward does not read: the all-reduce at the end of a layer,
     # unless the framework reruns full layers.
-    again = (1 + w.fixed.framework.recompute_full_layer) * w.recomputed_layers
+    again = w.fixed.framework.recompute.repeated_all_reduces * w.recomputed_layers
     on, off = w.searched.sequence, 1 - w.searched.sequence
     num_moe_layers = w.layers - w.dense_layers  # an MoE layer saves its all-gathered input
     return [
@@ -186,7 +186,7 @@ def _ulysses_calls(w: Workload) -> list[CollectiveCall]:
 
 def _expert_calls(w: Workload) -> list[CollectiveCall]:
     """MoE all-to-all: dispatch and combine in each direction. Token counts are exchanged first,
-    unless a capacity factor fixes them; this engine keeps them for recomputation.
+    unless a capacity factor fixes them, and again where recomputation does not keep them.
     """
     moe, dtype = w.shape.moe, w.dtype
     if moe is None:
@@ -200,7 +200,9 @@ def _expert_calls(w: Workload) -> list[CollectiveCall]:
         w.hidden_activation_bytes * w.routed_rows_per_token,
         float(moe.capacity is None),
     )
-    exchanged_again = exchanges_counts * again * (w.fixed.stack != "workbench")
+    exchanged_again = (
+        exchanges_counts * again * (not w.fixed.framework.recompute.keeps_expert_choices)
+    )
     counts = {"F": times, "B": times + again}
     return [
         *(
@@ -301,7 +303,7 @@ def _group_calls(
         ),
         CollectiveCall("data", "all_reduce", group / shard, gradient, size / shard, times, action),
     ]
-    if w.zero == 1 and w.fixed.framework.single_late_reduce:
+    if w.fixed.framework.data_parallel.reduces_late(w.zero):
         reductions = [
             CollectiveCall("data", "all_reduce", group, gradient, size, 1.0, "REDUCE_GRAD")
         ]
@@ -313,7 +315,7 @@ def _group_calls(
             ),
         ]
     keeps_gathered = np.maximum(w.searched.keep_gathered, w.pipeline > 1)
-    narrow = w.fixed.behavior.narrow_gathers * (w.fixed.precision == "fp8")
+    narrow = w.fixed.framework.data_parallel.gathers_fp8(w.fixed.precision)
     unit = gathered * w.element_bytes * (1 - 0.5 * narrow) / units
     forward = units * (keeps_gathered + (1 - keeps_gathered) * w.microbatches)
     return [

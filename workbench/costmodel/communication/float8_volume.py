@@ -15,12 +15,12 @@ QKV, ONE = 3.0, 1.0
 
 
 def float8_collectives(w: Workload) -> list[CollectiveCall]:
-    """All of a step; none where GEMMs are not fp8, or another framework runs them.
+    """All of a step; none where GEMMs are not fp8, or scales are not of whole tensors.
 
     Tensor ranks hold parts of weights, of row-parallel inputs and of column-parallel output
     gradients; context ranks parts of inputs and output gradients. Recomputed layers are cast again.
     """
-    if w.fixed.precision != "fp8" or w.fixed.stack != "workbench":
+    if w.fixed.precision != "fp8" or not w.fixed.framework.kernels.reduces_fp8_scales:
         return []
     wide, sharded = ONE + w.shape.gated, 1.0 * (w.tensor > 1)
     alone = (1 - sharded) * (

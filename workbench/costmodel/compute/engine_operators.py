@@ -15,7 +15,6 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from workbench.costmodel.frameworks.framework_profile import WORKBENCH
 from workbench.costmodel.inputs.config import Number
 from workbench.costmodel.inputs.rank_workload import Workload
 from workbench.costmodel.memory.activation_memory import has_weight_gradients
@@ -72,8 +71,8 @@ SHARED_HEAD_KERNELS = 3
 
 
 def counts_operators(w: Workload) -> bool:
-    """Whether a plan runs operators that are counted here: this engine's, on a GPU."""
-    return w.fixed.stack == WORKBENCH and w.fixed.gpu.device == "cuda"
+    """Whether a plan runs operators that are counted here, on a GPU."""
+    return w.fixed.framework.kernels.counts_operators and w.fixed.gpu.device == "cuda"
 
 
 def _operators(forward: Sequence[Moved], backward: Sequence[Moved]) -> MovedBytes:

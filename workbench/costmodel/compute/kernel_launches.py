@@ -52,12 +52,12 @@ def routing_launches(w: Workload) -> tuple[Number, Number]:
     """Kernels (forward, backward) that an MoE adds to a layer: router, dispatch and combine, and
     the GEMMs of each local expert where they are calls of their own, in a loop of C++.
     """
-    moe, b = w.shape.moe, w.fixed.behavior
+    moe, b = w.shape.moe, w.fixed.framework.experts
     if moe is None:
         return 0.0, 0.0
     counts = b.dispatches_from_host and moe.capacity is None
     router = HOST_DISPATCH_KERNELS if counts else ROUTING_KERNELS
-    calls = (1 - b.grouped_kernel) * moe.experts / w.searched.expert * CPP_CALL_SHARE
+    calls = (1 - b.grouped_gemm) * moe.experts / w.searched.expert * CPP_CALL_SHARE
     return router[0] + 2 * calls, router[1] + 4 * calls
 
 

@@ -24,7 +24,7 @@ def memory_bound_pass(w: Workload, m: DeviceRates, is_moe: bool) -> PassTimes:
     if counts_operators(w):
         return counted_pass(w, m, is_moe)
     h, half = w.hidden_per_rank / w.sequence_parallel, w.element_bytes / 2
-    drop = 4 * w.fixed.framework.dropout * h
+    drop = 4 * w.fixed.framework.saved_tensors.dropout_masks * h
     if w.fixed.dropout:
         drop = drop + 2 * m.constants.dropout_bytes / half * h
     # An MoE activates every routed row, and copies tokens for dispatch and combine.
@@ -50,7 +50,7 @@ def _seam_passes(w: Workload, c: Constants, is_moe: bool) -> list[tuple[Number, 
 
     Small activations of this engine leave fused seams eager (`kernels/fused_seams.py`).
     """
-    single = bool(w.fixed.behavior.single_norm)
+    single = w.fixed.framework.kernels.single_norm
     fused, plain = seam_bytes(c.counted_kernels, single), seam_bytes("eager", single)
     shares: tuple[Number, Number, Number] = (1.0, 1.0, 1.0)
     if keeps_small_seams_eager(w):
@@ -104,7 +104,7 @@ def _quantized_bytes(w: Workload, inputs: Number, wide: Number) -> tuple[Number,
     backward the output gradients of all but the gate's GEMM.
     """
     h, out = w.hidden_per_rank / w.sequence_parallel, w.q_width + w.k_width + w.v_width
-    fused = w.fixed.behavior.fused_quantization
+    fused = w.fixed.framework.kernels.fused_quantization
     apart = 4 * (inputs + wide)
     forward = fused * 4 * w.o_width + (1 - fused) * apart
     backward = fused * 4 * (2 * h + out) + (1 - fused) * apart

@@ -93,9 +93,10 @@ def microbatch_compute(w: Workload, m: DeviceRates, k: LayerTimes) -> Microbatch
     backward = backward + _accumulation_seconds(w, m)
     # Selective recompute repeats attention, or the share of a layer's forward that the framework's
     # profile states; full recompute repeats the layer.
-    share = w.fixed.framework.selective_recompute_share
-    selective = k.attention.forward if share < 0 else share * k.moe.forward
-    whole = k.moe.forward if w.fixed.framework.recompute_full_layer else k.moe.recomputed
+    behavior = w.fixed.framework.recompute
+    share = behavior.repeated_share
+    selective = k.attention.forward if share is None else share * k.moe.forward
+    whole = k.moe.forward if behavior.whole_layers else k.moe.recomputed
     recompute = w.recomputed_layers * whole + w.layers * (w.searched.selective * selective)
     weight = (
         w.dense_layers * k.dense.weight_grad
@@ -142,7 +143,7 @@ def _accumulation_seconds(w: Workload, m: DeviceRates) -> Number:
         return counted_seconds(m, MovedBytes(backward=accumulated_bytes(w)))[1]
     # With several microbatches, gradients are accumulated: read, added to and written.
     # A GEMM that adds to them itself reads and writes them only.
-    passed = w.element_bytes * (1 - w.fixed.behavior.fused_accumulation)
+    passed = w.element_bytes * w.fixed.framework.model_states.separate_gradient
     return w.param_counts.trained * (
         (2 * w.stored_gradient_bytes + passed) / m.bandwidth * (w.microbatches > 1)
     )
@@ -225,15 +226,16 @@ def attention_pass(w: Workload, m: DeviceRates) -> PassTimes:
     """Seconds of causal attention in one layer, fused or not as the framework profile or the plan
     says.
     """
-    head_dim, framework = w.shape.head_dim or 128, w.fixed.framework
+    head_dim = w.shape.head_dim or 128
     scores = w.heads * w.tokens * w.fixed.sequence_length
     if w.fixed.attention == "math":  # which upcasts its operands: twice the bytes, fp32 GEMMs
         slower = m.flops_16bit / (w.fixed.gpu.tflops["fp32"] * 1e12)
         return unfused_attention(m, attention_flops(w) * slower, head_dim, 2 * scores, 0.0)
-    if not framework.unfused:
+    if w.fixed.framework.kernels.fused_attention:
         passes = fused_attention(m, attention_flops(w), head_dim, _attended_length(w))
         return _with_copies(passes, attention_bytes(w), m) if counts_operators(w) else passes
-    return unfused_attention(m, attention_flops(w), head_dim, scores, framework.dropout)
+    dropout = w.fixed.framework.saved_tensors.dropout_masks
+    return unfused_attention(m, attention_flops(w), head_dim, scores, dropout)
 
 
 def _attended_length(w: Workload) -> Number:

@@ -14,12 +14,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from workbench.costmodel.frameworks.framework_profile import (
-    FrameworkBehavior,
-    FrameworkProfile,
-    framework_behavior,
-    framework_profile,
-)
+from workbench.costmodel.frameworks.framework_profile import FrameworkProfile, framework_profile
 from workbench.machine.hardware import GPU, Fabric
 from workbench.plan.custom_schedule import drawn, pair_groups, transport
 from workbench.plan.model.model_shape import Shape
@@ -55,13 +50,11 @@ class FixedConfig:
     """Attention kernel: flash, efficient or math; auto: the framework's own."""
     stack: str
     framework: FrameworkProfile
-    """Framework profile that `stack` names."""
-    behavior: FrameworkBehavior
-    """Its documented behavior in time."""
+    """Framework profile that `stack` names, on this GPU."""
     parameter_bytes: float
     """Bytes per stored parameter."""
-    gradient_bytes: float
-    """Bytes per stored gradient; negative: the dtype it is reduced in."""
+    gradient_bytes: float | None
+    """Bytes per stored gradient; None: those of the dtype it is reduced in."""
     gradient_accumulator_bytes: float
     """Bytes per parameter of a second, unsharded gradient buffer."""
     moment_bytes: float
@@ -161,11 +154,10 @@ def fixed_config(plan: ResolvedPlan) -> FixedConfig:
     """Build the fixed part of the configuration of a resolved plan."""
     s, t = plan.strategy, plan.training
     assert isinstance(s.pipeline.partition, list), "complete() the plan first"
-    narrow, kept = DTYPE_BYTES[s.precision] < 4, framework_profile(s.stack)
+    framework = framework_profile(s.stack, plan.gpu.name)
+    states, planned = framework.model_states, float(DTYPE_BYTES[s.precision])
     moments = float(moment_bytes(t.optimizer))
     master = float(master_bytes(t.optimizer, s.precision))
-    if narrow and kept.optimizer >= 0 and t.optimizer.master == "auto":
-        master = kept.optimizer - moments
     return FixedConfig(
         shape=plan.shape,
         gpu=plan.gpu,
@@ -178,16 +170,12 @@ def fixed_config(plan: ResolvedPlan) -> FixedConfig:
         kernels=s.kernels,
         attention=s.attention,
         stack=s.stack,
-        framework=kept,
-        behavior=framework_behavior(s.stack, plan.gpu.name),
-        parameter_bytes=kept.parameters
-        if narrow and kept.parameters > 0
-        else DTYPE_BYTES[s.precision],
-        gradient_bytes=kept.gradients if narrow else -1.0,
-        gradient_accumulator_bytes=kept.accumulator
-        + kept.bf16_accumulator * (s.precision == "bf16"),
+        framework=framework,
+        parameter_bytes=states.parameter_bytes(planned),
+        gradient_bytes=states.gradient_bytes(planned),
+        gradient_accumulator_bytes=states.accumulator_bytes(s.precision),
         moment_bytes=moments,
-        master_bytes=max(0.0, master),
+        master_bytes=states.master_bytes(planned, moments, master, t.optimizer.master == "auto"),
         **_stepped(plan),
         zero=s.data.zero,
         num_zero_in_flight=s.data.in_flight,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from workbench.costmodel.frameworks.framework_profile import WORKBENCH
 from workbench.costmodel.inputs.config import Number
 from workbench.costmodel.inputs.rank_workload import Workload
 
@@ -20,7 +19,7 @@ class LayerGemm:
     ungrouped: bool = True
     """Whether it is a GEMM of its own, not one of a grouped GEMM over experts."""
     upcast: bool = False
-    """Whether it runs in fp32 whatever the plan's precision: this engine's router."""
+    """Whether it runs in fp32 whatever the plan's precision, as a router may."""
 
     @property
     def flops(self) -> Number:
@@ -41,7 +40,7 @@ def layer_gemms(w: Workload, is_moe: bool) -> list[LayerGemm]:
     """
     h, t, n = w.hidden_per_rank, w.tokens * w.tiling.gathered_blocks, w.tiling.num_steps
     mla = w.shape.mla
-    if mla is None and w.fixed.framework.fused_qkv:
+    if mla is None and w.fixed.framework.kernels.fused_qkv:
         into = [LayerGemm(t, w.q_width + w.k_width + w.v_width, h, n)]
     elif mla is None:
         into = [
@@ -62,14 +61,20 @@ def layer_gemms(w: Workload, is_moe: bool) -> list[LayerGemm]:
 def _feed_forward_gemms(w: Workload, is_moe: bool) -> list[LayerGemm]:
     h, t, n = w.hidden_per_rank, w.tokens * w.tiling.gathered_blocks, w.tiling.num_steps
     moe, wide, joined = w.shape.moe, 2 if w.shape.gated else 1, 1
-    if w.fixed.framework.fused_qkv:
+    if w.fixed.framework.kernels.fused_qkv:
         wide, joined = 1, wide
     if not is_moe or moe is None:
         return [LayerGemm(t, joined * w.ffn, h, n)] * wide + [LayerGemm(t, h, w.ffn, n)]
     width, own = w.expert_ffn, moe.experts / w.searched.expert
     routed = t * w.routed_rows_per_token / own
     result = [
-        LayerGemm(t, moe.experts / w.tiling.hidden_parts, h, n, upcast=w.fixed.stack == WORKBENCH),
+        LayerGemm(
+            t,
+            moe.experts / w.tiling.hidden_parts,
+            h,
+            n,
+            upcast=w.fixed.framework.experts.fp32_router,
+        ),
         *[LayerGemm(routed, joined * width, h, n * own, False)] * wide,
     ]
     result.append(LayerGemm(routed, h, width, n * own, False))

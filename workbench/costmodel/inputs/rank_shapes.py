@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from workbench.costmodel.frameworks.framework_profile import WORKBENCH
 from workbench.costmodel.inputs.config import Array, FixedConfig, Number, SearchedConfig
 from workbench.costmodel.inputs.tensor_tiling import TensorTiling
 from workbench.plan.model.model_shape import Shape, rows_of_an_expert
@@ -114,11 +113,8 @@ class RankShapes:
     @property
     def stored_gradient_bytes(self) -> Number:
         """Bytes per gradient as it is stored."""
-        return (
-            self.gradient_element_bytes
-            if self.fixed.gradient_bytes < 0
-            else self.fixed.gradient_bytes
-        )
+        stored = self.fixed.gradient_bytes
+        return self.gradient_element_bytes if stored is None else stored
 
     @property
     def hidden_activation_bytes(self) -> Number:
@@ -168,10 +164,10 @@ class RankShapes:
 
     @property
     def uses_fused_kernels(self) -> bool:
-        """Whether this engine's fused or compiled kernels run; those of other frameworks are part
-        of their constants.
+        """Whether fused or compiled seams run that are counted; those of other frameworks are part
+        of the textbook counts.
         """
-        return self.fixed.stack == WORKBENCH and self.fixed.kernels != "eager"
+        return self.fixed.framework.kernels.runs_fused_seams(self.fixed.kernels)
 
     @property
     def routed_rows_per_token(self) -> Number:

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from workbench.costmodel.frameworks.framework_profile import WORKBENCH
 from workbench.costmodel.inputs.config import Array, Number
 from workbench.costmodel.inputs.layer_gemms import layer_gemms
 from workbench.costmodel.inputs.rank_workload import Workload
@@ -62,12 +61,6 @@ class LayerActivations:
     """Temporaries during that norm's backward."""
 
 
-CAST_BYTES = 9.0
-"""Of each entry that torchao casts to fp8 outside of torch.compile: the fp32 product with the
-scale, the same clamped, and the result.
-"""
-
-
 def norm_saved(w: Workload, own_input: bool = True) -> Number:
     """Bytes that one norm saves, its output included.
 
@@ -106,7 +99,7 @@ def layer_activations(w: Workload, is_moe: bool = False) -> LayerActivations:
         shard * (1 + (w.shape.biases == "all")) + 2 * w.hidden_activation_bytes
     )
     backward = _feed_forward_backward(w, wide, matrix)
-    if is_moe and w.fixed.framework.routed_copies == 1:
+    if is_moe and not w.fixed.framework.experts.weights_outputs:
         backward = np.maximum(backward, _routed_backward(w))
     if w.fixed.algorithm != "1d":
         gathered = grid_block_bytes(w, wide, matrix, w.hidden_activation_bytes)
@@ -114,7 +107,8 @@ def layer_activations(w: Workload, is_moe: bool = False) -> LayerActivations:
     return LayerActivations(
         saved=saved,
         needed=needed,
-        checkpoint=shard * (1 - w.fixed.framework.offload_checkpoints) + _kept_choices(w) * is_moe,
+        checkpoint=shard * (1 - w.fixed.framework.recompute.offload_inputs)
+        + _kept_choices(w) * is_moe,
         forward=branch,
         last_gemm=last_gemm,
         feed_forward_backward=backward,
@@ -137,17 +131,21 @@ def _saved_and_needed(
         w.q_width + w.k_width + w.v_width + w.o_width
     ) * w.tokens * w.element_bytes + _ulysses_saved(w)
     saved = 2 * norm_saved(w) + _mla_latents(w) + attention + ffn
-    framework = w.fixed.framework
+    recompute = w.fixed.framework.recompute
     saved = saved + _fp8_saved_delta(w, is_moe) - _frozen_inputs(w, wide)
     saved = (
         saved
-        + framework.dropout * w.tokens * w.hidden_per_rank * 2 / w.sequence_parallel
+        + w.fixed.framework.saved_tensors.dropout_masks
+        * w.tokens
+        * w.hidden_per_rank
+        * 2
+        / w.sequence_parallel
         + saved_attention_bytes(w) * (1 - w.searched.selective)
     )
-    if framework.recompute_alternate_ops:
+    if recompute.alternate_ops:
         return saved + w.searched.selective * (alternate_ops_saved(w, wide) - saved), saved
-    if framework.selective_saved_share >= 0:
-        saved = saved * (1 - w.searched.selective * (1 - framework.selective_saved_share))
+    if recompute.saved_share is not None:
+        saved = saved * (1 - w.searched.selective * (1 - recompute.saved_share))
     return saved, saved + w.searched.selective * restored_attention_bytes(w)
 
 
@@ -180,11 +178,12 @@ def _cast_to_fp8_bytes(w: Workload, wide: Number, matrix: Number) -> Number:
     """Temporaries while backward of the down projection casts its weight, or its input beside that
     input's gradient; the output gradient is there in 8 bits.
     """
-    if w.fixed.precision != "fp8" or w.fixed.stack != "workbench":
+    temporaries = w.fixed.framework.kernels.fp8_cast_bytes
+    if w.fixed.precision != "fp8" or not temporaries:
         return 0.0
     gradient = w.hidden_activation_bytes / w.element_bytes
-    of_input = wide + CAST_BYTES * wide / w.element_bytes
-    cast: Number = np.maximum(of_input, CAST_BYTES * matrix) + gradient
+    of_input = wide + temporaries * wide / w.element_bytes
+    cast: Number = np.maximum(of_input, temporaries * matrix) + gradient
     return cast
 
 
@@ -198,10 +197,8 @@ def _column_parallel_backward(w: Workload, wide: Number, matrix: Number) -> Numb
 
 
 def gathers_sequence(w: Workload) -> Number:
-    """1 where this engine's column-parallel layers all-gather sequence shards
-    (`parallel/tensor/column_parallel.py`).
-    """
-    return (w.sequence_parallel > 1) * float(w.fixed.stack == "workbench")
+    """1 where column-parallel layers all-gather sequence shards into temporaries."""
+    return (w.sequence_parallel > 1) * float(w.fixed.framework.model_parallel.regathers_inputs)
 
 
 def input_gradient_in_flight(w: Workload) -> Number:
@@ -233,7 +230,7 @@ def _ulysses_saved(w: Workload) -> Number:
     """
     if not w.fixed.has_context_parallel:
         return 0.0
-    twice = w.fixed.framework.keeps_exchanged_output * (1 - w.searched.selective)
+    twice = w.fixed.framework.model_parallel.keeps_exchanged_output * (1 - w.searched.selective)
     extra_width = (w.kv_head_repeats - 1) * (w.k_width + w.v_width) + w.o_width * twice
     return (w.ulysses > 1) * extra_width * w.tokens * w.element_bytes
 
@@ -256,7 +253,7 @@ def grid_block_bytes(w: Workload, x: Number, matrix: Number, y: Number) -> Numbe
 
 
 def alternate_ops_saved(w: Workload, wide: Number) -> Number:
-    """Bytes saved by per-operator selective recompute, as torchtitan does it.
+    """Bytes saved by per-operator selective recompute, of alternate GEMMs.
 
     Saved are a layer's input, attention's output and the result of every second GEMM: queries,
     values, the gate (or the only up projection) and, after a gate, the down projection. A compiler
@@ -283,14 +280,14 @@ def separate_weight_gradients(w: Workload) -> float:
     """1 where a weight gradient is a tensor of its own before it is accumulated, 0 where GEMMs add
     to the accumulated one.
     """
-    return has_weight_gradients(w) * (1 - w.fixed.behavior.fused_accumulation)
+    return has_weight_gradients(w) * w.fixed.framework.model_states.separate_gradient
 
 
 def head_gradients(w: Workload) -> float:
     """Tensors of the head's shape while its weight gradient is computed: the gradient, or a
     placeholder for it (Megatron-core `tensor_parallel/layers.py`, `grad_added_to_main_grad`).
     """
-    placeholder = w.fixed.behavior.fused_accumulation * w.fixed.behavior.dummy_weight_gradients
+    placeholder = w.fixed.framework.model_states.gradient_placeholder
     return max(separate_weight_gradients(w), has_weight_gradients(w) * placeholder)
 
 
@@ -298,7 +295,7 @@ def dummy_weight_gradient_bytes(w: Workload) -> Number:
     """Placeholders for weight gradients that GEMMs have accumulated elsewhere: one of each weight's
     shape, for the life of the process.
     """
-    if not w.fixed.behavior.dummy_weight_gradients:
+    if not w.fixed.framework.model_states.dummy_weight_gradients:
         return 0.0
     kinds = [False, True] if w.shape.moe else [False]
     shapes = {
@@ -316,8 +313,7 @@ def _fp8_saved_delta(w: Workload, is_moe: bool) -> Number:
     Outputs of norms, the experts' and the down projection's input shrink; attention's output, which
     its own backward reads in 16 bits, and what a router reads need a second, narrow copy.
     """
-    framework = w.fixed.framework
-    if w.fixed.precision != "fp8" or not framework.fp8_saved_inputs:
+    if w.fixed.precision != "fp8" or not w.fixed.framework.saved_tensors.fp8_inputs:
         return 0.0
     wide, _ = _feed_forward(w, is_moe)
     attended = w.o_width * w.tokens * w.element_bytes
@@ -354,12 +350,14 @@ def _feed_forward_saved(w: Workload, is_moe: bool) -> Number:
     """
     wide, _ = _feed_forward(w, is_moe)
     recomputed = runs_fused_seam(w, wide / w.element_bytes)
-    gated = w.fixed.framework.gated_saved_tensors - recomputed  # the activated gate
+    gated = w.fixed.framework.saved_tensors.gated_tensors - recomputed  # the activated gate
     saved = (gated if w.shape.gated else 1 if w.shape.mlp == "relu" else 2) * wide
     if is_moe and w.shape.moe is not None:
-        copies = w.fixed.framework.routed_copies
+        copies = w.fixed.framework.experts.routed_copies
         saved += (
-            w.hidden_activation_bytes * (w.sequence_parallel > 1) * (copies > 1)
+            w.hidden_activation_bytes
+            * (w.sequence_parallel > 1)
+            * w.fixed.framework.experts.weights_outputs
             + (w.routed_rows_per_token * copies * w.hidden_activation_bytes)
             + w.shape.moe.experts * w.tokens * 4
         )
@@ -367,9 +365,9 @@ def _feed_forward_saved(w: Workload, is_moe: bool) -> Number:
 
 
 def _kept_choices(w: Workload) -> Number:
-    """Bytes of each token's choices of experts, which this engine's recomputed layers repeat."""
+    """Bytes of each token's choices of experts, where recomputed layers repeat them."""
     moe = w.shape.moe
-    if moe is None or w.fixed.stack != WORKBENCH:
+    if moe is None or not w.fixed.framework.recompute.keeps_expert_choices:
         return 0.0
     return CHOICE_BYTES * moe.top_k * w.tokens
 
@@ -410,7 +408,7 @@ def accumulated_gradient_bytes(w: Workload, parameters: Number) -> Number:
     is upcast, on CPU in pieces of `GRADIENT_CAST_NUMEL`, by CUDA in registers.
     """
     widened = w.gradient_element_bytes * (w.gradient_element_bytes != w.element_bytes)
-    if w.fixed.stack == WORKBENCH and w.fixed.gpu.device == "cuda":
+    if w.fixed.framework.model_states.upcasts_in_registers and w.fixed.gpu.device == "cuda":
         widened = 0.0 * widened
     return (
         parameters * w.element_bytes + np.minimum(parameters, GRADIENT_CAST_NUMEL) * widened
@@ -492,9 +490,7 @@ def embedding_backward(w: Workload) -> Number:
         else 0.0
     )
     gradients = w.hidden_activation_bytes + np.maximum(table, positions) * w.element_bytes
-    if (
-        w.fixed.framework.gradients_freed_after_step
-    ):  # the gradient that is gradients is the one that is kept
+    if w.fixed.framework.model_states.frees_gradients:  # this gradient is the one that is kept
         return gradients
     if has_tied_head_on_rank(w) and separate_weight_gradients(w):
         return np.maximum(

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from workbench.costmodel.frameworks.framework_profile import WORKBENCH
 from workbench.costmodel.inputs.config import Array, Number
 from workbench.costmodel.inputs.rank_workload import Workload
 from workbench.plan.model.attention_kernel import is_aligned, repeats_heads
@@ -20,13 +19,13 @@ def saved_attention_bytes(w: Workload) -> Number:
     """Bytes saved beyond queries, keys, values and output: the softmax, or its statistics, and
     copies of operands.
 
-    Unfused attention of other frameworks saves softmax and, with dropout, its mask and output: 5 a
-    s^2 b of 2205.05198. FlashAttention saves one fp32 log-sum-exp per head and token.
+    Unfused attention saves its scores (5 a s^2 b of 2205.05198 with dropout). FlashAttention saves
+    one fp32 log-sum-exp per head and token.
     """
-    framework = w.fixed.framework
     statistics: Number = FP32 * w.heads * w.tokens
-    if framework.unfused:
-        statistics = (2 + 3 * framework.dropout) * w.heads * w.tokens * w.fixed.sequence_length
+    if not w.fixed.framework.kernels.fused_attention:
+        element = w.fixed.framework.saved_tensors.score_bytes
+        statistics = element * w.heads * w.tokens * w.fixed.sequence_length
     if _is_math(w):
         statistics = probability_bytes(w)
     return statistics + copied_operand_bytes(w)
@@ -47,7 +46,7 @@ def repeated_kv_bytes(w: Workload) -> Number:
     queries. Ring attention does not use the attention seam.
     """
     s = w.fixed
-    if s.stack != WORKBENCH or not repeats_heads(s.attention, w.shape):
+    if not repeats_heads(s.attention, w.shape):
         return 0.0
     exchanged = np.asarray(w.ulysses > 1)
     repeats = w.k_width * np.where(exchanged, w.kv_head_repeats, 1.0) < w.q_width
@@ -60,7 +59,7 @@ def repeated_kv_bytes(w: Workload) -> Number:
 def _padded_head_bytes(w: Workload) -> Number:
     """Additional bytes of flash attention's padded heads, whose output is saved padded too."""
     s, head_dim = w.fixed, int(w.shape.head_dim or 0)
-    on_gpu = s.stack == WORKBENCH and s.gpu.device == "cuda"
+    on_gpu = s.gpu.device == "cuda"
     if not on_gpu or s.attention != "flash" or is_aligned(s.precision, head_dim):
         return 0.0
     factor = -(-head_dim // 8) * 8 / head_dim
@@ -108,7 +107,7 @@ def freed_by_attention_backward(w: Workload) -> Number:
 
 
 def _is_math(w: Workload) -> bool:
-    return w.fixed.stack == WORKBENCH and w.fixed.attention == "math"
+    return w.fixed.attention == "math"
 
 
 def restored_attention_bytes(w: Workload) -> Array:

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from workbench.costmodel.frameworks.framework_profile import WORKBENCH
 from workbench.costmodel.inputs.config import Array, Number
 from workbench.costmodel.inputs.rank_parameters import ParamCounts
 from workbench.costmodel.inputs.rank_workload import Workload
@@ -44,7 +43,7 @@ def gradients_persist(w: Workload) -> Number:
     """1 where gradients exist from the start of the step, 0 where its only backward allocates
     them.
     """
-    if not w.fixed.framework.gradients_freed_after_step:
+    if not w.fixed.framework.model_states.frees_gradients:
         return 1.0
     return np.where(w.microbatches > 1, 1.0, 0.0)
 
@@ -90,7 +89,9 @@ def _activations_in_flight(w: Workload, head: HeadMemory) -> ActivationsInFlight
     deferred_delta = w.deferred_microbatches * (deferred - saved) * float(w.fixed.splits_backward)
     num_losses = w.losses_in_flight * w.has_head
     outputs = boundary * (
-        1 + w.fixed.framework.keeps_sent_outputs * np.maximum(0.0, w.microbatches_in_flight - 1)
+        1
+        + w.fixed.framework.model_parallel.keeps_sent_outputs
+        * np.maximum(0.0, w.microbatches_in_flight - 1)
     )
     total = (
         w.microbatches_in_flight * per_microbatch
@@ -215,7 +216,7 @@ def _last_layer_backward(
             "temporary": w.zeros + layer.norm_backward,
         },
     }
-    if w.fixed.stack == WORKBENCH:
+    if w.fixed.framework.kernels.counts_operators:
         freed = layer.freed_before_norm + attention_memory.freed_by_attention_backward(w)
         backward = attention_memory.attention_backward_bytes(w)
         phases["attention"] = {
@@ -233,7 +234,7 @@ def _recomputed_layer_backward(
     restored = np.maximum(0.0, layer.saved - layer.checkpoint)
     earlier = before - np.minimum(w.layers_after_recomputed, w.layers) * layer.saved
     temporary = layer.feed_forward_backward + restored
-    if w.fixed.stack == WORKBENCH:
+    if w.fixed.framework.kernels.counts_operators:
         freed = layer.freed_before_norm + attention_memory.freed_by_attention_backward(w)
         attention = attention_memory.attention_backward_bytes(w)
         temporary = np.maximum(temporary, restored - freed + attention)
@@ -300,12 +301,13 @@ def step_buffers(w: Workload, p: ParamCounts) -> MemoryByCategory:
     buckets, placeholders of weight gradients.
     """
     framework, buffers = w.fixed.framework, zero_working_set(w, p)
-    sequences = framework.gathered_buffers * w.hidden_activation_bytes * (w.sequence_parallel > 1)
-    buckets = framework.bucket_mib * 2**20 * (w.fixed.precision == "fp16" and w.zero >= 1)
-    if w.fixed.behavior.dummy_weight_gradients:
+    gathered = framework.model_parallel.gathered_buffers
+    sequences = gathered * w.hidden_activation_bytes * (w.sequence_parallel > 1)
+    buckets = framework.data_parallel.bucket_bytes(w.fixed.precision, w.zero)
+    if framework.model_states.dummy_weight_gradients:
         dummies = activation_memory.dummy_weight_gradient_bytes(w)
         buffers = add_categories(buffers, {"gradients": w.zeros + dummies})
-    if not (framework.gathered_buffers or buckets):
+    if not (gathered or buckets):
         return buffers
     return add_categories(buffers, {"communication": w.zeros + sequences + buckets})
 
@@ -327,13 +329,13 @@ def zero_working_set(w: Workload, p: ParamCounts) -> MemoryByCategory:
             * w.reduce_microbatch
         }
     unit = np.maximum(p.layer, np.maximum(w.has_embedding, w.has_head) * (w.table_params))
-    if w.fixed.stack == "workbench":  # positions and norms share the embedding's unit
+    if w.fixed.framework.data_parallel.ends_are_units:
         ends = p.total - w.layers * p.layer
         apart = 1 + w.has_embedding * w.has_head * (
             1 - float(activation_memory.has_tied_head_on_rank(w))
         )
         unit = np.maximum(unit, np.maximum(w.has_embedding, w.has_head) * ends / apart)
-    if w.fixed.framework.root_gathered:
+    if w.fixed.framework.data_parallel.gathered_root:
         unit = (
             w.vocab_rows
             * w.weight_in_dim
@@ -343,7 +345,7 @@ def zero_working_set(w: Workload, p: ParamCounts) -> MemoryByCategory:
             )
             + p.layer
         )
-    limit = w.fixed.framework.gathered_parameters
+    limit = w.fixed.framework.data_parallel.gathered_parameters
     keeps_gathered = np.maximum(w.searched.keep_gathered, w.pipeline > 1)
     window = unit + (w.fixed.num_zero_in_flight - 1) * p.layer
     units = np.where(keeps_gathered > 0, p.total, np.minimum(p.total, np.minimum(window, limit)))
@@ -358,12 +360,13 @@ def zero_working_set(w: Workload, p: ParamCounts) -> MemoryByCategory:
 
 
 def optimizer_step_buffers(w: Workload, p: ParamCounts) -> MemoryByCategory:
-    """Temporaries of the optimizer step: upcast gradients and moments, in pieces in this engine,
-    and the gradient of a tied weight that the first and last stage exchange.
+    """Temporaries of the optimizer step: upcast gradients, weights and moments, in pieces or
+    at once, and the gradient of a tied weight that the first and last stage exchange.
     """
     table = w.table_params * activation_memory.has_weight_gradients(w)
     owned = p.trained / (w.searched.shard if w.zero >= 1 else 1)
-    if w.fixed.stack == "workbench":
+    states = w.fixed.framework.model_states
+    if states.casts_all_states:
         element = w.fixed.step_element_bytes
         per_param: Number = (
             element * (w.gradient_element_bytes != element) + w.fixed.step_cast_bytes
@@ -376,10 +379,10 @@ def optimizer_step_buffers(w: Workload, p: ParamCounts) -> MemoryByCategory:
     if w.uses_fused_kernels and w.fixed.kernels == "fused":
         limit = CPU_FUSED_CAST_BYTES * float(w.fixed.gpu.device == "cpu")
     casts = np.minimum(owned * per_param, limit * (per_param > 0))
-    if w.fixed.framework.upcasts_whole_shard:
+    if states.upcasts_whole_shard:
         casts = owned * per_param
-    if w.fixed.framework.optimizer_temporary:
-        casts = owned * w.fixed.framework.optimizer_temporary
+    if states.optimizer_temporary:
+        casts = owned * states.optimizer_temporary
     tied = float(w.shape.tied and w.pipeline > 1) * np.maximum(w.has_embedding, w.has_head)
     shared = table / (w.searched.shard if w.zero >= 1 else 1)
     return {"temporary": np.maximum(casts, tied * shared * w.gradient_element_bytes)}

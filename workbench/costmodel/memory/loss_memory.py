@@ -73,10 +73,8 @@ def _eager_loss(w: Workload) -> HeadMemory:
     table = w.table_params
     split = np.asarray(w.tensor > 1, dtype=float)
     cast = logits_16bit if w.element_bytes < w.upcast_bytes else 0.0
-    framework_bytes = w.fixed.framework.logit_bytes
-    if w.fixed.kernels == "compiled" and w.fixed.framework.compiled_logit_bytes >= 0:
-        framework_bytes = w.fixed.framework.compiled_logit_bytes
-    if framework_bytes >= 0:
+    framework_bytes = w.fixed.framework.loss.peak_logit_bytes(w.fixed.kernels)
+    if framework_bytes is not None:
         split, cast, extra = np.ones_like(split), 0.0, (framework_bytes - w.upcast_bytes) * logits
         logits_16bit = min(framework_bytes, w.element_bytes) * logits
     else:

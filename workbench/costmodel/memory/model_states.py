@@ -44,7 +44,7 @@ def model_states(w: Workload, p: ParamCounts) -> ModelStates:
     gradients = whole
     if w.zero >= 2:
         gradients = np.where(w.reduce_microbatch > 0, shards, whole)
-    widened = w.fixed.framework.upcast_gradients * (w.fixed.precision == "fp16")
+    widened = w.fixed.framework.model_states.upcast_gradient_bytes(w.fixed.precision)
     return ModelStates(
         parameters=(sharded_params(w, p) if w.zero == 3 else p.total) * w.fixed.parameter_bytes
         + _fp8_weight_bytes(w, p),
@@ -60,14 +60,12 @@ def _fp8_weight_bytes(w: Workload, p: ParamCounts) -> Number:
     """Bytes that weights of fp8 GEMMs, those of layers, take beside the stored parameters, or in
     place of them; MXFP8 needs two copies, quantized along rows and along columns.
     """
-    framework = w.fixed.framework
-    if w.fixed.precision != "fp8" or not framework.fp8_weight_copies:
+    if w.fixed.precision != "fp8":
         return 0.0
+    each = w.fixed.framework.model_states.fp8_weight_bytes(w.fixed.parameter_bytes, fp8_bytes(w))
     shared = w.has_embedding * w.has_head * float(w.shape.tied)
     tables = w.table_params * (w.has_embedding + w.has_head - shared)
-    copies = 2.0 if fp8_bytes(w) > 1 else framework.fp8_weight_copies
-    replaced = framework.fp8_parameters * w.fixed.parameter_bytes
-    return (p.total - p.adapters - tables) * (copies * fp8_bytes(w) - replaced)
+    return (p.total - p.adapters - tables) * each
 
 
 def unsharded_state_bytes(s: FixedConfig, gradient_bytes: float) -> float:
@@ -77,9 +75,9 @@ def unsharded_state_bytes(s: FixedConfig, gradient_bytes: float) -> float:
         s: What the plan and its framework profile keep.
         gradient_bytes: Bytes of a gradient as it is reduced.
     """
-    stored = s.gradient_bytes if s.gradient_bytes >= 0 else gradient_bytes
+    stored = gradient_bytes if s.gradient_bytes is None else s.gradient_bytes
     gradients = stored + s.gradient_accumulator_bytes
-    gradients += s.framework.upcast_gradients * (s.precision == "fp16")
+    gradients += s.framework.model_states.upcast_gradient_bytes(s.precision)
     return s.parameter_bytes + gradients + s.moment_bytes + s.master_bytes
 
 

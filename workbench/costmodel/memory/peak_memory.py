@@ -107,7 +107,7 @@ def max_peak_bytes(w: Workload, constants: Constants) -> Array:
         if name in phases
     ]
     passes = _largest([total_bytes(live) for live in phases.values()] + late)
-    if w.fixed.framework.gradients_freed_after_step:
+    if w.fixed.framework.model_states.frees_gradients:
         unallocated = persistent["gradients"] * (1 - live_sets.gradients_persist(w))
         passes = _largest(
             [_largest([total_bytes(live) for live in phases.values()]) - unallocated, *late]
@@ -158,14 +158,14 @@ def _persistent(w: Workload, s: ModelStates) -> tuple[MemoryByCategory, MemoryBy
     states_ = {"optimizer": s.optimizer, "master": s.master}
     device: MemoryByCategory = {"parameters": s.parameters * (1 - k.offload_parameters)}
     device["gradients"] = s.gradients * (
-        1 - k.offload_optimizer * w.fixed.framework.offload_gradients
+        1 - k.offload_optimizer * w.fixed.framework.data_parallel.offload_gradients
     )
     device |= {name: value * (1 - k.offload_optimizer) for name, value in states_.items()}
     device["overhead"] = w.zeros + 2 * TOKEN_ID_BYTES * w.fixed.sequence_length * sequences
     if w.shape.moe is not None:
-        device["overhead"] += w.fixed.framework.grouped_workspace_mib * 2**20
+        device["overhead"] += w.fixed.framework.experts.workspace_mib * 2**20
     host = {name: value * k.offload_optimizer for name, value in states_.items()}
-    if w.fixed.stack == "workbench":  # staging buffers: gradients down, weights up
+    if w.fixed.framework.data_parallel.stages_offload:  # gradients down, weights up
         shards = sharded_params(w, w.param_counts) * k.offload_optimizer
         host["communication"] = shards * (
             w.gradient_element_bytes + w.element_bytes * (1 - k.offload_parameters)

@@ -11,6 +11,7 @@ from statistics import NormalDist
 import numpy as np
 
 from workbench import data_files
+from workbench.costmodel.frameworks.framework_profile import is_fallback
 from workbench.costmodel.inputs.config import Array
 from workbench.costmodel.inputs.rank_workload import Workload
 from workbench.costmodel.memory.peak_memory import PeakMemory, num_communicators
@@ -20,8 +21,6 @@ from workbench.costmodel.rates.fitted_memory import MemoryFit, published_memory_
 REPORTED_KINDS = ("allocated", "reserved", "nvidia-smi")
 UNKNOWN_KIND = "unknown"
 """Kind of a reading that does not say which it is: between allocated and reserved."""
-UNKNOWN_FRAMEWORK = "textbook"
-"""Framework profile that stands for one that is not known."""
 Z_95 = 1.6449
 """95 % quantile of the standard normal distribution."""
 
@@ -58,10 +57,10 @@ class ReportedMemory:
 
 def reported_memory(w: Workload, m: PeakMemory, constants: Constants) -> ReportedMemory:
     """What tools would report of a plan, by part."""
-    framework = w.fixed.framework
     outside = driver_mib() + constants.communicator_mib * num_communicators(w)
     passes = w.microbatches_in_flight + 1  # forwards before a backward, and that backward
-    held = framework.recorded_sequences * passes * w.layers * w.hidden_activation_bytes
+    recorded = w.fixed.framework.model_parallel.recorded_sequences
+    held = recorded * passes * w.layers * w.hidden_activation_bytes
     return ReportedMemory(
         allocated=m.live + constants.workspace_mib * 2**20,
         held=w.zeros + held * (w.sequence_parallel > 1),
@@ -85,7 +84,7 @@ def reported_memory_interval(
     `fit` replaces the published one of `data/fitted_memory.json`.
     """
     fit = published_memory_fit() if fit is None else fit
-    return fit.unnamed if stack == UNKNOWN_FRAMEWORK else fit.named
+    return fit.unnamed if is_fallback(stack) else fit.named
 
 
 def peak_memory_sigma(stack: str) -> float:

@@ -1,7 +1,7 @@
-"""ZeRO gather and reduce buffers live at each phase of the step, in this engine.
+"""ZeRO gather and reduce buffers live at each phase of the step, where frameworks free them.
 
-`live_sets.step_buffers` counts the most that is live at once; other frameworks are taken to hold
-that throughout.
+`live_sets.step_buffers` counts the most that is live at once; frameworks that do not say when they
+free buffers are taken to hold that throughout.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ PHASES_BEFORE_LAYER_BACKWARD = (
 
 def zero_buffer_deltas(w: Workload, p: ParamCounts) -> dict[str, MemoryByCategory]:
     """Phase -> how much more (or less) is live than `live_sets.step_buffers` counts, bytes by
-    category; empty below ZeRO-2 and for other frameworks.
+    category; empty below ZeRO-2, and where buffers are not freed.
     """
-    if w.fixed.stack != "workbench" or w.zero < 2:
+    if not w.fixed.framework.data_parallel.frees_buffers or w.zero < 2:
         return {}
     counted = zero_working_set(w, p)
     layer = _layer_phase(w, p)

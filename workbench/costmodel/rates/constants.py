@@ -9,10 +9,10 @@ from typing import Any
 from workbench import data_files
 from workbench.costmodel.compute.kernel_benchmarks import measured_kernels
 from workbench.costmodel.frameworks.framework_profile import (
-    WORKBENCH,
-    FrameworkBehavior,
-    framework_behavior,
-    framework_buffers,
+    DEFAULT_FRAMEWORK,
+    FrameworkProfile,
+    framework_profile,
+    stated_constants,
 )
 from workbench.costmodel.rates.fitted_constants import FittedConstants, published_fit
 from workbench.costmodel.rates.measured_operators import MeasuredOperators
@@ -74,18 +74,19 @@ class Constants:
 
 
 def constants(
-    gpu: GPU, kernels: str, stack: str = WORKBENCH, fitted: FittedConstants | None = None
+    gpu: GPU, kernels: str, stack: str = DEFAULT_FRAMEWORK, fitted: FittedConstants | None = None
 ) -> Constants:
     """Constants of a GPU with the plan's kernels (eager, compiled, fused) and framework profile.
 
     `fitted` replaces the published fit of `data/fitted.json`.
 
-    The cost of this engine's own kernels is the one measured on the GPU, where there is a
-    benchmark of it.
+    The cost of kernels that this project benchmarks is the one measured on the GPU, where there is
+    a benchmark of it.
     """
     fit = published_fit() if fitted is None else fitted
     usual = _of_gpu(gpu, _constants(gpu.device, gpu.architecture, gpu.name, kernels, stack, fit))
-    own = measured_kernels(gpu, kernels) if stack == WORKBENCH and kernels != "eager" else None
+    fused = framework_profile(stack).kernels.runs_fused_seams(kernels)
+    own = measured_kernels(gpu, kernels) if fused else None
     if own is None:
         return usual
     eager = _constants(gpu.device, gpu.architecture, gpu.name, "eager", stack, fit)
@@ -109,7 +110,7 @@ def _of_gpu(gpu: GPU, usual: Constants) -> Constants:
 
 def ideal_constants() -> Constants:
     """Constants of a lossless device: GEMMs, memory and links reach their peaks at any size."""
-    usual = _constants("cuda", "", "", "fused", WORKBENCH, FittedConstants())
+    usual = _constants("cuda", "", "", "fused", DEFAULT_FRAMEWORK, FittedConstants())
     reached = {f.name: 1.0 for f in fields(Constants) if f.name.endswith("_share")}
     changed: dict[str, Any] = reached | {
         "attention_narrow": 1.0,
@@ -131,9 +132,9 @@ def _constants(
     section = table[section["like"]] if "like" in section else section
     generation = table["architectures"].get(architecture, {}) if device != "cpu" else {}
     own = {name: float(entry["value"]) for name, entry in {**section, **generation}.items()}
-    behavior = framework_behavior(stack, gpu)
-    values = own | _behavior_constants(own, behavior) | dict(framework_buffers(stack))
-    kernel = table["attention_kernels"].get(behavior.attention_kernel, {}).get(architecture)
+    framework = framework_profile(stack, gpu)
+    values = own | _behavior_constants(own, framework) | dict(stated_constants(stack))
+    kernel = table["attention_kernels"].get(framework.kernels.attention, {}).get(architecture)
     if kernel is not None:
         values["attention_share"] = float(kernel["value"])
     values["traffic"] = 1.0
@@ -147,22 +148,24 @@ def _constants(
     return Constants(**numbers, counted_kernels=kernels)
 
 
-def _behavior_constants(own: dict[str, float], b: FrameworkBehavior) -> dict[str, float]:
+def _behavior_constants(own: dict[str, float], f: FrameworkProfile) -> dict[str, float]:
     """What the hardware makes of a framework's switches."""
     share = own["overlap_share"]
     return {
-        "data_overlap": share * b.overlap_reduction,
-        "pipeline_overlap": share * b.overlap_pipeline_reduction,
-        "parameter_overlap": share * b.overlap_parameters,
-        "gather_overlap": share * b.overlap_gather,
-        "expert_overlap": share * b.overlap_dispatch,
-        "boundary_overlap": share * b.overlap_boundary,
-        "tensor_overlap": own["tensor_overlap_share"] * b.overlap_tensor,
-        "offload_overlap": max(own["offload_overlap_share"], share * b.overlap_offload),
-        "launch_us": own["launch_cpp_us" if b.host == "cpp" else "launch_us"],
-        "loss_bytes": own["pass_bytes"] * b.loss_passes,
+        "data_overlap": share * f.data_parallel.overlap_reduction,
+        "pipeline_overlap": share * f.data_parallel.overlap_pipeline_reduction,
+        "parameter_overlap": share * f.data_parallel.overlap_parameters,
+        "gather_overlap": share * f.data_parallel.overlap_gather,
+        "expert_overlap": share * f.experts.overlap_dispatch,
+        "boundary_overlap": share * f.model_parallel.overlap_sends,
+        "tensor_overlap": own["tensor_overlap_share"] * f.model_parallel.overlap_tensor,
+        "offload_overlap": max(
+            own["offload_overlap_share"], share * f.data_parallel.overlap_offload
+        ),
+        "launch_us": own["launch_cpp_us" if f.kernels.host == "cpp" else "launch_us"],
+        "loss_bytes": own["pass_bytes"] * f.loss.passes,
         "narrow_share": own["narrow_share"] * own["rowwise_share"]
-        if b.narrow_gemm == "rowwise"
+        if f.kernels.fp8_scaling == "rowwise"
         else own["narrow_share"],
     }
 

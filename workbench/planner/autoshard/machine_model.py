@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from workbench.costmodel.communication.collective_cost import AxisLink
 from workbench.costmodel.compute.kernel_rates import DeviceRates
 from workbench.costmodel.frameworks.framework_profile import (
-    WORKBENCH,
+    DEFAULT_FRAMEWORK,
     FrameworkProfile,
     framework_profile,
 )
@@ -26,7 +26,9 @@ class MachineModel:
     """Rates of the GPU and the constants of the cost model."""
     links: tuple[AxisLink, ...]
     """One for all axes, or one per axis of a grid, outermost first."""
-    framework: FrameworkProfile = field(default_factory=lambda: framework_profile(WORKBENCH))
+    framework: FrameworkProfile = field(
+        default_factory=lambda: framework_profile(DEFAULT_FRAMEWORK)
+    )
     fp8: bool = False
     """Whether the layers' GEMMs run in fp8."""
 

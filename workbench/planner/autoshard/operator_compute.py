@@ -70,7 +70,8 @@ def _gemms(
         for name in ("rows", "inner", "columns")
     )
     device, fp8 = machine.device, machine.fp8 and operator.fp8
-    widths = (sum(operator.gemm_widths),) if machine.framework.fused_qkv else operator.gemm_widths
+    fused = machine.framework.kernels.fused_qkv
+    widths = (sum(operator.gemm_widths),) if fused else operator.gemm_widths
     total = 0.0
     for width in widths:
         n = columns * width / operator.dim("columns")
@@ -90,15 +91,15 @@ def _attention(
 ) -> float:
     """Fused attention, or the batched GEMMs and the softmax that it is without."""
     flops = operator.causal_flops / strategy.num_ranks_used(mesh)
-    device, framework = machine.device, machine.framework
+    device, dropout = machine.device, machine.framework.saved_tensors.dropout_masks
     if operator.kind == "Softmax":
-        return _total(unfused_attention(device, 0.0, 128, output, framework.dropout))
+        return _total(unfused_attention(device, 0.0, 128, output, dropout))
     head_dim = operator.dim("depth")
     if operator.kind == "BatchMatMul":
-        return _total(unfused_attention(device, flops, head_dim, 0.0, framework.dropout))
-    if framework.unfused:
+        return _total(unfused_attention(device, flops, head_dim, 0.0, dropout))
+    if not machine.framework.kernels.fused_attention:
         scores = output / head_dim * operator.dim("key")
-        return _total(unfused_attention(device, flops, head_dim, scores, framework.dropout))
+        return _total(unfused_attention(device, flops, head_dim, scores, dropout))
     return _total(fused_attention(device, flops, head_dim, operator.dim("key")))
 
 

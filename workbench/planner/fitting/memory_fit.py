@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from workbench.costmodel.memory.reported_memory import UNKNOWN_FRAMEWORK, UNKNOWN_KIND
+from workbench.costmodel.frameworks.framework_profile import fallback_framework
+from workbench.costmodel.memory.reported_memory import UNKNOWN_KIND
 from workbench.costmodel.rates.fitted_memory import MemoryFit
 from workbench.errors import PlanError
 from workbench.planner.validation.error_metrics import MIN_SITE_ROWS
@@ -74,7 +75,7 @@ def read_rows(rows: Iterable[MeasuredRow]) -> list[ReadRow]:
         if UNFIT & set(judgement.flags):
             continue
         try:
-            one, other = row_to_plan(row), row_to_plan(row, UNKNOWN_FRAMEWORK)
+            one, other = row_to_plan(row), row_to_plan(row, fallback_framework())
             if one.memory_gib is not None:
                 found.append(
                     ReadRow(

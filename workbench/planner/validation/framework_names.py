@@ -9,11 +9,12 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
-from workbench.costmodel.frameworks.framework_profile import framework_table
+from workbench.costmodel.frameworks.framework_profile import (
+    fallback_framework,
+    framework_profile,
+    framework_table,
+)
 from workbench.units import GIB
-
-FALLBACK = "textbook"
-"""The stack of a framework that the catalog does not know."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,8 @@ class FrameworkDefaults:
 
     name: str
     matches: tuple[str, ...]
-    attention: str
+    fuses_attention: bool
+    """Whether attention is one kernel, not batched GEMMs around a softmax."""
     partition: str
     """How layers are dealt to pipeline stages (`stage_layers.layers_of_stages`)."""
     variants: Mapping[str, str] = field(hash=False)
@@ -63,7 +65,7 @@ def _framework_defaults(
     return FrameworkDefaults(
         name=name,
         matches=tuple(entry["matches"]),
-        attention=entry.get("attention", base.get("attention", "flash")),
+        fuses_attention=framework_profile(name).kernels.fused_attention,
         partition=entry.get("partition", base.get("partition", "even")),
         variants=entry.get("becomes", {}),
         earlier_versions=entry.get("before", {}),
@@ -118,7 +120,7 @@ def find_framework(
         for match in stack.matches
         if match in words
     ]
-    stack = table[min(found)[2] if found else FALLBACK]
+    stack = table[min(found)[2] if found else fallback_framework()]
     named = stack
     conditions = {"sharded": sharded, "flash": flash, "rowwise": rowwise, "fused_loss": fused_loss}
     for condition, holds in conditions.items():

@@ -10,15 +10,12 @@ from typing import Any
 import pandas as pd
 
 from workbench import data_files
+from workbench.costmodel.frameworks.framework_profile import fallback_framework
 from workbench.costmodel.rates.fitted_constants import fitted_document
 from workbench.machine import gpu_catalog
 from workbench.planner.published_steps import measured_steps
 from workbench.planner.validation.cell_parsers import report_year
-from workbench.planner.validation.framework_names import (
-    FALLBACK,
-    find_framework,
-    framework_defaults,
-)
+from workbench.planner.validation.framework_names import find_framework, framework_defaults
 from workbench.planner.validation.measured_rows import read_measured_rows
 
 PUBLISHED_ROWS = "data/validation/published.csv.gz"
@@ -94,9 +91,9 @@ def cautions(table: pd.DataFrame) -> list[dict[str, Any]]:
 
 def _of_profile(profile: str, part: pd.DataFrame) -> dict[str, Any] | None:
     """The framework, where none of its rows was published."""
-    if profile == FALLBACK:
+    if profile == fallback_framework():
         names = ", ".join(sorted({str(name) or "none given" for name in part.framework})[:5])
-        what = f"name no framework that has a profile ({names}): predicted as {FALLBACK}"
+        what = f"name no framework that has a profile ({names}): predicted as {profile}"
         return _caution(part, what, f"name one of {', '.join(sorted(framework_defaults()))}")
     if f"framework.{profile}" in fitted_document().get("constants", {}):
         return None

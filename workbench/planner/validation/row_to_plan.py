@@ -186,7 +186,7 @@ def _row_framework(row: MeasuredRow, gpu: GPU) -> FrameworkDefaults:
     )
     in_place = cell_parsers.says_fused_loss(f"{row.framework} {row.attention} {row.notes}")
     stack = find_framework(row.framework, sharded, fused, when, rowwise, in_place)
-    if said is not None and said != (stack.attention == "flash"):
+    if said is not None and said != stack.fuses_attention:
         raise Inexpressible(
             f"attention is {'' if said else 'not '}fused, against all that is known of {stack.name}"
         )

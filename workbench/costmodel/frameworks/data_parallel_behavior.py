@@ -1,0 +1,65 @@
+"""How a framework reduces gradients, shards states over data-parallel ranks (ZeRO, FSDP) and
+offloads them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class DataParallelBehavior:
+    """Decides which collectives of data parallelism run, beside what, and which buffers they have.
+
+    How much of a collective an overlap hides is a constant of the hardware.
+    """
+
+    overlap_reduction: bool = False
+    """Whether gradients are reduced while the last backward runs."""
+    overlap_pipeline_reduction: bool = False
+    """The same under a pipeline."""
+    single_late_reduce: bool = False
+    """Whether ZeRO-1 all-reduces all gradients in one call after the last backward."""
+    overlap_parameters: bool = False
+    """Whether all-gathers of updated parameters (ZeRO-1) run beside the first forward."""
+    overlap_gather: bool = False
+    """Whether ZeRO-3 all-gathers ahead of the layer that computes."""
+    fp8_gathers: bool = False
+    """Whether ZeRO-3 all-gathers weights in fp8 for fp8 GEMMs."""
+    gathered_parameters: float = float("inf")
+    """Most parameters that ZeRO-3 all-gathers at once, where it does so weight by weight."""
+    gathered_root: bool = False
+    """Whether ZeRO-3 keeps embedding and head unsharded throughout the step (FSDP's root unit)."""
+    ends_are_units: bool = False
+    """Whether position tables and norms at the model's ends are all-gathered in one unit with
+    embedding and head.
+    """
+    frees_buffers: bool = False
+    """Whether gathered parameters and gradients to reduce are allocated for the phase of a step
+    that needs them; else the most of them is taken to stay allocated.
+    """
+    packs_buckets: bool = False
+    """Whether buckets are packed as `runtime_facts/bucket_packing.py` packs tensors; else they are
+    taken to be equally large.
+    """
+    fp16_buckets_mib: float = 0.0
+    """Communication buckets of a sharded fp16 optimizer, MiB."""
+    offload_gradients: bool = False
+    """Whether gradients are offloaded with the optimizer states."""
+    stages_offload: bool = False
+    """Whether host memory has buffers for gradients on their way down and weights on their way up.
+    """
+    overlap_offload: bool = False
+    """Whether transfers to the host have a stream and two buffers of their own."""
+
+    def reduces_late(self, zero: int) -> bool:
+        """Whether ZeRO stage `zero` reduces all gradients in one call after the last backward."""
+        return zero == 1 and self.single_late_reduce
+
+    def gathers_fp8(self, precision: str) -> bool:
+        """Whether ZeRO-3 all-gathers weights in fp8 in runs of `precision`."""
+        return precision == "fp8" and self.fp8_gathers
+
+    def bucket_bytes(self, precision: str, zero: int) -> float:
+        """Bytes of communication buckets beside the reduced gradients."""
+        return self.fp16_buckets_mib * 2**20 * (precision == "fp16" and zero >= 1)

@@ -1,0 +1,43 @@
+"""Which kernels a framework runs, and what launches them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class KernelBehavior:
+    """Decides rates, launches and temporaries of attention, GEMMs and memory-bound operators."""
+
+    attention: Literal["flash-1", "flash-2", "flash-3", "cudnn-8", "cudnn-9"] = "flash-2"
+    """Generation of its fused attention, of `attention_kernels` in `data/planner.yaml`."""
+    fused_attention: bool = True
+    """Whether attention is one kernel; else its scores pass through memory, and are saved."""
+    fused_qkv: bool = False
+    """Whether query, key and value are one GEMM, and gate and up another."""
+    single_norm: bool = False
+    """Whether eager RMSNorm is one kernel, not a chain of elementwise ones."""
+    host: Literal["python", "cpp"] = "python"
+    """What launches kernels: python (eager or compiled PyTorch) or cpp."""
+    fp8_scaling: Literal["tensorwise", "rowwise"] = "tensorwise"
+    """Scaling of its fp8 GEMMs."""
+    fused_quantization: bool = False
+    """Whether norms and activations write their output in fp8 themselves."""
+    fp8_cast_bytes: float = 0.0
+    """Bytes of temporaries for each entry that is cast to fp8 before a GEMM."""
+    reduces_fp8_scales: bool = False
+    """Whether fp8 scales are those of whole tensors, over the ranks that hold parts of them."""
+    counts_operators: bool = False
+    """Whether its operators are known one by one: what each moves on a GPU
+    (`compute/engine_operators.py`), takes on a CPU (`workbench calibrate`) and allocates in
+    attention's backward; else they are textbook counts.
+    """
+    fused_seams: bool = False
+    """Whether the plan's `kernels` choose fused or compiled seams whose memory is counted and whose
+    cost is benchmarked (`data/benchmarks`); else they are part of the textbook counts.
+    """
+
+    def runs_fused_seams(self, kernels: str) -> bool:
+        """Whether counted and benchmarked seams run under the plan's `kernels`."""
+        return self.fused_seams and kernels != "eager"

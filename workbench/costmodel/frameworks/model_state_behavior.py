@@ -1,0 +1,107 @@
+"""What a framework stores of parameters, gradients and optimizer states."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+MXFP8_WEIGHT_COPIES = 2.0
+"""Tensors of a weight in MXFP8, whose scales belong to blocks of rows or of columns (OCP
+Microscaling Formats 1.0).
+"""
+
+
+@dataclass(frozen=True)
+class ModelStateBehavior:
+    """Decides bytes of model states, and what accumulating gradients and stepping allocate.
+
+    Bytes are those of a parameter in runs of 16 bits and less; in wider ones states are as wide.
+    """
+
+    parameters: float | None = None
+    """Bytes per stored parameter; None: those of the plan's precision."""
+    gradients: float | None = None
+    """Bytes per stored gradient; None: those it is reduced in."""
+    optimizer: float | None = None
+    """Bytes of moments and master weights per parameter; None: as the plan's optimizer says."""
+    accumulator: float = 0.0
+    """Bytes per parameter of a second, unsharded gradient buffer."""
+    bf16_accumulator: float = 0.0
+    """The same in bf16 runs only."""
+    fp16_upcast_gradients: float = 0.0
+    """Bytes per gradient upcast for the step, sharded with the optimizer states, in fp16 runs only.
+    """
+    fp8_weight_copies: float = 0.0
+    """8-bit tensors of each weight of fp8 GEMMs, where a scale is one of a whole tensor."""
+    fp8_parameters: bool = False
+    """Whether these replace the stored parameter."""
+    frees_gradients: bool = False
+    """Whether gradients are freed after the step, so that the forward of a single microbatch finds
+    none.
+    """
+    fused_accumulation: bool = False
+    """Whether GEMMs add weight gradients to the accumulated ones themselves."""
+    dummy_weight_gradients: bool = False
+    """Whether such a GEMM leaves a placeholder of its weight's shape, one of each shape."""
+    upcasts_in_registers: bool = False
+    """Whether a GPU adds 16-bit gradients to fp32 ones without a copy of them in fp32."""
+    upcasts_whole_shard: bool = False
+    """Whether the optimizer upcasts all gradients of its shard before its step."""
+    casts_all_states: bool = False
+    """Whether the step casts weights and moments that are stored narrower than it computes, beside
+    the gradients.
+    """
+    optimizer_temporary: float = 0.0
+    """Bytes per parameter that the optimizer allocates during its step, sharded with its states."""
+
+    def parameter_bytes(self, planned: float) -> float:
+        """Bytes per stored parameter, given those of the plan's precision."""
+        return planned if self.parameters is None or planned >= 4 else self.parameters
+
+    def gradient_bytes(self, planned: float) -> float | None:
+        """Bytes per stored gradient, given the bytes of the plan's precision; None: those it is
+        reduced in.
+        """
+        return self.gradients if planned < 4 else None
+
+    def master_bytes(self, planned: float, moments: float, master: float, auto: bool) -> float:
+        """Bytes of a master weight.
+
+        Args:
+            planned: Bytes of a parameter in the plan's precision.
+            moments: Bytes of the optimizer's moments per parameter.
+            master: Bytes of a master weight by the plan.
+            auto: Whether the plan leaves master weights to the framework.
+        """
+        if planned < 4 and auto and self.optimizer is not None:
+            master = self.optimizer - moments
+        return max(0.0, master)
+
+    def accumulator_bytes(self, precision: str) -> float:
+        """Bytes per parameter of a second, unsharded gradient buffer."""
+        return self.accumulator + self.bf16_accumulator * (precision == "bf16")
+
+    def upcast_gradient_bytes(self, precision: str) -> float:
+        """Bytes per gradient upcast for the step, sharded with the optimizer states."""
+        return self.fp16_upcast_gradients * (precision == "fp16")
+
+    def fp8_weight_bytes(self, parameter: float, element: float) -> float:
+        """Bytes that a weight of fp8 GEMMs takes beside its stored parameter, or in place of it.
+
+        Args:
+            parameter: Bytes of the stored parameter.
+            element: Bytes of an element in 8 bits, its share of a scale included.
+        """
+        if not self.fp8_weight_copies:
+            return 0.0
+        copies = MXFP8_WEIGHT_COPIES if element > 1 else self.fp8_weight_copies
+        return copies * element - self.fp8_parameters * parameter
+
+    @property
+    def separate_gradient(self) -> bool:
+        """Whether a weight gradient is a tensor of its own before it is accumulated."""
+        return not self.fused_accumulation
+
+    @property
+    def gradient_placeholder(self) -> bool:
+        """Whether a placeholder stands for the gradient that a GEMM accumulates itself."""
+        return self.fused_accumulation and self.dummy_weight_gradients
