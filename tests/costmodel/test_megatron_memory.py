@@ -101,7 +101,7 @@ def test_fp8_gemms_save_their_inputs_in_8_bits(gpu: str, fp8: float) -> None:
     [
         ("megatron", "h100-sxm-80gb", 4),
         ("megatron", "b200", 2 + 2 * (1 + 1 / 32)),
-        ("megatron-bridge", "h100-sxm-80gb", 1),
+        ("megatron-bridge", "h100-sxm-80gb", 2),
         ("megatron-bridge", "b200", 2 * (1 + 1 / 32)),
         ("nemo", "h100-sxm-80gb", 2),
     ],
@@ -109,14 +109,49 @@ def test_fp8_gemms_save_their_inputs_in_8_bits(gpu: str, fp8: float) -> None:
 def test_fp8_weights_are_kept_beside_or_in_place_of_16_bits(
     stack: str, gpu: str, per_weight: float
 ) -> None:
-    """Row- and column-wise copies of a step, or parameters in 8 bits, which fp8_param_gather makes;
-    tables stay in 16 bits.
+    """Row- and column-wise copies of a step, or parameters in 8 bits, which fp8_param_gather makes
+    and which keep their transposes (module/base.py, get_weight_workspace); tables stay in 16 bits.
     """
     w = load("llama-3-8b", stack, gpu, strategy__precision="fp8", strategy__data__zero=1)
     tables = 2 * 128256 * 4096
     layers = float(w.param_counts.total[0]) - tables
     held = float(model_states(w, w.param_counts).parameters[0])
     assert held == pytest.approx(2 * tables + per_weight * layers, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "precision", "per_weight"),
+    [("h100-sxm-80gb", "bf16", 4), ("h100-sxm-80gb", "fp8", 4 + 2), ("b200", "fp8", 4)],
+)
+def test_master_weights_are_rounded_at_once_to_become_8_bits(
+    gpu: str, precision: str, per_weight: float
+) -> None:
+    """distrib_optimizer.py: fp32 gradients of the shard; tensor/utils.py: a 16-bit copy of every
+    master weight before any is scaled, but for MXFP8, whose copies take the gradients' place.
+    """
+    changes = {"strategy__precision": precision, "strategy__data__zero": 1}
+    w = load("llama-3-8b", "megatron-bridge", gpu, strategy__gradient_dtype="bf16", **changes)
+    tables = 2 * 128256 * 4096
+    layers = float(w.param_counts.total[0]) - tables
+    found = float(optimizer_step_buffers(w, w.param_counts)["temporary"][0])
+    assert found == pytest.approx((4 * tables + per_weight * layers) / 8, rel=1e-6)
+
+
+def test_a_first_step_meets_no_moments_before_its_optimizer_runs() -> None:
+    """Adam's state is allocated by the optimizer's first step: of long sequences the activations
+    are the peak, without it, and of short ones that step.
+    """
+    for length, sharded in ((32768, 1), (128, 0)):
+        changes = {"training__sequence_length": length, "strategy__data__zero": sharded}
+        w = load("llama-3-8b", strategy__gradient_dtype="bf16", **changes)
+        found = peak_memory(w, constants(w.fixed.gpu, "fused", "megatron"))
+        states = found.moments["before_optimizer"]
+        step = sum(float(states[name][0]) for name in ("parameters", "gradients", "master"))
+        step += float(states["optimizer"][0])
+        step += float(optimizer_step_buffers(w, w.param_counts)["temporary"][0])
+        others = float((found.live - states["optimizer"])[0])
+        assert (others > step) == (length == 32768)
+        assert float(found.live_in_first_step[0]) == pytest.approx(max(others, step), rel=1e-4)
 
 
 def test_all_to_all_context_ranks_keep_one_output() -> None:

@@ -23,6 +23,7 @@ from workbench.planner.fitting.memory_fit import (
     read_rows,
     spread,
 )
+from workbench.planner.validation.first_step_readings import reads_first_step
 from workbench.planner.validation.memory_report import APART, failure_ranking, memory_errors_by_kind
 from workbench.planner.validation.row_judgement import contradicts_memory
 
@@ -73,11 +74,20 @@ def test_sites_of_fewer_than_three_rows_have_no_part_in_the_spread() -> None:
 
 def test_reserved_memory_never_exceeds_what_is_left_of_the_gpu() -> None:
     part = np.array([10.0])
-    shown = ReportedMemory(part * GIB, 4 * part * GIB, part * GIB / 10, 20 * GIB)
+    shown = ReportedMemory(part * GIB, 4 * part * GIB, part * GIB / 10, 20 * GIB, part * GIB / 2)
     assert shown.readings(0.1)["reserved"] == 19 * GIB
     assert shown.readings(0.1, waiting=0.0)["reserved"] == pytest.approx(11 * GIB)
     assert shown.readings(0.1)["nvidia-smi"] == 20 * GIB
     assert shown.readings(0.0, factor=2.5)["allocated"] == 25 * GIB
+    assert shown.in_first_step().readings(0.0)["allocated"] == 5 * GIB
+
+
+def test_pages_of_a_first_step_are_known_by_source_and_model() -> None:
+    """Readings of the same page that came after the log reported a second step are not."""
+    page = "github:NVIDIA-NeMo/Megatron-Bridge skills/nemo-mbridge-perf-memory-tuning/SKILL.md"
+    assert reads_first_step(page, "Llama-3-70B SFT")
+    assert not reads_first_step(page, "Moonlight-16B-A3B")
+    assert not reads_first_step("measured.csv", "Llama-3-70B SFT")
 
 
 def table(**columns: Any) -> pd.DataFrame:

@@ -15,6 +15,7 @@ from workbench.costmodel.memory import activation_memory, attention_memory
 from workbench.costmodel.memory.activation_memory import LayerActivations
 from workbench.costmodel.memory.loss_memory import HeadMemory
 from workbench.costmodel.memory.loss_memory import head_memory as head_of
+from workbench.costmodel.memory.model_states import params_outside_tables
 from workbench.runtime_facts.cast_sizes import CPU_FUSED_CAST_BYTES, OPTIMIZER_CAST_BYTES
 
 MemoryByCategory = dict[str, Array]
@@ -298,15 +299,12 @@ def _tied_head_gradient(w: Workload) -> Number:
 
 def step_buffers(w: Workload, p: ParamCounts) -> MemoryByCategory:
     """Buffers live throughout forward and backward: all-gathered parameters and sequences, reduce
-    buckets, placeholders of weight gradients.
+    buckets.
     """
     framework, buffers = w.fixed.framework, zero_working_set(w, p)
     gathered = framework.model_parallel.gathered_buffers
     sequences = gathered * w.hidden_activation_bytes * (w.sequence_parallel > 1)
     buckets = framework.data_parallel.bucket_bytes(w.fixed.precision, w.zero)
-    if framework.model_states.dummy_weight_gradients:
-        dummies = activation_memory.dummy_weight_gradient_bytes(w)
-        buffers = add_categories(buffers, {"gradients": w.zeros + dummies})
     if not (gathered or buckets):
         return buffers
     return add_categories(buffers, {"communication": w.zeros + sequences + buckets})
@@ -362,6 +360,10 @@ def zero_working_set(w: Workload, p: ParamCounts) -> MemoryByCategory:
 def optimizer_step_buffers(w: Workload, p: ParamCounts) -> MemoryByCategory:
     """Temporaries of the optimizer step: upcast gradients, weights and moments, in pieces or
     at once, and the gradient of a tied weight that the first and last stage exchange.
+
+    Megatron-core's distributed optimizer upcasts all gradients of its shard, which stay until the
+    next step, and rounds all master weights whose parameters are 8-bit tensors to 16 bits before
+    it scales them (Transformer Engine pytorch/tensor/utils.py, cast_master_weights_to_fp8).
     """
     table = w.table_params * activation_memory.has_weight_gradients(w)
     owned = p.trained / (w.searched.shard if w.zero >= 1 else 1)
@@ -380,12 +382,23 @@ def optimizer_step_buffers(w: Workload, p: ParamCounts) -> MemoryByCategory:
         limit = CPU_FUSED_CAST_BYTES * float(w.fixed.gpu.device == "cpu")
     casts = np.minimum(owned * per_param, limit * (per_param > 0))
     if states.upcasts_whole_shard:
-        casts = owned * per_param
+        casts = owned * per_param + _rounded_master_bytes(w, p)
     if states.optimizer_temporary:
         casts = owned * states.optimizer_temporary
     tied = float(w.shape.tied and w.pipeline > 1) * np.maximum(w.has_embedding, w.has_head)
     shared = table / (w.searched.shard if w.zero >= 1 else 1)
     return {"temporary": np.maximum(casts, tied * shared * w.gradient_element_bytes)}
+
+
+def _rounded_master_bytes(w: Workload, p: ParamCounts) -> Number:
+    """Bytes of master weights rounded to 16 bits on their way to 8-bit parameters; those of MXFP8
+    go through the gradients' buffer (Megatron-core: reuse_grad_buf_for_mxfp8_param_ag).
+    """
+    replaces = w.fixed.precision == "fp8" and w.fixed.framework.model_states.fp8_parameters
+    if not replaces or activation_memory.fp8_bytes(w) > 1:
+        return 0.0
+    shard = w.searched.shard if w.zero >= 1 else 1
+    return params_outside_tables(w, p) / shard * w.element_bytes
 
 
 def add_categories(*lives: MemoryByCategory) -> MemoryByCategory:

@@ -63,9 +63,15 @@ def _fp8_weight_bytes(w: Workload, p: ParamCounts) -> Number:
     if w.fixed.precision != "fp8":
         return 0.0
     each = w.fixed.framework.model_states.fp8_weight_bytes(w.fixed.parameter_bytes, fp8_bytes(w))
+    return params_outside_tables(w, p) * each
+
+
+def params_outside_tables(w: Workload, p: ParamCounts) -> Number:
+    """Parameters of a rank's layers, whose GEMMs run in fp8: all but embedding, head and
+    adapters.
+    """
     shared = w.has_embedding * w.has_head * float(w.shape.tied)
-    tables = w.table_params * (w.has_embedding + w.has_head - shared)
-    return (p.total - p.adapters - tables) * each
+    return p.total - p.adapters - w.table_params * (w.has_embedding + w.has_head - shared)
 
 
 def unsharded_state_bytes(s: FixedConfig, gradient_bytes: float) -> float:

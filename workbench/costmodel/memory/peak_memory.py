@@ -9,7 +9,10 @@ import numpy as np
 from workbench.costmodel.inputs.config import Array, Number
 from workbench.costmodel.inputs.rank_workload import Workload
 from workbench.costmodel.memory import live_sets, zero_buffers
-from workbench.costmodel.memory.activation_memory import TOKEN_ID_BYTES
+from workbench.costmodel.memory.activation_memory import (
+    TOKEN_ID_BYTES,
+    dummy_weight_gradient_bytes,
+)
 from workbench.costmodel.memory.live_sets import MemoryByCategory, add_categories
 from workbench.costmodel.memory.model_states import ModelStates, model_states, sharded_params
 from workbench.costmodel.rates.constants import Constants
@@ -26,6 +29,8 @@ class PeakMemory:
     """Category -> bytes in host memory."""
     live: Array
     """Peak without workspaces, fragmentation, communicator buffers and the driver's context."""
+    live_in_first_step: Array
+    """The same of a run's first step, whose optimizer allocates its moments at its end."""
 
     @property
     def peak(self) -> Array:
@@ -66,6 +71,12 @@ def peak_memory(w: Workload, constants: Constants) -> PeakMemory:
         persistent, live_sets.optimizer_step_buffers(w, parameters)
     )
     peak = _at_largest(list(phases.values()))
+    first = _largest(
+        [
+            total_bytes(live) - persistent["optimizer"] * (name != "optimizer")
+            for name, live in phases.items()
+        ]
+    )
     fixed = {
         "overhead": w.zeros + constants.workspace_mib * 2**20,
         OUTSIDE: w.zeros + _outside_bytes(w, constants),
@@ -85,7 +96,7 @@ def peak_memory(w: Workload, constants: Constants) -> PeakMemory:
         m: live if m == "initialised" else add_categories(live, reserved)
         for m, live in moments.items()
     }
-    return PeakMemory(with_overhead, host, total_bytes(peak))
+    return PeakMemory(with_overhead, host, total_bytes(peak), first)
 
 
 def max_peak_bytes(w: Workload, constants: Constants) -> Array:
@@ -150,8 +161,8 @@ def num_communicators(w: Workload) -> Number:
 
 
 def _persistent(w: Workload, s: ModelStates) -> tuple[MemoryByCategory, MemoryByCategory]:
-    """(on the device, on the host): model states, the tokens and targets of a step, and workspaces
-    of grouped GEMMs.
+    """(on the device, on the host): model states, placeholders of weight gradients, the tokens and
+    targets of a step, and workspaces of grouped GEMMs.
     """
     k = w.searched
     sequences = w.microbatches * k.micro_batch
@@ -160,6 +171,7 @@ def _persistent(w: Workload, s: ModelStates) -> tuple[MemoryByCategory, MemoryBy
     device["gradients"] = s.gradients * (
         1 - k.offload_optimizer * w.fixed.framework.data_parallel.offload_gradients
     )
+    device["gradients"] = device["gradients"] + dummy_weight_gradient_bytes(w)
     device |= {name: value * (1 - k.offload_optimizer) for name, value in states_.items()}
     device["overhead"] = w.zeros + 2 * TOKEN_ID_BYTES * w.fixed.sequence_length * sequences
     if w.shape.moe is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from statistics import NormalDist
 
@@ -37,6 +37,12 @@ class ReportedMemory:
     """The driver's context and the communicators' buffers, which no allocator sees."""
     capacity: float
     """Memory of the GPU."""
+    allocated_in_first_step: Array
+    """`allocated` of a run's first step, whose optimizer allocates its moments at its end."""
+
+    def in_first_step(self) -> ReportedMemory:
+        """What makes up readings that are taken after a run's first step."""
+        return replace(self, allocated=self.allocated_in_first_step)
 
     def readings(self, slack: float, factor: float = 1.0, waiting: float = 1.0) -> dict[str, Array]:
         """Peak bytes by kind of `REPORTED_KINDS`.
@@ -57,15 +63,17 @@ class ReportedMemory:
 
 def reported_memory(w: Workload, m: PeakMemory, constants: Constants) -> ReportedMemory:
     """What tools would report of a plan, by part."""
+    workspaces = constants.workspace_mib * 2**20
     outside = driver_mib() + constants.communicator_mib * num_communicators(w)
     passes = w.microbatches_in_flight + 1  # forwards before a backward, and that backward
     recorded = w.fixed.framework.model_parallel.recorded_sequences
     held = recorded * passes * w.layers * w.hidden_activation_bytes
     return ReportedMemory(
-        allocated=m.live + constants.workspace_mib * 2**20,
+        allocated=m.live + workspaces,
         held=w.zeros + held * (w.sequence_parallel > 1),
         outside=w.zeros + outside * 2**20,
         capacity=w.fixed.gpu.memory_gib * 2**30,
+        allocated_in_first_step=m.live_in_first_step + workspaces,
     )
 
 

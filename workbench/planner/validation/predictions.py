@@ -28,6 +28,7 @@ from workbench.costmodel.step_time import step_time, step_time_breakdown
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.planner.calibrated_plan import with_calibration
 from workbench.planner.step_interval import step_seconds_interval
+from workbench.planner.validation.first_step_readings import reads_first_step
 from workbench.planner.validation.measured_rows import MeasuredRow
 from workbench.units import GIB
 
@@ -137,10 +138,10 @@ def expected_reading(
     fit = published_memory_fit() if fit is None else fit
     low, _, high = reported_memory_interval(stack, fit)
     lowest, highest = bounds_of_kind(row.memory_kind)
-    reported, slack = p.reported, fit.slack
+    reported = p.reported.in_first_step() if reads_first_step(row.source, row.model) else p.reported
 
     def shown(kind: str, factor: float = 1.0, waiting: float = 1.0) -> float:
-        stages = reported.readings(slack, factor, waiting)[kind]
+        stages = reported.readings(fit.slack, factor, waiting)[kind]
         return float((stages[0] if row.memory_of_first_stage else stages.max()) / GIB)
 
     return ExpectedReading(
