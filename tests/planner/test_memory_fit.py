@@ -18,13 +18,19 @@ from workbench.costmodel.rates.fitted_memory import (
 from workbench.planner.fitting.fit_rows import published_rows
 from workbench.planner.fitting.memory_fit import (
     ReadRow,
+    fit_slack,
     memory_document,
     memory_fit,
     read_rows,
     spread,
 )
 from workbench.planner.validation.first_step_readings import reads_first_step
-from workbench.planner.validation.memory_report import APART, failure_ranking, memory_errors_by_kind
+from workbench.planner.validation.memory_report import (
+    APART,
+    CERTAIN,
+    failure_ranking,
+    memory_errors_by_kind,
+)
 from workbench.planner.validation.row_judgement import contradicts_memory
 
 GIB = 2.0**30
@@ -72,6 +78,13 @@ def test_sites_of_fewer_than_three_rows_have_no_part_in_the_spread() -> None:
     assert spread([0.0, 0.0, 0.0, 5.0], ["a", "a", "a", "b"]) == pytest.approx((1.0, 1.0, 1.0))
 
 
+def test_sites_of_fewer_than_three_rows_have_no_part_in_the_slack(rows: list[ReadRow]) -> None:
+    small = [one for one in rows if one.site == "trainy/whitefiber/h200-sxm-141gb"]
+    assert len(small) == 2
+    assert fit_slack(rows) == fit_slack([one for one in rows if one not in small])
+    assert fit_slack(small) == 0.0
+
+
 def test_reserved_memory_never_exceeds_what_is_left_of_the_gpu() -> None:
     part = np.array([10.0])
     shown = ReportedMemory(part * GIB, 4 * part * GIB, part * GIB / 10, 20 * GIB, part * GIB / 2)
@@ -98,6 +111,7 @@ def table(**columns: Any) -> pd.DataFrame:
         "site": [""] * size,
         "stack": ["nanotron"] * size,
         "status": ["ran"] * size,
+        "unfit": [False] * size,
         "memory_kind": ["unknown"] * size,
         "gib_low": [0.0] * size,
         "gib_high": [100.0] * size,
@@ -116,6 +130,21 @@ def test_a_reading_inside_its_range_has_no_error() -> None:
     )
     assert found["unknown"]["mape"] == pytest.approx(0.2 / 3)
     assert found["unknown, likely reading"]["mape"] == pytest.approx((0.1 + 0.25 + 0.2) / 3)
+
+
+def test_rows_whose_page_leaves_their_model_out_are_shown_apart() -> None:
+    found = memory_errors_by_kind(
+        table(
+            measured_gib=[10.0, 10.0],
+            gib_from=[11.0, 15.0],
+            gib_to=[11.0, 15.0],
+            predicted_gib=[11.0, 15.0],
+            memory_kind=["reserved", "reserved"],
+            unfit=[False, True],
+        )
+    )
+    assert found["reserved"]["mape"] == pytest.approx(0.3)
+    assert found[f"reserved, {CERTAIN}"]["mape"] == pytest.approx(0.1)
 
 
 def test_contradictory_pages_are_listed_apart() -> None:

@@ -60,6 +60,10 @@ def test_plans_are_ranked_within_page_model_gpus_and_batch() -> None:
         ({"notes": "grad_accum=1 assumed; vocab assumed 50304"}, "inferred"),
         ({"notes": "Baseline (unpacked, AdamW bf16)"}, "inferred"),
         ({"verify": "read; shape inferred"}, "inferred"),
+        (
+            {"notes": "Llama3 8B per the TorchAO page it cites (not stated on this page)"},
+            "inferred",
+        ),
         ({"model": "GPT3-5B", "verify": "read (GPT3-5B/20B shapes recalled)"}, "inferred"),
         ({"kind": "measured (author warns +-40% from network noise)"}, "noisy"),
         ({"gpu": "H100-SXM 96GB HBM2e 500W"}, "power_limited"),

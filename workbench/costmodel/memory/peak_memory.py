@@ -9,10 +9,7 @@ import numpy as np
 from workbench.costmodel.inputs.config import Array, Number
 from workbench.costmodel.inputs.rank_workload import Workload
 from workbench.costmodel.memory import live_sets, zero_buffers
-from workbench.costmodel.memory.activation_memory import (
-    TOKEN_ID_BYTES,
-    dummy_weight_gradient_bytes,
-)
+from workbench.costmodel.memory.activation_memory import TOKEN_ID_BYTES, dummy_weight_gradient_bytes
 from workbench.costmodel.memory.live_sets import MemoryByCategory, add_categories
 from workbench.costmodel.memory.model_states import ModelStates, model_states, sharded_params
 from workbench.costmodel.rates.constants import Constants

@@ -21,6 +21,7 @@ from workbench.planner.validation.error_metrics import MIN_SITE_ROWS
 from workbench.planner.validation.measured_rows import MeasuredRow
 from workbench.planner.validation.predictions import Prediction, expected_reading, predict
 from workbench.planner.validation.row_judgement import (
+    UNFIT_FLAGS,
     RowJudgement,
     contradicts_memory,
     published_judgements,
@@ -31,9 +32,6 @@ from workbench.units import GIB
 
 SOURCE = "python -m workbench.planner.fitting --memory, from data/validation/published.csv.gz"
 QUANTILES = (0.05, 0.5, 0.95)
-UNFIT = {"contradiction", "inferred", "noisy"}
-"""Flags of rows to which nothing is fitted; a power limit slows clocks and leaves memory as it is.
-"""
 FULL = 0.9
 """Share of a GPU's memory beyond which a reading says nothing of slack: the allocator gives it
 back.
@@ -72,7 +70,7 @@ def read_rows(rows: Iterable[MeasuredRow]) -> list[ReadRow]:
         judgement = judged.get(row.label)
         if judgement is None or row.status != "ran" or contradicts_memory(row.source):
             continue
-        if UNFIT & set(judgement.flags):
+        if UNFIT_FLAGS & set(judgement.flags):
             continue
         try:
             one, other = row_to_plan(row), row_to_plan(row, fallback_framework())
@@ -122,14 +120,15 @@ def memory_fit(rows: Sequence[ReadRow]) -> MemoryFit:
 
 def fit_slack(rows: Sequence[ReadRow]) -> float:
     """Mean over sites of the median share by which reserved memory exceeds what is predicted to be
-    allocated; rows that say neither, or whose GPU is nearly full, say nothing of it.
+    allocated; rows that say neither, or whose GPU is nearly full, say nothing of it. Sites count
+    from `MIN_SITE_ROWS` such rows.
     """
     shares: dict[str, list[float]] = {}
     for one in rows:
         share = _slack_of_row(one)
         if share is not None:
             shares.setdefault(one.site, []).append(share)
-    medians = [float(np.median(found)) for found in shares.values()]
+    medians = [float(np.median(found)) for found in shares.values() if len(found) >= MIN_SITE_ROWS]
     return max(0.0, float(np.mean(medians))) if medians else 0.0
 
 

@@ -20,6 +20,10 @@ from workbench.planner.validation.row_judgement import contradicts_memory
 APART = "contradictory"
 """Rows of pages whose readings contradict themselves: listed, and counted nowhere else."""
 LIKELY = "unknown, likely reading"
+CERTAIN = "nothing inferred"
+"""Rows of a kind whose model and layout their page gives, and which neither contradict themselves
+nor are called noisy.
+"""
 
 
 def memory_errors_by_kind(table: pd.DataFrame) -> dict[str, Any]:
@@ -27,10 +31,12 @@ def memory_errors_by_kind(table: pd.DataFrame) -> dict[str, Any]:
     has = table[table.measured_gib.notna()]
     apart = np.array([contradicts_memory(source) for source in has.source], dtype=bool)
     counted = has[~apart]
-    found = {
-        kind: memory_errors(counted[counted.memory_kind == kind])
-        for kind in (*REPORTED_KINDS, UNKNOWN_KIND)
-    }
+    found: dict[str, dict[str, Any]] = {}
+    for kind in (*REPORTED_KINDS, UNKNOWN_KIND):
+        rows = counted[counted.memory_kind == kind]
+        found[kind] = memory_errors(rows)
+        if rows.unfit.any():
+            found[f"{kind}, {CERTAIN}"] = memory_errors(rows[~rows.unfit])
     open_ = counted[counted.memory_kind == UNKNOWN_KIND]
     found[LIKELY] = _errors(open_, open_.predicted_gib)
     found[APART] = memory_errors(has[apart])

@@ -34,11 +34,17 @@ COLUMNS = ("id", "site", "group", "flags")
 _INFERRED = re.compile(
     r"\b(?:layers|heads|hidden|shape|layout|grad_accum\S*|batch|seq)\b[^;)]{0,24}"
     r"\b(?:inferred|derived|assumed|not stated)\b|inferred from|\bunpacked\b"
+    # A model that only another page names.
+    r"|\bper the [^;()]{0,40}\bit cites \(not stated\b"
 )
 _POWER_LIMITED = re.compile(r"\b(?:power.?limited|throttl\w*|[1-6]\d\dw)\b")
 _NOISY = re.compile(r"\bnois|not proportional|unreliable")
 POWER_LIMITED_GPUS = frozenset({"h100-sxm-96gb"})
 """Catalog names of parts sold with less power than the GPU that they are named for."""
+UNFIT_FLAGS = frozenset({"contradiction", "inferred", "noisy"})
+"""Flags of rows whose readings of memory say nothing certain; a power limit slows clocks and leaves
+memory as it is.
+"""
 _MISLABELLED = re.compile(r"mislabel|mixed up|inconsistent|duplicate config")
 
 

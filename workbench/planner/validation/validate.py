@@ -28,6 +28,7 @@ from workbench.planner.validation.predictions import (
 )
 from workbench.planner.validation.row_consistency import inconsistent, model_flops_per_step
 from workbench.planner.validation.row_judgement import (
+    UNFIT_FLAGS,
     RowJudgement,
     judge_rows,
     published_judgements,
@@ -228,6 +229,7 @@ def _comparison_table(
     table["site"] = [one.site for one in judged]
     table["group"] = [one.group for one in judged]
     table["clean"] = np.array([not one.flags for one in judged], dtype=bool)
+    table["unfit"] = np.array([bool(UNFIT_FLAGS & set(one.flags)) for one in judged], dtype=bool)
     left = [
         predict_left_out(one.plan, judgement.site) if judgement.site and one.seconds else None
         for (one, _), judgement in zip(found, judged)
