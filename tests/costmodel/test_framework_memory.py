@@ -90,11 +90,14 @@ def test_torchtitan_keeps_attention_and_every_second_product(kernels: str, down:
         ("torchtitan", "fused", 12),
         ("torchtitan", "compiled", 4),
         ("torchtitan-2024", "compiled", 12),
+        ("torchtune-whole-loss", "eager", 12),
+        ("torchtune-whole-loss", "compiled", 8),
     ],
 )
-def test_a_compiled_loss_keeps_logits_and_their_gradient_in_16_bits(
+def test_a_compiled_loss_keeps_logits_and_their_gradient(
     stack: str, kernels: str, per_logit: int
 ) -> None:
+    """In 16 bits where the loss's cast is compiled too, in fp32 where the head casts before it."""
     w = load(stack, strategy__kernels=kernels)
     head = head_of(w)
     assert (head.logits + head.loss) / (w.tokens * w.vocab_rows) == pytest.approx(per_logit)

@@ -240,6 +240,23 @@ def test_versions_and_recipes_of_a_stack_are_its_own_profiles() -> None:
     assert then.defaults == now.defaults and then.bytes_per_gb == now.bytes_per_gb
     row_by_row = find_framework("torchtitan", False, True, rowwise=True)
     assert (row_by_row.name, row_by_row.family) == ("torchtitan-rowwise", "torchtitan")
+    whole = find_framework("torchtune", False, True, whole_loss=True)
+    assert (whole.name, whole.family) == ("torchtune-whole-loss", "torchtune")
+
+
+@pytest.mark.parametrize(
+    ("notes", "whole"),
+    [
+        ("cumulative flags: Baseline (unpacked, AdamW bf16)", True),
+        ("cumulative flags: + Packed", True),
+        ("cumulative flags: + Compile", True),
+        ("cumulative flags: + Chunked CE", False),
+        ("cumulative flags: + Activation checkpointing", False),
+        ("LoRA; packed, compile", False),
+    ],
+)
+def test_flags_that_add_up_say_whether_the_loss_is_chunked(notes: str, whole: bool) -> None:
+    assert cell_parsers.says_whole_loss(notes) is whole
 
 
 @pytest.mark.parametrize(

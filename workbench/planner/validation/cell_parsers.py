@@ -318,6 +318,7 @@ _FUSED_LOSS = re.compile(
     r"fused[\s_-]*(?:\w+[\s_-]+)?(?:cross[\s_-]?entropy|ce\b)"
     r"|cross[\s_-]?entropy[\s_-]*(?:loss[\s_-]*)?(?:fusion|fused)"
 )
+_FLAGS_BEFORE_CHUNKS = re.compile(r"cumulative flags: (?:baseline|\+ (?:packed|compile))\b")
 _ALL_TO_ALL_CONTEXT = re.compile(
     r"ulysses|\bcp[\s_-]*(?:comm[\s_-]*type)?[\s=:_-]*(?:a2a|all.to.all)"
     r"|(?:a2a|all.to.all)[\s_-]*(?:cp\b|context parallel)"
@@ -327,6 +328,13 @@ _ALL_TO_ALL_CONTEXT = re.compile(
 def says_fused_loss(words: str) -> bool:
     """Whether a row's words say that its cross entropy is fused."""
     return bool(_FUSED_LOSS.search(words.lower()))
+
+
+def says_whole_loss(words: str) -> bool:
+    """Whether a row of a table whose flags add up stands before the one that chunks its cross
+    entropy: torchtune's are baseline, packed, compile and chunked cross entropy, in this order.
+    """
+    return bool(_FLAGS_BEFORE_CHUNKS.search(words.lower()))
 
 
 def says_all_to_all_context(words: str) -> bool:

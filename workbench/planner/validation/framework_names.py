@@ -46,7 +46,7 @@ class FrameworkDefaults:
     """
 
 
-OPTIONS = ("rowwise", "fused_loss")
+OPTIONS = ("rowwise", "fused_loss", "whole_loss")
 """Conditions that choose an option of one framework, where others choose another framework."""
 
 
@@ -105,13 +105,14 @@ def find_framework(
     year: float | None = None,
     rowwise: bool = False,
     fused_loss: bool = False,
+    whole_loss: bool = False,
 ) -> FrameworkDefaults:
     """The stack that `framework` means: the first match in it, of those the longest; then what that
     becomes.
 
     `sharded`: ZeRO-2 or 3 without a pipeline. `flash`: attention is fused. `year`: of the report,
     where it is known. `rowwise`: fp8 products have a scale for every row. `fused_loss`: cross
-    entropy is fused.
+    entropy is fused. `whole_loss`: it takes all logits at once.
     """
     words, table = " ".join(framework.lower().split()), framework_defaults()
     found = [
@@ -122,7 +123,8 @@ def find_framework(
     ]
     stack = table[min(found)[2] if found else fallback_framework()]
     named = stack
-    conditions = {"sharded": sharded, "flash": flash, "rowwise": rowwise, "fused_loss": fused_loss}
+    options = dict(zip(OPTIONS, (rowwise, fused_loss, whole_loss)))
+    conditions = {"sharded": sharded, "flash": flash, **options}
     for condition, holds in conditions.items():
         if holds and condition in stack.variants:
             stack = table[stack.variants[condition]]

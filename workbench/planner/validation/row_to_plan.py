@@ -185,7 +185,8 @@ def _row_framework(row: MeasuredRow, gpu: GPU) -> FrameworkDefaults:
         re.search(r"row.?wise", row.precision.lower()) is not None,
     )
     in_place = cell_parsers.says_fused_loss(f"{row.framework} {row.attention} {row.notes}")
-    stack = find_framework(row.framework, sharded, fused, when, rowwise, in_place)
+    whole = cell_parsers.says_whole_loss(row.notes)
+    stack = find_framework(row.framework, sharded, fused, when, rowwise, in_place, whole)
     if said is not None and said != stack.fuses_attention:
         raise Inexpressible(
             f"attention is {'' if said else 'not '}fused, against all that is known of {stack.name}"
