@@ -45,7 +45,7 @@ def test_nearly_every_complete_dense_row_is_expressed(found: Validation) -> None
         ("nanotron", 0.07, 0.05),
         ("deepspeed-3d", 0.03, 0.05),
         ("deepspeed-zero", 0.05, 0.05),
-        ("megatron-bridge", 0.10, 0.10),
+        ("megatron-bridge", 0.03, 0.03),
         ("internevo", 0.07, 0.06),
         ("torchtitan", 0.07, 0.05),
     ],
@@ -74,7 +74,8 @@ def test_all_published_readings_and_failures() -> None:
     found = error_summary(table)
     memory, left = found["memory"], found["memory_left_out"]
     assert memory["unknown"]["mape"] <= 0.02
-    assert memory["reserved"]["mape"] <= 0.055
+    assert memory["allocated"]["mape"] <= 0.03
+    assert memory["reserved"]["mape"] <= 0.05
     assert memory["nvidia-smi"]["mape"] <= 0.06
     assert 0.92 <= left["interval"]["below_high"] <= 0.985
     assert found["fit"]["ran"]["predicted_to_fit"] >= 0.98
