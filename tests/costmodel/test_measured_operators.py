@@ -191,13 +191,26 @@ def test_gathers_ahead_hide_what_they_wait_but_not_what_they_copy(tmp_path: Path
         )
         return float(late.notes["time"]["data_comm"] - ahead.notes["time"]["data_comm"])
 
-    smallest = 256  # bytes of a message that only waits
     counts = [
-        hidden(latency, copy) / (latency + smallest * copy)
+        hidden(latency, copy) / latency
         for latency, copy in ((1e-4, 1e-8), (2e-4, 1e-8), (1e-4, 3e-8))
     ]
     assert counts[0] > 1
     assert counts == pytest.approx([counts[0]] * 3, rel=1e-6), "copies take the ranks' own cores"
+
+
+def test_one_disturbed_message_moves_no_other_size() -> None:
+    def waits(found: tuple[Collective, ...]) -> float:
+        o = MeasuredOperators(calibration(collectives=found), 2, True)
+        return float(o.collective_seconds("all_reduce", 2**18, 2))
+
+    usual = tuple(
+        Collective(kind="all_reduce", group=2, ranks=2, dtype="fp32", bytes=b, seconds=s)
+        for b, s in ((256, 1.0e-3), (2**14, 1.1e-3), (2**17, 1.2e-3), (2**20, 2e-3), (2**23, 9e-3))
+    )
+    late = usual[2].model_copy(update={"seconds": 3e-3})
+    assert waits((*usual[:2], late, *usual[3:])) == pytest.approx(waits(usual), rel=0.1)
+    assert waits(usual) == pytest.approx(1.25e-3, rel=0.1)
 
 
 def test_a_scale_multiplies_operators_and_collectives() -> None:

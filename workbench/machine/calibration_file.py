@@ -75,6 +75,8 @@ OperatorKind = Literal[
     "embedding",
     "attention",
     "ring_step",
+    "grouped_linear",
+    "routing",
     "adamw",
 ]
 
@@ -133,8 +135,9 @@ class Operator(Frozen):
 
     A linear layer, and the head with its loss, is [rows, inner] x [inner, columns]; an embedding
     looks up rows of a table [inner, columns]; attention, and a step of ring attention, has rows
-    heads of columns tokens, inner wide; AdamW has rows parameters; other kinds are elementwise over
-    [rows, columns].
+    heads of columns tokens, inner wide; a grouped linear layer is one group of several, [rows,
+    inner] x [inner, columns]; routing has rows, of which a token has two, of columns entries to and
+    from inner experts; AdamW has rows parameters; other kinds are elementwise over [rows, columns].
     """
 
     kind: OperatorKind
@@ -188,6 +191,11 @@ class Host(Frozen):
     )
     compiled_microbatch_us: Microseconds = Field(
         0.0, description="More of microbatch_us with compiled kernels, microseconds."
+    )
+    split_us: Microseconds = Field(
+        0.0,
+        description="More of layer_us where weight gradients are deferred (zero bubble), "
+        "microseconds.",
     )
 
 

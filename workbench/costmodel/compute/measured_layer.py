@@ -102,6 +102,8 @@ class HostCosts:
     """More of a layer that is recomputed in full, beside its forward."""
     selective: float
     """More of a layer whose attention is recomputed."""
+    split: float
+    """More of a layer whose weight gradients are deferred."""
 
 
 def host_costs(o: MeasuredOperators, kernels: str) -> HostCosts:
@@ -138,6 +140,7 @@ def host_costs(o: MeasuredOperators, kernels: str) -> HostCosts:
         max(0.0, microbatch - sum(float(p.forward + p.backward) for p in ends)),
         host_costs(o, "eager").full if compiled else max(0.0, slow * host.full_us - forward - own),
         max(0.0, slow * host.selective_us - float(attention.forward)),
+        slow * host.split_us,
     )
 
 
@@ -149,10 +152,11 @@ def _layer(w: Workload, o: MeasuredOperators, is_moe: bool) -> PassTimes:
     )
     parts = [*_seams(w, o, is_moe)]
     routed = _routing(w, o) if is_moe and w.shape.moe else ZERO
+    deferring = w.fixed.splits_backward * glue.split
     forward = sum(p.forward for p in parts) + linear.forward + attention.forward + routed.forward
     backward = sum(p.backward for p in parts) + linear.backward + attention.backward
     return PassTimes(
-        forward + glue.layer_forward,
+        forward + glue.layer_forward + deferring,
         backward + routed.backward + glue.layer - glue.layer_forward,
         linear.weight_grad,
     )
@@ -163,7 +167,10 @@ def _linears(w: Workload, o: MeasuredOperators, is_moe: bool) -> PassTimes:
     backward: Number = 0.0
     weight: Number = 0.0
     for gemm in layer_gemms(w, is_moe):
-        each = o.operator("linear", "eager", gemm.rows, gemm.columns, gemm.inner)
+        if gemm.upcast and o.has("routing"):
+            continue  # the router, which routing has measured
+        kind = "linear" if gemm.ungrouped or not o.has("grouped_linear") else "grouped_linear"
+        each = o.operator(kind, "eager", gemm.rows, gemm.columns, gemm.inner)
         forward = forward + gemm.count * each.forward
         weight = weight + gemm.count * each.weight * has_weight_gradients(w)
         frozen = each.weight * (1 - has_weight_gradients(w))
@@ -217,8 +224,22 @@ def _attention(w: Workload, o: MeasuredOperators) -> PassTimes:
     heads, width = sequences * w.heads / w.ulysses, w.shape.head_dim or 1
     own = o.operator("attention", "eager", heads, length, width)
     step = o.operator("ring_step", "eager", heads, length, width)
-    others = w.ring - 1
-    return PassTimes(own.forward + others * step.forward, own.backward + others * step.backward)
+    others, copies = w.ring - 1, _head_copies(w, o)
+    return PassTimes(
+        own.forward + others * step.forward + copies,
+        own.backward + others * step.backward + copies,
+    )
+
+
+def _head_copies(w: Workload, o: MeasuredOperators) -> Number:
+    """Ulysses' copies in one pass: queries, keys and values joined, made contiguous for the
+    all-to-all and put in the order of tokens; the output twice.
+    """
+    joined = w.tokens * (w.q_width + w.kv_head_repeats * (w.k_width + w.v_width))
+    out = w.tokens * w.o_width
+    read_and_written = 2 * w.element_bytes
+    each = 3 * o.stream_seconds(read_and_written * joined)
+    return (w.ulysses > 1) * (each + 2 * o.stream_seconds(read_and_written * out))
 
 
 def _head(w: Workload, o: MeasuredOperators) -> PassTimes:
@@ -235,8 +256,16 @@ def _head(w: Workload, o: MeasuredOperators) -> PassTimes:
 
 
 def _routing(w: Workload, o: MeasuredOperators) -> PassTimes:
-    """Router, dispatch and combine: launches, and copies of every routed row."""
-    launches = routing_launches(w)
-    moved = 8 * w.routed_rows_per_token * w.tokens * w.hidden_per_rank * w.element_bytes / 2
-    copies, each = o.stream_seconds(moved), 1e-6 * o.host.operator_us * o.scale.compute
-    return PassTimes(launches[0] * each + copies, launches[1] * each + copies)
+    """Router, dispatch and combine; where experts are spread over ranks, rows are put in the order
+    of experts and back.
+    """
+    rows, moe = w.routed_rows_per_token * w.tokens, w.shape.moe
+    assert moe is not None
+    moved = 2 * rows * w.hidden_per_rank * w.element_bytes
+    if not o.has("routing"):
+        launches = routing_launches(w)
+        copies, each = o.stream_seconds(2 * moved), 1e-6 * o.host.operator_us * o.scale.compute
+        return PassTimes(launches[0] * each + copies, launches[1] * each + copies)
+    own = o.operator("routing", "eager", rows, w.hidden_per_rank, moe.experts)
+    sorted_twice = (w.searched.expert > 1) * 2 * o.stream_seconds(moved)
+    return PassTimes(own.forward + sorted_twice, own.backward + sorted_twice)

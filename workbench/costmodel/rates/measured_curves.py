@@ -71,6 +71,11 @@ class TimeCurve:
     sizes: FloatArray
     times: FloatArray
 
+    @property
+    def latency(self) -> float:
+        """Seconds of the smallest size."""
+        return float(self.times[0])
+
     def seconds(self, size: ArrayLike) -> FloatArray:
         """Seconds of a call on `size` bytes."""
         x = np.asarray(size, float)
@@ -78,6 +83,23 @@ class TimeCurve:
             np.interp(np.log(np.maximum(x, 1e-9)), np.log(self.sizes), np.log(self.times))
         )
         return np.asarray(inside * np.maximum(1.0, x / self.sizes[-1]))
+
+
+@dataclass(frozen=True)
+class LatencyLine:
+    """Seconds by size: latency plus bytes over bandwidth (alpha-beta).
+
+    On CPU ranks a call's latency is that of threads that wake up, which scatters from call to call:
+    a line through all sizes depends on no single one of them.
+    """
+
+    sizes: FloatArray
+    latency: float
+    per_byte: float
+
+    def seconds(self, size: ArrayLike) -> FloatArray:
+        """Seconds of a call on `size` bytes."""
+        return np.asarray(self.latency + self.per_byte * np.asarray(size, float))
 
 
 @dataclass(frozen=True)
@@ -157,7 +179,7 @@ class MeasuredCurves:
         curve, measured, crowd = self._collective(kind, group, dtype)
         if kind in ("send", "recv"):
             return curve.seconds(size) * crowd
-        latency = float(curve.times[0])
+        latency = curve.latency
         steps, share = (group - 1) / (measured - 1), (1 - 1 / group) / (1 - 1 / measured)
         return np.asarray(latency * steps + (curve.seconds(size) - latency) * share) * crowd
 
@@ -172,7 +194,7 @@ class MeasuredCurves:
         )
         return float(alpha), float(beta)
 
-    def _collective(self, kind: str, group: int, dtype: str) -> tuple[TimeCurve, int, float]:
+    def _collective(self, kind: str, group: int, dtype: str) -> tuple[TimeCurve | LatencyLine, int, float]:
         """(curve, group size that it was measured on, slowdown by ranks that share cores)."""
         wanted = "send" if kind == "recv" else kind
         points = [c for c in self.calibration.collectives if c.kind == wanted]
@@ -184,7 +206,9 @@ class MeasuredCurves:
             {c.group for c in points}, key=lambda size: (abs(np.log(size / group)), -size)
         )
         points = _of_dtype([c for c in points if c.group == nearest], dtype, lambda c: c.dtype)
-        return _curve([(c.bytes, c.seconds) for c in points]), nearest, crowd
+        timed = [(c.bytes, c.seconds) for c in points]
+        on_cpu = self.calibration.machine.device == "cpu"
+        return _line(timed) if on_cpu else _curve(timed), nearest, crowd
 
     def crowd(self, measured: set[int]) -> tuple[int, float]:
         """(ranks of the nearest measured world, slowdown beyond the largest one); GPU ranks never
@@ -215,6 +239,13 @@ def _curve(points: Iterable[tuple[int, float]]) -> TimeCurve:
     ordered = sorted(points)
     times = np.minimum.accumulate(np.array([t for _, t in ordered])[::-1])[::-1]
     return TimeCurve(np.array([s for s, _ in ordered], float), times)
+
+
+def _line(points: Iterable[tuple[int, float]]) -> LatencyLine:
+    """The line that most points are near."""
+    sizes, times = np.array(sorted(points), float).T
+    latency, per_byte = fit_nonnegative(np.stack((np.ones_like(sizes), sizes), axis=1), times)
+    return LatencyLine(sizes, float(latency), float(per_byte))
 
 
 @lru_cache(maxsize=32)

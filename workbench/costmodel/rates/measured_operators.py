@@ -40,8 +40,15 @@ def _attention_terms(r: FloatArray, c: FloatArray, i: FloatArray) -> list[FloatA
     return [np.ones_like(r), r * c * c * i, r * c * c, r * c * i]
 
 
+def _routing_terms(r: FloatArray, c: FloatArray, i: FloatArray) -> list[FloatArray]:
+    """A call; rows and their entries, which are copied; scores, and the products that they are."""
+    return [np.ones_like(r), r, r * c, r * i, r * c * i]
+
+
 TERMS: Mapping[str, Terms] = {
     "linear": _gemm_terms,
+    "grouped_linear": _gemm_terms,
+    "routing": _routing_terms,
     "head_loss": _gemm_terms,
     "embedding": _embedding_terms,
     "attention": _attention_terms,
@@ -119,6 +126,10 @@ class MeasuredOperators:
                 for each in PASSES
             )
         )
+
+    def has(self, kind: str) -> bool:
+        """Whether an operator was measured."""
+        return any(o.kind == kind for o in self.calibration.operators)
 
     def stream_seconds(self, size: ArrayLike) -> FloatArray:
         """Seconds of an elementwise operator over `size` bytes."""

@@ -36,7 +36,7 @@ from workbench.machine.calibration_file import (
 )
 
 WORLDS = (1, 2, 4, 8)
-QUARTILE, MEDIAN = 0.25, 0.5
+MEDIAN = 0.5
 PASSES = 3
 AGAIN = 2
 """Times that a world is measured again where some of its points are in doubt."""
@@ -87,10 +87,10 @@ def calibrate(
             progress(time.monotonic() - begin, _world_label(world))
 
     alone = next(iter(samples))
-    memory = believable_figures.memory_rate(_reduced(samples[alone], alone, _crowded(found, alone)))
+    memory = believable_figures.memory_rate(_reduced(samples[alone], alone))
 
     def judged(world: int) -> tuple[dict[Key, float], list[Doubt]]:
-        return judge(samples[world], world, _crowded(found, world), memory)
+        return judge(samples[world], world, memory)
 
     for world, _ in itertools.product(samples, range(AGAIN)):
         if not judged(world)[1]:
@@ -111,10 +111,10 @@ def calibrate(
 
 
 def judge(
-    samples: list[list[PointSample]], world: int, crowded: bool, memory: float
+    samples: list[list[PointSample]], world: int, memory: float
 ) -> tuple[dict[Key, float], list[Doubt]]:
     """(point -> seconds, doubts about them), from all visits of a world's ranks."""
-    figures = _reduced(samples, world, crowded)
+    figures = _reduced(samples, world)
     repeats: dict[Key, list[float]] = defaultdict(list)
     for own in samples[::world]:  # rank 0 of each pass: all its ranks share its conditions
         for sample in own:
@@ -189,21 +189,21 @@ def _machine(found: Attached) -> Measured:
     )
 
 
-def _reduced(ranks: Iterable[list[PointSample]], world: int, crowded: bool) -> dict[Key, float]:
+def _reduced(ranks: Iterable[list[PointSample]], world: int) -> dict[Key, float]:
     """Point -> seconds of one call, from all visits; `ranks` in order, pass after pass."""
     by_point: dict[Key, list[PointSample]] = defaultdict(list)
     for own in ranks:
         for sample in own:
             by_point[sample.section, tuple(sample.labels.items())].append(sample)
-    return {key: _one(samples, world, crowded) for key, samples in by_point.items()}
+    return {key: _one(samples, world) for key, samples in by_point.items()}
 
 
-def _one(samples: list[PointSample], world: int, crowded: bool) -> float:
+def _one(samples: list[PointSample], world: int) -> float:
     """One figure of a point: the mean over ranks, or the slowest rank of a collective.
 
-    Other work on the machine only ever lengthens a visit, so a low quantile is taken. But ranks
-    that run concurrently slow each other, which is part of the measurement: there the median of
-    CPU time is taken.
+    Other work on the machine only ever lengthens a visit, so one rank alone counts its quickest.
+    Ranks that run concurrently slow each other, which is part of the measurement: there the median
+    counts, of CPU time or of how long a call took all ranks.
     """
     if samples[0].how != "together":
         each = [np.concatenate([s.seconds for s in samples[rank::world]]) for rank in range(world)]
@@ -212,7 +212,7 @@ def _one(samples: list[PointSample], world: int, crowded: bool) -> float:
         np.max([s.seconds for s in samples[i : i + world]], axis=0)
         for i in range(0, len(samples), world)
     ]
-    return float(np.quantile(np.concatenate(visits), MEDIAN if crowded else QUARTILE))
+    return float(np.quantile(np.concatenate(visits), MEDIAN))
 
 
 def _calibration(machine: Measured, found: dict[int, dict[Key, float]]) -> Calibration:
@@ -303,6 +303,7 @@ def _host(world: int, own: dict[Key, float]) -> Host:
             ),
             r["microbatches"] * r["layers"] * (r["kernels"] == "compiled"),
             r["microbatches"] * (r["kernels"] == "compiled"),
+            r["microbatches"] * r["layers"] * r["split"],
         ]
         for r, _ in rows
     ]
@@ -317,6 +318,7 @@ def _host(world: int, own: dict[Key, float]) -> Host:
         "selective_us",
         "compiled_layer_us",
         "compiled_microbatch_us",
+        "split_us",
     )
     costs = {name: round(float(value), 2) for name, value in zip(names, parts)}
     return Host(

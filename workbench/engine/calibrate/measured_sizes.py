@@ -64,6 +64,15 @@ OPERATORS: Mapping[OperatorKind | Literal["copies"], tuple[tuple[int, int, int],
     "embedding": ((4, 16, 256), (96, 96, 640), (768, 96, 640), (96, 320, 3072), (768, 448, 8192)),
     "attention": _ATTENTION_SHAPES,
     "ring_step": _ATTENTION_SHAPES,
+    "grouped_linear": (
+        (2, 16, 16),
+        (24, 96, 160),
+        (96, 96, 160),
+        (24, 320, 320),
+        (96, 160, 320),
+        (384, 320, 96),
+    ),
+    "routing": ((8, 16, 4), (192, 96, 4), (192, 96, 16), (768, 96, 8), (1536, 320, 16)),
     "adamw": tuple((rows, 1, 1) for rows in (2**10, 2**14, 2**17, 2**20, 2**23)),
 }
 """Shapes of each operator as in `calibration_file.Operator`; `copies` are taken off rope's time."""

@@ -26,16 +26,23 @@ from workbench.models.attention_kernels import (
     attend_block_backward,
     attention,
 )
+from workbench.models.grouped_gemm import GroupedLinear
+from workbench.models.moe import ExpertRun, GroupedExperts, MoE, TokenDispatcher, equal_groups
 from workbench.models.seams import Activate, AddNorm, HeadLoss, Rope, rotary_positions
 from workbench.parallel.context.ring_attention import merge_blocks
+from workbench.plan.model.model_shape import Moe, Shape
 
-Shape = tuple[int, int, int]
+Sizes = tuple[int, int, int]
 Passes = Mapping[str, Callable[[], object]]
 """forward | both (forward and backward) | weight (a weight's gradient alone) -> call."""
 HEAD_DIM = 32
 BEYOND_CACHE_NUMEL = 2**20
 """Entries of the largest operands together that a core's own caches do not hold."""
 MOST_COPIES = 12
+GROUPS = 4
+"""Groups of a grouped linear layer that is measured."""
+CHOICES = 2
+"""Experts that a token visits where routing is measured."""
 
 
 def operator_points(survey: CalibrationSurvey) -> Iterator[Point]:
@@ -47,10 +54,11 @@ def operator_points(survey: CalibrationSurvey) -> Iterator[Point]:
                 labels |= dict(zip(("rows", "columns", "inner"), shape))
                 copies = _copies_of(shape)
                 for name, call in _PASSES[kind](kind, code, shape, copies).items():
-                    yield Point("operators", {**labels, "pass": name}, call, repeats=copies)
+                    each = copies * (GROUPS if kind == "grouped_linear" else 1)
+                    yield Point("operators", {**labels, "pass": name}, call, repeats=each)
 
 
-def _copies_of(shape: Shape) -> int:
+def _copies_of(shape: Sizes) -> int:
     """As many operators of a shape one after the other as leave a core's caches, as those of a
     model's layers do; backward is started once for all of them.
     """
@@ -102,7 +110,7 @@ def _repeated(call: Callable[[], None], times: int) -> Callable[[], None]:
     return calls
 
 
-def _linear(kind: str, code: str, shape: Shape, copies: int) -> Passes:
+def _linear(kind: str, code: str, shape: Sizes, copies: int) -> Passes:
     rows, columns, inner = shape
 
     def make() -> Instance:
@@ -128,7 +136,7 @@ def _seam(module: nn.Module, code: str) -> Any:
     return module
 
 
-def _norm(kind: str, code: str, shape: Shape, copies: int) -> Passes:
+def _norm(kind: str, code: str, shape: Sizes, copies: int) -> Passes:
     rows, columns, _ = shape
 
     def make() -> Instance:
@@ -139,7 +147,7 @@ def _norm(kind: str, code: str, shape: Shape, copies: int) -> Passes:
     return _passes(make, copies)
 
 
-def _rope(kind: str, code: str, shape: Shape, copies: int) -> Passes:
+def _rope(kind: str, code: str, shape: Sizes, copies: int) -> Passes:
     """Queries and keys; compiled code overwrites them, so that both work on copies."""
     rows, columns, _ = shape
     rope, width = _seam(Rope(), code), min(HEAD_DIM, columns // 2)
@@ -152,7 +160,7 @@ def _rope(kind: str, code: str, shape: Shape, copies: int) -> Passes:
     return _passes(make, copies)
 
 
-def _copies(kind: str, code: str, shape: Shape, copies: int) -> Passes:
+def _copies(kind: str, code: str, shape: Sizes, copies: int) -> Passes:
     """The copies that `_rope` makes."""
     rows, columns, _ = shape
 
@@ -163,7 +171,7 @@ def _copies(kind: str, code: str, shape: Shape, copies: int) -> Passes:
     return _passes(make, copies)
 
 
-def _activation(kind: str, code: str, shape: Shape, copies: int) -> Passes:
+def _activation(kind: str, code: str, shape: Sizes, copies: int) -> Passes:
     rows, columns, _ = shape
     activate = _seam(Activate(kind), code)
 
@@ -175,7 +183,7 @@ def _activation(kind: str, code: str, shape: Shape, copies: int) -> Passes:
     return _passes(make, copies)
 
 
-def _head_loss(kind: str, code: str, shape: Shape, copies: int) -> Passes:
+def _head_loss(kind: str, code: str, shape: Sizes, copies: int) -> Passes:
     rows, columns, inner = shape
     targets = torch.randint(columns, (1, rows))
 
@@ -186,7 +194,7 @@ def _head_loss(kind: str, code: str, shape: Shape, copies: int) -> Passes:
     return _passes(make, copies)
 
 
-def _embedding(kind: str, code: str, shape: Shape, copies: int) -> Passes:
+def _embedding(kind: str, code: str, shape: Sizes, copies: int) -> Passes:
     rows, columns, vocabulary = shape
     tokens = torch.randint(vocabulary, (1, rows))
 
@@ -197,7 +205,52 @@ def _embedding(kind: str, code: str, shape: Shape, copies: int) -> Passes:
     return _passes(make, copies)
 
 
-def _attention(kind: str, code: str, shape: Shape, copies: int) -> Passes:
+def _grouped_linear(kind: str, code: str, shape: Sizes, copies: int) -> Passes:
+    """Linear layers of several groups of rows, as of an MoE's experts."""
+    rows, columns, inner = shape
+    groups = equal_groups(GROUPS * rows, GROUPS, torch.device("cpu"))
+
+    def make() -> Instance:
+        layer = GroupedLinear(GROUPS, inner, columns, bias=False)
+        nn.init.normal_(layer.weight)
+        x = _leaf(GROUPS * rows, inner)
+        return Instance(lambda: [layer(x, groups)], [x], [layer.weight])
+
+    return _passes(make, copies)
+
+
+def _routing(kind: str, code: str, shape: Sizes, copies: int) -> Passes:
+    """An MoE layer whose experts return their rows as they are."""
+    rows, columns, experts = shape
+    moe = Moe(experts=experts, top_k=CHOICES, ffn=1)
+
+    def make() -> Instance:
+        layer = MoE(Shape(layers=1, hidden=columns, heads=1, ffn=1, vocab=1, moe=moe), None)
+        for parameter in layer.parameters():
+            nn.init.normal_(parameter)
+        layer.dispatcher = _Returned()
+        x = _leaf(1, max(1, rows // CHOICES), columns)
+
+        def run() -> list[Tensor]:
+            y, loss = layer(x)
+            assert loss is not None, "a layer in training has its load-balancing loss"
+            return [y, loss]
+
+        return Instance(run, [x], [layer.route.weight])
+
+    return _passes(make, copies)
+
+
+class _Returned(TokenDispatcher):
+    """Counts rows as a dispatcher does, and returns them without any expert's work."""
+
+    def forward(self, num_rows: int, counts_E: Tensor | None, experts: GroupedExperts) -> ExpertRun:
+        assert counts_E is not None, "without a capacity experts have different numbers of rows"
+        self.read_counts(counts_E, num_rows)()
+        return lambda x_RD: x_RD
+
+
+def _attention(kind: str, code: str, shape: Sizes, copies: int) -> Passes:
     heads, length, head_dim = shape
 
     def make() -> Instance:
@@ -211,7 +264,7 @@ def _attention(kind: str, code: str, shape: Shape, copies: int) -> Passes:
     return _passes(make, copies)
 
 
-def _ring_step(kind: str, code: str, shape: Shape, copies: int) -> Passes:
+def _ring_step(kind: str, code: str, shape: Sizes, copies: int) -> Passes:
     """Attention of all queries to half of another rank's keys, merged into what there is; backward
     adds to the gradients that travel along.
     """
@@ -238,7 +291,7 @@ def _ring_step(kind: str, code: str, shape: Shape, copies: int) -> Passes:
     return {"forward": _repeated(forward, copies), "both": _repeated(both, copies)}
 
 
-def _adamw(kind: str, code: str, shape: Shape, copies: int) -> Passes:
+def _adamw(kind: str, code: str, shape: Sizes, copies: int) -> Passes:
     """AdamW of one tensor, with what goes before: zeroing, norm and clipping of its gradient."""
     value, gradient, first, second, zeroed = ([torch.rand(shape[0])] for _ in range(5))
     count, scale = torch.zeros(()), torch.ones(())
@@ -271,7 +324,7 @@ def _adamw(kind: str, code: str, shape: Shape, copies: int) -> Passes:
 
 _SEAMS: tuple[OperatorKind, ...] = ("rmsnorm", "rope", "swiglu", "gelu", "head_loss")
 """Operators that compiled code may run; torch's own layernorm is never replaced on a CPU."""
-_PASSES: dict[OperatorKind | Literal["copies"], Callable[[str, str, Shape, int], Passes]] = {
+_PASSES: dict[OperatorKind | Literal["copies"], Callable[[str, str, Sizes, int], Passes]] = {
     "linear": _linear,
     "rmsnorm": _norm,
     "layernorm": _norm,
@@ -283,5 +336,7 @@ _PASSES: dict[OperatorKind | Literal["copies"], Callable[[str, str, Shape, int],
     "embedding": _embedding,
     "attention": _attention,
     "ring_step": _ring_step,
+    "grouped_linear": _grouped_linear,
+    "routing": _routing,
     "adamw": _adamw,
 }

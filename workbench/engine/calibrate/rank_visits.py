@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from workbench.engine.calibrate.call_stamps import seconds_added
 from workbench.engine.calibrate.collective_points import collective_points
 from workbench.engine.calibrate.local_points import Point, local_points
 from workbench.engine.calibrate.measured_sizes import CalibrationSurvey
@@ -109,17 +110,10 @@ def _visit(point: Point, watch: Stopwatch, calls: int, window: float) -> float:
 
 
 def _seconds_between_work(point: Point, watch: Stopwatch, calls: int) -> float:
-    """Seconds of one call, without those of the work between two calls."""
-    between = point.between
-    if between is None:
+    """Mean seconds that one call adds to the work between two."""
+    if point.between is None:
         return watch.of(point.call, calls) / calls
-
-    def both() -> None:
-        between()
-        point.call()
-
-    spent = watch.of(both, calls) - watch.of(between, calls)
-    return max(spent / calls, LEAST_SECONDS)
+    return max(float(seconds_added(point.between, point.call, calls).mean()), LEAST_SECONDS)
 
 
 def _device(device_type: str, rank: int) -> torch.device:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from workbench.engine.calibrate.local_points import Point
 from workbench.engine.calibrate.measured_sizes import CalibrationSurvey
 from workbench.engine.session import Session
 from workbench.parallel.mesh import build_mesh
+from workbench.parallel.pipeline.schedule_executor import ScheduleExecutor
 from workbench.plan.probe_plan import TINY, TINY_SEQUENCE, probe_plan
 from workbench.plan.resolved_plan import ResolvedPlan
 
@@ -26,27 +28,50 @@ def step_points(survey: CalibrationSurvey, device: torch.device) -> Iterator[Poi
     """
     most = max(survey.layers), max(survey.microbatches)
     few = min(survey.layers), max(survey.microbatches)
-    variants = [(*most, "selective", "eager"), (*most, "full", "eager")]
+    variants = [(*most, "selective", "eager", False), (*most, "full", "eager", False)]
     if survey.operators:
-        variants += [(*few, "none", "compiled"), (*most, "none", "compiled")]
-    eager = itertools.product(survey.layers, survey.microbatches, ("none",), ("eager",))
-    for layers, microbatches, recompute, kernels in (*eager, *variants):
+        variants += [(*few, "none", "compiled", False), (*most, "none", "compiled", False)]
+        variants += [(*most, "none", "eager", True)]
+    eager = itertools.product(survey.layers, survey.microbatches, ("none",), ("eager",), (False,))
+    for layers, microbatches, recompute, kernels, split in (*eager, *variants):
         plan = probe_plan(
             device.type, TINY_SEQUENCE, microbatches, recompute, kernels, layers=layers, **TINY
         )
         labels: dict[str, Any] = {"layers": layers, "microbatches": microbatches}
-        labels |= {"recompute": recompute, "kernels": kernels}
-        yield Point("steps", labels, _step(plan, device), "host")
+        labels |= {"recompute": recompute, "kernels": kernels, "split": split}
+        yield Point("steps", labels, _step(plan, device, split), "host")
     for probe in survey.probes:
         sizes: dict[str, Any] = dict(probe)
         yield Point("probes", sizes, _step(probe_plan(device.type, **sizes), device))
 
 
-def _step(plan: ResolvedPlan, device: torch.device) -> Callable[[], object]:
+def _step(plan: ResolvedPlan, device: torch.device, split: bool = False) -> Callable[[], object]:
     session = Session.build(plan, build_mesh(plan, 0, device), device)
+    if split:
+        session.executor = _with_split_backward(session.executor)
     t = plan.training
     tokens = (
         torch.arange(t.sequence_length, device=device).expand(plan.num_microbatches, 1, -1)
         % plan.shape.vocab
     )
     return lambda: session.step(0, tokens, tokens)
+
+
+def _with_split_backward(executor: ScheduleExecutor) -> ScheduleExecutor:
+    """The same work with every backward in two halves, as in zero-bubble schedules."""
+    halves = [
+        [replace(action, kind=half) for action in row for half in _halves_of(action.kind)]
+        for row in executor.table.rows
+    ]
+    return ScheduleExecutor(
+        replace(executor.table, rows=tuple(map(tuple, halves))),
+        executor.stages,
+        executor.axis,
+        executor.empty_boundary,
+        executor.hooks,
+        unsplit=executor.unsplit,
+    )
+
+
+def _halves_of(kind: str) -> tuple[str, ...]:
+    return ("I", "W") if kind == "B" else (kind,)

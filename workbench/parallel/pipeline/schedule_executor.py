@@ -95,6 +95,7 @@ class ScheduleExecutor:
     ) -> None:
         self.table, self.stages, self.axis = table, stages, axis
         self.empty_boundary, self.hooks = empty_boundary, hooks
+        self.unsplit = unsplit
         self.unsplit_weights = (
             frozenset(id(p) for p in unsplit.parameters()) if unsplit is not None else frozenset()
         )
