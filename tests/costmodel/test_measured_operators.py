@@ -29,6 +29,7 @@ KINDS_OF_OPERATORS = (
     "embedding",
 )
 SIZES = (16, 96, 512)
+ULYSSES = {"strategy.context.size": 2, "strategy.context.algorithm": "ulysses"}
 COSTS_OF_VERSION_1 = {
     "ranks",
     "operator_us",
@@ -154,11 +155,76 @@ def test_what_the_host_takes_between_operators_is_a_tiny_models_rest() -> None:
 
 def test_collectives_take_what_was_measured(tmp_path: Path) -> None:
     path = kept(tmp_path, calibration())
-    tensor = plan(path, strategy="single", **{"strategy.tensor.size": 2})
-    before = estimate(tensor).notes["time"]["tensor_comm"]
+    ulysses = plan(path, strategy="single", **ULYSSES)
+    before = estimate(ulysses).notes["time"]["context_comm"]
     slow = tuple(c.model_copy(update={"seconds": 5 * c.seconds}) for c in collectives())
     calibration_file.write_calibration(calibration(collectives=slow), path)
-    assert estimate(tensor).notes["time"]["tensor_comm"] == pytest.approx(5 * before)
+    assert estimate(ulysses).notes["time"]["context_comm"] == pytest.approx(5 * before)
+
+
+def test_reductions_of_tensor_parallelism_wait_during_weight_gradients(tmp_path: Path) -> None:
+    def exposed(weight: float, **changes: Any) -> float:
+        found = tuple(
+            o.model_copy(update={"weight": weight, "backward": 1e-2}) if o.weight else o
+            for o in operators()
+        )
+        path = kept(tmp_path, calibration(operators=found))
+        tensor = plan(path, strategy="single", **{"strategy.tensor.size": 2, **changes})
+        return float(estimate(tensor).notes["time"]["tensor_comm"])
+
+    none, short, long, longer = map(exposed, (1e-9, 1e-5, 5e-3, 1e-2))
+    assert none > short > long == longer > none / 2, "only backward's latency hides"
+    deferred = {
+        "cluster.gpus": 4,
+        "strategy.pipeline.size": 2,
+        "strategy.pipeline.schedule": "zb-h1",
+    }
+    assert exposed(1e-9, **deferred) == pytest.approx(exposed(5e-3, **deferred), rel=1e-6)
+
+
+def test_ulysses_copies_heads_and_ring_attention_does_not(tmp_path: Path) -> None:
+    def compute(slow: float, **changes: Any) -> float:
+        memory = tuple(m.model_copy(update={"seconds": slow * m.seconds}) for m in made().memory)
+        path = kept(tmp_path, calibration(memory=memory))
+        return float(estimate(plan(path, strategy="single", **changes)).notes["time"]["compute"])
+
+    ring = {"strategy.context.size": 2}
+    assert compute(1.0, **ring) == compute(9.0, **ring)
+    assert compute(1.0, **ULYSSES) < compute(9.0, **ULYSSES)
+
+
+def test_deferred_weight_gradients_cost_the_host(tmp_path: Path) -> None:
+    hosts = tuple(h.model_copy(update={"split_us": 400.0}) for h in calibration().host)
+
+    def compute(schedule: str, **changes: Any) -> float:
+        path = kept(tmp_path, calibration(**changes))
+        pipeline = {"strategy.pipeline.size": 2, "strategy.pipeline.schedule": schedule}
+        full = plan(path, strategy="single", **pipeline)
+        each = full.resolve().num_microbatches * full.resolve().shape.layers / 2
+        return float(estimate(full).notes["time"]["compute"]) / each
+
+    assert compute("zb-h1", host=hosts) - compute("zb-h1") == pytest.approx(4e-4, rel=1e-3)
+    assert compute("1f1b", host=hosts) == compute("1f1b")
+
+
+@pytest.mark.parametrize(("kind", "calls"), [("routing", 1), ("grouped_linear", 8 * 3)])
+def test_an_moe_layer_takes_what_its_own_operators_take(
+    kind: Any, calls: int, tmp_path: Path
+) -> None:
+    def compute(model: str, seconds: float) -> float:
+        one = Operator(
+            kind=kind, kernels="eager", rows=64, columns=64, inner=8, ranks=1, forward=seconds
+        )
+        more = tuple(one.model_copy(update={"rows": rows}) for rows in (64, 128, 256))
+        path = kept(tmp_path, calibration(operators=(*operators(), *more)))
+        full = plan(path, gpus=1, strategy="single", **{"model": model})
+        return float(estimate(full).notes["time"]["compute"])
+
+    assert compute("tiny", 1e-4) == compute("tiny", 1e-2)
+    shape = plan(gpus=1, strategy="single", **{"model": "tiny-moe"}).resolve()
+    moe_layers = shape.num_microbatches * (shape.shape.layers - 1)  # the first layer is dense
+    more = compute("tiny-moe", 1e-2) - compute("tiny-moe", 1e-4)
+    assert more == pytest.approx(moe_layers * calls * (1e-2 - 1e-4), rel=1e-6)
 
 
 def test_a_ring_exchanges_and_a_pipeline_sends(tmp_path: Path) -> None:

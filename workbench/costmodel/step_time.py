@@ -23,8 +23,9 @@ from workbench.costmodel.compute.measured_layer import (
     measured_microbatch_compute,
     measured_optimizer_seconds,
 )
-from workbench.costmodel.compute.roofline import LayerTimes, model_flops
+from workbench.costmodel.compute.roofline import LayerTimes, MicrobatchCompute, model_flops
 from workbench.costmodel.inputs.config import Array, Number, stage_homes
+from workbench.costmodel.inputs.layer_gemms import column_parallel_share
 from workbench.costmodel.inputs.rank_workload import Workload
 from workbench.costmodel.rates.constants import Constants
 from workbench.schedules import Table, Timeline, closed_forms, executable, simulate
@@ -183,7 +184,12 @@ def _durations(
         }
         if w.fixed.has_context_parallel:
             behind = w.layers * (RING_OVERLAP_SHARE * attention[action])
+            if wires["context"].measured is not None:
+                behind = behind * (w.ring > 1)  # Ulysses waits for its all-to-alls
             exposed[action]["context_comm"] = np.maximum(0.0, of("context") - behind)
+        if action == "B" and tensor.measured is not None:
+            hiding = _behind_weight_gradients(w, work, every, wires, c)
+            exposed[action]["tensor_comm"] = exposed[action]["tensor_comm"] - hiding
         if w.shape.moe:
             # While the GPU waits for its host, an all-to-all that was launched runs on.
             exposed[action]["expert_comm"] = np.maximum(
@@ -207,6 +213,26 @@ def _durations(
         idle=np.asarray(work.idle_forward + work.idle_backward),
         communication={name: exposed["F"][name] + exposed["B"][name] for name in exposed["F"]},
     )
+
+
+def _behind_weight_gradients(
+    w: Workload,
+    work: MicrobatchCompute,
+    every: list[CollectiveCall],
+    wires: dict[str, AxisLink],
+    c: Constants,
+) -> Array:
+    """Seconds that the tensor-parallel reductions of one backward wait while a rank computes: this
+    engine reduces the input's gradient of a column-parallel group during the weights' gradients of
+    the group, unless these are deferred. What a reduction copies takes the rank's own core.
+    """
+    if w.fixed.algorithm != "1d" or w.fixed.splits_backward:
+        return w.zeros
+    reductions = [
+        replace(call, bytes=0.0) for call in every if call.kind in ("all_reduce", "reduce_scatter")
+    ]
+    waits = comm_seconds(reductions, wires, c, "tensor", "B") / w.microbatches
+    return np.minimum(waits, column_parallel_share(w) * work.weight_grad)
 
 
 def _overlaps_compute(w: Workload) -> Number:

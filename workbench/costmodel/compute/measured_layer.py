@@ -226,8 +226,7 @@ def _attention(w: Workload, o: MeasuredOperators) -> PassTimes:
     step = o.operator("ring_step", "eager", heads, length, width)
     others, copies = w.ring - 1, _head_copies(w, o)
     return PassTimes(
-        own.forward + others * step.forward + copies,
-        own.backward + others * step.backward + copies,
+        own.forward + others * step.forward + copies, own.backward + others * step.backward + copies
     )
 
 

@@ -93,6 +93,12 @@ def layer_flops(w: Workload, is_moe: bool) -> Number:
     return sum(p.flops for p in layer_gemms(w, is_moe))
 
 
+def column_parallel_share(w: Workload) -> Number:
+    """Share of a dense layer's FLOPs in GEMMs that tensor parallelism shards by outputs."""
+    by_rows = 2 * w.tokens * w.hidden_per_rank * (w.o_width + w.ffn)
+    return 1 - by_rows / layer_flops(w, False)
+
+
 def head_flops(w: Workload) -> Number:
     """Forward FLOPs of the output projection on a rank."""
     return head_gemm(w).flops

@@ -194,7 +194,9 @@ class MeasuredCurves:
         )
         return float(alpha), float(beta)
 
-    def _collective(self, kind: str, group: int, dtype: str) -> tuple[TimeCurve | LatencyLine, int, float]:
+    def _collective(
+        self, kind: str, group: int, dtype: str
+    ) -> tuple[TimeCurve | LatencyLine, int, float]:
         """(curve, group size that it was measured on, slowdown by ranks that share cores)."""
         wanted = "send" if kind == "recv" else kind
         points = [c for c in self.calibration.collectives if c.kind == wanted]
@@ -270,7 +272,7 @@ def fit_nonnegative(terms: FloatArray, times: FloatArray) -> FloatArray:
         times: Seconds, `[points]`.
 
     Returns:
-        Coefficients, `[terms]`.
+        Coefficients, `[terms]`; 0 of a term that no point has.
     """
     from scipy.optimize import (
         nnls,
@@ -278,6 +280,7 @@ def fit_nonnegative(terms: FloatArray, times: FloatArray) -> FloatArray:
 
     left, right = terms / times[:, None], np.ones_like(times)
     scale = np.abs(left).max(axis=0)
+    scale[scale == 0] = 1.0
     weight = np.ones_like(times)
     found = np.zeros(terms.shape[1])
     for _ in range(REWEIGHTING_ROUNDS):

@@ -122,7 +122,7 @@ class CalibrationSurvey:
     """Small models whose training step is timed; names as in `calibration_file.Probe`."""
     window: float = 0.01
     """Seconds of one visit of a point."""
-    together: float = 0.04
+    together: float = 0.03
     """The same of a collective: how late ranks wake up varies from call to call."""
 
     def window_of(self, how: str) -> float:

@@ -48,7 +48,7 @@ def step_points(survey: CalibrationSurvey, device: torch.device) -> Iterator[Poi
 def _step(plan: ResolvedPlan, device: torch.device, split: bool = False) -> Callable[[], object]:
     session = Session.build(plan, build_mesh(plan, 0, device), device)
     if split:
-        session.executor = _with_split_backward(session.executor)
+        session.executor = with_split_backward(session.executor)
     t = plan.training
     tokens = (
         torch.arange(t.sequence_length, device=device).expand(plan.num_microbatches, 1, -1)
@@ -57,7 +57,7 @@ def _step(plan: ResolvedPlan, device: torch.device, split: bool = False) -> Call
     return lambda: session.step(0, tokens, tokens)
 
 
-def _with_split_backward(executor: ScheduleExecutor) -> ScheduleExecutor:
+def with_split_backward(executor: ScheduleExecutor) -> ScheduleExecutor:
     """The same work with every backward in two halves, as in zero-bubble schedules."""
     halves = [
         [replace(action, kind=half) for action in row for half in _halves_of(action.kind)]

@@ -1,0 +1,91 @@
+"""What `calibrate` times beside kernels: collectives between work, split backward, MoE layers."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from workbench.engine.calibrate.call_stamps import added_by_calls, seconds_added
+from workbench.engine.calibrate.measured_sizes import CalibrationSurvey
+from workbench.engine.calibrate.operator_points import CHOICES, GROUPS, operator_points
+from workbench.engine.calibrate.whole_steps import with_split_backward
+from workbench.engine.session import Session
+from workbench.engine.verify.forked_ranks import run_ranks
+from workbench.parallel.mesh import build_mesh
+from workbench.plan.probe_plan import TINY, TINY_SEQUENCE, probe_plan
+
+
+def moments(work: list[list[float]], call: float) -> np.ndarray:
+    """Ranks that compute `work[rank]` seconds before each call, which takes `call` from when the
+    last rank is there.
+    """
+    found, now = np.zeros((len(work), len(work[0]), 2)), 0.0
+    for index, each in enumerate(zip(*work)):
+        found[:, index, 0] = now + np.array(each)
+        now = float(found[:, index, 0].max()) + call
+        found[:, index, 1] = now
+    return found
+
+
+def test_a_call_adds_its_own_time_and_the_wait_for_the_later_rank() -> None:
+    same = added_by_calls(moments([[2.0] * 6, [2.0] * 6], 0.5))
+    assert same == pytest.approx([0.5] * 5)
+    late = added_by_calls(moments([[2.0] * 6, [2.0, 2.0, 3.0, 2.0, 2.0, 2.0]], 0.5))
+    assert late == pytest.approx([0.5, 1.5, 0.5, 0.5, 0.5]), "one disturbance stays one call's"
+
+
+def _late_by(rank: int, seconds: float) -> list[float]:
+    def call() -> None:
+        time.sleep(seconds * rank)
+        dist.barrier()
+
+    return seconds_added(lambda: time.sleep(0.002), call, 4).tolist()
+
+
+def test_all_ranks_agree_what_a_call_adds() -> None:
+    first, second = run_ranks(2, lambda rank: _late_by(rank, 0.05))
+    assert first == second and len(first) == 4
+    assert min(first) > 0.049
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_a_step_with_split_backward_is_the_same_step(recompute: str) -> None:
+    def trained(rank: int) -> list[float]:
+        device = torch.device("cpu")
+        plan = probe_plan("cpu", TINY_SEQUENCE, 3, recompute, layers=2, **TINY)
+        session = Session.build(plan, build_mesh(plan, 0, device), device)
+        whole = replace(session, executor=with_split_backward(session.executor))
+        kinds = {action.kind for action in whole.executor.row}
+        assert {"I", "W"} <= kinds and "B" not in kinds
+        tokens = torch.arange(3 * TINY_SEQUENCE).view(3, 1, TINY_SEQUENCE)
+        steps = [each.step(0, tokens, tokens) for each in (session, whole)]
+        # The second step starts from the first's weights: run it again, whole, from the same.
+        other = Session.build(plan, build_mesh(plan, 0, device), device)
+        other.step(0, tokens, tokens)
+        again = other.step(0, tokens, tokens)
+        return [float(x) for r in (steps[1], again) for x in (r.loss, r.gradient_norm)]
+
+    ((loss, norm, loss_again, norm_again),) = run_ranks(1, trained)
+    assert (loss, norm) == pytest.approx((loss_again, norm_again), rel=1e-5)
+
+
+def test_an_moe_layers_points_compute_every_gradient_and_count_each_group() -> None:
+    torch.manual_seed(0)
+    survey = CalibrationSurvey(
+        operators={"grouped_linear": ((8, 16, 24),), "routing": ((16, 12, 4),)}
+    )
+    found = {(p.labels["kind"], p.labels["pass"]): p for p in operator_points(survey)}
+    assert set(found) == {(k, n) for k in survey.operators for n in ("forward", "both")}
+    for point in found.values():
+        point.call()
+    outputs = found["grouped_linear", "forward"].call()
+    assert isinstance(outputs, list) and {x.shape for x in outputs} == {(GROUPS * 8, 16)}
+    assert found["grouped_linear", "both"].repeats == GROUPS * len(outputs)
+    routed = found["routing", "forward"].call()
+    assert isinstance(routed, list) and routed[0].shape == (1, 16 // CHOICES, 12)
+    assert all(x.requires_grad for x in (*outputs, *routed))
