@@ -24,7 +24,7 @@ from workbench.planner.fitting.memory_fit import (
     read_rows,
     spread,
 )
-from workbench.planner.validation.first_step_readings import reads_first_step
+from workbench.planner.validation.implied_fields.first_step_readings import reads_first_step
 from workbench.planner.validation.memory_report import (
     APART,
     CERTAIN,

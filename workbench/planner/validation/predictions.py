@@ -28,7 +28,7 @@ from workbench.costmodel.step_time import step_time, step_time_breakdown
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.planner.calibrated_plan import with_calibration
 from workbench.planner.step_interval import step_seconds_interval
-from workbench.planner.validation.first_step_readings import reads_first_step
+from workbench.planner.validation.implied_fields.first_step_readings import reads_first_step
 from workbench.planner.validation.measured_rows import MeasuredRow
 from workbench.units import GIB
 
