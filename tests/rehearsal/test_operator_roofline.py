@@ -1,5 +1,5 @@
 """The operators that a rehearsal counts, summed on the planned GPU, against the estimate's compute:
-twenty plans over models, precisions, kernels, axes, ZeRO, recomputation and GPUs.
+twenty-five plans over models, precisions, kernels, axes, ZeRO, recomputation and GPUs.
 """
 
 from __future__ import annotations
@@ -50,6 +50,8 @@ QUICK: dict[str, tuple[Any, ...]] = {
         (1, 8, 4096),
         {"tensor.size": 8, **SEQUENCE, "pipeline.size": 2, "recompute": "full"},
     ),
+    "fp8": ("llama-3-8b", 2, H, 8, (1, 3, 4096), {"precision": "fp8"}),
+    "plain attention": ("llama-3-8b", 2, H, 8, (1, 3, 2048), {"attention": "math"}),
 }
 """Name -> model, layers, GPU, GPUs, (micro-batch, microbatches, tokens), fields of the strategy."""
 MORE: dict[str, tuple[Any, ...]] = {
@@ -171,6 +173,35 @@ MORE: dict[str, tuple[Any, ...]] = {
         (4, 2, 1024),
         {"pipeline.size": 4, "pipeline.schedule": "gpipe"},
     ),
+    "fp8, sequence parallel, fused, recomputed": (
+        "llama-3-8b",
+        2,
+        H,
+        8,
+        (1, 2, 4096),
+        {"precision": "fp8", "kernels": "fused", "tensor.size": 4, **SEQUENCE, "recompute": "full"},
+    ),
+    "fp8, biases, tensor ranks": (
+        "gpt3-6.7b",
+        2,
+        B,
+        8,
+        (4, 2, 2048),
+        {"precision": "fp8", "tensor.size": 2},
+    ),
+    "plain attention recomputed, Ulysses": (
+        "llama-3-8b",
+        2,
+        A,
+        8,
+        (2, 2, 2048),
+        {
+            "attention": "math",
+            "context.size": 2,
+            "context.algorithm": "ulysses",
+            "recompute": "selective",
+        },
+    ),
 }
 
 
@@ -201,6 +232,8 @@ def planned(model: str, layers: int, gpu: str, gpus: int, batch: Any, strategy: 
 def check(name: str) -> None:
     """Every rehearsed rank's operators add up to the estimate of its stage."""
     plan = planned(*({**QUICK, **MORE}[name]))
+    if plan.strategy.precision == "fp8":
+        pytest.importorskip("torchao")
     found = rehearse(plan, operators=True).notes["operators"]
     assert len(found["ranks"]) == plan.resolve().strategy.pipeline.size
     for rank in found["ranks"]:
@@ -218,5 +251,5 @@ def test_so_it_is_over_all_axes(name: str) -> None:
     check(name)
 
 
-def test_there_are_twenty_plans() -> None:
-    assert len({**QUICK, **MORE}) == 20
+def test_there_are_twenty_five_plans() -> None:
+    assert len({**QUICK, **MORE}) == 25

@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 
 from workbench.costmodel.compute.operator_roofline import Operator
+from workbench.planned_device import REHEARSED_GPU
 from workbench.rehearsal.operator_trace import OperatorTrace
 from workbench.schedules import Action
 
@@ -36,6 +38,7 @@ def half(*shape: int) -> Tensor:
     return torch.zeros(shape, dtype=torch.bfloat16)
 
 
+SHAPES = (64, 128), (64, 256)
 X, Y, LONG = half(4, 8), half(4, 8), torch.zeros(3, dtype=torch.long)
 
 
@@ -55,6 +58,30 @@ X, Y, LONG = half(4, 8), half(4, 8), torch.zeros(3, dtype=torch.long)
 def test_bytes_of_an_operator(run: Callable[[], Any], read: int, written: int) -> None:
     moved = [o for o in counted(run) if o.name not in ("zeros",)]
     assert [(o.kind, o.read, o.written) for o in moved] == [("memory", read, written)]
+
+
+def test_a_tensor_that_holds_fp8_counts_as_the_operators_it_runs() -> None:
+    """torchao's product of fp8 tensors is a product of 8 bits, a copy of each operand in the order
+    that the kernel takes, and the inverses of both scales.
+    """
+    pytest.importorskip("torchao")
+    from workbench.parallel.float8.float8_linear import Float8Gemms, Float8Layer, compute_scales
+
+    gemms = Float8Gemms(Float8Layer("one", {"input": (), "weight": (), "gradient": ()}))
+    device = REHEARSED_GPU
+    with FakeTensorMode():
+        x, g = (torch.empty(shape, dtype=torch.bfloat16, device=device) for shape in SHAPES)
+        compute_scales([(gemms, "input", x), (gemms, "gradient", g)])
+        found = counted(lambda: gemms.weight_gradient(g, x))
+    by_name = {o.name: o for o in found}
+    product, copies = by_name["_scaled_mm"], [o for o in found if o.name == "contiguous"]
+    (n, d), (_, h) = SHAPES
+    assert (product.kind, product.dtype, product.dims) == ("gemm", "fp8", (1, h, d, n))
+    assert sorted((o.dtype, o.read, o.written) for o in copies) == [
+        ("fp8", n * d, n * d),
+        ("fp8", n * h, n * h),
+    ]
+    assert "mm" not in by_name
 
 
 def test_views_move_nothing() -> None:

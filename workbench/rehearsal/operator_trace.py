@@ -44,6 +44,8 @@ GEMMS = {
 """GEMM -> index of its first factor among its arguments."""
 ATTENTION = "_scaled_dot_product_"
 HEAD_LOSS = "linear_cross_entropy_run"
+WRAPPERS = "torchao."
+"""Module of tensors that run as operators on what they hold: fp8 data and a scale."""
 
 
 class OperatorTrace(TorchDispatchMode):
@@ -68,6 +70,8 @@ class OperatorTrace(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        if any(kind.__module__.startswith(WRAPPERS) for kind in types):
+            return NotImplemented  # what it runs comes here, one by one
         out = func(*args, **(kwargs or {}))
         if func.namespace not in (*NAMESPACES, "inductor", "prim"):
             moved = traffic(func, args, kwargs or {}, out)

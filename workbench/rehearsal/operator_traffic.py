@@ -19,6 +19,8 @@ MAKES_NOTHING = frozenset(
     | {"resize_storage_bytes_", "set_", "requires_grad_", "record_stream"}
 )
 """Operators that move no bytes, though they are no views to torch."""
+COPIES_IF_STRIDED = frozenset({"contiguous"})
+"""Views to torch's schema, that copy what does not lie in memory as they return it."""
 OVERWRITES = frozenset({"copy_", "zero_", "fill_"})
 """In-place operators that do not read what they write over."""
 ROWWISE_READS = frozenset({"embedding", "index_select", "gather", "index", "take_along_dim"})
@@ -50,7 +52,7 @@ class Traffic(NamedTuple):
 def traffic(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Traffic | None:
     """Bytes that a call moved; None where it moved none: a view, or memory without content."""
     name = func.overloadpacket.__name__
-    if name in MAKES_NOTHING or func.is_view:
+    if name in MAKES_NOTHING or (func.is_view and not _is_copy(name, args, out)):
         return None
     if name in ROWWISE_WRITES:
         touched = _size(args[ROWWISE_WRITES[name]]) if len(args) > 3 else 0
@@ -71,6 +73,10 @@ def traffic(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) 
     for argument in args[: READS_TWICE.get(name, 0)]:
         read += _size(argument)
     return Traffic(read, written + made) if read + written + made else None
+
+
+def _is_copy(name: str, args: tuple[Any, ...], out: Any) -> bool:
+    return name in COPIES_IF_STRIDED and bool(out.stride() != args[0].stride())
 
 
 def _arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Any]:

@@ -8,57 +8,15 @@ comments name the operators in the order in which they run.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, TypeAlias
-
 import numpy as np
-from numpy.typing import NDArray
 
+from workbench.costmodel.compute.float8_operators import float8_bytes
+from workbench.costmodel.compute.moved_bytes import MovedBytes
+from workbench.costmodel.compute.moved_bytes import moved_by as _operators
 from workbench.costmodel.inputs.config import Number
 from workbench.costmodel.inputs.rank_workload import Workload
 from workbench.costmodel.memory.activation_memory import has_weight_gradients
 from workbench.runtime_facts.loss_chunks import loss_chunk_tokens
-
-Moved: TypeAlias = int | Number | NDArray[np.signedinteger[Any]]
-"""Bytes of one operator, an element."""
-
-
-@dataclass(frozen=True)
-class MovedBytes:
-    """Bytes that operators move and how many kernels they are, in forward and backward."""
-
-    forward: Number = 0.0
-    backward: Number = 0.0
-    forward_kernels: Number = 0.0
-    backward_kernels: Number = 0.0
-
-    def __add__(self, other: MovedBytes) -> MovedBytes:
-        return MovedBytes(
-            self.forward + other.forward,
-            self.backward + other.backward,
-            self.forward_kernels + other.forward_kernels,
-            self.backward_kernels + other.backward_kernels,
-        )
-
-    def times(self, often: Number) -> MovedBytes:
-        """So many of them, each as one kernel."""
-        return MovedBytes(
-            self.forward * often,
-            self.backward * often,
-            self.forward_kernels * often,
-            self.backward_kernels * often,
-        )
-
-    def wide(self, elements: Number) -> MovedBytes:
-        """On tensors of so many elements, where bytes are those of one element."""
-        return MovedBytes(
-            self.forward * elements,
-            self.backward * elements,
-            self.forward_kernels,
-            self.backward_kernels,
-        )
-
 
 ROTARY_TABLE_KERNELS = 12
 """Of the tables of cosines and sines, which each stage makes anew for a microbatch."""
@@ -75,20 +33,6 @@ def counts_operators(w: Workload) -> bool:
     return w.fixed.framework.kernels.counts_operators and w.fixed.gpu.device == "cuda"
 
 
-def _operators(forward: Sequence[Moved], backward: Sequence[Moved]) -> MovedBytes:
-    """Of operators that each move so many bytes; 0 where one does not run."""
-    kernels = ([1.0 * (np.asarray(x) > 0) for x in some] for some in (forward, backward))
-    return MovedBytes(_total(forward), _total(backward), *map(_total, kernels))
-
-
-def _total(values: Sequence[Moved]) -> Number:
-    """Sum of numbers and arrays."""
-    result: Number = 0.0
-    for value in values:
-        result = result + value
-    return result
-
-
 def layer_bytes(w: Workload, is_moe: bool) -> MovedBytes:
     """Bytes of one layer and microbatch, GEMMs and attention apart."""
     e, t, h = w.element_bytes, w.tokens, w.hidden_per_rank
@@ -98,7 +42,14 @@ def layer_bytes(w: Workload, is_moe: bool) -> MovedBytes:
     found += _operators([], [3 * e, 3 * e]).wide(t * h * sums)  # of q, k and v
     if is_moe and w.shape.moe:
         return found + _moe_bytes(w)
+    if casts_eagerly(w):
+        found += float8_bytes(w)
     return found + _mlp_bytes(w, w.ffn, sums)
+
+
+def casts_eagerly(w: Workload) -> bool:
+    """Whether linear layers are torchao's in fp8: those of dense models of this engine."""
+    return w.fixed.precision == "fp8" and w.shape.moe is None and w.shape.mla is None
 
 
 def layer_kernels(w: Workload, is_moe: bool, gemms: int) -> tuple[Number, Number]:
@@ -145,7 +96,11 @@ def stage_kernels(w: Workload, dense_gemms: int, moe_gemms: int) -> tuple[Number
     loss = [split * kernels for kernels in VOCAB_PARALLEL_KERNELS]
     forward = w.has_embedding * (table.forward_kernels + split * LOOKUP_KERNELS)
     backward = w.has_embedding * (table.backward_kernels + 1)
-    backward = backward + w.recomputed_layers * (moe[0] - 1) + 2 * w.layers * w.searched.selective
+    backward = (
+        backward
+        + w.recomputed_layers * (moe[0] - 1 + casts_eagerly(w))
+        + 2 * w.layers * w.searched.selective
+    )
     return (
         w.dense_layers * dense[0]
         + sparse * moe[0]
@@ -246,10 +201,24 @@ def attention_bytes(w: Workload) -> MovedBytes:
         found += _operators([2 * e], [2 * e, 2 * e, cast, u, 3 * u, cast]).wide(t * keys)
         found += _operators([], [2 * e, 2 * u + e, 2 * u]).wide(t * keys).times(steps)
         found = found.times(1.0 * (w.ring > 1))
-    if w.fixed.attention == "efficient" and w.shape.kv_heads != w.shape.heads:
+    if w.fixed.attention in ("efficient", "math") and w.shape.kv_heads != w.shape.heads:
         copied = (keys + 2 * w.q_width) * e
         found += _operators([copied], [copied]).wide(t)
-    return found
+    return found + math_attention_bytes(w) if w.fixed.attention == "math" else found
+
+
+def math_attention_bytes(w: Workload) -> MovedBytes:
+    """Attention in plain operators, its batched GEMMs apart, which are six in place of three
+    kernels: operands and scores in fp32 or better, and an additive mask.
+    """
+    e, u, t, length = w.element_bytes, w.upcast_bytes, w.tokens, w.fixed.sequence_length
+    cast = (e + u) * (e < u)
+    found = _operators([cast] * 4 + [2 * u] * 2 + [2 * e], [cast] * 4 + [2 * u] * 2 + [2 * e])
+    found = found.wide(t * w.q_width)
+    # The mask is made of truth values, added to the scores, and read by all heads at once.
+    found += _operators([1, 2, 5, u], []).wide(length**2)
+    found += _operators([2 * u, 2 * u, cast], [3 * u]).wide(w.heads * t * length)
+    return found + MovedBytes(0.0, 0.0, 2.0, 2.0)
 
 
 def _row_parallel_bias(w: Workload) -> MovedBytes:

@@ -70,7 +70,7 @@ class PassTimes:
     idle_backward: Number = 0.0
     """Part of the backward in which the GPU waits for the host."""
     last_gemm: Number = 0.0
-    """Part of the forward behind the last tensor that it saves: its down-projection."""
+    """Part of the forward behind the last tensor that it saves: a layer's down-projection."""
 
     @property
     def recomputed(self) -> Number:

@@ -5,13 +5,14 @@ and the casts of fp8.
 from __future__ import annotations
 
 from workbench.costmodel.compute.engine_operators import (
-    MovedBytes,
+    casts_eagerly,
     counts_operators,
     dropout_bytes,
     layer_bytes,
 )
 from workbench.costmodel.compute.kernel_launches import fused_seam_shares
 from workbench.costmodel.compute.kernel_rates import DeviceRates, PassTimes
+from workbench.costmodel.compute.moved_bytes import MovedBytes
 from workbench.costmodel.compute.seam_bytes import seam_bytes
 from workbench.costmodel.inputs.config import Number
 from workbench.costmodel.inputs.rank_workload import Workload
@@ -86,11 +87,13 @@ def gemm_inputs(w: Workload, is_moe: bool) -> tuple[Number, Number]:
 
 
 def counted_pass(w: Workload, m: DeviceRates, is_moe: bool) -> PassTimes:
-    """The same of this engine's operators, counted one by one; the casts of fp8 stay textbook."""
+    """The same of this engine's operators, counted one by one; the casts of fp8 are textbook where
+    it does not run such a model.
+    """
     moved = layer_bytes(w, is_moe)
     dropped = dropout_bytes(w, m.constants.dropout_bytes)
     moved += MovedBytes(dropped, dropped)
-    if w.fixed.precision == "fp8":
+    if w.fixed.precision == "fp8" and not casts_eagerly(w):
         casts = _quantized_bytes(w, *gemm_inputs(w, is_moe))
         moved += MovedBytes(*(w.tokens * cast for cast in casts))
     return PassTimes(*counted_seconds(m, moved))

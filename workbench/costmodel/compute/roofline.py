@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from workbench.costmodel.compute.engine_operators import (
-    MovedBytes,
     accumulated_bytes,
     attention_bytes,
+    casts_eagerly,
     chunked_head,
     counts_operators,
     embedding_bytes,
@@ -31,6 +31,7 @@ from workbench.costmodel.compute.kernel_rates import (
     unfused_attention,
 )
 from workbench.costmodel.compute.memory_bound import counted_seconds, memory_bound_pass
+from workbench.costmodel.compute.moved_bytes import MovedBytes
 from workbench.costmodel.inputs.config import Array, Number
 from workbench.costmodel.inputs.layer_gemms import (
     LayerGemm,
@@ -95,7 +96,7 @@ def microbatch_compute(w: Workload, m: DeviceRates, k: LayerTimes) -> Microbatch
     # profile states; full recompute repeats the layer.
     behavior = w.fixed.framework.recompute
     share = behavior.repeated_share
-    selective = k.attention.forward if share is None else share * k.moe.forward
+    selective = k.attention.recomputed if share is None else share * k.moe.forward
     whole = k.moe.forward if behavior.whole_layers else k.moe.recomputed
     recompute = w.recomputed_layers * whole + w.layers * (w.searched.selective * selective)
     weight = (
@@ -217,8 +218,10 @@ def _gemm_pass(w: Workload, m: DeviceRates, is_moe: bool) -> PassTimes:
     backward = weight_grad + sum(
         _gemm_seconds(replace(p, columns=p.inner, inner=p.columns), w, m) for p in gemms
     )
-    # The output of an expert's is saved: combine's gradient needs it.
-    last = 0.0 if is_moe and w.shape.moe else each[-1]
+    # The output of an expert's is saved: combine's gradient needs it. This engine's fp8 layers save
+    # their inputs when they have run.
+    runs_whole = (is_moe and w.shape.moe) or (counts_operators(w) and casts_eagerly(w))
+    last = 0.0 if runs_whole else each[-1]
     return PassTimes(forward, backward, weight_grad, last_gemm=last)
 
 
@@ -228,6 +231,8 @@ def attention_pass(w: Workload, m: DeviceRates) -> PassTimes:
     """
     head_dim = w.shape.head_dim or 128
     scores = w.heads * w.tokens * w.fixed.sequence_length
+    if w.fixed.attention == "math" and counts_operators(w):
+        return _with_copies(_math_attention(w, m), attention_bytes(w), m)
     if w.fixed.attention == "math":  # which upcasts its operands: twice the bytes, fp32 GEMMs
         slower = m.flops_16bit / (w.fixed.gpu.tflops["fp32"] * 1e12)
         return unfused_attention(m, attention_flops(w) * slower, head_dim, 2 * scores, 0.0)
@@ -236,6 +241,17 @@ def attention_pass(w: Workload, m: DeviceRates) -> PassTimes:
         return _with_copies(passes, attention_bytes(w), m) if counts_operators(w) else passes
     dropout = w.fixed.framework.saved_tensors.dropout_masks
     return unfused_attention(m, attention_flops(w), head_dim, scores, dropout)
+
+
+def _math_attention(w: Workload, m: DeviceRates) -> PassTimes:
+    """GEMMs of attention in plain operators, over the whole square of scores, in fp32 or better."""
+    length, head_dim = w.fixed.sequence_length, w.shape.head_dim or 128
+    if w.element_bytes < w.upcast_bytes:
+        m = replace(m, flops_16bit=peak_flops(w.fixed.gpu, "fp32"))
+    count = w.heads * w.tokens / length
+    scores = count * gemm_seconds(m, length, length, head_dim, w.upcast_bytes)
+    weighted = count * gemm_seconds(m, length, head_dim, length, w.upcast_bytes)
+    return PassTimes(scores + weighted, scores + 3 * weighted, last_gemm=weighted)
 
 
 def _attended_length(w: Workload) -> Number:
@@ -248,7 +264,7 @@ def _attended_length(w: Workload) -> Number:
 def _with_copies(passes: PassTimes, moved: MovedBytes, m: DeviceRates) -> PassTimes:
     """Attention, and what is copied around it."""
     forward, backward = counted_seconds(m, moved)
-    return PassTimes(passes.forward + forward, passes.backward + backward)
+    return replace(passes, forward=passes.forward + forward, backward=passes.backward + backward)
 
 
 def head_pass(w: Workload, m: DeviceRates) -> PassTimes:
