@@ -132,8 +132,11 @@ def test_status(text: str, expected: str) -> None:
     [
         ("fp8 e4m3 matmul, bf16 weights", "fp8"),
         ("bf16 mixed (fp32 master params)", "bf16"),
-        ("MXFP8", "fp8"),
-        ("NVFP4", "fp4"),
+        ("MXFP8", "mxfp8"),
+        ("FP8-MX", "mxfp8"),
+        ("FP8-CS", "fp8"),
+        ("NVFP4", "nvfp4"),
+        ("MXFP4", "fp4"),
         ("fp16 amp", "fp16"),
         ("TF32", "tf32"),
         ("", None),
@@ -366,6 +369,7 @@ def test_batches_follow_from_each_other() -> None:
         ({"arch": "llama sliding window"}, "sliding window of unknown size"),
         ({"kind": "paper formula"}, "not a measurement"),
         ({"precision": "NVFP4"}, "precision fp4"),
+        ({"precision": "MXFP4", "gpu": "B200"}, "precision fp4"),
         ({"precision": "fp8", "gpu": "A100-80GB"}, "illegal: strategy.precision"),
         ({"tp": "3", "dp": "", "n_gpus": "6", "gbs": "2"}, "illegal: strategy.tensor.sequence"),
         (

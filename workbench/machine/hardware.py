@@ -36,7 +36,7 @@ class GPU(Frozen):
     memory_gib: Gibibytes = Field(description="Usable device memory, GiB.")
     bandwidth_gbs: GigabytesPerSecond = Field(description="Memory bandwidth, GB/s.")
     tflops: dict[str, Teraflops] = Field(
-        description="Dense peak by dtype (fp32, tf32, fp16, bf16, fp8), TFLOP/s."
+        description="Dense peak by dtype (fp32, tf32, fp16, bf16, fp8, mxfp8, nvfp4), TFLOP/s."
     )
     link_gbs: GigabytesPerSecond = Field(
         description="Bandwidth to peers in the node, one direction, GB/s."

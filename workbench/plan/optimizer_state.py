@@ -12,7 +12,16 @@ from dataclasses import dataclass
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.schema import Optimizer
 
-DTYPE_BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 2, "int8": 1}
+DTYPE_BYTES = {
+    "fp32": 4,
+    "tf32": 4,
+    "bf16": 2,
+    "fp16": 2,
+    "fp8": 2,
+    "mxfp8": 2,
+    "nvfp4": 2,
+    "int8": 1,
+}
 """Bytes of a stored element, by dtype or by the precision of GEMMs; under fp8 parameters and
 activations stay in 16 bits.
 """

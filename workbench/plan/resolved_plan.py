@@ -34,7 +34,7 @@ class ResolvedStrategy(Strategy):
     """The split with sizes and dtypes decided."""
 
     pipeline: ResolvedPipeline
-    precision: Literal["fp32", "tf32", "bf16", "fp16", "fp8"]
+    precision: Literal["fp32", "tf32", "bf16", "fp16", "fp8", "mxfp8", "nvfp4"]
     gradient_dtype: Literal["fp32", "bf16", "fp16"]
 
 

@@ -11,6 +11,7 @@ import numpy as np
 from workbench.costmodel.inputs.config import Mask, Number
 from workbench.costmodel.rates.constants import Constants
 from workbench.machine.hardware import GPU
+from workbench.plan.schema import NARROW
 
 NARROW_HEAD_DIM = 100
 """Head dims below this do not fill the tiles of fused attention."""
@@ -31,6 +32,8 @@ class DeviceRates:
     constants: Constants
     host_runs_ahead: bool
     """Whether launches are asynchronous, so that they hide behind compute."""
+    narrow_flops: float = 0.0
+    """FLOP/s of GEMMs in 8 bits or fewer that `narrow_share` is a share of."""
 
 
 def peak_flops(gpu: GPU, precision: str) -> float:
@@ -45,15 +48,19 @@ def device_rates(gpu: GPU, precision: str, constants: Constants) -> DeviceRates:
     dense = peak_flops(gpu, precision)
     wide = (
         1e12 * gpu.tflops.get("bf16", gpu.tflops.get("fp16", dense / 1e12))
-        if precision == "fp8"
+        if precision in NARROW
         else dense
     )
+    # Over 8 bits with one scale for a tensor, which benchmarks of GPUs measure.
+    block_scaled = {"mxfp8": constants.mxfp8_rate, "nvfp4": constants.nvfp4_rate}
+    narrow = block_scaled.get(precision, 1.0) * peak_flops(gpu, "fp8")
     return DeviceRates(
         dense,
         wide,
         gpu.bandwidth_gbs * 1e9 * constants.memory_share,
         constants,
         gpu.device != "cpu",
+        narrow,
     )
 
 
@@ -92,10 +99,10 @@ def gemm_seconds(
         columns: N.
         inner: K.
         element: Bytes per element of operands and result.
-        narrow: Whether the GEMM runs in fp8.
+        narrow: Whether the GEMM runs in 8 bits or fewer.
     """
     c = m.constants
-    rate = m.flops * c.narrow_share if narrow else m.flops_16bit * c.gemm_share
+    rate = m.narrow_flops * c.narrow_share if narrow else m.flops_16bit * c.gemm_share
     # Short dims leave tiles and the last wave of thread blocks partly empty.
     shortness = 1 + c.gemm_half_dim * (1 / rows + 1 / columns + 1 / inner)
     misaligned = _is_misaligned(columns, element) | _is_misaligned(inner, element)

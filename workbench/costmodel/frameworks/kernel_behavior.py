@@ -23,7 +23,7 @@ class KernelBehavior:
     fp8_scaling: Literal["tensorwise", "rowwise"] = "tensorwise"
     """Scaling of its fp8 GEMMs."""
     fused_quantization: bool = False
-    """Whether norms and activations write their output in fp8 themselves."""
+    """Whether norms write their output in 8 bits themselves, as far as the recipe lets them."""
     fp8_cast_bytes: float = 0.0
     """Bytes of temporaries for each entry that is cast to fp8 before a GEMM."""
     reduces_fp8_scales: bool = False

@@ -89,12 +89,13 @@ class ModelStateBehavior:
 
         Args:
             parameter: Bytes of the stored parameter.
-            element: Bytes of an element in 8 bits, its share of a scale included.
+            element: Bytes of an element in 8 or 4 bits, its share of a scale included.
         """
         if not self.fp8_weight_copies:
             return 0.0
-        copies = MXFP8_WEIGHT_COPIES if element > 1 else self.fp8_weight_copies
-        return copies * element - self.fp8_parameters * parameter
+        copies = self.fp8_weight_copies if element == 1 else MXFP8_WEIGHT_COPIES
+        # Weights in 4 bits stand beside the 16-bit ones.
+        return copies * element - self.fp8_parameters * parameter * (element >= 1)
 
     @property
     def separate_gradient(self) -> bool:

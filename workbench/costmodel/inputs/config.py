@@ -21,7 +21,7 @@ from workbench.plan.model.model_shape import Shape
 from workbench.plan.optimizer_state import DTYPE_BYTES, master_bytes, moment_bytes, num_moments
 from workbench.plan.rank_placement import axis_strides
 from workbench.plan.resolved_plan import ResolvedPlan
-from workbench.plan.schema import Plan
+from workbench.plan.schema import NARROW, Plan
 from workbench.schedules import Table, Transport
 from workbench.schedules.generators import SCHEDULES
 
@@ -206,7 +206,7 @@ def _stepped(plan: Plan) -> dict[str, float]:
     moment = 2.0 if optimizer.moments == "bf16" else 4.0
     as_kept = (
         optimizer.name == "adamw"
-        and plan.strategy.precision in ("bf16", "fp8")
+        and plan.strategy.precision in ("bf16", *NARROW)
         and target == moment == 2.0
     )
     element = 2.0 if as_kept else 4.0

@@ -13,7 +13,7 @@ import numpy as np
 from workbench.costmodel.inputs.config import Array, FixedConfig, Number, SearchedConfig
 from workbench.costmodel.inputs.tensor_tiling import TensorTiling
 from workbench.plan.model.model_shape import Shape, rows_of_an_expert
-from workbench.plan.schema import STORED
+from workbench.plan.schema import NARROW, STORED
 
 
 @dataclass(frozen=True)
@@ -109,6 +109,11 @@ class RankShapes:
     def dtype(self) -> str:
         """Dtype of parameters and activations."""
         return STORED.get(self.fixed.precision, self.fixed.precision)
+
+    @property
+    def has_narrow_gemms(self) -> bool:
+        """Whether layers' GEMMs run in 8 bits or fewer."""
+        return self.fixed.precision in NARROW
 
     @property
     def stored_gradient_bytes(self) -> Number:

@@ -27,6 +27,8 @@ TOKEN_ID_BYTES = 8
 """Bytes of an int64 token id."""
 MX_BLOCK = 32
 """Elements that share one 8-bit scale in MXFP8 (OCP Microscaling Formats 1.0)."""
+NVFP4_BLOCK = 16
+"""The same of 4-bit ones in NVFP4 (2509.25149)."""
 CHOICE_BYTES = 2
 """Bytes of an int16 index of an expert."""
 
@@ -313,7 +315,7 @@ def _fp8_saved_delta(w: Workload, is_moe: bool) -> Number:
     Outputs of norms, the experts' and the down projection's input shrink; attention's output, which
     its own backward reads in 16 bits, and what a router reads need a second, narrow copy.
     """
-    if w.fixed.precision != "fp8" or not w.fixed.framework.saved_tensors.fp8_inputs:
+    if not w.has_narrow_gemms or not w.fixed.framework.saved_tensors.fp8_inputs:
         return 0.0
     wide, _ = _feed_forward(w, is_moe)
     attended = w.o_width * w.tokens * w.element_bytes
@@ -388,8 +390,11 @@ def _mla_latents(w: Workload) -> Number:
 
 def fp8_bytes(w: Workload) -> float:
     """Bytes of an element in 8 bits, its share of a scale included: Blackwell's MXFP8 has an 8-bit
-    scale for 32 elements (OCP Microscaling Formats 1.0), earlier recipes one for a tensor.
+    scale for 32 elements (OCP Microscaling Formats 1.0), earlier recipes one for a tensor; in 4
+    bits NVFP4 has one for 16 (2509.25149).
     """
+    if w.fixed.precision == "nvfp4":
+        return 0.5 + 1 / NVFP4_BLOCK
     return 1 + 1 / MX_BLOCK if "blackwell" in w.fixed.gpu.architecture else 1.0
 
 

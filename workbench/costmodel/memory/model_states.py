@@ -60,7 +60,7 @@ def _fp8_weight_bytes(w: Workload, p: ParamCounts) -> Number:
     """Bytes that weights of fp8 GEMMs, those of layers, take beside the stored parameters, or in
     place of them; MXFP8 needs two copies, quantized along rows and along columns.
     """
-    if w.fixed.precision != "fp8":
+    if not w.has_narrow_gemms:
         return 0.0
     each = w.fixed.framework.model_states.fp8_weight_bytes(w.fixed.parameter_bytes, fp8_bytes(w))
     return params_outside_tables(w, p) * each

@@ -33,6 +33,8 @@ class Constants:
     gemm_half_dim: float
     gemm_misaligned: float
     narrow_share: float
+    mxfp8_rate: float
+    nvfp4_rate: float
     attention_share: float
     attention_half_length: float
     attention_backward: float

@@ -14,7 +14,7 @@ from workbench.plan.model.attention_kernel import attention_kernels, is_aligned
 from workbench.plan.model.model_shape import Shape
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.rules import axis_rules, legal_sizes, python_model_rules
-from workbench.plan.schema import STORED, Plan
+from workbench.plan.schema import NARROW, STORED, Plan
 
 BYTES = 256
 """Vocabulary that byte-level tokens need."""
@@ -137,13 +137,13 @@ def _precision(plan: ResolvedPlan) -> Iterator[Problem]:
     s, has = plan.strategy, list(plan.gpu.tflops)
     if plan.gpu.device != "cpu" and s.precision not in ("fp32", *has):
         legal_names = ", ".join(
-            dtype for dtype in ("fp32", "tf32", "bf16", "fp16", "fp8") if dtype in ("fp32", *has)
+            dtype for dtype in ("fp32", "tf32", "bf16", "fp16", *NARROW) if dtype in ("fp32", *has)
         )
         yield Problem(
             "strategy.precision",
             f"is {s.precision}, which {plan.gpu.name} does not have; legal: {legal_names}",
         )
-    if plan.gpu.device == "cpu" and s.precision in ("tf32", "fp8"):
+    if plan.gpu.device == "cpu" and s.precision in ("tf32", *NARROW):
         yield Problem(
             "strategy.precision",
             f"is {s.precision}, which CPU ranks do not have; legal: fp32, bf16, fp16",

@@ -7,6 +7,7 @@ from workbench.plan.schema.python_model import PythonModel
 from workbench.plan.schema.run_settings import Checkpoint, Corpus, Telemetry
 from workbench.plan.schema.strategy import (
     AXES,
+    NARROW,
     STORED,
     Axis,
     Context,
@@ -24,6 +25,7 @@ from workbench.plan.schema.written_plan import Plan, build_plan, parse_plan, wri
 
 __all__ = [
     "AXES",
+    "NARROW",
     "STORED",
     "Axis",
     "Checkpoint",

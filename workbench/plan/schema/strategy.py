@@ -12,8 +12,13 @@ from workbench.fields.frozen import Frozen
 
 Axis = Literal["tensor", "context", "data", "pipeline"]
 AXES: tuple[Axis, ...] = ("tensor", "context", "data", "pipeline")
-Precision = Literal["fp32", "tf32", "bf16", "fp16", "fp8", "auto"]
-STORED = {"tf32": "fp32", "fp8": "bf16"}
+NarrowPrecision = Literal["fp8", "mxfp8", "nvfp4"]
+Precision = Literal["fp32", "tf32", "bf16", "fp16", NarrowPrecision, "auto"]
+NARROW: tuple[NarrowPrecision, ...] = ("fp8", "mxfp8", "nvfp4")
+"""Precisions of layers' GEMMs alone: 8 bits with a scale for a tensor, 8 bits with one for 32
+elements (OCP Microscaling Formats 1.0), 4 bits with one for 16 (2509.25149).
+"""
+STORED = {"tf32": "fp32", "fp8": "bf16", "mxfp8": "bf16", "nvfp4": "bf16"}
 """Precision of GEMMs -> dtype of parameters, activations and gradients, where they differ."""
 GradientDtype = Literal["fp32", "bf16", "fp16", "parameters", "auto"]
 
@@ -143,8 +148,8 @@ class Strategy(Frozen):
     )
     precision: Precision = Field(
         "auto",
-        description="Parameters, activations, gradients; auto: bf16, else fp16, CPU fp32; fp8: "
-        "the layers' GEMMs.",
+        description="Dtype of tensors; auto: bf16, else fp16, CPU fp32; of GEMMs fp8; estimated "
+        "only: mxfp8, nvfp4.",
     )
     gradient_dtype: GradientDtype = Field(
         "auto",

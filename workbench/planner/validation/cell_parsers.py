@@ -153,12 +153,14 @@ def run_status(text: str, measured: bool) -> str:
 
 
 def narrowest_precision(text: str) -> str | None:
-    """fp32 | tf32 | bf16 | fp16 | fp8 | fp4 by the narrowest dtype that matrix products are said to
-    use.
+    """fp32 | tf32 | bf16 | fp16 | fp8 | mxfp8 | nvfp4 | fp4 by the narrowest dtype that matrix
+    products are said to use.
     """
     text = text.lower()
     for name, pattern in (
+        ("nvfp4", r"nvfp4"),
         ("fp4", r"fp4|float4"),
+        ("mxfp8", r"mx.?fp8|fp8.?mx|mx.?float8"),
         ("fp8", r"fp8|float8|e4m3|e5m2"),
         ("bf16", r"bf16|bfloat16"),
         ("fp16", r"fp16|float16|half"),

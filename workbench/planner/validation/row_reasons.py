@@ -43,7 +43,7 @@ REMEDIES = (
     ),
     ("sliding window", "say the window's tokens in arch, or name a model of the catalog"),
     ("mixture of experts", "give n_experts and topk, and moe_ffn N in arch"),
-    ("precision fp4", "none yet: a plan has fp8 and wider"),
+    ("precision fp4", "none yet: of 4 bits a plan has nvfp4, on GPUs that have it"),
     ("GPU unknown", "name a GPU of the catalog (workbench gpus)"),
     ("not a measurement", "none: formulas are not validated against"),
     ("not a dense decoder", "none yet: a plan's model is a decoder of attention and feed-forward"),

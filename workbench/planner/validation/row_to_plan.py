@@ -102,7 +102,7 @@ def row_to_plan(row: MeasuredRow, profile: str | None = None) -> PlannedRow:
     micro, batch, known = batch_sizes(row, data, stack)
     if stack.has_untied_head:
         model = model.model_copy(update={"tied": False})
-    strategy, training, assumed = _strategy_fields(row, stack, model.layers, data)
+    strategy, training, assumed = _strategy_fields(row, stack, gpu, model.layers, data)
     strategy["stack"] = profile or stack.name
     network = gpu_names.find_fabric(gpu.name, f"{row.table} {row.gpu} {row.notes}".lower())
     if cell_parsers.is_hybrid_sharded(row.sharding):
@@ -195,11 +195,13 @@ def _row_framework(row: MeasuredRow, gpu: GPU) -> FrameworkDefaults:
 
 
 def _strategy_fields(
-    row: MeasuredRow, stack: FrameworkDefaults, layers: int, data: int
+    row: MeasuredRow, stack: FrameworkDefaults, gpu: GPU, layers: int, data: int
 ) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
     """(strategy, training, plan fields that took a default) as plain data."""
     precision = cell_parsers.narrowest_precision(row.precision) or "auto"
-    if precision == "fp4":
+    if precision == "mxfp8" and precision not in gpu.tflops:
+        precision = "fp8"  # the row speaks of MXFP8 on other GPUs
+    if precision == "fp4" or (precision == "nvfp4" and precision not in gpu.tflops):
         raise Inexpressible("precision fp4")
     if re.search(r"opt\w*.in.bwd|optimizer.in.back", row.text):
         raise Inexpressible("optimizer steps inside backward")
