@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from workbench.costmodel.compute.kernel_rates import (
+    DeviceRates,
     device_rates,
     fused_attention,
     unfused_attention,
@@ -97,6 +98,46 @@ def test_a_capacity_spares_the_host_the_counts() -> None:
     assert layer_pass(w, m, True) == layer_pass(
         behaving(w, "experts", dispatches_from_host=False), m, True
     )
+
+
+@pytest.mark.parametrize(
+    ("graphs", "dense", "sparse"),
+    [
+        ("", 0, 0),
+        ("attn", 6 / 11 * 20, 6 / 11 * 20),
+        ("attn mlp", 20, 6 / 11 * 20),  # rows of experts have no fixed shape
+        ("attn moe_router moe_preprocess", 6 / 11 * 20, 6 / 11 * 20 + 8 + 6),
+        ("full_iteration", 20, 20 + 24),
+    ],
+)
+def test_the_host_launches_what_no_graph_replays(graphs: str, dense: float, sparse: float) -> None:
+    """Parts as Megatron-core's --cuda-graph-modules names them, of 20 kernels of a fused layer and
+    24 of a router and its dispatch; launches of a tenth of a second dwarf the GPU.
+    """
+    asked_for = {"training__micro_batch": 1, "strategy__kernels": "fused", **TEXTBOOK}
+    w = behaving(asked("mixtral-8x7b", **asked_for), "kernels", graphs=graphs)
+    m = device_rates(w.fixed.gpu, "bf16", usual(w, launch_us=1e5, graph_kernel_us=0.0))
+    found = [float(layer_pass(w, m, is_moe).forward) for is_moe in (False, True)]
+    ran = [float(layer_pass(w, without_host(m), is_moe).forward) for is_moe in (False, True)]
+    expected = [max(ran[0], 0.1 * (20 - dense)), max(ran[1], 0.1 * (20 + 24 - sparse))]
+    assert found == pytest.approx(expected)
+
+
+def without_host(m: DeviceRates) -> DeviceRates:
+    return replace(m, constants=replace(m.constants, launch_us=0.0))
+
+
+def test_the_gpu_takes_up_replayed_kernels_one_by_one() -> None:
+    """Without a host to wait for, a tiny layer takes the least time of each of its kernels."""
+    w = behaving(
+        asked("tiny", strategy__kernels="fused", training__sequence_length=16, **TEXTBOOK),
+        "kernels",
+        graphs="full_iteration",
+    )
+    m = device_rates(w.fixed.gpu, "bf16", usual(w))
+    found = layer_pass(w, m, False)
+    assert float(found.forward) == pytest.approx(20 * 1.3e-6)
+    assert float(found.backward) == pytest.approx(40 * 1.3e-6)
 
 
 def test_gemms_that_add_weight_gradients_save_a_pass_over_them() -> None:

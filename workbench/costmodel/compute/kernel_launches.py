@@ -24,6 +24,14 @@ HOST_DISPATCH_KERNELS = 130, 180
 """The same of Megatron-core's all-to-all dispatcher, which sorts tokens by operators of its own and
 copies counts to the host (recalled).
 """
+GRAPHED_SHARES = {"attn": 6 / 11, "mlp": 5 / 11}
+"""Part of a dense layer -> share of its kernels: norm, projection in, positions, attention,
+projection out and residual; norm, gate and up, activation, down and residual.
+"""
+GRAPHED_ROUTING = {"moe_router": (8, 12), "moe_preprocess": (6, 6)}
+"""Part of routing -> its kernels (forward, backward) among `ROUTING_KERNELS`: scores, choice and
+auxiliary loss; counts and the order of tokens.
+"""
 CPP_CALL_SHARE = 0.25
 """Host time of a kernel that a loop in C++ launches, over one launched from Python."""
 
@@ -77,7 +85,42 @@ def fused_seam_shares(w: Workload, is_moe: bool) -> tuple[Number, Number, Number
     return norm, rope, activation
 
 
-def with_launch_floor(m: DeviceRates, seconds: Number, kernels: Number) -> Number:
-    """Seconds with launches: the slower of host and GPU if the host runs ahead, else their sum."""
-    host = 1e-6 * m.constants.launch_us * kernels
-    return np.maximum(seconds, host) if m.host_runs_ahead else seconds + host
+def replayed_kernels(w: Workload, is_moe: bool) -> tuple[Number, Number]:
+    """Kernels of one layer (forward, backward), of those that `kernel_launches` counts, that a
+    replayed CUDA graph launches.
+    """
+    graphs = w.fixed.framework.kernels.graphs.split()
+    if not graphs:
+        return 0.0, 0.0
+    both = kernel_launches(w, is_moe)
+    if "full_iteration" in graphs:
+        return both
+    sparse = is_moe and w.shape.moe is not None
+    routed = routing_launches(w) if sparse else (0.0, 0.0)
+    # A graph's shapes are fixed, and experts' rows are not: their part of a layer stays outside.
+    parts = [name for name in graphs if name in GRAPHED_SHARES and not (sparse and name == "mlp")]
+    share = sum(GRAPHED_SHARES[name] for name in parts)
+    router = [GRAPHED_ROUTING[name] for name in graphs if name in GRAPHED_ROUTING] if sparse else []
+    forward, backward = (
+        share * (whole - more) + sum(kernels[direction] for kernels in router)
+        for direction, (whole, more) in enumerate(zip(both, routed))
+    )
+    return forward, backward
+
+
+def with_launch_floor(
+    m: DeviceRates, seconds: Number, kernels: Number, replayed: Number = 0.0
+) -> Number:
+    """Seconds with launches: the slower of host and GPU if the host runs ahead, else their sum.
+
+    Args:
+        m: The GPU and its host.
+        seconds: Of the kernels.
+        kernels: How many they are.
+        replayed: Those of them that the host does not launch; the GPU takes each up by itself.
+    """
+    host = 1e-6 * m.constants.launch_us * (kernels - replayed)
+    if not m.host_runs_ahead:
+        return seconds + host
+    gpu = 1e-6 * m.constants.graph_kernel_us * replayed
+    return np.maximum(np.maximum(seconds, host), gpu)

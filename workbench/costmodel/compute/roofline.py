@@ -21,7 +21,11 @@ from workbench.costmodel.compute.engine_operators import (
     optimizer_bytes,
     stage_kernels,
 )
-from workbench.costmodel.compute.kernel_launches import kernel_launches, with_launch_floor
+from workbench.costmodel.compute.kernel_launches import (
+    kernel_launches,
+    replayed_kernels,
+    with_launch_floor,
+)
 from workbench.costmodel.compute.kernel_rates import (
     DeviceRates,
     PassTimes,
@@ -181,9 +185,10 @@ def layer_pass(w: Workload, m: DeviceRates, is_moe: bool) -> PassTimes:
     bound, slowdown = memory_bound_pass(w, m, is_moe), m.constants.compute_slowdown
     forward = slowdown * (gemms.forward + attention.forward + bound.forward)
     backward = slowdown * (gemms.backward + attention.backward + bound.backward)
-    launches = kernel_launches(w, is_moe)
+    launches, replayed = kernel_launches(w, is_moe), replayed_kernels(w, is_moe)
     forward_end, backward_end = (
-        with_launch_floor(m, seconds, n) for seconds, n in zip((forward, backward), launches)
+        with_launch_floor(m, seconds, n, without_host)
+        for seconds, n, without_host in zip((forward, backward), launches, replayed)
     )
     # What launches add to a GPU whose host runs ahead is idle time that communication can use.
     idles = float(m.host_runs_ahead)

@@ -20,6 +20,10 @@ class KernelBehavior:
     """Whether eager RMSNorm is one kernel, not a chain of elementwise ones."""
     host: Literal["python", "cpp"] = "python"
     """What launches kernels: python (eager or compiled PyTorch) or cpp."""
+    graphs: str = ""
+    """Parts of a layer whose kernels replayed CUDA graphs launch, without the host: names of
+    `GRAPHED_SHARES` and `GRAPHED_ROUTING` (`compute/kernel_launches.py`), or full_iteration.
+    """
     fp8_scaling: Literal["tensorwise", "rowwise"] = "tensorwise"
     """Scaling of its fp8 GEMMs."""
     fused_quantization: bool = False

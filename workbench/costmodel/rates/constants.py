@@ -42,6 +42,7 @@ class Constants:
     unfused_share: float
     memory_share: float
     launch_us: float
+    graph_kernel_us: float
     loss_bytes: float
     dropout_bytes: float
     link_share: float
