@@ -20,7 +20,9 @@ def costs(shape: Shape, sequence: int) -> tuple[float, list[float], float]:
     first, last = (
         float(block_matrices(shape, layer) + attention) for layer in (0, shape.layers - 1)
     )
-    return 0.0, [first] * dense + [last] * (shape.layers - dense), float(shape.hidden * shape.vocab)
+    further = shape.mtp_layers * (shape.hidden * shape.vocab + 2 * shape.hidden**2)
+    head = float(shape.hidden * shape.vocab + further)
+    return 0.0, [first] * dense + [last] * (shape.layers - dense), head
 
 
 def balanced(

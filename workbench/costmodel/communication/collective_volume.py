@@ -126,7 +126,7 @@ def _tensor_calls(w: Workload) -> list[CollectiveCall]:
 
 def _loss_calls(w: Workload) -> list[CollectiveCall]:
     """Vocabulary-parallel cross-entropy: all-reduces of maximum, and of target logit and sum."""
-    count = w.microbatches * w.has_head
+    count = w.microbatches * w.has_head * (1 + w.shape.mtp_layers)
     return [
         CollectiveCall(
             "tensor", "all_reduce", w.tiling.column_parts, "fp32", n * 4 * w.tokens, count, "F"

@@ -44,6 +44,7 @@ from workbench.costmodel.inputs.layer_gemms import (
     head_gemm,
     layer_flops,
     layer_gemms,
+    prediction_gemm,
 )
 from workbench.costmodel.inputs.rank_workload import Workload, tensor_parallel_widths
 from workbench.costmodel.memory.activation_memory import has_weight_gradients
@@ -167,6 +168,7 @@ def model_flops(w: Workload) -> Number:
         w.dense_layers * layer_flops(w, False)
         + sparse * layer_flops(w, True)
         + w.has_head * head_flops(w)
+        + w.has_head * w.shape.mtp_layers * (head_flops(w) + prediction_gemm(w).flops)
     )
     each = passes * gemms + 3 * w.layers * attention_flops(w)
     flops: Number = (w.rank_multiplicity * w.data * each).sum(axis=0)
@@ -273,9 +275,40 @@ def _with_copies(passes: PassTimes, moved: MovedBytes, m: DeviceRates) -> PassTi
 
 
 def head_pass(w: Workload, m: DeviceRates) -> PassTimes:
+    """Seconds of the output projection and the cross-entropy loss, once more for every further
+    token that the model predicts.
+    """
+    one = _counted_head_pass(w, m) if counts_operators(w) else _one_head_pass(w, m)
+    if not w.shape.mtp_layers:
+        return one
+    further = _further_prediction(w, m)
+    return PassTimes(
+        *(
+            a + w.shape.mtp_layers * (a + b)
+            for a, b in (
+                (one.forward, further.forward),
+                (one.backward, further.backward),
+                (one.weight_grad, further.weight_grad),
+            )
+        )
+    )
+
+
+def _further_prediction(w: Workload, m: DeviceRates) -> PassTimes:
+    """Seconds of what a layer that predicts a further token has beside its block and the head: the
+    embedding's lookup and its gradient, and the projection of both, in 16 bits as the head is.
+    """
+    p, lookup = prediction_gemm(w), 4 / m.bandwidth * w.hidden_activation_bytes
+    rows, columns, inner, e = p.rows, p.columns, p.inner, w.element_bytes
+    slowdown = m.constants.compute_slowdown
+    weight = gemm_seconds(m, columns, inner, rows, e) * has_weight_gradients(w)
+    forward = gemm_seconds(m, rows, columns, inner, e) + lookup
+    backward = weight + gemm_seconds(m, rows, inner, columns, e) + lookup
+    return PassTimes(slowdown * forward, slowdown * backward, slowdown * weight)
+
+
+def _one_head_pass(w: Workload, m: DeviceRates) -> PassTimes:
     """Seconds of the output projection and the cross-entropy loss."""
-    if counts_operators(w):
-        return _counted_head_pass(w, m)
     p = head_gemm(w)
     t, v, h, n = p.rows, p.columns, p.inner, p.count
     loss = w.tokens * v * (w.upcast_bytes / 4 * m.constants.loss_bytes / m.bandwidth)

@@ -111,6 +111,14 @@ def head_gemm(w: Workload) -> LayerGemm:
     )
 
 
+def prediction_gemm(w: Workload) -> LayerGemm:
+    """GEMM of a layer that predicts a further token: its projection of the hidden state and the
+    next token's embedding (2412.19437, 2.2).
+    """
+    h = w.hidden_per_rank
+    return LayerGemm(w.tokens * w.tiling.gathered_blocks, h / w.tiling.column_parts, 2 * h)
+
+
 def attention_flops(w: Workload) -> Number:
     """Forward FLOPs of causal attention in one layer: QK^T and PV, the lower triangle only.
 

@@ -14,6 +14,7 @@ from workbench.plan.model.parameter_count import (
     block_norms,
     feed_forward_parameters,
     norm,
+    prediction,
 )
 
 
@@ -97,6 +98,11 @@ def _ends(w: RankShapes) -> Array:
     shape, table, part = w.shape, w.vocab_rows * w.weight_in_dim, w.tiling.vector_share
     positions = part * shape.max_positions * shape.hidden if shape.positions == "learned" else 0
     head = table * (1.0 - w.has_embedding * float(shape.tied))
+    if shape.mtp_layers:
+        # Embeddings of further tokens are looked up on the last stage, which has a table of its own
+        # for them (Megatron-core's multi_token_prediction.py).
+        own = prediction(shape, w.weight_in_dim, w.hidden_per_rank / w.tiling.column_parts)
+        head = head + shape.mtp_layers * own + table * (1.0 - w.has_embedding)
     first = w.has_embedding * (
         table + positions + part * shape.embedding_norm * norm(shape, shape.hidden)
     )

@@ -83,12 +83,15 @@ def _activations_in_flight(w: Workload, head: HeadMemory) -> ActivationsInFlight
     checkpoint = share * dense.checkpoint + (1 - share) * moe.checkpoint
     saved = (w.layers - w.recomputed_layers) * layer_saved + w.recomputed_layers * checkpoint
     ends, boundary = activation_memory.boundary_bytes(w)
-    per_microbatch = saved + ends
+    # A layer that predicts a further token norms its two inputs, and projects what it joins.
+    further = w.has_head * w.shape.mtp_layers * (2 + 2) * w.residual_bytes
+    per_microbatch = saved + ends + further
     deferred = (
         w.layers * activation_memory.deferred_weight_bytes(w) * float(w.fixed.splits_backward)
     )
     deferred_delta = w.deferred_microbatches * (deferred - saved) * float(w.fixed.splits_backward)
-    num_losses = w.losses_in_flight * w.has_head
+    # Losses of all tokens that are predicted have run before any backward of theirs.
+    num_losses = w.losses_in_flight * w.has_head * (1 + w.shape.mtp_layers)
     outputs = boundary * (
         1
         + w.fixed.framework.model_parallel.keeps_sent_outputs

@@ -325,7 +325,7 @@ WHYS = {
     ),
     "rampup-batch-size": "a plan's batch is the same in every step",
     "tp-comm-overlap": "a plan hides no tensor-parallel communication",
-    "mtp-num-layers": "a plan's model predicts one token at a time",
+    "mtp-num-layers": "a plan counts them among model.layers, as model.mtp_layers",
     "recompute-modules": "a plan's selective recomputation is of attention's core alone",
 }
 """Argument -> why a plan does not hold it."""

@@ -114,7 +114,7 @@ _NEAREST = {
     "squared-relu": "a plan's model has relu, not its square; relu was taken",
     "quick-geglu": "a plan's geglu takes the exact GELU; geglu was taken",
     "glu-activation": "a plan's gated layers are swiglu or geglu; geglu was taken",
-    "mtp-num-layers": "a plan's model predicts one token at a time",
+    "mtp-num-layers": "a plan counts them among model.layers, as model.mtp_layers",
 }
 """Switch -> what a shape has in its place."""
 _FLAGS = {

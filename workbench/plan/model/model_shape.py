@@ -122,6 +122,11 @@ class Shape(Frozen):
     )
     rope_theta: Frequency = Field(10000.0, description="Rotary base frequency.")
     moe: Moe | None = Field(None, description="Mixture of experts; null: dense.")
+    mtp_layers: LayerIndex = Field(
+        0,
+        description="Last layers that predict further tokens (2412.19437), each with the head "
+        "again; estimated only.",
+    )
     mla: Mla | None = Field(
         None,
         description="Multi-head latent attention; null: MHA or GQA by kv_heads; estimated only.",

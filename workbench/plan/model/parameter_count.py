@@ -31,6 +31,8 @@ class Parameters:
     """Routed and shared experts."""
     norms: int
     head: int
+    prediction: int
+    """What layers that predict further tokens have beside a block: a projection and norms."""
     active: int
     """Parameters that one token meets: all but the experts it is not routed to."""
 
@@ -46,6 +48,7 @@ class Parameters:
             + self.experts
             + self.norms
             + self.head
+            + self.prediction
         )
 
 
@@ -64,6 +67,7 @@ def parameters(shape: Shape) -> Parameters:
         norms=shape.layers * block_norms(shape)
         + (1 + shape.embedding_norm) * norm(shape, shape.hidden),
         head=0 if shape.tied else shape.vocab * shape.hidden,
+        prediction=shape.mtp_layers * prediction(shape, shape.hidden, shape.hidden),
         active=0,
     )
     idle = sparse * (experts - visited)
@@ -148,6 +152,19 @@ def block_norms(shape: Shape) -> int:
 def norm(shape: Shape, width: int) -> int:
     """Parameters of one norm over `width`."""
     return width * (2 if shape.norm == "layernorm" else 1)
+
+
+def prediction(shape: Shape, weight_in_dim: Number, columns: Number) -> Number:
+    """Parameters that one layer which predicts a further token has beside its block, on a rank: the
+    projection of the hidden state and the next token's embedding, joined, and norms of both and of
+    its output (2412.19437, 2.2).
+
+    Args:
+        shape: The model.
+        weight_in_dim: Hidden-long side of a weight.
+        columns: Outputs of the projection.
+    """
+    return 2 * weight_in_dim * columns + 3 * norm(shape, shape.hidden)
 
 
 def block_matrices(shape: Shape, layer: int) -> int:

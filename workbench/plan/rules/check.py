@@ -70,6 +70,11 @@ def _shape(plan: ResolvedPlan) -> Iterator[Problem]:
             "is true with top_k 1: the only gate would always be 1, and the router "
             "learn nothing from the loss; legal: false",
         )
+    if shape.mtp_layers >= shape.layers:
+        yield Problem(
+            "model.mtp_layers",
+            f"is {shape.mtp_layers} of {shape.layers} layers; legal: 0 to {shape.layers - 1}",
+        )
     if shape.moe and shape.moe.first_dense > shape.layers:
         yield Problem(
             "model.moe.first_dense",

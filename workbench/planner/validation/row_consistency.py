@@ -68,7 +68,8 @@ def weights_per_token(shape: Shape, tables: int) -> float:
     dense = min(shape.moe.first_dense, shape.layers) if shape.moe else shape.layers
     blocks = dense * block_matrices(shape, 0)
     blocks += (shape.layers - dense) * block_matrices(shape, shape.layers - 1)
-    return blocks + tables * shape.hidden * shape.vocab
+    further = shape.mtp_layers * (shape.hidden * shape.vocab + 2 * shape.hidden**2)
+    return blocks + tables * shape.hidden * shape.vocab + further
 
 
 def consistency_ratios(rows: Sequence[PlannedRow]) -> NDArray[np.float64]:

@@ -86,10 +86,11 @@ def row_shape(row: MeasuredRow) -> Shape:
     published = entry.shape if entry else None
     moe = _moe_fields(row, published)
     more = {**_attention_fields(row, published), **({"moe": moe} if moe else {})}
+    more["mtp_layers"] = int(shape_words.predicts_further_token(row))
     return _build_shape(
         row.model,
         row.arch.lower(),
-        (row.layers or 0) + shape_words.predicts_further_token(row),
+        (row.layers or 0) + more["mtp_layers"],
         row.hidden or 0,
         row.heads or 0,
         row.kv_heads,
