@@ -44,13 +44,14 @@ def axis_reach(span: float, gpus_per_node: int, rack_nodes: int | None) -> Traff
 
 
 def leaves_node(plan: ResolvedPlan, axis: str) -> bool:
-    """Whether groups of `axis` leave a node; experts are sharded over data x context."""
-    strides = axis_strides(plan.strategy.placement, plan.sizes)
-    return any(
-        plan.sizes[name] > 1
-        and strides[name] * plan.sizes[name] > (plan.cluster.gpus_per_node or 1)
-        for name in (("data", "context") if axis == "expert" else (axis,))
-    )
+    """Whether groups of `axis` leave a node; experts lie on neighbors of data x context."""
+    strides, node = axis_strides(plan.strategy.placement, plan.sizes), plan.cluster.gpus_per_node
+    if axis == "expert":
+        replicas = [strides[name] for name in ("data", "context") if plan.sizes[name] > 1]
+        expert, tensor = plan.strategy.expert, plan.strategy.tensor.ranks
+        over_tensor = tensor // (expert.tensor or tensor)
+        return expert.size * min(replicas, default=tensor) // over_tensor > (node or 1)
+    return plan.sizes[axis] > 1 and strides[axis] * plan.sizes[axis] > (node or 1)
 
 
 def first_ranks_of_stages(plan: ResolvedPlan) -> list[int]:

@@ -82,7 +82,31 @@ def axis_links(w: Workload, constants: Constants) -> dict[str, AxisLink]:
         np.where(alone, context.latency, np.maximum(data.latency, context.latency)),
     )
     both = AxisLink(slow, late, data.measured)
-    return result | {"data": both, "expert": both}
+    return result | {"data": both, "expert": _expert_link(w, constants, both)}
+
+
+def _expert_link(w: Workload, constants: Constants, both: AxisLink) -> AxisLink:
+    """Link between the ranks of an MoE's all-to-all, which are neighbors among data x context
+    ranks, and among the tensor ranks between which experts are spread.
+
+    Neighbors of both axes lie as `both` says where another axis is placed between the two.
+    """
+    k, e, over_tensor = w.searched, w.searched.expert, w.experts_over_tensor
+    far = np.inf
+    strides = [
+        np.where(size > 1, k.strides[axis], far)
+        for axis, size in (("data", w.data), ("context", k.context))
+    ]
+    stride = np.minimum(*strides)
+    inner = np.where(strides[0] <= strides[1], w.data, k.context)
+    stride = np.where(np.isinf(stride), k.tensor, stride)
+    own = _link(w, constants, e, stride / over_tensor)
+    apart = (e > inner * over_tensor) & (np.maximum(*strides) != stride * inner)
+    return AxisLink(
+        np.where(apart, both.bandwidth, own.bandwidth),
+        np.where(apart, both.latency, own.latency),
+        both.measured,
+    )
 
 
 def _link(w: Workload, constants: Constants, size: Number, stride: Number) -> AxisLink:

@@ -96,11 +96,15 @@ def _tensor_calls(w: Workload) -> list[CollectiveCall]:
         return grid_collectives(w)
     t, m, dtype, stream = w.tensor, w.microbatches, w.dtype, w.hidden_activation_bytes
     two, first, last, gathered = 2 * w.layers, w.has_embedding, w.has_head, 2 * w.recomputed_layers
+    if w.fixed.expert_tensor and w.shape.moe and not w.shape.moe.shared:
+        # Tokens of sequence-parallel ranks go to whole experts as they are.
+        two = two - (w.layers - w.dense_layers) * (w.experts_over_tensor == w.tensor)
     # Recomputation skips what backward does not read: the all-reduce at the end of a layer,
     # unless the framework reruns full layers.
     again = w.fixed.framework.recompute.repeated_all_reduces * w.recomputed_layers
     on, off = w.searched.sequence, 1 - w.searched.sequence
-    num_moe_layers = w.layers - w.dense_layers  # an MoE layer saves its all-gathered input
+    # An MoE layer saves its all-gathered input.
+    num_moe_layers = (w.layers - w.dense_layers) * (1 - (w.experts_over_tensor > 1))
     return [
         CollectiveCall("tensor", "all_reduce", t, dtype, stream, off * m * (two + first), "F"),
         CollectiveCall(
@@ -261,7 +265,7 @@ def _data_calls(w: Workload) -> list[CollectiveCall]:
     dense = counts.dense
     return [
         *_group_calls(w, dense, dense, 1.0),
-        *_group_calls(w, counts.experts, counts.experts, w.searched.expert),
+        *_group_calls(w, counts.experts, counts.experts, w.searched.expert / w.experts_over_tensor),
     ]
 
 

@@ -162,7 +162,8 @@ def model_flops(w: Workload) -> Number:
     Forward and backward of the whole model, causal attention counted half, nothing recomputed
     (PaLM, 2204.02311). Frozen weights have no weight gradients; padding is no work.
     """
-    w = replace(w, **tensor_parallel_widths(w.shape, w.tiling.column_parts, padded=False))
+    parts, split = w.tiling.column_parts, w.fixed.expert_tensor
+    w = replace(w, **tensor_parallel_widths(w.shape, parts, split, padded=False))
     sparse, passes = w.layers - w.dense_layers, 2 + float(w.fixed.adapter_rank == 0)
     gemms = (
         w.dense_layers * layer_flops(w, False)

@@ -72,6 +72,8 @@ class FixedConfig:
     """Units that ZeRO-3 all-gathers, and buckets that ZeRO-2 or 3 reduce-scatters, at once."""
     algorithm: str
     """Tensor parallelism: 1d, 2d, 2.5d or 3d."""
+    expert_tensor: int
+    """Tensor ranks that split an expert; 0: all of them."""
     context_algorithm: str
     """Context parallelism: ring, ulysses or usp."""
     ulysses_size: int
@@ -180,6 +182,7 @@ def fixed_config(plan: ResolvedPlan) -> FixedConfig:
         zero=s.data.zero,
         num_zero_in_flight=s.data.in_flight,
         algorithm=s.tensor.algorithm,
+        expert_tensor=s.expert.tensor or 0,
         context_algorithm=s.context.algorithm,
         ulysses_size=s.context.ulysses_size,
         has_context_parallel=s.context.size > 1,

@@ -175,15 +175,26 @@ class RankShapes:
         return self.fixed.framework.kernels.runs_fused_seams(self.fixed.kernels)
 
     @property
+    def experts_over_tensor(self) -> Number:
+        """Tensor ranks between which experts are spread in place of split: each has the rows of as
+        many fewer tokens.
+        """
+        own = self.fixed.expert_tensor
+        return self.tensor / own if own else 1.0
+
+    @property
     def routed_rows_per_token(self) -> Number:
-        """Expert rows per token: top-k, or with a capacity factor an even share of the experts'
-        capacity.
+        """Expert rows per token on a rank: top-k, or with a capacity factor an even share of the
+        experts' capacity.
         """
         moe = self.shape.moe
-        if moe is None or moe.capacity is None:
-            return moe.top_k if moe else 0
+        if moe is None:
+            return 0
+        if moe.capacity is None:
+            return moe.top_k / self.experts_over_tensor
         length = self.fixed.sequence_length
-        return moe.experts * rows_of_an_expert(length, moe) / length
+        rows = moe.experts * rows_of_an_expert(length, moe) / length
+        return rows / self.experts_over_tensor
 
     @property
     def zeros(self) -> Array:

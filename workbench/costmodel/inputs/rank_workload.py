@@ -86,7 +86,7 @@ def assemble_workload(
         tiling=blocks,
         hidden_per_rank=shape.hidden / blocks.hidden_parts,
         weight_in_dim=shape.hidden / blocks.in_dim_parts,
-        **tensor_parallel_widths(shape, blocks.column_parts),
+        **tensor_parallel_widths(shape, blocks.column_parts, s.expert_tensor),
         vocab_rows=_rows(shape, blocks),
         sequence_parallel=1 + k.sequence * (k.tensor - 1),
         element_bytes=DTYPE_BYTES[s.precision],
@@ -104,7 +104,9 @@ def assemble_workload(
     )
 
 
-def tensor_parallel_widths(shape: Shape, columns: Number, padded: bool = True) -> dict[str, Any]:
+def tensor_parallel_widths(
+    shape: Shape, columns: Number, expert_columns: int = 0, padded: bool = True
+) -> dict[str, Any]:
     """Widths of the widest of `columns` tensor ranks.
 
     Key-value heads are replicated where there are more ranks than heads.
@@ -112,6 +114,7 @@ def tensor_parallel_widths(shape: Shape, columns: Number, padded: bool = True) -
     Args:
         shape: Shape of the model.
         columns: Number of ranks that shard heads and feed-forward.
+        expert_columns: Those of them that shard an expert; 0: all.
         padded: Whether widths are those of the widest rank, or an even share (for model FLOPs,
             where padding is no work).
 
@@ -124,7 +127,12 @@ def tensor_parallel_widths(shape: Shape, columns: Number, padded: bool = True) -
     moe = shape.moe
     expert, shared = (moe.ffn, moe.shared * moe.ffn) if moe else (0, 0)
     ffn, expert_ffn, shared_ffn = (
-        -(-width // columns) if padded else width / columns for width in (shape.ffn, expert, shared)
+        -(-width // parts) if padded else width / parts
+        for width, parts in (
+            (shape.ffn, columns),
+            (expert, expert_columns or columns),
+            (shared, columns),
+        )
     )
     q, k, v = (shape.q_width / shape.heads,) * 2 + (mla.value_dim,) if mla else (head, head, head)
     return {

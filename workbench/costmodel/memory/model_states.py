@@ -91,5 +91,5 @@ def sharded_params(w: Workload, p: ParamCounts) -> Array:
     """Parameters of one rank after ZeRO shards them over data x context ranks; experts only over
     those that hold the same experts.
     """
-    shard, expert = w.searched.shard, w.searched.expert
+    shard, expert = w.searched.shard, w.searched.expert / w.experts_over_tensor
     return np.asarray((p.dense + p.adapters) / shard + p.experts / np.maximum(1.0, shard / expert))

@@ -264,7 +264,18 @@ def _context(plan: ResolvedPlan) -> Iterator[Problem]:
 
 
 def _expert(plan: ResolvedPlan) -> Iterator[Problem]:
-    size, replicas = plan.strategy.expert.size, plan.sizes["data"] * plan.sizes["context"]
+    expert, tensor = plan.strategy.expert, plan.strategy.tensor
+    size, split = expert.size, expert.tensor or tensor.ranks
+    if tensor.ranks % split or (tensor.algorithm != "1d" and split != tensor.ranks):
+        legal = legal_sizes.divisors(tensor.ranks) if tensor.algorithm == "1d" else [tensor.ranks]
+        names = ", ".join(map(str, legal))
+        yield Problem(
+            "strategy.expert.tensor",
+            f"is {split} with {tensor.algorithm} tensor parallelism of {tensor.ranks} ranks; "
+            f"legal: {names}",
+        )
+        return
+    replicas = plan.sizes["data"] * plan.sizes["context"] * (tensor.ranks // split)
     if size == 1:
         return
     if plan.shape.moe is None:
@@ -276,7 +287,8 @@ def _expert(plan: ResolvedPlan) -> Iterator[Problem]:
         yield Problem(
             "strategy.expert.size",
             f"is {size}; it divides {plan.shape.moe.experts} experts and "
-            f"data x context = {replicas}; legal: {near}",
+            f"data x context{' x tensor / expert.tensor' * (split != tensor.ranks)} = {replicas}; "
+            f"legal: {near}",
         )
 
 

@@ -37,6 +37,12 @@ def _stage_without_layers(plan: ResolvedPlan) -> list[int] | None:
     return partition if isinstance(partition, list) and 0 in partition else None
 
 
+def _split_of_an_expert(plan: Plan) -> int | None:
+    """Tensor ranks of an expert, where they are not all."""
+    split = plan.strategy.expert.tensor
+    return None if split == plan.strategy.tensor.ranks else split
+
+
 def _split_dropout(plan: Plan) -> float:
     """The rate, where what is dropped would be split as operators say."""
     return plan.training.dropout if plan.strategy.operators else 0.0
@@ -84,6 +90,7 @@ ENGINE_LIMITS: tuple[tuple[str, Callable[[ResolvedPlan], Any], tuple[Any, ...]],
         (None,),
     ),
     ("strategy.precision", lambda p: p.strategy.precision, ("fp32", "tf32", "bf16", "fp16", "fp8")),
+    ("strategy.expert.tensor", _split_of_an_expert, (None,)),
     ("model.mtp_layers", lambda p: p.shape.mtp_layers, (0,)),
     ("model.mla", lambda p: "set" if p.shape.mla else None, (None,)),
     ("model.positions", lambda p: p.shape.positions, ("rope", "learned")),

@@ -116,9 +116,15 @@ class Context(Frozen):
 
 
 class Expert(Frozen):
-    """Expert parallelism; divides data x context and multiplies nothing."""
+    """Expert parallelism; divides data x context, and tensor / expert.tensor, and multiplies
+    nothing.
+    """
 
     size: Ranks = Field(1, description="Ranks over which experts are spread.")
+    tensor: Ranks | None = Field(
+        None,
+        description="Tensor ranks that split an expert; null: all of them; fewer: estimated only.",
+    )
 
 
 class Strategy(Frozen):
