@@ -175,9 +175,12 @@ def test_torchtitan_of_2024_made_as_many_microbatches_as_pipeline_ranks() -> Non
     assert reason(**changes, table="llama3_h100_202512") == "missing mbs"
 
 
-def test_experts_that_a_plan_does_not_spread() -> None:
+def test_experts_that_lie_over_tensor_ranks_are_whole_where_the_framework_says_so() -> None:
     over_tensor = {**DEEPSEEK, "tp": "2", "dp": "4", "gbs": "64"}
-    assert reason(**over_tensor) == "experts spread over tensor ranks too"
+    whole = said(**over_tensor).plan.strategy.expert
+    assert (whole.size, whole.tensor) == (8, 1)
+    other = reason(**over_tensor | {"framework": "Megatron-core"})
+    assert other == "experts spread over tensor ranks too"
     assert reason(**{**DEEPSEEK, "ep": "64"}) == "layout contradicts the number of GPUs"
 
 

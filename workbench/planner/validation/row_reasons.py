@@ -36,7 +36,7 @@ REMEDIES = (
         "correct n_gpus or the axes: n_gpus = dp x tp x pp x cp, ep divides dp x cp",
     ),
     ("more pipeline stages", "correct pp and vpp: pp x vpp is at most layers, or layers + 2"),
-    ("experts spread", "none yet: a plan's experts lie within data x context ranks"),
+    ("experts spread", "name a framework whose defaults say how many tensor ranks split an expert"),
     (
         "latent attention",
         "say kv_lora_rank, qk_rope_head_dim, qk_nope_head_dim, v_head_dim in arch",

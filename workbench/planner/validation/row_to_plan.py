@@ -215,6 +215,7 @@ def _strategy_fields(
         for path, value in stack.defaults.items()
         if path not in said and _applies(path, row, stack)
     }
+    _refuse_spread_experts(row, usual, data)
     plan: dict[str, Any] = {"strategy": {"precision": precision}, "training": {}}
     for path, value in {**usual, **said}.items():
         if value is not None:
@@ -223,6 +224,15 @@ def _strategy_fields(
     if cell_parsers.trains_adapters(row.text):
         plan["training"]["lora"] = {"rank": _lora_rank(row, stack)}
     return plan["strategy"], plan["training"], sorted(usual)
+
+
+def _refuse_spread_experts(row: MeasuredRow, usual: dict[str, Any], data: int) -> None:
+    """Experts over more ranks than data x context lie over tensor ranks, whole, as far as the
+    framework's defaults say so.
+    """
+    split = usual.get("strategy.expert.tensor") or row.tensor
+    if row.expert > 1 and (data * row.context * (row.tensor // split)) % row.expert:
+        raise Inexpressible("experts spread over tensor ranks too")
 
 
 def _stated_fields(row: MeasuredRow, layers: int, data: int) -> dict[str, Any]:
@@ -280,6 +290,8 @@ def _applies(path: str, row: MeasuredRow, stack: FrameworkDefaults) -> bool:
         return False
     if path == "strategy.tensor.sequence":
         return row.tensor > 1
+    if path == "strategy.expert.tensor":
+        return row.tensor > 1 and is_moe(row)
     if path == "strategy.pipeline.chunks":
         return row.pipeline > 1 and "interleav" in row.schedule.lower()
     return not path.startswith(("training.lora", "training.global_batch", MICROBATCHES))

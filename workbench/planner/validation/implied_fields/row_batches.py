@@ -26,7 +26,7 @@ def num_gpus(row: MeasuredRow) -> int | None:
 
 def gpus_and_data_size(row: MeasuredRow) -> tuple[int, int]:
     """(ranks, size of data parallelism). Raises `Inexpressible` where the axes do not multiply to
-    the GPUs, or experts are spread over more ranks than a plan spreads them.
+    the GPUs, or experts are spread over more ranks than there are.
     """
     gpus, others = num_gpus(row), row.tensor * row.pipeline * row.context
     if gpus is None:
@@ -36,10 +36,8 @@ def gpus_and_data_size(row: MeasuredRow) -> tuple[int, int]:
     data = gpus // others
     if row.data is not None and row.data not in (data, data * row.context):
         raise Inexpressible("layout contradicts the number of GPUs")
-    if row.expert > 1 and (data * row.context) % row.expert:
-        if (data * row.context * row.tensor) % row.expert:
-            raise Inexpressible("layout contradicts the number of GPUs")
-        raise Inexpressible("experts spread over tensor ranks too")
+    if row.expert > 1 and (data * row.context * row.tensor) % row.expert:
+        raise Inexpressible("layout contradicts the number of GPUs")
     return gpus, data
 
 
