@@ -82,7 +82,8 @@ def axis_links(w: Workload, constants: Constants) -> dict[str, AxisLink]:
         np.where(alone, context.latency, np.maximum(data.latency, context.latency)),
     )
     both = AxisLink(slow, late, data.measured)
-    return result | {"data": both, "expert": _expert_link(w, constants, both)}
+    experts = _expert_link(w, constants, both) if w.shape.moe else both
+    return result | {"data": both, "expert": experts}
 
 
 def _expert_link(w: Workload, constants: Constants, both: AxisLink) -> AxisLink:

@@ -101,10 +101,8 @@ def replayed_kernels(w: Workload, is_moe: bool) -> tuple[Number, Number]:
     parts = [name for name in graphs if name in GRAPHED_SHARES and not (sparse and name == "mlp")]
     share = sum(GRAPHED_SHARES[name] for name in parts)
     router = [GRAPHED_ROUTING[name] for name in graphs if name in GRAPHED_ROUTING] if sparse else []
-    forward, backward = (
-        share * (whole - more) + sum(kernels[direction] for kernels in router)
-        for direction, (whole, more) in enumerate(zip(both, routed))
-    )
+    forward: Number = share * (both[0] - routed[0]) + sum(kernels[0] for kernels in router)
+    backward: Number = share * (both[1] - routed[1]) + sum(kernels[1] for kernels in router)
     return forward, backward
 
 
