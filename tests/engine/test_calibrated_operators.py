@@ -44,7 +44,7 @@ def _late_by(rank: int, seconds: float) -> list[float]:
         time.sleep(seconds * rank)
         dist.barrier()
 
-    return seconds_added(lambda: time.sleep(0.002), call, 4).tolist()
+    return list(map(float, seconds_added(lambda: time.sleep(0.002), call, 4)))
 
 
 def test_all_ranks_agree_what_a_call_adds() -> None:
@@ -75,17 +75,21 @@ def test_a_step_with_split_backward_is_the_same_step(recompute: str) -> None:
 
 
 def test_an_moe_layers_points_compute_every_gradient_and_count_each_group() -> None:
-    torch.manual_seed(0)
-    survey = CalibrationSurvey(
-        operators={"grouped_linear": ((8, 16, 24),), "routing": ((16, 12, 4),)}
-    )
-    found = {(p.labels["kind"], p.labels["pass"]): p for p in operator_points(survey)}
-    assert set(found) == {(k, n) for k in survey.operators for n in ("forward", "both")}
-    for point in found.values():
-        point.call()
-    outputs = found["grouped_linear", "forward"].call()
-    assert isinstance(outputs, list) and {x.shape for x in outputs} == {(GROUPS * 8, 16)}
-    assert found["grouped_linear", "both"].repeats == GROUPS * len(outputs)
-    routed = found["routing", "forward"].call()
-    assert isinstance(routed, list) and routed[0].shape == (1, 16 // CHOICES, 12)
-    assert all(x.requires_grad for x in (*outputs, *routed))
+    def shapes(rank: int) -> dict[tuple[str, str], tuple[int, list[tuple[int, ...]]]]:
+        survey = CalibrationSurvey(
+            operators={"grouped_linear": ((8, 16, 24),), "routing": ((16, 12, 4),)}
+        )
+        found = {}
+        for point in operator_points(survey):
+            outputs = point.call()
+            listed = outputs if isinstance(outputs, list) else []
+            assert all(x.requires_grad for x in listed)
+            which = point.labels["kind"], point.labels["pass"]
+            found[which] = point.repeats, [tuple(x.shape) for x in listed]
+        return found
+
+    (found,) = run_ranks(1, shapes)
+    linear, routed = found["grouped_linear", "forward"], found["routing", "forward"]
+    assert set(linear[1]) == {(GROUPS * 8, 16)} and linear[0] == GROUPS * len(linear[1])
+    assert routed[1] == [(1, 16 // CHOICES, 12), ()] * routed[0], "rows and the balancing loss"
+    assert {name for _, name in found} == {"forward", "both"}
