@@ -24,6 +24,7 @@ from workbench.planner.search.cell_evaluation import CellEvaluator
 from workbench.planner.search.cells import search_cells
 from workbench.planner.search.constraints import narrow_space, parse_constraint
 from workbench.planner.search.search_space import SearchSpace, candidate_plan, search_space
+from workbench.units import duration_text
 
 
 @pytest.fixture(autouse=True)
@@ -381,12 +382,12 @@ def test_a_missed_deadline_says_the_days_and_how_many_gpus_would_do() -> None:
 def test_tokens_give_days_and_cost_and_a_reason_for_fewer_gpus() -> None:
     found = search(of("gpt2-xl", 64), "cost", top=2, tokens=1e12)
     first, row = found.top[0], result_tables.table_row(found, found.top[0])
-    assert result_tables.table_heads(found)[7:9] == ("time", "cost") and len(row) == len(
+    assert result_tables.table_heads(found)[8:10] == ("time", "cost") and len(row) == len(
         result_tables.table_heads(found)
     )
     bill, price = found.bill(first), found.price_per_hour
     assert bill["dollars"] == pytest.approx(bill["days"] * 24 * first.plan.world_size * price)
-    assert row[8] == f"${bill['dollars']:,.0f}" and "days" in found.to_json()["top"][0]
+    assert row[9] == f"${bill['dollars']:,.0f}" and "days" in found.to_json()["top"][0]
     used = first.plan.world_size
     assert used < 64 and f"The first uses {used} of 64 GPUs" in result_tables.search_text(found)
     assert all(len(plans) <= 2 for _, plans in result_tables.search_tables(found))
@@ -430,3 +431,15 @@ def test_a_plan_is_simulated_when_somebody_asks() -> None:
     first = search(of("llama-3-8b", 16), top=1, where=["strategy.pipeline.size=4"]).top[0]
     alone = estimate(first.plan).notes["simulated_step_seconds"]
     assert first.simulated == pytest.approx(alone) == first.to_json()["simulated_seconds"]
+
+
+def test_no_step_time_stands_without_its_interval() -> None:
+    """The interval that `estimate` gives the same plan, in the table, the text and the JSON."""
+    found = search(of("gpt2-xl", 64), top=2)
+    for one, told in zip(found.top, found.to_json()["top"]):
+        assert list(one.interval) == told["step_seconds_90"]
+        assert list(one.interval) == pytest.approx(estimate(one.plan).notes["step_seconds_90"])
+        low, high = one.interval
+        assert low < one.seconds < high
+        assert f"{duration_text(low)} to {duration_text(high)}" in repr(found)
+    assert all(low < one.seconds < high for one in found.pareto for low, high in [one.interval])

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 CANDIDATE_HEADS = (
     "step time",
+    "90 % interval",
     "peak memory",
     "runs out",
     "tokens/s",
@@ -109,6 +110,7 @@ def candidate_cells(one: Candidate) -> tuple[str, ...]:
     retries = f" x{one.slowdown:.2f}" if one.slowdown >= SHOWN_SLOWDOWN else ""
     return (
         f"{duration_text(one.seconds)}{retries}",
+        " to ".join(map(duration_text, one.interval)),
         gib_text(one.peak_bytes),
         f"{one.risk:.1%}",
         f"{rate:,.0f}",

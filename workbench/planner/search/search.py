@@ -35,6 +35,7 @@ from workbench.planner.search.pareto_front import RankedCandidate
 from workbench.planner.search.search_space import SPACES, SearchSpace, candidate_plan, search_space
 from workbench.planner.search.space_scan import SearchStats, scan_space
 from workbench.planner.search.strategy_summary import strategy_summary
+from workbench.planner.step_interval import estimated_interval
 from workbench.units import GIB
 
 DOUBLINGS = 5
@@ -73,6 +74,11 @@ class Candidate:
         """
         return None if self.resolved is None else _simulated(self.resolved)
 
+    @cached_property
+    def interval(self) -> tuple[float, float]:
+        """(low, high) seconds of nine of ten steps; when it is asked for, as `simulated`."""
+        return estimated_interval(self.resolved or self.plan.resolve())
+
     @property
     def expected_seconds(self) -> float:
         """Of a step, with the slow-down that is expected of a nearly full GPU: what is ranked."""
@@ -88,6 +94,7 @@ class Candidate:
         return {
             "source": "estimated",
             "seconds": self.seconds,
+            "step_seconds_90": list(self.interval),
             "expected_seconds": self.expected_seconds,
             "expected_slowdown": self.slowdown,
             "simulated_seconds": self.simulated,
