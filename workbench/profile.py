@@ -14,6 +14,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, Literal, overload
 
+from workbench.units import interval_text
 from workbench.untrusted_text import escaped
 from workbench.vocabulary import ALLOCATED as ALLOCATED
 from workbench.vocabulary import CATEGORIES as CATEGORIES
@@ -212,6 +213,12 @@ class Profile:
         return float(median(seconds)) if seconds else None
 
     @property
+    def step_interval(self) -> tuple[float, float] | None:
+        """Seconds between which nine of ten steps lie, of an estimate; null elsewhere."""
+        ends = self.notes.get("step_seconds_90")
+        return (float(ends[0]), float(ends[1])) if ends else None
+
+    @property
     def tokens_per_second(self) -> float | None:
         """Throughput of the whole job, tokens/s, from the median step."""
         tokens = [count for (count,) in self.rows("steps", "tokens") if not _is_null(count)]
@@ -280,6 +287,8 @@ class Profile:
             facts["fits"] = "yes" if self.fits else "no"
         if self.step_seconds is not None:
             facts["step time"] = f"{self.step_seconds:.4g} s"
+        if self.step_interval is not None:
+            facts["step time, 90 % interval"] = interval_text(self.step_interval)
         if self.tokens_per_second is not None:
             facts["tokens/s"] = f"{self.tokens_per_second:,.0f}"
         if assumed := self.notes.get("uncalibrated"):

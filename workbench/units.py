@@ -60,6 +60,11 @@ def seconds_text(value: float | None) -> str:
     return f"{digits(value / size)} {name}"
 
 
+def interval_text(ends: tuple[float, float]) -> str:
+    """Both ends of an interval of seconds: (1.5, 2) -> '1.5 s to 2 s'."""
+    return " to ".join(map(seconds_text, ends))
+
+
 def count_text(value: float | None) -> str:
     """A count for people: 12345678 -> '12.3 M'."""
     if value is None or not math.isfinite(value):

@@ -8,6 +8,7 @@ import pytest
 
 import workbench as wb
 from workbench.cli import answer
+from workbench.units import interval_text
 
 PLAN = ["--model", "llama-3-8b", "--gpu", "a100-sxm-80gb", "--gpus", "8", "--strategy", "zero-2"]
 
@@ -43,3 +44,14 @@ def test_numbers_that_cannot_be_meant_are_refused(
 ) -> None:
     assert answer(["explain", *PLAN, flag, value, "--json"]) == 2
     assert json.loads(capsys.readouterr().out)["problems"][0]["field"] == flag.strip("-")
+
+
+def test_the_step_time_has_its_interval(capsys: pytest.CaptureFixture[str]) -> None:
+    plan = wb.Plan.of("llama-3-8b", gpu="a100-sxm-80gb", gpus=8, strategy="zero-2")
+    found, ends = wb.explain(plan), wb.estimate(plan).step_interval
+    assert ends and found.to_json()["step_seconds_90"] == list(ends)
+    assert f"nine of ten within {interval_text(ends)}" in found.step_line
+    assert answer(["explain", *PLAN]) == 0
+    told = capsys.readouterr().out
+    assert all(found.step_line in " ".join(text.split()) for text in (told, repr(found)))
+    assert found.step_line in found._repr_html_()

@@ -9,8 +9,10 @@ import pytest
 from workbench.lab.comparison.compare import Comparison, compare
 from workbench.lab.comparison.report import plan_files
 from workbench.plan.schema import Plan
+from workbench.planner import estimate
 from workbench.runs.run import Run
 from workbench.runs.store.run_state import first_state
+from workbench.units import interval_text
 
 from . import fake_run, synthetic
 
@@ -237,3 +239,13 @@ def test_runs_of_which_only_profiles_are_compared_say_how_their_plans_differ(
 
 def test_a_plan_without_a_run_has_the_state_not_run() -> None:
     shown_beside_its_name(compare(sharded()), "not run")
+
+
+def test_an_estimated_step_time_has_its_interval() -> None:
+    plan = Plan.of("tiny", gpu="h100-sxm-80gb", gpus=2, strategy="ddp")
+    profile = estimate(plan)
+    comparison = compare(profile, three())
+    ends = profile.step_interval
+    assert ends and comparison.to_json()["summary"][0]["step_seconds_90"] == ends
+    assert f"<td>{interval_text(ends)}</td>" in comparison._repr_html_()
+    assert "90 % interval" not in compare(three())._repr_html_(), "no interval is known"

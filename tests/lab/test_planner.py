@@ -13,6 +13,7 @@ from workbench.lab.panel.planner import Planner
 from workbench.plan.schema import Plan, written_fields
 from workbench.planner import estimate
 from workbench.profile import Profile
+from workbench.units import interval_text
 
 
 @pytest.fixture
@@ -53,6 +54,13 @@ def test_it_opens_on_a_plan_and_its_estimate(planner: Planner) -> None:
         "timeline",
     ]
     assert all(planner.board.rows(name) for name in ("memory", "parts", "collectives", "timeline"))
+
+
+def test_the_banner_says_the_risk_and_the_interval(planner: Planner) -> None:
+    notes = estimate(planner.plan).notes
+    chance = notes["memory"]["probability_of_running_out"]
+    assert headline(planner).endswith(f"runs out with a probability of {chance:.1%}")
+    assert f"nine of ten within {interval_text(notes['step_seconds_90'])}" in told(planner)
 
 
 def test_turning_a_control_changes_the_plan_and_the_charts(planner: Planner) -> None:

@@ -38,7 +38,8 @@ def _shown(found: Explanation) -> list[Grid | str]:
     binding = found.reasons.bottleneck
     cannot = [f"{words}\n" for words in found.reasons.cannot]
     effects = [_effects(title, rows) for title, rows in found.tables()]
-    return [_cost(found.name, found.cost), *cannot, f"{binding.memory}\n{binding.time}\n", *effects]
+    words = "\n".join((found.step_line, binding.memory, binding.time, ""))
+    return [_cost(found.name, found.cost), *cannot, words, *effects]
 
 
 def _cost(name: str, cost: TrainingCost) -> Grid:

@@ -166,6 +166,7 @@ def summary_rows(entry: ComparisonEntry) -> list[dict[str, Any]]:
                 "ranks": profile.world_size,
                 "peak_bytes": max(peaks.values()) if peaks else None,
                 "step_seconds": profile.step_seconds,
+                "step_seconds_90": profile.step_interval,
                 "tokens_per_second": profile.tokens_per_second,
                 "steps": len(losses) or None,
                 "state": entry.state if profile.source == "measured" else None,

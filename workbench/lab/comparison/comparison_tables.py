@@ -8,7 +8,7 @@ from typing import Any
 import pandas as pd
 
 from workbench.lab import rank_selection
-from workbench.units import byte_unit, bytes_text, count_text, digits, seconds_text
+from workbench.units import byte_unit, bytes_text, count_text, digits, interval_text, seconds_text
 from workbench.untrusted_text import escaped
 
 TABLE_STYLE = """
@@ -37,11 +37,16 @@ MAX_ID_LENGTH = 40
 
 
 def summary_table(summary: pd.DataFrame) -> Table:
-    """The summary, with the state of each run beside its name."""
+    """The summary, with the state of each run beside its name; intervals where one is known."""
     if len(summary):
         states = {str(plan): _state(rows) for plan, rows in summary.groupby("plan", sort=False)}
         summary = summary.assign(state=summary["plan"].map(states))
-    return "Plans and runs compared", summary_columns(), summary
+    columns = [
+        column
+        for column in summary_columns()
+        if column[0] != "step_seconds_90" or (len(summary) and summary[column[0]].notna().any())
+    ]
+    return "Plans and runs compared", columns, summary
 
 
 def _state(rows: pd.DataFrame) -> str | None:
@@ -118,6 +123,7 @@ def summary_columns() -> list[TableColumn]:
         ("ranks", "ranks", integer_or_dash),
         ("peak_bytes", "peak memory (max rank)", or_dash(bytes_text)),
         ("step_seconds", "step time", or_dash(seconds_text)),
+        ("step_seconds_90", "90 % interval", or_dash(interval_text)),
         ("tokens_per_second", "tokens/s", or_dash(count_text)),
         ("steps", "steps", integer_or_dash),
         ("state", "state", or_dash(str)),

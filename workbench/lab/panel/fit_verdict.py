@@ -10,7 +10,7 @@ from workbench.lab.panel.control_values import value_text
 from workbench.lab.panel.controls import control_of
 from workbench.lab.panel.plan_controls import plan_controls
 from workbench.profile import Profile
-from workbench.units import bytes_text, count_text, digits, seconds_text
+from workbench.units import bytes_text, count_text, digits, interval_text, seconds_text
 
 SHOWN_SLOWDOWN = 1.01
 """Slow-down from which on it is shown."""
@@ -91,7 +91,7 @@ def apply_button(profile: Profile) -> dict[str, Any]:
 
 
 def fit_line(profile: Profile) -> str:
-    """One line: peak memory (max rank) against the GPU's memory."""
+    """One line: peak memory (max rank) against the GPU's memory, and the risk that it is more."""
     peaks = profile.peak_bytes_by_rank
     if not peaks:
         return "No memory is known"
@@ -101,7 +101,9 @@ def fit_line(profile: Profile) -> str:
     share = digits(100 * peaks[rank] / profile.capacity_bytes, 2)
     word = "Fits" if profile.fits else "Does not fit"
     amount = f"{bytes_text(peaks[rank])} of {bytes_text(profile.capacity_bytes)}"
-    return f"{word}: peak memory {amount} ({share} %, rank {rank})"
+    chance = profile.notes.get("memory", {}).get("probability_of_running_out")
+    risk = "" if chance is None else f", runs out with a probability of {chance:.1%}"
+    return f"{word}: peak memory {amount} ({share} %, rank {rank}){risk}"
 
 
 def advice_line(profile: Profile) -> str:
@@ -136,20 +138,23 @@ def advice_words(profile: Profile) -> str:
 
 
 def step_time_line(profile: Profile) -> str:
-    """Step time and throughput, with their source."""
+    """Step time with its interval, and throughput, with their source."""
     if not profile.step_seconds:
         return ""
     tokens = profile.tokens_per_second
     pace = f" · {count_text(tokens)} tokens/s" if tokens else ""
-    return f"step time {seconds_text(profile.step_seconds)}{pace} ({profile.source})"
+    ends = profile.step_interval
+    within = f" (nine of ten within {interval_text(ends)})" if ends else ""
+    return f"step time {seconds_text(profile.step_seconds)}{within}{pace} ({profile.source})"
 
 
 def published_lines(profile: Profile) -> list[str]:
     """MFU beside the highest published near it, and what the plan is far in from everything
-    measured; what its framework cannot do, and its retries where memory is nearly full.
+    measured; what its framework cannot do, what is assumed of its GPU, and its retries where memory
+    is nearly full.
     """
     notes = profile.notes
-    lines = [notes["cannot"]] if notes.get("cannot") else []
+    lines = [notes[name] for name in ("cannot", "assumed_hardware") if notes.get(name)]
     slower = notes.get("memory", {}).get("expected_slowdown", 1.0)
     if slower >= SHOWN_SLOWDOWN:
         lines.append(f"nearly full: expected {slower:.2f} times as long by the allocator's retries")

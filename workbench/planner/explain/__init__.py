@@ -61,6 +61,7 @@ def explain(plan: Plan, tokens: float | None = None, price: float | None = None)
     return Explanation(
         asked.resolved.name,
         asked.figures,
+        tuple(asked.profile.notes["step_seconds_90"]),
         cost,
         _why(asked),
         tuple(_sensitivity.sensitivity(asked)),

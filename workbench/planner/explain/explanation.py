@@ -11,7 +11,15 @@ from workbench.planner.explain.bottlenecks import Bottleneck
 from workbench.planner.explain.plan_figures import ChangeEffect, PlanFigures
 from workbench.planner.table_text import aligned_lines, captioned_html_table
 from workbench.planner.training_cost import TrainingCost
-from workbench.units import days_text, duration_text, gib_text, quantity_text, signed_text
+from workbench.units import (
+    days_text,
+    duration_text,
+    gib_text,
+    interval_text,
+    quantity_text,
+    seconds_text,
+    signed_text,
+)
 from workbench.untrusted_text import escaped
 
 ROUNDING = 1e-9
@@ -68,6 +76,8 @@ class Explanation:
 
     name: str
     figures: PlanFigures
+    interval: tuple[float, float]
+    """Seconds between which nine of ten steps lie."""
     cost: TrainingCost
     reasons: Reasons
     sensitivity: tuple[ChangeEffect, ...]
@@ -82,6 +92,12 @@ class Explanation:
         ]
         return [(f"{title} (estimated)", rows) for title, rows in every if rows]
 
+    @property
+    def step_line(self) -> str:
+        """The step time in one line."""
+        within = interval_text(self.interval)
+        return f"Step time: {seconds_text(self.figures.seconds)}, nine of ten within {within}."
+
     def to_json(self) -> dict[str, Any]:
         """Everything as plain data, for machines."""
         f = self.figures
@@ -89,6 +105,7 @@ class Explanation:
             "plan": self.name,
             "source": "estimated",
             "step_seconds": f.seconds,
+            "step_seconds_90": list(self.interval),
             "peak_bytes": f.peak_bytes,
             "capacity_bytes": f.capacity_bytes,
             "fits": f.fits,
@@ -102,6 +119,7 @@ class Explanation:
     def __repr__(self) -> str:
         lines = [
             self.name,
+            self.step_line,
             cost_line(self.cost),
             *self.reasons.cannot,
             self.reasons.bottleneck.memory,
@@ -113,6 +131,7 @@ class Explanation:
 
     def _repr_html_(self) -> str:
         words = [
+            self.step_line,
             cost_line(self.cost),
             *self.cost.missing,
             *self.reasons.cannot,
