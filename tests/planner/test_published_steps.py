@@ -123,3 +123,59 @@ def test_plans_of_cpu_ranks_have_nothing_beside_them() -> None:
     found = search(plan_of("tiny", "local", 2, "ddp"), top=1)
     assert found.top[0].to_json()["published"] is None
     assert "published MFU" not in repr(found)
+
+
+def own_gpu(**figures: object) -> Plan:
+    """A plan on a GPU of the user's own, with what an H100 has but its generation."""
+    gpu = {
+        "name": "my-gpu",
+        "memory_gib": 80,
+        "bandwidth_gbs": 3350,
+        "tflops": {"bf16": 989, "fp32": 67},
+        "link_gbs": 450,
+        "pcie_gbs": 60,
+    }
+    model = {"model": "llama-3-8b", "strategy": {"preset": "zero-3"}}
+    return Plan.model_validate({**model, "cluster": {"gpus": 8, "gpu": gpu | figures}})
+
+
+def test_a_gpu_of_unknown_generation_is_further_than_one_of_a_measured_one() -> None:
+    def width(plan: Plan) -> float:
+        low, high = estimate(plan).step_interval or (0.0, 0.0)
+        return high / low
+
+    unknown, known = own_gpu(), own_gpu(architecture="hopper", multiprocessors=132)
+    assert width(unknown) == width(own_gpu(architecture="martian")) > width(known)
+    assert "my-gpu instead of its GPU" in estimate(unknown).notes["published"]["extrapolates"]
+
+
+@pytest.mark.parametrize(
+    ("figures", "words"),
+    [
+        ({}, ("generation of my-gpu is not given", "Give cluster.gpu.architecture (volta, ")),
+        ({"architecture": "martian"}, ("is 'martian'", "cluster.gpu.multiprocessors")),
+        ({"architecture": "hopper"}, ("small GEMMs", "Give cluster.gpu.multiprocessors, or")),
+    ],
+)
+def test_what_a_gpu_leaves_out_is_said_with_what_would_help(
+    figures: dict[str, object], words: tuple[str, str]
+) -> None:
+    plan = own_gpu(**figures)
+    said = estimate(plan).notes["assumed_hardware"]
+    assert all(one in said for one in words)
+    found = search(plan, top=1)
+    assert found.to_json()["assumed_hardware"] == said and said in repr(found)
+    assert said in published_lines(estimate(plan))
+
+
+def test_a_complete_gpu_leaves_nothing_out() -> None:
+    complete = own_gpu(architecture="hopper", multiprocessors=132)
+    for plan in (complete, plan_of("llama-3-8b", "mi300x", 8), plan_of("tiny", "local", 2, "ddp")):
+        assert "assumed_hardware" not in estimate(plan).notes
+
+
+def test_another_precision_than_the_nearest_steps_is_said() -> None:
+    plan = plan_of("gpt3-175b", "h100-sxm-80gb", 512, "megatron-3d", stack="nemo")
+    plan = plan.replace(**{"training.sequence_length": 2048})
+    found = published_beside(plan.resolve(), "nemo")
+    assert ", fp8 (" in found["nearest"] and "bf16 instead of its fp8" in found["extrapolates"]

@@ -25,6 +25,8 @@ NOTE_LABELS = {
     "step_seconds_90": "step time, 90 % interval",
     "simulated_step_seconds": "step time, simulated",
     "uncalibrated": "times are from",
+    "assumed_hardware": "the GPU's description leaves out",
+    "timeline_microbatches": "microbatches drawn in the timeline",
     "overhead": "fixed overhead per step",
     "p50": "median",
     "expected_slowdown": "expected slow-down by the allocator's retries",

@@ -19,6 +19,7 @@ from workbench.costmodel.rates.fitted_constants import measured_profile
 from workbench.costmodel.step_time import model_flops_utilization, step_time, step_time_breakdown
 from workbench.plan.rank_placement import first_ranks_of_stages, representative_ranks
 from workbench.plan.schema import Plan
+from workbench.planner.assumed_hardware import assumed_hardware
 from workbench.planner.calibrated_plan import with_calibration
 from workbench.planner.estimated_timeline import simulated_step_seconds, simulated_timeline
 from workbench.planner.framework_limits import broken_limits
@@ -56,6 +57,8 @@ def estimate(plan: Plan) -> Profile:
         notes["cannot"] = "; ".join(cannot)
     if full.gpu.device == "cpu" and full.cluster.calibration is None:
         notes["uncalibrated"] = UNCALIBRATED_NOTE
+    if assumed := assumed_hardware(full):
+        notes["assumed_hardware"] = assumed
     most, stack = float(live.peak.max()), full.strategy.stack
     notes["memory"] = memory_requirement(most, capacity, stack) | {
         "expected_slowdown": near_full_slowdown(most, capacity, stack, k)

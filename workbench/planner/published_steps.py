@@ -134,13 +134,13 @@ class StepTable:
         return np.array([step.framework for step in self.steps])
 
     @cached_property
-    def _by_gpu(self) -> dict[str, NDArray[np.float64]]:
-        """Distances in GPU of those that were asked for, `[steps]`."""
+    def _by_gpu(self) -> dict[tuple[str, str], NDArray[np.float64]]:
+        """Distances in GPU of those that were asked for, by name and generation, `[steps]`."""
         return {}
 
-    def _gpu_distances(self, gpu: str) -> NDArray[np.float64]:
+    def _gpu_distances(self, gpu: tuple[str, str]) -> NDArray[np.float64]:
         if gpu not in self._by_gpu:
-            each = [_gpu_distance(step.gpu, gpu) for step in self.steps]
+            each = [_gpu_distance(step.gpu, *gpu) for step in self.steps]
             self._by_gpu[gpu] = np.array(each)
         return self._by_gpu[gpu]
 
@@ -156,7 +156,7 @@ class StepTable:
         own = np.log2(sizes) * _SIZE_WEIGHTS
         apart: NDArray[np.float64] = (
             np.abs(self._sizes - own).sum(axis=0)
-            + self._gpu_distances(plan.gpu.name)
+            + self._gpu_distances((plan.gpu.name, plan.gpu.architecture))
             + OTHER_FRAMEWORK * (self._frameworks != framework)
         )
         return apart
@@ -188,12 +188,13 @@ def octaves_to_measured(plan: ResolvedPlan, framework: str, without: str | None 
 
 
 @lru_cache(maxsize=4096)
-def _gpu_distance(one: str, other: str) -> float:
-    if one == other:
+def _gpu_distance(measured: str, gpu: str, generation: str) -> float:
+    """From a GPU of the catalog to another; one that names no generation is of another one."""
+    if measured == gpu:
         return 0.0
     known = gpu_catalog.gpus()
-    generations = {known[name].gpu.architecture for name in (one, other) if name in known}
-    return OTHER_GPU if len(generations) == 1 else OTHER_GENERATION
+    same = measured in known and known[measured].gpu.architecture == generation
+    return OTHER_GPU if same else OTHER_GENERATION
 
 
 def beyond_published(published: Mapping[str, Any], mfu: float) -> str:
@@ -220,5 +221,7 @@ def _far_words(
             yield f"{asked / seen:.2g} times its {what}"
     if step.gpu != plan.gpu.name:
         yield f"{plan.gpu.name} instead of its GPU"
+    if step.precision != plan.strategy.precision:
+        yield f"{plan.strategy.precision} instead of its {step.precision}"
     if step.framework != framework:
         yield f"{framework} instead of its framework"

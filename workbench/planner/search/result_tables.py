@@ -48,7 +48,7 @@ def search_text(found: SearchResult) -> str:
         + f"{found.candidates:,} legal plans in {found.seconds:.2f} s ({found.rate:,.0f} a second)"
     )
     lines = [f"{rate}, {found.feasible:,} meet every condition", *published_lines(found)]
-    return "\n".join([*lines, found.empty] if found.empty else lines)
+    return "\n".join([*lines, *filter(None, (found.assumed, found.empty))])
 
 
 def published_lines(found: SearchResult) -> list[str]:

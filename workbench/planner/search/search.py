@@ -18,6 +18,7 @@ from workbench.errors import PlanError, Problem, refuse
 from workbench.fields.bounds import RANKS, TRAINED, hold
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.schema import Plan
+from workbench.planner.assumed_hardware import assumed_hardware
 from workbench.planner.calibrated_plan import with_calibration
 from workbench.planner.estimated_timeline import simulated_step_seconds, simulated_timeline
 from workbench.planner.framework_limits import framework_limits
@@ -134,6 +135,8 @@ class SearchResult:
     """Of one GPU, USD, where it is known."""
     gpus: int | None = None
     """Of the plan that was asked about."""
+    assumed: str = ""
+    """What the description of its GPU leaves out, and what stands for it."""
 
     def __repr__(self) -> str:
         return result_tables.search_result_text(self)
@@ -169,6 +172,7 @@ class SearchResult:
             "seconds": self.seconds,
             "rate_per_second": self.rate,
             "empty": self.empty or None,
+            "assumed_hardware": self.assumed or None,
             "top": [one.to_json() | self.bill(one) for one in self.top],
             "pareto": [one.to_json() | self.bill(one) for one in self.pareto],
         }
@@ -226,6 +230,7 @@ def search(
         tokens,
         whole.base.gpu.price_per_hour,
         plan.cluster.gpus,
+        assumed_hardware(whole.base),
     )
 
 
