@@ -103,7 +103,7 @@ def test_a_capacity_spares_the_host_the_counts() -> None:
 @pytest.mark.parametrize(
     ("graphs", "dense", "sparse"),
     [
-        ("", 0, 0),
+        ("none", 0, 0),
         ("attn", 6 / 11 * 20, 6 / 11 * 20),
         ("attn mlp", 20, 6 / 11 * 20),  # rows of experts have no fixed shape
         ("attn moe_router moe_preprocess", 6 / 11 * 20, 6 / 11 * 20 + 8 + 6),

@@ -90,7 +90,7 @@ def replayed_kernels(w: Workload, is_moe: bool) -> tuple[Number, Number]:
     replayed CUDA graph launches.
     """
     graphs = w.fixed.framework.kernels.graphs.split()
-    if not graphs:
+    if graphs == ["none"]:
         return 0.0, 0.0
     both = kernel_launches(w, is_moe)
     if "full_iteration" in graphs:
@@ -121,4 +121,5 @@ def with_launch_floor(
     if not m.host_runs_ahead:
         return seconds + host
     gpu = 1e-6 * m.constants.graph_kernel_us * replayed
-    return np.maximum(np.maximum(seconds, host), gpu)
+    slower: Number = np.maximum(np.maximum(seconds, host), gpu)
+    return slower

@@ -5,6 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+Graphs = Literal[
+    "none", "attn", "attn mlp", "attn moe_router moe_preprocess", "mlp", "full_iteration"
+]
+"""Parts as Megatron-core's --cuda-graph-modules names them; full_iteration is all of a step."""
+
 
 @dataclass(frozen=True)
 class KernelBehavior:
@@ -20,10 +25,8 @@ class KernelBehavior:
     """Whether eager RMSNorm is one kernel, not a chain of elementwise ones."""
     host: Literal["python", "cpp"] = "python"
     """What launches kernels: python (eager or compiled PyTorch) or cpp."""
-    graphs: str = ""
-    """Parts of a layer whose kernels replayed CUDA graphs launch, without the host: names of
-    `GRAPHED_SHARES` and `GRAPHED_ROUTING` (`compute/kernel_launches.py`), or full_iteration.
-    """
+    graphs: Graphs = "none"
+    """Parts of a layer whose kernels replayed CUDA graphs launch, without the host."""
     fp8_scaling: Literal["tensorwise", "rowwise"] = "tensorwise"
     """Scaling of its fp8 GEMMs."""
     fused_quantization: bool = False

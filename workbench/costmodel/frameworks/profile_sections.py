@@ -35,7 +35,8 @@ def check_profile(
         PlanError: It has an unknown key, a value of another kind, or one without its source.
     """
     _check_keys(entry, (*ABOUT, *parts, "constants", "recipes"), file, path)
-    _check_parts(entry, parts | {"constants": dict.fromkeys(CONSTANTS, float)}, file, path)
+    constants: Fields = dict.fromkeys(CONSTANTS, float)
+    _check_parts(entry, {**parts, "constants": constants}, file, path)
     recipes = entry.get("recipes", {})
     for gpu, recipe in recipes.items():
         _check_keys(recipe, parts, file, f"{path}recipes.{gpu}.")
