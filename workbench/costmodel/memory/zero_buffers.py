@@ -37,7 +37,7 @@ def zero_buffer_deltas(w: Workload, p: ParamCounts) -> dict[str, MemoryByCategor
         "feed_forward",
         "column_parallel",
         "norm",
-        "attention",
+        *(("attention",) if w.fixed.framework.kernels.counts_operators else ()),
         *(("split_attention", "first_norm") if w.fixed.splits_backward else ()),
     )
     by_phase = {
