@@ -13,7 +13,8 @@ import pytest
 from tests.planner.test_measured_rows import UNNAMED, cells
 from workbench import cli
 from workbench.planner.validation import Validation, validate
-from workbench.planner.validation.measured_rows import read_measured_rows
+from workbench.planner.validation.measured_rows import parse_row, read_measured_rows
+from workbench.planner.validation.row_consistency import inconsistent
 from workbench.planner.validation.row_reasons import NO_REMEDY, published_versions, remedy
 from workbench.planner.validation.row_shapes import Inexpressible
 from workbench.planner.validation.row_to_plan import is_complete, is_complete_moe, row_to_plan
@@ -30,7 +31,14 @@ def own_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
         cells(id="unknown", framework="our own trainer"),
         cells(id="version", framework="InternEvo v9.9"),
         cells(id="later", framework="Megatron-Bridge", table="29.06 NeMo Container / ours"),
-        cells(id="gpu", gpu="V100-SXM2-32GB", gpu_mem_gb="32", precision="fp16", **FOUNDRY),
+        cells(
+            id="gpu",
+            gpu="V100-SXM2-32GB",
+            gpu_mem_gb="32",
+            precision="fp16",
+            iter_time_s="60",
+            **FOUNDRY,
+        ),
         cells(id="wide", framework="NeMo", precision="NVFP4"),
         cells(id="batch", gbs="12"),
         cells(id="shape", layers="", **UNNAMED),
@@ -125,3 +133,38 @@ def test_nearly_all_published_rows_of_known_model_and_batch_are_plans() -> None:
             except Inexpressible:
                 continue
         assert plans / len(counted) >= least
+
+
+def test_rows_of_ones_own_say_that_the_published_fit_predicts_them(
+    found: Validation, own_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = found.summary()["own_rows"]
+    assert (own["rows"], own["predicted_with"]) == (9, "published fit") and own["fitted_constants"]
+    assert cli.answer(["validate", str(own_file)]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "Rows of your own: 9, predicted with the published fit of" in said
+    assert f"90 % intervals, median: {own['median_half_width']:.1%}" in said
+
+
+@pytest.mark.parametrize(
+    ("column", "text"),
+    [("hidden", "-2048"), ("tp", "2.5"), ("n_gpus", "0"), ("layers", "1e30"), ("gbs", "-64")],
+)
+def test_a_count_that_cannot_be_is_refused_not_taken_for_one(column: str, text: str) -> None:
+    row = parse_row(cells(**{column: text}))
+    with pytest.raises(Inexpressible, match=f"impossible {column}"):
+        row_to_plan(row)
+    assert "positive whole number" in remedy(f"impossible {column}")
+    for said in ("", "see recipe", "8-16"):
+        assert not parse_row(cells(**{column: said})).impossible
+    assert not parse_row(cells(vpp="0", ep="0", kv_heads="0")).impossible, "0 says none"
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [{"iter_time_s": "0.0005"}, {"tflops_gpu": "5000"}, {"mfu_pct": "150"}, {"tokens_per_s": "1"}],
+)
+def test_a_row_alone_that_cannot_be_is_suspect(cell: dict[str, str]) -> None:
+    plain = {"iter_time_s": "5.0", "tokens_per_s": "", "samples_per_s": "", **FOUNDRY}
+    assert not inconsistent([row_to_plan(parse_row(cells(**plain)))]).any()
+    assert inconsistent([row_to_plan(parse_row(cells(**plain | cell)))]).all()

@@ -73,6 +73,7 @@ def _shown(found: Validation, data: dict[str, Any], by: str | None) -> list[Any]
         return [head, _reasons(data), _cautions(data)]
     shown: list[Any] = [
         head,
+        _own_rows(data),
         _left_out(data),
         _sites(data, "By site", "sites", "small_sites"),
         _memory_sites(data),
@@ -86,6 +87,19 @@ def _shown(found: Validation, data: dict[str, Any], by: str | None) -> list[Any]
         if name:
             shown.append(_parts(name, parts))
     return shown
+
+
+def _own_rows(data: dict[str, Any]) -> str | None:
+    """What predicts the rows that were not published."""
+    own = data["own_rows"]
+    if not own:
+        return None
+    half = own["median_half_width"]
+    width = "" if half is None else f"; half-width of their 90 % intervals, median: {half:.1%}"
+    return (
+        f"Rows of your own: {own['rows']}, predicted with the published fit of "
+        f"{own['fitted_constants']} constants, which has seen none of them{width}"
+    )
 
 
 def _left_out(data: dict[str, Any]) -> Grid | None:

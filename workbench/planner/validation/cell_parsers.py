@@ -38,6 +38,14 @@ def parse_number(text: str) -> float | None:
     return value if math.isfinite(value) and 0 <= value < _MAX_NUMBER else None
 
 
+def plain_number(text: str) -> float | None:
+    """The number that `text` is and nothing else, of any sign; None for words, ranges and units."""
+    if re.fullmatch(_NUMBER, text.strip()) is None:
+        return None
+    value = float(text.strip().replace(",", ""))
+    return value if math.isfinite(value) else None
+
+
 def integer(text: str) -> int | None:
     """The integer in `text`; None for a range, a fraction or nothing. `8k` is 8192."""
     value = None if _RANGE.match(text) else parse_number(text)

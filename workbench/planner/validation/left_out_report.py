@@ -62,6 +62,24 @@ def left_out_summary(table: pd.DataFrame) -> dict[str, Any]:
     }
 
 
+def own_rows_summary(table: pd.DataFrame) -> dict[str, Any]:
+    """Rows of no published site, which the published fit predicts; empty where there are none.
+
+    Args:
+        table: Predictions with the columns of `validate.COLUMNS`, and `site`.
+    """
+    own = table[table.site == ""]
+    if own.empty:
+        return {}
+    width = (as_floats(own.s_high) - as_floats(own.s_low)) / 2 / as_floats(own.predicted_s)
+    return {
+        "rows": len(own),
+        "predicted_with": "published fit",
+        "fitted_constants": _num_fitted(),
+        "median_half_width": float(np.nanmedian(width)) if np.isfinite(width).any() else None,
+    }
+
+
 def _num_fitted() -> int:
     """Fitted constants of time and memory together, widths of intervals included."""
     documents = fitted_document(), fitted_memory_document()

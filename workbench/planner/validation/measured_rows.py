@@ -118,6 +118,8 @@ class MeasuredRow:
     tokens_per_second: float | None
     utilisation: float | None
     """Model FLOPs utilisation as printed, a share."""
+    impossible: tuple[str, ...]
+    """Columns whose cell is a number that no such count can be."""
 
     @property
     def text(self) -> str:
@@ -228,6 +230,7 @@ def parse_row(cells: Mapping[str | None, object], file: str = "", line: int = 0)
         samples_per_second=times[1],
         tokens_per_second=times[2],
         utilisation=share / 100 if share else None,
+        impossible=tuple(_impossible_counts(cell)),
     )
 
 
@@ -270,6 +273,20 @@ MAX_COUNT = {
 }
 MAX_OTHER_COUNT = 2**16
 """Largest counts that can be meant; what is larger was misread."""
+
+
+NEVER_ZERO = frozenset({"layers", "hidden", "heads", "vocab", "seq", "n_gpus", "mbs", "gbs"})
+"""Columns in which 0 does not say that there is none."""
+
+
+def _impossible_counts(cell: Mapping[str, str]) -> Iterator[str]:
+    """Columns of counts that hold a negative, fractional or far too large number."""
+    for name, column in COUNT_COLUMNS.items():
+        value = cell_parsers.plain_number(cell.get(column, ""))
+        if value is None or (value == 0 and column not in NEVER_ZERO):
+            continue
+        if value != int(value) or not 0 < value <= MAX_COUNT.get(name, MAX_OTHER_COUNT):
+            yield column
 
 
 def _plausible_count(name: str, value: int | None) -> int | None:

@@ -4,7 +4,9 @@ and time imply.
 r = FLOPs(shape, global batch) / (step time x GPUs x printed FLOP/s of a GPU). Pages count FLOPs
 by different rules (attention causal or not, recomputation or not), so r is compared with the median
 of the rows that were counted alike: same source, same kind of figure, dense models apart from
-mixtures of experts, under whichever rule makes them agree best.
+mixtures of experts, under whichever rule makes them agree best. A row alone contradicts itself
+where it is faster than its GPU can be, or prints a time and tokens a second that do not belong
+together.
 """
 
 from __future__ import annotations
@@ -94,15 +96,37 @@ def consistency_ratios(rows: Sequence[PlannedRow]) -> NDArray[np.float64]:
     return found
 
 
+def exceeds_its_gpu(row: PlannedRow) -> bool:
+    """Whether the time that a row prints, or its rate, asks more of its GPU than any of its dtypes
+    gives.
+    """
+    peak = 1e12 * max(row.plan.gpu.tflops.values())
+    over = (row.row.tflops or 0) * 1e12 > peak or (row.row.utilisation or 0) > 1
+    if over or not row.seconds:
+        return over
+    return model_flops_per_step(row.plan) > row.seconds * row.plan.world_size * peak
+
+
+def contradicts_its_tokens(row: PlannedRow) -> bool:
+    """Whether a row prints a step time and tokens a second that do not belong together."""
+    if not (row.seconds and row.row.step_seconds and row.row.tokens_per_second):
+        return False
+    t = row.plan.training
+    tokens = t.global_batch * t.sequence_length / row.seconds
+    return abs(row.row.tokens_per_second / tokens - 1) > MAX_DEVIATION
+
+
 def inconsistent(rows: Sequence[PlannedRow]) -> NDArray[np.bool_]:
-    """Rows that fail the check; those of which nothing can be said pass."""
+    """Rows that fail a check; those of which nothing can be said pass."""
+    alone = np.array([exceeds_its_gpu(row) or contradicts_its_tokens(row) for row in rows], bool)
     coarse = np.array(
         [UTILISATION_ROUNDING / row.row.utilisation if row.row.utilisation else 0.0 for row in rows]
     )
     allowed = np.array(
         [MAX_DEVIATION if row.row.tflops else MAX_UTILISATION_DEVIATION for row in rows]
     )
-    return np.asarray(np.nan_to_num(np.abs(consistency_ratios(rows) - 1) - coarse) > allowed)
+    beside = np.nan_to_num(np.abs(consistency_ratios(rows) - 1) - coarse) > allowed
+    return np.asarray(alone | beside)
 
 
 def _implied_over_printed(row: PlannedRow, causal: bool, counted: VocabCounted) -> float:

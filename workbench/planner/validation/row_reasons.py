@@ -35,6 +35,11 @@ REMEDIES = (
         "layout contradicts",
         "correct n_gpus or the axes: n_gpus = dp x tp x pp x cp, ep divides dp x cp",
     ),
+    (
+        "impossible shape",
+        "correct hidden, heads, kv_heads, head_dim or ffn: heads divide hidden, kv_heads heads",
+    ),
+    ("impossible", "correct that cell: a positive whole number that can be meant, or nothing"),
     ("more pipeline stages", "correct pp and vpp: pp x vpp is at most layers, or layers + 2"),
     ("experts spread", "name a framework whose defaults say how many tensor ranks split an expert"),
     (
@@ -76,7 +81,8 @@ def cautions(table: pd.DataFrame) -> list[dict[str, Any]]:
     found = [
         _caution(
             table[table.suspect],
-            "contradict themselves: printed rate against batch, shape and time",
+            "contradict themselves: printed rate against batch, shape and time, or against the "
+            "GPU's peak",
             "correct gbs, iter_time_s or tflops_gpu",
         )
     ]

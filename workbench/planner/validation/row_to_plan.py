@@ -93,6 +93,8 @@ def row_to_plan(row: MeasuredRow, profile: str | None = None) -> PlannedRow:
     """
     if not row.measured:
         raise Inexpressible("not a measurement")
+    if row.impossible:
+        raise Inexpressible(f"impossible {', '.join(row.impossible)}")
     model = row_shape(row)
     gpus, data = gpus_and_data_size(row)
     gpu = gpu_names.find_gpu(row.gpu, row.gpu_memory)

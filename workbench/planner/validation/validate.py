@@ -17,7 +17,7 @@ from workbench.costmodel.rates.fitted_memory import memory_fit_without
 from workbench.errors import PlanError, refuse
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.planner.validation.framework_names import framework_defaults
-from workbench.planner.validation.left_out_report import left_out_summary
+from workbench.planner.validation.left_out_report import left_out_summary, own_rows_summary
 from workbench.planner.validation.measured_rows import MeasuredRow, read_measured_rows
 from workbench.planner.validation.predictions import (
     Predict,
@@ -102,6 +102,7 @@ class Validation:
             "cautions": cautions(self.table),
             "refused_by_planner": dict(self.refused),
             "left_out": left_out_summary(self.table),
+            "own_rows": own_rows_summary(self.table),
             **error_summary(self.table),
             "seconds": self.seconds,
         }
