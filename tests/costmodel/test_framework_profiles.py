@@ -158,7 +158,7 @@ def test_one_profile_stands_for_unknown_frameworks() -> None:
         ({"loss": {"passes": {**SAID, "value": "few"}}}, "loss.passes is 'few'; legal: a number"),
         ({"loss": {"passes": {**SAID, "value": True}}}, "loss.passes is True; legal: a number"),
         ({"loss": {"passes": {"value": 7}}}, "loss.passes has no source; legal: the document"),
-        ({"loss": {"passes": {**SAID, "sourc": ""}}}, "loss.passes.sourc is not known; legal"),
+        ({"loss": {"passes": {**SAID, "origin": ""}}}, "loss.passes.origin is not known; legal"),
         ({"loss": {"passes": 7}}, "loss.passes is 7; legal: a mapping of value, source, meaning"),
         ({"loss": 7}, "loss is 7; legal: a mapping of logit_bytes, "),
         ({"constants": {"gemm_share": SAID}}, "constants.gemm_share is not known; legal there: "),
