@@ -24,7 +24,7 @@ def found(
             for (section, labels), seconds in times.items()
         ]
     ]
-    _, doubts = judge(samples * 2, 2, False, memory)
+    _, doubts = judge(samples * 2, 2, memory)
     return {doubt.point.rpartition(" ")[2]: (doubt.why, doubt.refused) for doubt in doubts}
 
 

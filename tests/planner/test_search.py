@@ -284,7 +284,7 @@ def test_what_a_full_gpu_slows_down_is_in_the_rank_and_in_the_estimate() -> None
     plan = of("llama-2-13b", 8)
     found = search(plan, risk=0.3, top=1000)
     fastest = min(found.top, key=lambda one: one.seconds)
-    assert fastest.slowdown > 1.3 and found.top[0].slowdown < 1.1
+    assert fastest.slowdown > 1.2 and found.top[0].slowdown < 1.1
     assert found.top[0].expected_seconds < fastest.expected_seconds
     for one in (fastest, found.top[0]):
         notes = estimate(one.plan).notes["memory"]

@@ -20,7 +20,7 @@ from rich.text import Text
 from workbench.cli.column_widths import Need, fit, need, shortened_text
 from workbench.untrusted_text import visible
 
-PIPE_WIDTH = 160
+PIPE_WIDTH = 184
 """Columns of a table that no terminal shows, where COLUMNS says nothing."""
 
 
