@@ -7,11 +7,13 @@ from __future__ import annotations
 import math
 import random
 import re
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+import workbench.planner.fitting.__main__ as fitting
 from workbench.costmodel.rates.fitted_constants import fitted_document
 from workbench.planner.fitting.__main__ import fit_document
 from workbench.planner.fitting.fit_rows import FitRow, clean_rows, published_rows
@@ -184,3 +186,36 @@ def test_the_slowdown_of_a_full_gpu_goes_half_of_its_way_below_three_sites() -> 
     assert three["slowdown"] == pytest.approx(4.0, abs=1e-3) and three["sites"] == ["a", "b", "c"]
     assert near_full_slowdown_of({})["slowdown"] == 1.0
     assert near_full_slowdown_of({"a": [-1.0]})["slowdown"] == 1.0
+
+
+@pytest.mark.parametrize("memory", [[], ["--memory"]])
+@pytest.mark.parametrize("target", ["missing/fitted.json", "."])
+def test_a_file_that_cannot_be_written_is_refused_before_anything_is_fitted(
+    memory: list[str],
+    target: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(fitting, "published_rows", lambda: pytest.fail("it fits"))
+    monkeypatch.setattr(sys, "argv", ["fitting", "-o", str(tmp_path / target), *memory])
+    with pytest.raises(SystemExit, match="2"):
+        fitting.main()
+    assert "legal: a file in a folder that exists" in capsys.readouterr().err
+
+
+def test_a_document_is_replaced_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fit that dies while it writes leaves the document that was there."""
+    target = tmp_path / "fitted.json"
+    target.write_text("{}")
+
+    def die(*_: object) -> None:
+        raise OSError("killed")
+
+    monkeypatch.setattr(fitting, "published_rows", lambda: [])
+    monkeypatch.setattr(fitting, "memory_document", lambda _: {"a": 1})
+    monkeypatch.setattr(sys, "argv", ["fitting", "-o", str(target), "--memory"])
+    monkeypatch.setattr("workbench.safe_io.files.os.replace", die)
+    with pytest.raises(OSError, match="killed"):
+        fitting.main()
+    assert target.read_text() == "{}" and list(tmp_path.iterdir()) == [target]

@@ -238,6 +238,9 @@ def check(name: str) -> None:
     assert len(found["ranks"]) == plan.resolve().strategy.pipeline.size
     for rank in found["ranks"]:
         assert abs(rank["difference"]) <= TOLERANCE, rank
+        rows = [row for row in found["rows"] if row["rank"] == rank["rank"]]
+        shown = sum(row["seconds"] for row in rows if row["phase"] != "optimizer")
+        assert shown + rank["waits_seconds"] == pytest.approx(rank["compute_seconds"])
 
 
 @pytest.mark.parametrize("name", QUICK)

@@ -19,10 +19,11 @@ def operator_tables(found: Mapping[str, Any]) -> list[Grid]:
     """
     longest = max(found["ranks"], key=lambda one: one["compute_seconds"])
     rows = [row for row in found["rows"] if row["rank"] == longest["rank"]]
-    return [_operators(rows, found["gpu"]), _sums(found)]
+    return [_operators(rows, found["gpu"], longest.get("waits_seconds", 0.0)), _sums(found)]
 
 
-def _operators(rows: list[dict[str, Any]], gpu: str) -> Grid:
+def _operators(rows: list[dict[str, Any]], gpu: str, waits: float) -> Grid:
+    """Operators by their time on the GPU, and what it waits for its host's launches."""
     columns = ("phase", "operator", "shape", "dtype", "count", "FLOPs", "bytes")
     more = ("FLOP/B", "bound by", "time", "share")
     built = table(
@@ -52,6 +53,9 @@ def _operators(rows: list[dict[str, Any]], gpu: str) -> Grid:
         built.add_row(
             "all", f"{len(rest)} others", *blank, "", "", seconds_text(seconds), f"{share:.1%}"
         )
+    if waits:
+        blank = [""] * 6
+        built.add_row("all", "waits for the host", *blank, "launch", seconds_text(waits), "")
     return built
 
 

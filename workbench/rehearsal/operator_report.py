@@ -13,6 +13,7 @@ from workbench.costmodel.compute.operator_roofline import (
     Operator,
     OperatorTime,
     compute_seconds,
+    host_wait_seconds,
     operator_times,
 )
 from workbench.costmodel.inputs.rank_workload import workload
@@ -47,6 +48,7 @@ def operator_report(plan: ResolvedPlan, counted: Mapping[int, Counter[Operator]]
         summary = {
             "rank": rank,
             "compute_seconds": compute_seconds(times, m),
+            "waits_seconds": host_wait_seconds(times, m),
             "optimizer_seconds": sum(
                 one.seconds for one in times if one.operator.phase == "optimizer"
             ),

@@ -171,6 +171,14 @@ def compute_seconds(times: Sequence[OperatorTime], m: DeviceRates) -> float:
     return total
 
 
+def host_wait_seconds(times: Sequence[OperatorTime], m: DeviceRates) -> float:
+    """Seconds of `compute_seconds` in which the GPU has done its operators, and waits for its host
+    to launch more.
+    """
+    computed = (one.seconds for one in times if one.operator.phase in COMPUTE_PHASES)
+    return max(0.0, compute_seconds(times, m) - sum(computed))
+
+
 def _rates_of(dtype: str, m: DeviceRates, gpu: GPU, precision: str) -> DeviceRates:
     """Rates of an operator in `dtype`, which may be wider than the plan's: routers are fp32. A plan
     in TF32 runs all its fp32 GEMMs so.

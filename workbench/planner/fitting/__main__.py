@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -31,6 +32,7 @@ from workbench.planner.fitting.uncertainty_fit import (
     UncertaintyFit,
     well_known_frameworks,
 )
+from workbench.safe_io.files import replace_file
 
 DIGITS = 5
 NEAR_FULL_CONSTANTS = 1
@@ -85,30 +87,37 @@ def _as_text(document: Mapping[str, Any]) -> str:
 
 def main() -> None:
     """Fit, and write the document."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("-o", "--output", type=Path)
+    parser = argparse.ArgumentParser(
+        prog="python -m workbench.planner.fitting", description=__doc__
+    )
+    parser.add_argument("-o", "--output", type=Path, help=f"file to write, not {FITTED_FILE}")
     parser.add_argument(
         "--memory", action="store_true", help=f"fit readings of memory alone: {FITTED_MEMORY_FILE}"
     )
     arguments = parser.parse_args()
+    usual = FITTED_MEMORY_FILE if arguments.memory else FITTED_FILE
+    output = arguments.output or data_files.assets() / usual
+    if output.is_dir() or not os.access(output.parent, os.W_OK):
+        parser.error(
+            f"--output: '{output}' cannot be written; legal: a file in a folder that exists"
+        )
     if arguments.memory:
-        _write_memory_fit(arguments.output or data_files.assets() / FITTED_MEMORY_FILE)
+        _write_memory_fit(output)
         return
-    output = arguments.output or data_files.assets() / FITTED_FILE
     fit = MultiplierFit(clean_rows(published_rows()))
     print(
         f"{len(fit.rows)} clean rows of {len(set(fit.sites))} sites, {len(fit.names)} multipliers"
     )
     near, point = fit_all(fit)
     document = fit_document(fit, near, point)
-    output.write_text(_as_text(document), encoding="utf-8")
+    replace_file(output, _as_text(document))
     print(f"written: {output}")
 
 
 def _write_memory_fit(output: Path) -> None:
     rows = read_rows(published_rows())
     print(f"{len(rows)} readings of {len({one.site for one in rows})} sites: {kinds_of(rows)}")
-    output.write_text(json.dumps(memory_document(rows), indent=1) + "\n", encoding="utf-8")
+    replace_file(output, json.dumps(memory_document(rows), indent=1) + "\n")
     print(f"written: {output}")
 
 
