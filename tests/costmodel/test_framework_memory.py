@@ -271,3 +271,17 @@ def test_gemms_that_accumulate_leave_no_weight_gradient_in_flight() -> None:
         for one in (w, apart)
     ]
     assert during[0] < during[1]
+
+
+def test_buffers_are_freed_by_frameworks_whose_operators_are_not_counted() -> None:
+    """At the phase of the peak fewer of ZeRO-3's buffers live than at the most."""
+    plan = Plan.of("llama-3-8b", gpu="h100-sxm-80gb", gpus=16, strategy="zero-3").resolve()
+    w, c = workload(plan), constants(plan.gpu, "eager", "textbook")
+    kernels = replace(w.fixed.framework.kernels, counts_operators=False)
+    peaks = []
+    for frees in (True, False):
+        exchange = replace(w.fixed.framework.data_parallel, frees_buffers=frees)
+        framework = replace(w.fixed.framework, kernels=kernels, data_parallel=exchange)
+        one = replace(w, fixed=replace(w.fixed, framework=framework))
+        peaks.append(float(peak_memory(one, c).peak.max()))
+    assert 0 < peaks[0] < peaks[1]
