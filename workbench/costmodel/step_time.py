@@ -196,14 +196,10 @@ def _durations(
                 0.0, of("expert") - idle[action] - c.expert_overlap * hidden[action]
             )
         if w.zero == 3:
-            gathers = of("data")
-            behind = c.gather_overlap * _overlaps_compute(w) * hidden[action]
-            if wires["data"].measured is not None:
-                # Gathers that were started ahead wait while ranks compute; what they copy takes
-                # the cores of the ranks themselves.
-                empty = [replace(call, bytes=0.0) for call in every]
-                waits = comm_seconds(empty, wires, c, "data", action) / w.microbatches
-                behind = _overlaps_compute(w) * np.minimum(waits, hidden[action])
+            ahead = c.gather_overlap * hidden[action]
+            if wires["data"].measured is not None:  # gathers started ahead wait beside compute
+                ahead = np.minimum(_waits(w, every, wires, c, "data", action), hidden[action])
+            gathers, behind = of("data"), ahead * _overlaps_compute(w)
             exposed[action]["data_comm"] = np.maximum(gathers - behind, MIN_EXPOSED_SHARE * gathers)
     return MicrobatchDurations(
         forward=np.asarray(work.forward + _sum(exposed["F"].values())),
@@ -224,15 +220,28 @@ def _behind_weight_gradients(
 ) -> Array:
     """Seconds that the tensor-parallel reductions of one backward wait while a rank computes: this
     engine reduces the input's gradient of a column-parallel group during the weights' gradients of
-    the group, unless these are deferred. What a reduction copies takes the rank's own core.
+    the group, unless these are deferred.
     """
     if w.fixed.algorithm != "1d" or w.fixed.splits_backward:
         return w.zeros
-    reductions = [
-        replace(call, bytes=0.0) for call in every if call.kind in ("all_reduce", "reduce_scatter")
-    ]
-    waits = comm_seconds(reductions, wires, c, "tensor", "B") / w.microbatches
+    reductions = [call for call in every if call.kind in ("all_reduce", "reduce_scatter")]
+    waits = _waits(w, reductions, wires, c, "tensor", "B")
     return np.minimum(waits, column_parallel_share(w) * work.weight_grad)
+
+
+def _waits(
+    w: Workload,
+    calls: list[CollectiveCall],
+    wires: dict[str, AxisLink],
+    c: Constants,
+    axis: str,
+    action: str,
+) -> Number:
+    """Seconds a microbatch that measured calls of an axis take whatever they move. A rank may
+    compute meanwhile; what they copy takes its own core.
+    """
+    empty = [replace(call, bytes=0.0) for call in calls]
+    return comm_seconds(empty, wires, c, axis, action) / w.microbatches
 
 
 def _overlaps_compute(w: Workload) -> Number:
@@ -360,13 +369,16 @@ def _exposed_data_comm(
     buckets = np.maximum(1.0, sum(c.count * (c.group_size > 1) for c in reductions))
     overlap = constants.data_overlap if w.pipeline == 1 else constants.pipeline_overlap
     overlap = 0.0 if w.fixed.framework.data_parallel.reduces_late(w.zero) else overlap
-    switched = overlap * (_overlaps_compute(w) if w.zero >= 2 else w.searched.overlap)
     behind = _passes_behind_other_chunks(w)
     # Interleaved, a chunk's gradients are reduced once its last microbatch's backward has ended,
     # beside the backwards of the chunks that follow, and its parameters gathered before its first
     # forward: what one chunk exchanges is exposed (NeMo, Communication Overlap).
-    hidden = switched * d.backward * (behind or 1.0) if overlap else 0.0
-    last = w.fixed.chunks if overlap and behind else buckets
+    hidden: Number = 0.0
+    last = buckets
+    if overlap:
+        switched = overlap * (_overlaps_compute(w) if w.zero >= 2 else w.searched.overlap)
+        hidden = switched * d.backward * (behind or 1.0)
+        last = w.fixed.chunks if behind else buckets
     gathers = comm_seconds(every, wires, constants, "data", "OPTIMIZER")
     ahead = constants.parameter_overlap * d.forward * (behind or 1.0)
     exposed: Number = np.asarray(
