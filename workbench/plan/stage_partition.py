@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
 from workbench.plan.model.model_shape import Shape
-from workbench.plan.model.parameter_count import block_matrices
+from workbench.plan.model.parameter_count import block_matrices, prediction_matrices
 
 
 def costs(shape: Shape, sequence: int) -> tuple[float, list[float], float]:
@@ -20,8 +20,7 @@ def costs(shape: Shape, sequence: int) -> tuple[float, list[float], float]:
     first, last = (
         float(block_matrices(shape, layer) + attention) for layer in (0, shape.layers - 1)
     )
-    further = shape.mtp_layers * (shape.hidden * shape.vocab + 2 * shape.hidden**2)
-    head = float(shape.hidden * shape.vocab + further)
+    head = float(shape.hidden * shape.vocab + prediction_matrices(shape))
     return 0.0, [first] * dense + [last] * (shape.layers - dense), head
 
 

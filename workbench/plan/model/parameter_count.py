@@ -167,6 +167,13 @@ def prediction(shape: Shape, weight_in_dim: Number, columns: Number) -> Number:
     return 2 * weight_in_dim * columns + 3 * norm(shape, shape.hidden)
 
 
+def prediction_matrices(shape: Shape) -> int:
+    """Weights beside its blocks that a token is multiplied with to predict further tokens: the head
+    once more for each, and the projection.
+    """
+    return shape.mtp_layers * (shape.hidden * shape.vocab + 2 * shape.hidden**2)
+
+
 def block_matrices(shape: Shape, layer: int) -> int:
     """Weights of block `layer` that a token is multiplied with: matrices only, visited experts
     only.

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from workbench.plan.model.model_shape import Shape
-from workbench.plan.model.parameter_count import block_matrices
+from workbench.plan.model.parameter_count import block_matrices, prediction_matrices
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.planner.validation.row_to_plan import PlannedRow
 
@@ -70,8 +70,7 @@ def weights_per_token(shape: Shape, tables: int) -> float:
     dense = min(shape.moe.first_dense, shape.layers) if shape.moe else shape.layers
     blocks = dense * block_matrices(shape, 0)
     blocks += (shape.layers - dense) * block_matrices(shape, shape.layers - 1)
-    further = shape.mtp_layers * (shape.hidden * shape.vocab + 2 * shape.hidden**2)
-    return blocks + tables * shape.hidden * shape.vocab + further
+    return blocks + tables * shape.hidden * shape.vocab + prediction_matrices(shape)
 
 
 def consistency_ratios(rows: Sequence[PlannedRow]) -> NDArray[np.float64]:
