@@ -114,32 +114,35 @@ def implied_layers(row: MeasuredRow) -> int | None:
     if row.ffn is None and row.gated is not False:
         return None
     try:
-        one, two = (
-            parameters(
-                _build_shape(
-                    row.model,
-                    row.arch.lower(),
-                    layers,
-                    row.hidden,
-                    row.heads,
-                    row.kv_heads,
-                    row.head_dim,
-                    row.ffn or 4 * row.hidden,
-                    row.vocab,
-                    row.sequence or 1,
-                    bool(row.tied),
-                    row.gated,
-                    None,
-                    "{}",
-                )
-            ).total
-            for layers in (1, 2)
-        )
+        one, two = (_parameters_of(row, layers) for layers in (1, 2))
     except Inexpressible:  # its widths make no model; who builds its shape says so
         return None
     layers = 1 + (row.parameters - one) / (two - one)
     found = round(layers)
     return found if found >= 1 and abs(layers - found) <= MAX_LAYER_ROUNDING else None
+
+
+def _parameters_of(row: MeasuredRow, layers: int) -> int:
+    """Parameters of a dense model of so many layers, whose other widths the row gives."""
+    hidden = row.hidden or 0
+    return parameters(
+        _build_shape(
+            row.model,
+            row.arch.lower(),
+            layers,
+            hidden,
+            row.heads or 0,
+            row.kv_heads,
+            row.head_dim,
+            row.ffn or 4 * hidden,
+            row.vocab,
+            row.sequence or 1,
+            bool(row.tied),
+            row.gated,
+            None,
+            "{}",
+        )
+    ).total
 
 
 @lru_cache(maxsize=4096)
