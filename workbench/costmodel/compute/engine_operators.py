@@ -11,8 +11,7 @@ from __future__ import annotations
 import numpy as np
 
 from workbench.costmodel.compute.float8_operators import float8_bytes
-from workbench.costmodel.compute.moved_bytes import MovedBytes
-from workbench.costmodel.compute.moved_bytes import moved_by as _operators
+from workbench.costmodel.compute.moved_bytes import MovedBytes, moved_by
 from workbench.costmodel.inputs.config import Number
 from workbench.costmodel.inputs.rank_workload import Workload
 from workbench.costmodel.memory.activation_memory import has_weight_gradients
@@ -39,7 +38,7 @@ def layer_bytes(w: Workload, is_moe: bool) -> MovedBytes:
     own = t * h / w.sequence_parallel
     found = norm_bytes(w, True).wide(own).times(2) + _attention_bytes(w)
     sums = 1.0 * (w.tensor == 1)  # column-parallel layers add the gradients of their input in GEMMs
-    found += _operators([], [3 * e, 3 * e]).wide(t * h * sums)  # of q, k and v
+    found += moved_by([], [3 * e, 3 * e]).wide(t * h * sums)  # of q, k and v
     if is_moe and w.shape.moe:
         return found + _moe_bytes(w)
     if casts_eagerly(w):
@@ -123,13 +122,13 @@ def norm_bytes(w: Workload, in_layer: bool) -> MovedBytes:
     """
     e, u = w.element_bytes, w.upcast_bytes
     if w.uses_fused_kernels:
-        return _operators([4 * e], [(3 + in_layer) * e])
+        return moved_by([4 * e], [(3 + in_layer) * e])
     joined: list[Number] = [3 * e] if in_layer else []
     if w.shape.norm == "layernorm":
         # Two kernels of backward read gradient and input (`layer_norm_kernel.cu`).
-        return _operators([3 * e, 2 * e], [5 * e, *joined])
+        return moved_by([3 * e, 2 * e], [5 * e, *joined])
     cast = (e + u) * (e < u)
-    return _operators(
+    return moved_by(
         [3 * e, cast, 2 * u, u, 2 * u, cast, 2 * e],
         [cast, cast, 2 * u, 3 * u, u, 2 * u, 3 * u, u, 2 * u, 3 * u, 2 * u, cast, *joined],
     )
@@ -142,15 +141,13 @@ def _attention_bytes(w: Workload) -> MovedBytes:
     if w.shape.positions == "rope":
         # Four products of halves, their sums, and the concatenation; of queries and of keys.
         if w.uses_fused_kernels:
-            found += _operators([2 * e], [2 * e]).wide(t * (w.q_width + w.k_width))
+            found += moved_by([2 * e], [2 * e]).wide(t * (w.q_width + w.k_width))
         else:
-            turned = _operators(
-                [e] * 4 + [1.5 * e] * 2 + [2 * e], [e] * 5 + [1.5 * e] * 2 + [2 * e]
-            )
+            turned = moved_by([e] * 4 + [1.5 * e] * 2 + [2 * e], [e] * 5 + [1.5 * e] * 2 + [2 * e])
             found += turned.wide(t * w.q_width) + turned.wide(t * w.k_width)
     if w.shape.biases in ("qkv", "all"):
         for width in (w.q_width, w.k_width, w.v_width):
-            found += _operators([], [e]).wide(t * width)
+            found += moved_by([], [e]).wide(t * width)
     return (
         found
         + _row_parallel_bias(w)
@@ -179,8 +176,8 @@ def _ulysses_bytes(w: Workload) -> MovedBytes:
     e = w.element_bytes
     joined = w.q_width + w.kv_head_repeats * (w.k_width + w.v_width)
     several = 2 * e * (w.searched.micro_batch > 1)
-    found = _operators([2 * e, 2 * e, several], [2 * e, 2 * e, several]).wide(w.tokens * joined)
-    found += _operators([2 * e, several], [2 * e, several]).wide(w.tokens * w.o_width)
+    found = moved_by([2 * e, 2 * e, several], [2 * e, 2 * e, several]).wide(w.tokens * joined)
+    found += moved_by([2 * e, several], [2 * e, several]).wide(w.tokens * w.o_width)
     return found.times(1.0 * (w.ulysses > 1))
 
 
@@ -195,15 +192,15 @@ def attention_bytes(w: Workload) -> MovedBytes:
     found = MovedBytes()
     if w.fixed.has_context_parallel and w.fixed.context_algorithm != "ulysses":
         steps, half = (w.ring - 1) * 1.0, 0.5
-        merge = _operators([cast, 2 * u, 2 * u, 2 * u, 3 * u, 2 * u], [2 * u + e, 2 * u])
-        found += _operators([cast, cast], [cast, cast]).wide(t * w.o_width)
+        merge = moved_by([cast, 2 * u, 2 * u, 2 * u, 3 * u, 2 * u], [2 * u + e, 2 * u])
+        found += moved_by([cast, cast], [cast, cast]).wide(t * w.o_width)
         found += merge.wide(half * t * w.o_width).times(steps)
-        found += _operators([2 * e], [2 * e, 2 * e, cast, u, 3 * u, cast]).wide(t * keys)
-        found += _operators([], [2 * e, 2 * u + e, 2 * u]).wide(t * keys).times(steps)
+        found += moved_by([2 * e], [2 * e, 2 * e, cast, u, 3 * u, cast]).wide(t * keys)
+        found += moved_by([], [2 * e, 2 * u + e, 2 * u]).wide(t * keys).times(steps)
         found = found.times(1.0 * (w.ring > 1))
     if w.fixed.attention in ("efficient", "math") and w.shape.kv_heads != w.shape.heads:
         copied = (keys + 2 * w.q_width) * e
-        found += _operators([copied], [copied]).wide(t)
+        found += moved_by([copied], [copied]).wide(t)
     return found + math_attention_bytes(w) if w.fixed.attention == "math" else found
 
 
@@ -213,11 +210,11 @@ def math_attention_bytes(w: Workload) -> MovedBytes:
     """
     e, u, t, length = w.element_bytes, w.upcast_bytes, w.tokens, w.fixed.sequence_length
     cast = (e + u) * (e < u)
-    found = _operators([cast] * 4 + [2 * u] * 2 + [2 * e], [cast] * 4 + [2 * u] * 2 + [2 * e])
+    found = moved_by([cast] * 4 + [2 * u] * 2 + [2 * e], [cast] * 4 + [2 * u] * 2 + [2 * e])
     found = found.wide(t * w.q_width)
     # The mask is made of truth values, added to the scores, and read by all heads at once.
-    found += _operators([1, 2, 5, u], []).wide(length**2)
-    found += _operators([2 * u, 2 * u, cast], [3 * u]).wide(w.heads * t * length)
+    found += moved_by([1, 2, 5, u], []).wide(length**2)
+    found += moved_by([2 * u, 2 * u, cast], [3 * u]).wide(w.heads * t * length)
     return found + MovedBytes(0.0, 0.0, 2.0, 2.0)
 
 
@@ -229,7 +226,7 @@ def _row_parallel_bias(w: Workload) -> MovedBytes:
         return MovedBytes()
     e, apart = w.element_bytes, 1.0 * (w.tensor > 1)
     own = w.tokens * w.hidden_per_rank / w.sequence_parallel
-    return _operators([2 * e * apart], [e]).wide(own)
+    return moved_by([2 * e * apart], [e]).wide(own)
 
 
 def _mlp_bytes(w: Workload, width: Number, sums: Number) -> MovedBytes:
@@ -237,9 +234,9 @@ def _mlp_bytes(w: Workload, width: Number, sums: Number) -> MovedBytes:
     e, t = w.element_bytes, w.tokens
     found = _activation_bytes(w).wide(t * width) + _row_parallel_bias(w)
     if w.shape.gated:
-        found += _operators([], [3 * e]).wide(t * w.hidden_per_rank * sums)
+        found += moved_by([], [3 * e]).wide(t * w.hidden_per_rank * sums)
     if w.shape.biases == "all":
-        found += _operators([], [e]).wide(t * width).times(1 + w.shape.gated)
+        found += moved_by([], [e]).wide(t * width).times(1 + w.shape.gated)
     return found
 
 
@@ -247,10 +244,10 @@ def _activation_bytes(w: Workload) -> MovedBytes:
     """Bytes an element of an activation, gated or not."""
     e = w.element_bytes
     if not w.shape.gated:
-        return _operators([2 * e], [3 * e])
+        return moved_by([2 * e], [3 * e])
     if w.uses_fused_kernels:
-        return _operators([3 * e], [5 * e])
-    return _operators([2 * e, 3 * e], [3 * e, 3 * e, 3 * e])
+        return moved_by([3 * e], [5 * e])
+    return moved_by([2 * e, 3 * e], [3 * e, 3 * e, 3 * e])
 
 
 def _moe_bytes(w: Workload) -> MovedBytes:
@@ -261,32 +258,32 @@ def _moe_bytes(w: Workload) -> MovedBytes:
     cast, k = (e + u) * (e < u), moe.top_k
     rows = t * w.routed_rows_per_token
     # The router's input is upcast in both passes, its gradient cast; its scores are of all experts.
-    found = _operators([cast], [cast, cast]).wide(t * h)
-    found += _operators([2 * u, u, u], [3 * u, u, 3 * u, 2 * u]).wide(t * moe.experts)
+    found = moved_by([cast], [cast, cast]).wide(t * h)
+    found += moved_by([2 * u, u, u], [3 * u, u, 3 * u, 2 * u]).wide(t * moe.experts)
     # Dispatch gathers rows; backward gathers the gradients of each choice, and adds them.
-    found += _operators([2 * e * w.routed_rows_per_token], [2 * e] + [2 * e, 3 * e] * (k - 1)).wide(
+    found += moved_by([2 * e * w.routed_rows_per_token], [2 * e] + [2 * e, 3 * e] * (k - 1)).wide(
         t * h
     )
     found += _activation_bytes(w).wide(rows * w.expert_ffn)
     if w.shape.gated:
-        found += _operators([], [3 * e]).wide(rows * h)
+        found += moved_by([], [3 * e]).wide(rows * h)
     # Combine: a product with the gate for each choice, added up.
-    found += _operators(
+    found += moved_by(
         [2 * e, 2 * e] + [2 * e, 3 * e] * (k - 1), [2 * e, 3 * e, e, 2 * e, 3 * e] * k
     ).wide(t * h)
-    found += _operators([], [e]).wide(rows * h)
+    found += moved_by([], [e]).wide(rows * h)
     # The input's gradients from router, dispatch and shared experts.
-    found += _operators([], [3 * e]).wide(t * h * (1 + bool(moe.shared)))
+    found += moved_by([], [3 * e]).wide(t * h * (1 + bool(moe.shared)))
     if moe.shared:
         found += _mlp_bytes(w, w.shared_ffn, 1.0 * (w.tensor == 1))
-        found += _operators([3 * e], []).wide(t * h)
+        found += moved_by([3 * e], []).wide(t * h)
     local = moe.experts / w.searched.expert
     weights = local * w.expert_ffn * h * (2 + w.shape.gated) * has_weight_gradients(w)
     grouped = w.fixed.precision == "bf16"
-    found += _operators([], [(2 if grouped else 1) * e]).wide(weights)
+    found += moved_by([], [(2 if grouped else 1) * e]).wide(weights)
     # Rows arrive by source rank, and are sorted by expert and back.
     sorts = 2.0 * ((w.searched.expert > 1) & (local > 1))
-    return found + _operators([2 * e], [2 * e]).wide(rows * h).times(sorts)
+    return found + moved_by([2 * e], [2 * e]).wide(rows * h).times(sorts)
 
 
 def head_bytes(w: Workload) -> MovedBytes:
@@ -298,19 +295,17 @@ def head_bytes(w: Workload) -> MovedBytes:
         split = 1.0 * (w.tensor > 1)
         # Log-softmax and the loss; vocabulary-parallel: maximum, difference, exponentials, their
         # sum and quotient, in place.
-        whole = _operators([cast, 2 * u], [u, 3 * u, cast])
-        parts = _operators([cast, u, 2 * u, 2 * u, u, 2 * u], [2 * u, cast])
+        whole = moved_by([cast, 2 * u], [u, 3 * u, cast])
+        parts = moved_by([cast, u, 2 * u, 2 * u, u, 2 * u], [2 * u, cast])
         return found + whole.wide(logits).times(1 - split) + parts.wide(logits).times(split)
     # Split: statistics, then the gradient in place. Whole: both in one kernel where it is Triton's,
     # in forward; backward scales both gradients.
     split = 1.0 * (w.tensor > 1)
-    parts = _operators([e], [2 * e]).wide(logits)
+    parts = moved_by([e], [2 * e]).wide(logits)
     one = 1 if w.fixed.kernels == "fused" else 2
     wide = e if w.fixed.precision != "fp16" else 4
-    whole = _operators([(one + 1) * e], []).wide(logits)
-    whole += _operators([], [wide + e]).wide(t * h) + _operators([], [wide + e]).wide(
-        w.table_params
-    )
+    whole = moved_by([(one + 1) * e], []).wide(logits)
+    whole += moved_by([], [wide + e]).wide(t * h) + moved_by([], [wide + e]).wide(w.table_params)
     return found + parts.times(split) + whole.times(1 - split)
 
 
@@ -328,13 +323,13 @@ def embedding_bytes(w: Workload) -> MovedBytes:
     """Lookup of tokens and positions; backward writes the gradient of a whole table."""
     e, t, h = w.element_bytes, w.tokens, w.hidden_per_rank
     masked = 2 * e * (w.tensor > 1)
-    found = _operators([2 * e, masked], [e, masked]).wide(t * h)
-    found += _operators([], [e]).wide(w.table_params)
+    found = moved_by([2 * e, masked], [e, masked]).wide(t * h)
+    found += moved_by([], [e]).wide(w.table_params)
     if w.shape.positions == "learned":
         own = t * h / w.sequence_parallel
-        found += _operators([3 * e], [e]).wide(own)
-        found += _operators([2 * e], [e]).wide(w.fixed.sequence_length / w.searched.context * h)
-        found += _operators([], [e]).wide(w.shape.max_positions * h)
+        found += moved_by([3 * e], [e]).wide(own)
+        found += moved_by([2 * e], [e]).wide(w.fixed.sequence_length / w.searched.context * h)
+        found += moved_by([], [e]).wide(w.shape.max_positions * h)
     if w.shape.embedding_norm:
         found += norm_bytes(w, False).wide(t * h / w.sequence_parallel)
     return found

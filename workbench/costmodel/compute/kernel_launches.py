@@ -85,24 +85,25 @@ def fused_seam_shares(w: Workload, is_moe: bool) -> tuple[Number, Number, Number
     return norm, rope, activation
 
 
-def replayed_kernels(w: Workload, is_moe: bool) -> tuple[Number, Number]:
-    """Kernels of one layer (forward, backward), of those that `kernel_launches` counts, that a
-    replayed CUDA graph launches.
+def replayed_kernels(
+    w: Workload, is_moe: bool, launches: tuple[Number, Number]
+) -> tuple[Number, Number]:
+    """Kernels of one layer (forward, backward) that a replayed CUDA graph launches, of all that
+    `kernel_launches` counts.
     """
     graphs = w.fixed.framework.kernels.graphs.split()
     if graphs == ["none"]:
         return 0.0, 0.0
-    both = kernel_launches(w, is_moe)
     if "full_iteration" in graphs:
-        return both
+        return launches
     sparse = is_moe and w.shape.moe is not None
     routed = routing_launches(w) if sparse else (0.0, 0.0)
     # A graph's shapes are fixed, and experts' rows are not: their part of a layer stays outside.
     parts = [name for name in graphs if name in GRAPHED_SHARES and not (sparse and name == "mlp")]
     share = sum(GRAPHED_SHARES[name] for name in parts)
     router = [GRAPHED_ROUTING[name] for name in graphs if name in GRAPHED_ROUTING] if sparse else []
-    forward: Number = share * (both[0] - routed[0]) + sum(kernels[0] for kernels in router)
-    backward: Number = share * (both[1] - routed[1]) + sum(kernels[1] for kernels in router)
+    forward: Number = share * (launches[0] - routed[0]) + sum(kernels[0] for kernels in router)
+    backward: Number = share * (launches[1] - routed[1]) + sum(kernels[1] for kernels in router)
     return forward, backward
 
 

@@ -26,14 +26,14 @@ class DeviceRates:
     flops: float
     """FLOP/s of layer GEMMs at the plan's precision."""
     flops_16bit: float
-    """FLOP/s of attention and head, which stay in 16 bits where layer GEMMs are fp8."""
+    """FLOP/s of attention and head, which stay in 16 bits where layer GEMMs are narrower."""
+    narrow_flops: float
+    """FLOP/s of GEMMs in 8 bits or fewer that `narrow_share` is a share of."""
     bandwidth: float
     """Reachable memory bandwidth, bytes/s."""
     constants: Constants
     host_runs_ahead: bool
     """Whether launches are asynchronous, so that they hide behind compute."""
-    narrow_flops: float = 0.0
-    """FLOP/s of GEMMs in 8 bits or fewer that `narrow_share` is a share of."""
 
 
 def peak_flops(gpu: GPU, precision: str) -> float:
@@ -57,10 +57,10 @@ def device_rates(gpu: GPU, precision: str, constants: Constants) -> DeviceRates:
     return DeviceRates(
         dense,
         wide,
+        narrow,
         gpu.bandwidth_gbs * 1e9 * constants.memory_share,
         constants,
         gpu.device != "cpu",
-        narrow,
     )
 
 

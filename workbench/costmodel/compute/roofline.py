@@ -188,7 +188,8 @@ def layer_pass(w: Workload, m: DeviceRates, is_moe: bool) -> PassTimes:
     bound, slowdown = memory_bound_pass(w, m, is_moe), m.constants.compute_slowdown
     forward = slowdown * (gemms.forward + attention.forward + bound.forward)
     backward = slowdown * (gemms.backward + attention.backward + bound.backward)
-    launches, replayed = kernel_launches(w, is_moe), replayed_kernels(w, is_moe)
+    launches = kernel_launches(w, is_moe)
+    replayed = replayed_kernels(w, is_moe, launches)
     forward_end, backward_end = (
         with_launch_floor(m, seconds, n, without_host)
         for seconds, n, without_host in zip((forward, backward), launches, replayed)
@@ -282,16 +283,11 @@ def head_pass(w: Workload, m: DeviceRates) -> PassTimes:
     one = _counted_head_pass(w, m) if counts_operators(w) else _one_head_pass(w, m)
     if not w.shape.mtp_layers:
         return one
-    further = _further_prediction(w, m)
+    further, more = _further_prediction(w, m), w.shape.mtp_layers
     return PassTimes(
-        *(
-            a + w.shape.mtp_layers * (a + b)
-            for a, b in (
-                (one.forward, further.forward),
-                (one.backward, further.backward),
-                (one.weight_grad, further.weight_grad),
-            )
-        )
+        one.forward + more * (one.forward + further.forward),
+        one.backward + more * (one.backward + further.backward),
+        one.weight_grad + more * (one.weight_grad + further.weight_grad),
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -129,7 +129,11 @@ class MeasuredOperators:
 
     def has(self, kind: str) -> bool:
         """Whether an operator was measured."""
-        return any(o.kind == kind for o in self.calibration.operators)
+        return kind in self._kinds
+
+    @cached_property
+    def _kinds(self) -> frozenset[str]:
+        return frozenset(o.kind for o in self.calibration.operators)
 
     def stream_seconds(self, size: ArrayLike) -> FloatArray:
         """Seconds of an elementwise operator over `size` bytes."""

@@ -66,7 +66,7 @@ def ideal_machine(
         PlanError: A rate is not above 0, or a latency is negative or infinite.
     """
     pairs = zip(_several(bandwidth, latency), _several(latency, bandwidth), strict=True)
-    device = DeviceRates(flops, flops, memory_bandwidth, ideal_constants(), True)
+    device = DeviceRates(flops, flops, flops, memory_bandwidth, ideal_constants(), True)
     return MachineModel(device, tuple(AxisLink(*pair) for pair in pairs))
 
 
