@@ -52,6 +52,6 @@ def test_the_step_time_has_its_interval(capsys: pytest.CaptureFixture[str]) -> N
     assert ends and found.to_json()["step_seconds_90"] == list(ends)
     assert f"nine of ten within {interval_text(ends)}" in found.step_line
     assert answer(["explain", *PLAN]) == 0
-    told = capsys.readouterr().out
-    assert all(found.step_line in " ".join(text.split()) for text in (told, repr(found)))
+    printed = capsys.readouterr().out
+    assert all(found.step_line in " ".join(text.split()) for text in (printed, repr(found)))
     assert found.step_line in found._repr_html_()

@@ -19,7 +19,7 @@ from workbench.plan.rules.supported import unsupported
 from workbench.plan.schema import Plan
 
 B300 = "b300"
-CARD = gpus()[B300].gpu
+B300_GPU = gpus()[B300].gpu
 TOKENS = 31 * 512
 LAYER = ((12288, 4096), (4096, 4096), (16384, 4096), (4096, 16384))
 """Columns and inner dim of the GEMMs of a layer that Transformer Engine's docs/examples/
@@ -32,8 +32,8 @@ WITH_CASTS_MS = {"fp8": 9.147, "mxfp8": 8.984, "nvfp4": 6.453}
 
 
 def rates(precision: str) -> DeviceRates:
-    usual = constants(CARD, "fused", "megatron", FittedConstants())
-    return device_rates(CARD, precision, usual)
+    usual = constants(B300_GPU, "fused", "megatron", FittedConstants())
+    return device_rates(B300_GPU, precision, usual)
 
 
 def planned(precision: str, gpu: str = B300, **more: Any) -> Workload:

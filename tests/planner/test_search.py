@@ -436,8 +436,8 @@ def test_a_plan_is_simulated_when_somebody_asks() -> None:
 def test_no_step_time_stands_without_its_interval() -> None:
     """The interval that `estimate` gives the same plan, in the table, the text and the JSON."""
     found = search(of("gpt2-xl", 64), top=2)
-    for one, told in zip(found.top, found.to_json()["top"]):
-        assert list(one.interval) == told["step_seconds_90"]
+    for one, written in zip(found.top, found.to_json()["top"]):
+        assert list(one.interval) == written["step_seconds_90"]
         assert list(one.interval) == pytest.approx(estimate(one.plan).notes["step_seconds_90"])
         low, high = one.interval
         assert low < one.seconds < high

@@ -58,13 +58,15 @@ def _step(plan: ResolvedPlan, device: torch.device, split: bool = False) -> Call
 
 
 def with_split_backward(executor: ScheduleExecutor) -> ScheduleExecutor:
-    """The same work with every backward in two halves, as in zero-bubble schedules."""
-    halves = [
-        [replace(action, kind=half) for action in row for half in _halves_of(action.kind)]
+    """The same work with every backward split into input and weight gradients, as in zero-bubble
+    schedules.
+    """
+    rows = [
+        [replace(action, kind=kind) for action in row for kind in _split(action.kind)]
         for row in executor.table.rows
     ]
     return ScheduleExecutor(
-        replace(executor.table, rows=tuple(map(tuple, halves))),
+        replace(executor.table, rows=tuple(map(tuple, rows))),
         executor.stages,
         executor.axis,
         executor.empty_boundary,
@@ -73,5 +75,5 @@ def with_split_backward(executor: ScheduleExecutor) -> ScheduleExecutor:
     )
 
 
-def _halves_of(kind: str) -> tuple[str, ...]:
+def _split(kind: str) -> tuple[str, ...]:
     return ("I", "W") if kind == "B" else (kind,)
