@@ -75,7 +75,8 @@ def search(
         if not found.top:
             raise refuse("--output", f"nothing to write: {found.empty}")
         write_whole(output, found.top[0].plan.to_yaml())
-    emit(json, found.to_json(), lambda: _shown(found))
+    # For machines every plan of the front is simulated, and gets its interval.
+    emit(json, found.to_json() if json else None, lambda: _shown(found))
 
 
 def _shown(found: SearchResult) -> list[Grid | str]:
