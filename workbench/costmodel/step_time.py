@@ -380,10 +380,10 @@ def _exposed_data_comm(
         hidden = switched * d.backward * (behind or 1.0)
         last = w.fixed.chunks if behind else buckets
     gathers = comm_seconds(every, wires, constants, "data", "OPTIMIZER")
-    ahead = constants.parameter_overlap * d.forward * (behind or 1.0)
-    exposed: Number = np.asarray(
-        np.maximum(seconds - hidden, seconds / last) + np.maximum(gathers - ahead, gathers / last)
-    ).max(axis=0)
+    if constants.parameter_overlap:
+        ahead = constants.parameter_overlap * d.forward * (behind or 1.0)
+        gathers = np.maximum(gathers - ahead, gathers / last)
+    exposed: Number = np.asarray(np.maximum(seconds - hidden, seconds / last) + gathers).max(axis=0)
     return exposed
 
 

@@ -83,9 +83,10 @@ def _activations_in_flight(w: Workload, head: HeadMemory) -> ActivationsInFlight
     checkpoint = share * dense.checkpoint + (1 - share) * moe.checkpoint
     saved = (w.layers - w.recomputed_layers) * layer_saved + w.recomputed_layers * checkpoint
     ends, boundary = activation_memory.boundary_bytes(w)
-    # A layer that predicts a further token norms its two inputs, and projects what it joins.
-    further = w.has_head * w.shape.mtp_layers * (2 + 2) * w.residual_bytes
-    per_microbatch = saved + ends + further
+    per_microbatch = saved + ends
+    if w.shape.mtp_layers:  # each norms its two inputs, and projects what it joins
+        further = w.shape.mtp_layers * (2 + 2)
+        per_microbatch = per_microbatch + w.has_head * further * w.residual_bytes
     deferred = (
         w.layers * activation_memory.deferred_weight_bytes(w) * float(w.fixed.splits_backward)
     )
