@@ -132,6 +132,7 @@ def test_the_file_gives_curves(found: Calibration, tmp_path: Path) -> None:
         assert times[2] > times[1] >= times[0] > 0
 
 
+@pytest.mark.slow
 def test_points_that_the_backend_refuses_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """gloo sums no fp8: those points are skipped on all ranks alike, and the rest is measured."""
     monkeypatch.setattr(collective_points, "DTYPES", {**DTYPES, "bf16": torch.float8_e4m3fn})
