@@ -56,7 +56,7 @@ def test_interleaved_stages_expose_what_one_chunk_exchanges() -> None:
     virtual stage, and one of its exchanges is exposed; of 1F1B's, that of one bucket.
     """
 
-    def exposed(chunks: int, **changed: float) -> float:
+    def exposed(chunks: int, overlap: bool = True, **changed: float) -> float:
         description: dict[str, Any] = {
             "model": "llama-3-70b",
             "cluster": {"gpu": "h100-sxm-80gb", "gpus": 128},
@@ -64,7 +64,7 @@ def test_interleaved_stages_expose_what_one_chunk_exchanges() -> None:
             "strategy": {
                 "stack": "megatron-bridge",
                 "tensor": {"size": 4},
-                "data": {"zero": 1},
+                "data": {"zero": 1, "overlap": overlap},
                 "pipeline": {
                     "size": 4,
                     "chunks": chunks,
@@ -81,6 +81,8 @@ def test_interleaved_stages_expose_what_one_chunk_exchanges() -> None:
     assert exposed(4, **nothing_hides) == pytest.approx(whole)
     assert exposed(4, **everything_hides) == pytest.approx(whole / 4)
     assert exposed(1, **everything_hides) < whole / 100
+    switched_off = [exposed(chunks, overlap=False, **everything_hides) for chunks in (1, 4)]
+    assert switched_off == pytest.approx([whole, whole])
 
 
 def test_rings_over_nodes_pay_the_network_for_every_rank_and_only_all_reduce_has_a_tree() -> None:

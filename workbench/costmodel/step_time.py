@@ -381,7 +381,7 @@ def _exposed_data_comm(
         last = w.fixed.chunks if behind else buckets
     gathers = comm_seconds(every, wires, constants, "data", "OPTIMIZER")
     if constants.parameter_overlap:
-        ahead = constants.parameter_overlap * d.forward * (behind or 1.0)
+        ahead = constants.parameter_overlap * w.searched.overlap * d.forward * (behind or 1.0)
         gathers = np.maximum(gathers - ahead, gathers / last)
     exposed: Number = np.asarray(np.maximum(seconds - hidden, seconds / last) + gathers).max(axis=0)
     return exposed
