@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from workbench.costmodel.compute.kernel_rates import DeviceRates, device_rates, gemm_seconds
-from workbench.costmodel.compute.memory_bound import memory_bound_pass, quantization_bytes
+from workbench.costmodel.compute.memory_bound import memory_bound_pass
+from workbench.costmodel.inputs.quantized_formats import FORMATS
 from workbench.costmodel.inputs.rank_workload import Workload, workload
-from workbench.costmodel.memory.activation_memory import fp8_bytes
 from workbench.costmodel.rates.constants import constants
 from workbench.costmodel.rates.fitted_constants import FittedConstants
 from workbench.errors import PlanError
@@ -58,7 +58,7 @@ def test_casts_take_what_the_benchmark_adds_for_them(precision: str, within: flo
     elements = 0
     for n, k in LAYER:  # each of three GEMMs quantizes both of its operands
         elements += 2 * TOKENS * k + 2 * n * k + 2 * TOKENS * n
-    apart, _ = quantization_bytes(planned(precision))
+    apart, _ = FORMATS[precision].quantization_bytes(B300_GPU)
     seconds = elements * apart / rates(precision).bandwidth
     added = WITH_CASTS_MS[precision] - GEMMS_MS[precision]
     assert 1e3 * seconds == pytest.approx(added, rel=within)
@@ -67,9 +67,10 @@ def test_casts_take_what_the_benchmark_adds_for_them(precision: str, within: flo
 @pytest.mark.parametrize(
     ("gpu", "precision", "apart", "after_norm"),
     [
-        # Largest entry, read, and written in both orders; Blackwell takes one for both.
+        # Largest entry, read, and written in both orders; capability 10.x takes one for both.
         ("h100-sxm-80gb", "fp8", 2 + 2 + 2, 2 + 2),
         ("b200", "fp8", 2 + 2 + 1, 2 + 1),
+        ("rtx-5090", "fp8", 2 + 2 + 2, 2 + 2),  # of compute capability 12.0, which takes TN alone
         # Scales of 32 elements are found as they are read: norms write 8 bits themselves.
         ("b200", "mxfp8", 2 + 2 * (1 + 1 / 32), 0),
         ("b200", "nvfp4", 2 + 2 + 2 * (1 / 2 + 1 / 16), 2 + 2 * (1 / 2 + 1 / 16)),
@@ -78,7 +79,7 @@ def test_casts_take_what_the_benchmark_adds_for_them(precision: str, within: flo
 def test_bytes_of_quantizing_an_element(
     gpu: str, precision: str, apart: float, after_norm: float
 ) -> None:
-    assert quantization_bytes(planned(precision, gpu)) == (apart, after_norm)
+    assert FORMATS[precision].quantization_bytes(gpus()[gpu].gpu) == (apart, after_norm)
 
 
 def test_outputs_of_attention_and_activation_are_quantized_apart() -> None:
@@ -95,8 +96,34 @@ def test_outputs_of_attention_and_activation_are_quantized_apart() -> None:
 
 
 def test_4_bits_of_16_elements_share_a_scale() -> None:
-    assert fp8_bytes(planned("nvfp4")) == 1 / 2 + 1 / 16
-    assert fp8_bytes(planned("mxfp8")) == 1 + 1 / 32
+    assert FORMATS["nvfp4"].element_bytes == 1 / 2 + 1 / 16
+    assert FORMATS["mxfp8"].element_bytes == 1 + 1 / 32
+
+
+@pytest.mark.parametrize(
+    ("gpu", "precision", "orders"),
+    [
+        ("h100-sxm-80gb", "fp8", 2),
+        ("b200", "fp8", 1),
+        ("rtx-pro-6000", "fp8", 2),
+        ("b200", "mxfp8", 2),
+        ("b200", "nvfp4", 2),
+    ],
+)
+def test_orders_in_which_an_operand_is_kept(gpu: str, precision: str, orders: int) -> None:
+    """Transformer Engine, is_non_tn_fp8_gemm_supported: a transposed copy for tensors of one scale
+    except on compute capability 10.x; blocks are quantized along rows and along columns.
+    """
+    assert FORMATS[precision].orders(gpus()[gpu].gpu) == orders
+
+
+def test_every_gpu_with_a_rate_of_fp8_says_which_layouts_its_gemms_take() -> None:
+    silent = [
+        name
+        for name, entry in gpus().items()
+        if "fp8" in entry.gpu.tflops and entry.gpu.fp8_gemm_layouts is None
+    ]
+    assert not silent
 
 
 def test_who_has_them_and_who_runs_them() -> None:

@@ -125,17 +125,17 @@ def test_plans_of_cpu_ranks_have_nothing_beside_them() -> None:
     assert "published MFU" not in repr(found)
 
 
-def own_gpu(**figures: object) -> Plan:
+def own_gpu(precision: str = "bf16", **figures: object) -> Plan:
     """A plan on a GPU of the user's own, with what an H100 has but its generation."""
     gpu = {
         "name": "my-gpu",
         "memory_gib": 80,
         "bandwidth_gbs": 3350,
-        "tflops": {"bf16": 989, "fp32": 67},
+        "tflops": {"fp8": 1979, "bf16": 989, "fp32": 67},
         "link_gbs": 450,
         "pcie_gbs": 60,
     }
-    model = {"model": "llama-3-8b", "strategy": {"preset": "zero-3"}}
+    model = {"model": "llama-3-8b", "strategy": {"preset": "zero-3", "precision": precision}}
     return Plan.model_validate({**model, "cluster": {"gpus": 8, "gpu": gpu | figures}})
 
 
@@ -166,6 +166,17 @@ def test_what_a_gpu_leaves_out_is_said_with_what_would_help(
     found = search(plan, top=1)
     assert found.to_json()["assumed_hardware"] == said and said in repr(found)
     assert said in published_lines(estimate(plan))
+
+
+def test_fp8_asks_for_the_layouts_that_its_gemms_take() -> None:
+    figures = {"architecture": "hopper", "multiprocessors": 132}
+    said = estimate(own_gpu("fp8", **figures)).notes["assumed_hardware"]
+    assert "a transposed copy is kept" in said
+    assert "Give cluster.gpu.fp8_gemm_layouts (tn, all), or calibrate" in said
+    complete = own_gpu("fp8", fp8_gemm_layouts="tn", **figures)
+    assert "assumed_hardware" not in estimate(complete).notes
+    with pytest.raises(ValueError, match="'tn' or 'all'"):
+        own_gpu("fp8", fp8_gemm_layouts="nt", **figures)
 
 
 def test_a_complete_gpu_leaves_nothing_out() -> None:

@@ -38,6 +38,11 @@ class GPU(Frozen):
     tflops: dict[str, Teraflops] = Field(
         description="Dense peak by dtype (fp32, tf32, fp16, bf16, fp8, mxfp8, nvfp4), TFLOP/s."
     )
+    fp8_gemm_layouts: Literal["tn", "all"] | None = Field(
+        None,
+        description="Layouts that fp8 GEMMs with one scale for a tensor take: tn, operands along "
+        "the dimension that is summed, so that transposed copies are kept; all.",
+    )
     link_gbs: GigabytesPerSecond = Field(
         description="Bandwidth to peers in the node, one direction, GB/s."
     )

@@ -34,4 +34,10 @@ def assumed_hardware(plan: ResolvedPlan) -> str:
             f"small GEMMs are taken to fill it as they fill {USUAL_MULTIPROCESSORS} multiprocessors"
         )
         give.append("cluster.gpu.multiprocessors")
+    if plan.strategy.precision == "fp8" and gpu.fp8_gemm_layouts is None:
+        assumed.append(
+            "its fp8 GEMMs are taken to read operands in one order, so that a transposed copy is "
+            "kept"
+        )
+        give.append("cluster.gpu.fp8_gemm_layouts (tn, all)")
     return f"{'; '.join(assumed)}. Give {' and '.join(give)}, or calibrate" if assumed else ""

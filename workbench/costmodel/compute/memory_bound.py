@@ -15,12 +15,9 @@ from workbench.costmodel.compute.kernel_rates import DeviceRates, PassTimes
 from workbench.costmodel.compute.moved_bytes import MovedBytes
 from workbench.costmodel.compute.seam_bytes import seam_bytes
 from workbench.costmodel.inputs.config import Number
+from workbench.costmodel.inputs.quantized_formats import QuantizedFormat
 from workbench.costmodel.inputs.rank_workload import Workload
-from workbench.costmodel.memory.activation_memory import (
-    MX_BLOCK,
-    NVFP4_BLOCK,
-    keeps_small_seams_eager,
-)
+from workbench.costmodel.memory.activation_memory import keeps_small_seams_eager
 from workbench.costmodel.rates.constants import Constants
 
 
@@ -41,10 +38,10 @@ def memory_bound_pass(w: Workload, m: DeviceRates, is_moe: bool) -> PassTimes:
         2 * h * norm + rotated * rope + wide * activation + copies
         for norm, rope, activation in _seam_passes(w, m.constants, is_moe)
     )
-    if w.has_narrow_gemms:
+    if w.quantized_format is not None:
+        casts = _quantized_bytes(w, w.quantized_format, is_moe)
         forward, backward = (
-            bound + other * cast
-            for bound, cast in zip((forward, backward), _quantized_bytes(w, is_moe))
+            bound + other * cast for bound, cast in zip((forward, backward), casts)
         )
     rate = m.bandwidth / (w.tokens * half)
     return PassTimes(forward / rate, backward / rate)
@@ -97,13 +94,15 @@ def counted_pass(w: Workload, m: DeviceRates, is_moe: bool) -> PassTimes:
     moved = layer_bytes(w, is_moe)
     dropped = dropout_bytes(w, m.constants.dropout_bytes)
     moved += MovedBytes(dropped, dropped)
-    if w.has_narrow_gemms and not casts_eagerly(w):
-        casts = _quantized_bytes(w, is_moe)
+    if w.quantized_format is not None and not casts_eagerly(w):
+        casts = _quantized_bytes(w, w.quantized_format, is_moe)
         moved += MovedBytes(*(w.tokens * cast for cast in casts))
     return PassTimes(*counted_seconds(m, moved))
 
 
-def _quantized_bytes(w: Workload, is_moe: bool) -> tuple[Number, Number]:
+def _quantized_bytes(
+    w: Workload, quantized: QuantizedFormat, is_moe: bool
+) -> tuple[Number, Number]:
     """Bytes per token (forward, backward) that quantizing the operands of narrow GEMMs moves.
 
     Kernels of norms write 8 bits themselves where the recipe's scales are known by then; outputs of
@@ -113,30 +112,11 @@ def _quantized_bytes(w: Workload, is_moe: bool) -> tuple[Number, Number]:
     inputs, wide = gemm_inputs(w, is_moe)
     if not w.fixed.framework.kernels.fused_quantization:
         return 4 * (inputs + wide), 4 * (inputs + wide)
-    apart, after_norm = quantization_bytes(w)
+    apart, after_norm = quantized.quantization_bytes(w.fixed.gpu)
     routed = inputs - 2 * h
     norms = (2 - bool(is_moe and w.shape.moe)) * h  # a router's input stays in 16 bits
     gradients = 2 * h + routed + out + (1 + w.shape.gated) * wide
     return apart * (w.o_width + wide + routed) + after_norm * norms, apart * gradients
-
-
-def quantization_bytes(w: Workload) -> tuple[float, float]:
-    """Bytes an element of quantizing 16 bits for a GEMM by Transformer Engine: (a tensor apart, a
-    norm's output).
-
-    Read once, and once more before where one scale for a tensor needs its largest entry first, as
-    NVFP4's second scale does; written for GEMMs along rows and along columns, but where Blackwell
-    takes one order of 8 bits for both (`is_non_tn_fp8_gemm_supported`). Norms write MXFP8
-    themselves (cuDNN), and find the largest entry of others (`csrc/extensions/normalization.cpp`).
-    """
-    recipe = w.fixed.precision
-    if recipe == "mxfp8":
-        return 2 + 2 * (1 + 1 / MX_BLOCK), 0.0
-    if recipe == "nvfp4":
-        written = 2 * (0.5 + 1 / NVFP4_BLOCK)
-        return 4 + written, 2 + written
-    written = 1.0 if "blackwell" in w.fixed.gpu.architecture else 2.0
-    return 4 + written, 2 + written
 
 
 def counted_seconds(m: DeviceRates, moved: MovedBytes) -> tuple[Number, Number]:

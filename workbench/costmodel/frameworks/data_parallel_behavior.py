@@ -6,8 +6,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from workbench.plan.schema import NARROW
-
 
 @dataclass(frozen=True)
 class DataParallelBehavior:
@@ -59,8 +57,10 @@ class DataParallelBehavior:
         return zero == 1 and self.single_late_reduce
 
     def gathers_fp8(self, precision: str) -> bool:
-        """Whether ZeRO-3 all-gathers weights in 8 bits in runs of `precision`."""
-        return precision in NARROW and self.fp8_gathers
+        """Whether ZeRO-3 all-gathers weights in 8 bits in runs of `precision`: with one scale for a
+        tensor; those in blocks travel in 16 bits (torchtitan docs/mxfp8.md, Composability).
+        """
+        return precision == "fp8" and self.fp8_gathers
 
     def bucket_bytes(self, precision: str, zero: int) -> float:
         """Bytes of communication buckets beside the reduced gradients."""

@@ -4,11 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-MXFP8_WEIGHT_COPIES = 2.0
-"""Tensors of a weight in MXFP8, whose scales belong to blocks of rows or of columns (OCP
-Microscaling Formats 1.0).
-"""
-
 
 @dataclass(frozen=True)
 class ModelStateBehavior:
@@ -30,8 +25,8 @@ class ModelStateBehavior:
     fp16_upcast_gradients: float = 0.0
     """Bytes per gradient upcast for the step, sharded with the optimizer states, in fp16 runs only.
     """
-    fp8_weight_copies: float = 0.0
-    """8-bit tensors of each weight of fp8 GEMMs, where a scale is one of a whole tensor."""
+    fp8_weights: bool = False
+    """Whether weights of fp8 GEMMs are kept in 8 bits, in every order that the GEMMs need."""
     fp8_parameters: bool = False
     """Whether these replace the stored parameter."""
     frees_gradients: bool = False
@@ -84,18 +79,19 @@ class ModelStateBehavior:
         """Bytes per gradient upcast for the step, sharded with the optimizer states."""
         return self.fp16_upcast_gradients * (precision == "fp16")
 
-    def fp8_weight_bytes(self, parameter: float, element: float) -> float:
+    def fp8_weight_bytes(self, parameter: float, held: float, precision: str) -> float:
         """Bytes that a weight of fp8 GEMMs takes beside its stored parameter, or in place of it.
 
         Args:
             parameter: Bytes of the stored parameter.
-            element: Bytes of an element in 8 or 4 bits, its share of a scale included.
+            held: Bytes of an element in 8 or 4 bits, in all orders that are kept.
+            precision: Precision of the GEMMs.
         """
-        if not self.fp8_weight_copies:
+        if not self.fp8_weights:
             return 0.0
-        copies = self.fp8_weight_copies if element == 1 else MXFP8_WEIGHT_COPIES
         # Weights in 4 bits stand beside the 16-bit ones.
-        return copies * element - self.fp8_parameters * parameter * (element >= 1)
+        replaces = self.fp8_parameters and precision != "nvfp4"
+        return held - replaces * parameter
 
     @property
     def separate_gradient(self) -> bool:

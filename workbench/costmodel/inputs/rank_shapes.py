@@ -11,9 +11,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from workbench.costmodel.inputs.config import Array, FixedConfig, Number, SearchedConfig
+from workbench.costmodel.inputs.quantized_formats import FORMATS, QuantizedFormat
 from workbench.costmodel.inputs.tensor_tiling import TensorTiling
 from workbench.plan.model.model_shape import Shape, rows_of_an_expert
-from workbench.plan.schema import NARROW, STORED
+from workbench.plan.schema import STORED
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,12 @@ class RankShapes:
     @property
     def has_narrow_gemms(self) -> bool:
         """Whether layers' GEMMs run in 8 bits or fewer."""
-        return self.fixed.precision in NARROW
+        return self.quantized_format is not None
+
+    @property
+    def quantized_format(self) -> QuantizedFormat | None:
+        """What operands of layers' GEMMs are quantized to; None: wider than 8 bits."""
+        return FORMATS.get(self.fixed.precision)
 
     @property
     def stored_gradient_bytes(self) -> Number:

@@ -25,10 +25,6 @@ from workbench.runtime_facts.fused_thresholds import MIN_FUSED_SEAM_NUMEL
 
 TOKEN_ID_BYTES = 8
 """Bytes of an int64 token id."""
-MX_BLOCK = 32
-"""Elements that share one 8-bit scale in MXFP8 (OCP Microscaling Formats 1.0)."""
-NVFP4_BLOCK = 16
-"""The same of 4-bit ones in NVFP4 (2509.25149)."""
 CHOICE_BYTES = 2
 """Bytes of an int16 index of an expert."""
 
@@ -315,14 +311,15 @@ def _fp8_saved_delta(w: Workload, is_moe: bool) -> Number:
     Outputs of norms, the experts' and the down projection's input shrink; attention's output, which
     its own backward reads in 16 bits, and what a router reads need a second, narrow copy.
     """
-    if not w.has_narrow_gemms or not w.fixed.framework.saved_tensors.fp8_inputs:
+    quantized = w.quantized_format
+    if quantized is None or not w.fixed.framework.saved_tensors.fp8_inputs:
         return 0.0
     wide, _ = _feed_forward(w, is_moe)
     attended = w.o_width * w.tokens * w.element_bytes
     replaced = (1 if is_moe else 2) * w.residual_bytes + wide
     if is_moe:
         replaced = replaced + w.routed_rows_per_token * w.hidden_activation_bytes
-    return (attended + replaced) * fp8_bytes(w) / w.element_bytes - replaced
+    return (attended + replaced) * quantized.element_bytes / w.element_bytes - replaced
 
 
 def _frozen_inputs(w: Workload, wide: Number) -> Number:
@@ -386,16 +383,6 @@ def _mla_latents(w: Workload) -> Number:
         * w.tokens
         * w.element_bytes
     )
-
-
-def fp8_bytes(w: Workload) -> float:
-    """Bytes of an element in 8 bits, its share of a scale included: Blackwell's MXFP8 has an 8-bit
-    scale for 32 elements (OCP Microscaling Formats 1.0), earlier recipes one for a tensor; in 4
-    bits NVFP4 has one for 16 (2509.25149).
-    """
-    if w.fixed.precision == "nvfp4":
-        return 0.5 + 1 / NVFP4_BLOCK
-    return 1 + 1 / MX_BLOCK if "blackwell" in w.fixed.gpu.architecture else 1.0
 
 
 def weight_gradient_bytes(w: Workload) -> Number:

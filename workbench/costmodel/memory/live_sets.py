@@ -395,11 +395,11 @@ def optimizer_step_buffers(w: Workload, p: ParamCounts) -> MemoryByCategory:
 
 
 def _rounded_master_bytes(w: Workload, p: ParamCounts) -> Number:
-    """Bytes of master weights rounded to 16 bits on their way to 8-bit parameters; those of MXFP8
-    go through the gradients' buffer (Megatron-core: reuse_grad_buf_for_mxfp8_param_ag).
+    """Bytes of master weights rounded to 16 bits on their way to 8-bit parameters with one scale;
+    those of MXFP8 go through the gradients' buffer (Megatron-core:
+    reuse_grad_buf_for_mxfp8_param_ag).
     """
-    replaces = w.fixed.precision == "fp8" and w.fixed.framework.model_states.fp8_parameters
-    if not replaces or activation_memory.fp8_bytes(w) > 1:
+    if w.fixed.precision != "fp8" or not w.fixed.framework.model_states.fp8_parameters:
         return 0.0
     shard = w.searched.shard if w.zero >= 1 else 1
     return params_outside_tables(w, p) / shard * w.element_bytes

@@ -13,7 +13,6 @@ import numpy as np
 from workbench.costmodel.inputs.config import Array, FixedConfig, Number
 from workbench.costmodel.inputs.rank_parameters import ParamCounts
 from workbench.costmodel.inputs.rank_workload import Workload
-from workbench.costmodel.memory.activation_memory import fp8_bytes
 
 
 @dataclass(frozen=True)
@@ -58,11 +57,14 @@ def model_states(w: Workload, p: ParamCounts) -> ModelStates:
 
 def _fp8_weight_bytes(w: Workload, p: ParamCounts) -> Number:
     """Bytes that weights of fp8 GEMMs, those of layers, take beside the stored parameters, or in
-    place of them; MXFP8 needs two copies, quantized along rows and along columns.
+    place of them: in every order that the GEMMs need.
     """
-    if not w.has_narrow_gemms:
+    if w.quantized_format is None:
         return 0.0
-    each = w.fixed.framework.model_states.fp8_weight_bytes(w.fixed.parameter_bytes, fp8_bytes(w))
+    held = w.quantized_format.orders(w.fixed.gpu) * w.quantized_format.element_bytes
+    each = w.fixed.framework.model_states.fp8_weight_bytes(
+        w.fixed.parameter_bytes, held, w.fixed.precision
+    )
     return params_outside_tables(w, p) * each
 
 
