@@ -85,34 +85,39 @@ def test_the_heads_gemm_leaves_a_placeholder_for_its_gradient() -> None:
     assert head_memory(w).projection == logits + table + w.hidden_activation_bytes
 
 
-@pytest.mark.parametrize(("gpu", "fp8"), [("h100-sxm-80gb", 1.0), ("b200", 1 + 1 / 32)])
-def test_fp8_gemms_save_their_inputs_in_8_bits(gpu: str, fp8: float) -> None:
+@pytest.mark.parametrize(
+    ("gpu", "precision", "element"),
+    [("h100-sxm-80gb", "fp8", 1.0), ("b200", "fp8", 1.0), ("b200", "mxfp8", 1 + 1 / 32)],
+)
+def test_fp8_gemms_save_their_inputs_in_8_bits(gpu: str, precision: str, element: float) -> None:
     """Both norms' outputs and the down projection's input shrink; attention's output is saved in 16
     bits for attention and in 8 for the projection. MXFP8 has an 8-bit scale for 32 elements.
     """
-    w = load("llama-3-8b", gpu=gpu, strategy__precision="fp8")
+    w = load("llama-3-8b", gpu=gpu, strategy__precision=precision)
     sixteen = 4096 + 4096 + (4096 + 1024 + 1024) + 4096 + 2 * 14336
     eight = 4096 + 4096 + 4096 + 14336
-    assert saved(w) == pytest.approx(2 * sixteen + fp8 * eight + STATISTIC * (2 + 32))
+    assert saved(w) == pytest.approx(2 * sixteen + element * eight + STATISTIC * (2 + 32))
 
 
 @pytest.mark.parametrize(
-    ("stack", "gpu", "per_weight"),
+    ("stack", "gpu", "precision", "per_weight"),
     [
-        ("megatron", "h100-sxm-80gb", 4),
-        ("megatron", "b200", 2 + 2 * (1 + 1 / 32)),
-        ("megatron-bridge", "h100-sxm-80gb", 2),
-        ("megatron-bridge", "b200", 2 * (1 + 1 / 32)),
-        ("nemo", "h100-sxm-80gb", 2),
+        ("megatron", "h100-sxm-80gb", "fp8", 4),
+        ("megatron", "b200", "fp8", 3),
+        ("megatron", "b200", "mxfp8", 2 + 2 * (1 + 1 / 32)),
+        ("megatron-bridge", "h100-sxm-80gb", "fp8", 2),
+        ("megatron-bridge", "b200", "fp8", 1),
+        ("megatron-bridge", "b200", "mxfp8", 2 * (1 + 1 / 32)),
+        ("nemo", "h100-sxm-80gb", "fp8", 2),
     ],
 )
 def test_fp8_weights_are_kept_beside_or_in_place_of_16_bits(
-    stack: str, gpu: str, per_weight: float
+    stack: str, gpu: str, precision: str, per_weight: float
 ) -> None:
     """Row- and column-wise copies of a step, or parameters in 8 bits, which fp8_param_gather makes
     and which keep their transposes (module/base.py, get_weight_workspace); tables stay in 16 bits.
     """
-    w = load("llama-3-8b", stack, gpu, strategy__precision="fp8", strategy__data__zero=1)
+    w = load("llama-3-8b", stack, gpu, strategy__precision=precision, strategy__data__zero=1)
     tables = 2 * 128256 * 4096
     layers = float(w.param_counts.total[0]) - tables
     held = float(model_states(w, w.param_counts).parameters[0])
@@ -121,7 +126,12 @@ def test_fp8_weights_are_kept_beside_or_in_place_of_16_bits(
 
 @pytest.mark.parametrize(
     ("gpu", "precision", "per_weight"),
-    [("h100-sxm-80gb", "bf16", 4), ("h100-sxm-80gb", "fp8", 4 + 2), ("b200", "fp8", 4)],
+    [
+        ("h100-sxm-80gb", "bf16", 4),
+        ("h100-sxm-80gb", "fp8", 4 + 2),
+        ("b200", "fp8", 4 + 2),
+        ("b200", "mxfp8", 4),
+    ],
 )
 def test_master_weights_are_rounded_at_once_to_become_8_bits(
     gpu: str, precision: str, per_weight: float
@@ -212,6 +222,22 @@ def test_gradients_of_16_bits_are_all_upcast_for_the_step() -> None:
         casts = optimizer_step_buffers(w, w.param_counts)["temporary"]
         owned = float(w.param_counts.total[0]) / 8
         assert float(np.ravel(casts)[0]) == pytest.approx(per_parameter * owned)
+
+
+@pytest.mark.parametrize(("stack", "master"), [("megatron", 2), ("nemo", 2), ("textbook", 4)])
+def test_master_weights_do_not_grow_as_moments_shrink(stack: str, master: int) -> None:
+    """Megatron-core's precision-aware optimizer keeps 16 bits of a master weight beside bf16
+    parameters (optimizer_config.py, store_param_remainders), as NeMo's always does.
+    """
+    w = load("llama-3-8b", stack, training__optimizer__moments="bf16")
+    assert (w.fixed.moment_bytes, w.fixed.master_bytes) == (4, master)
+
+
+def test_gradients_beside_narrow_moments_are_taken_as_they_are() -> None:
+    """distrib_optimizer.py: decoupled_grad is the reduced gradient itself."""
+    narrow = {"strategy__gradient_dtype": "parameters", "training__optimizer__moments": "bf16"}
+    w = load("llama-3-8b", strategy__data__zero=1, **narrow)
+    assert not np.any(optimizer_step_buffers(w, w.param_counts)["temporary"])
 
 
 ROW: dict[Any, Any] = {

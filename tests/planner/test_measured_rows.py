@@ -247,6 +247,16 @@ def test_versions_and_recipes_of_a_stack_are_its_own_profiles() -> None:
     assert (whole.name, whole.family) == ("torchtune-whole-loss", "torchtune")
 
 
+def test_a_frameworks_recipe_of_one_model_is_a_default_of_that_model_alone() -> None:
+    """Megatron-Bridge's Moonlight keeps both moments in bf16, in every version."""
+    for year in (2026.06, 2026.04):
+        bridge = find_framework("Megatron-Bridge/mcore", False, True, year)
+        of_others = bridge.defaults_of("llama-3-8b")
+        assert of_others == bridge.defaults and "training.optimizer.moments" not in of_others
+        recipe = bridge.defaults_of("Moonlight-16B-A3B")
+        assert recipe == {**bridge.defaults, "training.optimizer.moments": "bf16"}
+
+
 @pytest.mark.parametrize(
     ("notes", "whole"),
     [

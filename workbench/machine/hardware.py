@@ -40,8 +40,7 @@ class GPU(Frozen):
     )
     fp8_gemm_layouts: Literal["tn", "all"] | None = Field(
         None,
-        description="Layouts that fp8 GEMMs with one scale for a tensor take: tn, operands along "
-        "the dimension that is summed, so that transposed copies are kept; all.",
+        description="Layouts that its fp8 GEMMs take: all, or tn (transposed copies are kept).",
     )
     link_gbs: GigabytesPerSecond = Field(
         description="Bandwidth to peers in the node, one direction, GB/s."

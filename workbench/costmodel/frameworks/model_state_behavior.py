@@ -17,7 +17,11 @@ class ModelStateBehavior:
     gradients: float | None = None
     """Bytes per stored gradient; None: those it is reduced in."""
     optimizer: float | None = None
-    """Bytes of moments and master weights per parameter; None: as the plan's optimizer says."""
+    """Bytes of fp32 moments and master weights per parameter; None: as the optimizer says."""
+    narrow_moments_master: float | None = None
+    """Bytes of a master weight beside moments narrower than fp32, whose optimizer also takes 16-bit
+    gradients as they are; None: those of other master weights, and gradients are upcast.
+    """
     accumulator: float = 0.0
     """Bytes per parameter of a second, unsharded gradient buffer."""
     bf16_accumulator: float = 0.0
@@ -58,18 +62,27 @@ class ModelStateBehavior:
         """
         return self.gradients if planned < 4 else None
 
-    def master_bytes(self, planned: float, moments: float, master: float, auto: bool) -> float:
+    def master_bytes(
+        self, planned: float, moments: int, narrow: bool, master: float, auto: bool
+    ) -> float:
         """Bytes of a master weight.
 
         Args:
             planned: Bytes of a parameter in the plan's precision.
-            moments: Bytes of the optimizer's moments per parameter.
+            moments: Moments of the optimizer per parameter.
+            narrow: Whether moments are narrower than fp32.
             master: Bytes of a master weight by the plan.
             auto: Whether the plan leaves master weights to the framework.
         """
         if planned < 4 and auto and self.optimizer is not None:
-            master = self.optimizer - moments
+            master = self.optimizer - 4 * moments
+            if narrow and self.narrow_moments_master is not None:
+                master = self.narrow_moments_master
         return max(0.0, master)
+
+    def steps_in_registers(self, narrow_moments: bool) -> bool:
+        """Whether one kernel takes gradients and moments as they are stored."""
+        return narrow_moments and self.narrow_moments_master is not None
 
     def accumulator_bytes(self, precision: str) -> float:
         """Bytes per parameter of a second, unsharded gradient buffer."""

@@ -11,7 +11,7 @@ CONSTANTS = ("communicator_mib", "fragmentation")
 """Constants of `data/planner.yaml` that a profile may state itself, in its section `constants`."""
 ABOUT = (
     *("title", "matches", "like", "becomes", "before", "fallback", "versions"),
-    *("defaults", "cannot", "partition", "separate", "gigabyte"),
+    *("defaults", "defaults_by_model", "cannot", "partition", "separate", "gigabyte"),
 )
 """Sections that say which framework is meant, its defaults and its limits."""
 ENTRY_KEYS = ("value", "source", "meaning")

@@ -59,6 +59,8 @@ class FixedConfig:
     """Bytes per parameter of a second, unsharded gradient buffer."""
     moment_bytes: float
     """Bytes of optimizer moments per parameter."""
+    narrow_moments: bool
+    """Whether moments are narrower than fp32."""
     master_bytes: float
     """Bytes of the fp32 master weight per parameter."""
     step_element_bytes: float
@@ -158,8 +160,14 @@ def fixed_config(plan: ResolvedPlan) -> FixedConfig:
     assert isinstance(s.pipeline.partition, list), "complete() the plan first"
     framework = framework_profile(s.stack, plan.gpu.name)
     states, planned = framework.model_states, float(DTYPE_BYTES[s.precision])
-    moments = float(moment_bytes(t.optimizer))
-    master = float(master_bytes(t.optimizer, s.precision))
+    narrow = t.optimizer.moments != "fp32"
+    master = states.master_bytes(
+        planned,
+        num_moments(t.optimizer),
+        narrow,
+        float(master_bytes(t.optimizer, s.precision)),
+        t.optimizer.master == "auto",
+    )
     return FixedConfig(
         shape=plan.shape,
         gpu=plan.gpu,
@@ -176,8 +184,9 @@ def fixed_config(plan: ResolvedPlan) -> FixedConfig:
         parameter_bytes=states.parameter_bytes(planned),
         gradient_bytes=states.gradient_bytes(planned),
         gradient_accumulator_bytes=states.accumulator_bytes(s.precision),
-        moment_bytes=moments,
-        master_bytes=states.master_bytes(planned, moments, master, t.optimizer.master == "auto"),
+        moment_bytes=float(moment_bytes(t.optimizer)),
+        narrow_moments=narrow,
+        master_bytes=master,
         **_stepped(plan),
         zero=s.data.zero,
         num_zero_in_flight=s.data.in_flight,

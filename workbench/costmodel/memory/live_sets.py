@@ -385,7 +385,9 @@ def optimizer_step_buffers(w: Workload, p: ParamCounts) -> MemoryByCategory:
     if w.uses_fused_kernels and w.fixed.kernels == "fused":
         limit = CPU_FUSED_CAST_BYTES * float(w.fixed.gpu.device == "cpu")
     casts = np.minimum(owned * per_param, limit * (per_param > 0))
-    if states.upcasts_whole_shard:
+    if states.steps_in_registers(w.fixed.narrow_moments):
+        casts = w.zeros
+    elif states.upcasts_whole_shard:
         casts = owned * per_param + _rounded_master_bytes(w, p)
     if states.optimizer_temporary:
         casts = owned * states.optimizer_temporary

@@ -34,6 +34,8 @@ class FrameworkDefaults:
     """Whether a head that a model ties to its embedding is a weight of its own."""
     defaults: Mapping[str, Any] = field(hash=False)
     """Plan field by dotted path -> documented default."""
+    defaults_by_model: Mapping[str, Mapping[str, Any]] = field(hash=False)
+    """Word of a model's name -> what the framework's recipe of that model sets."""
     multi_device_defaults: frozenset[str]
     """Those of them that hold only where there is more than one device."""
     unpiped_defaults: frozenset[str]
@@ -44,6 +46,11 @@ class FrameworkDefaults:
     """The stack that this one is an earlier version of, or with other fp8 products; else its own
     name.
     """
+
+    def defaults_of(self, model: str) -> dict[str, Any]:
+        """Plan field by dotted path -> what this framework sets for a model of that name."""
+        recipes = [r for word, r in self.defaults_by_model.items() if word in model.lower()]
+        return {**self.defaults, **{path: one for r in recipes for path, one in r.items()}}
 
 
 OPTIONS = ("rowwise", "fused_loss", "whole_loss")
@@ -71,6 +78,13 @@ def _framework_defaults(
         earlier_versions=entry.get("before", {}),
         has_untied_head="separate" in entry,
         defaults={path: said["value"] for path, said in defaults.items()},
+        defaults_by_model={
+            word: {path: said["value"] for path, said in recipe.items()}
+            for word, recipe in {
+                **base.get("defaults_by_model", {}),
+                **entry.get("defaults_by_model", {}),
+            }.items()
+        },
         multi_device_defaults=frozenset(
             path for path, said in defaults.items() if said.get("when") == "several"
         ),

@@ -214,7 +214,7 @@ def _strategy_fields(
     said = _stated_fields(row, layers, data)
     usual = {
         path: value
-        for path, value in stack.defaults.items()
+        for path, value in stack.defaults_of(row.model).items()
         if path not in said and _applies(path, row, stack)
     }
     _refuse_spread_experts(row, usual, data)
