@@ -224,10 +224,12 @@ def test_gradients_of_16_bits_are_all_upcast_for_the_step() -> None:
         assert float(np.ravel(casts)[0]) == pytest.approx(per_parameter * owned)
 
 
-@pytest.mark.parametrize(("stack", "master"), [("megatron", 2), ("nemo", 2), ("textbook", 4)])
+@pytest.mark.parametrize(
+    ("stack", "master"), [("megatron", 2), ("nemo", 2), ("textbook", 4), ("fsdp", 0)]
+)
 def test_master_weights_do_not_grow_as_moments_shrink(stack: str, master: int) -> None:
     """Megatron-core's precision-aware optimizer keeps 16 bits of a master weight beside bf16
-    parameters (optimizer_config.py, store_param_remainders), as NeMo's always does.
+    parameters (optimizer_config.py, store_param_remainders), as NeMo's always does; FSDP has none.
     """
     w = load("llama-3-8b", stack, training__optimizer__moments="bf16")
     assert (w.fixed.moment_bytes, w.fixed.master_bytes) == (4, master)

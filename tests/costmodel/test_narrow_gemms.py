@@ -16,7 +16,7 @@ from workbench.costmodel.rates.fitted_constants import FittedConstants
 from workbench.errors import PlanError
 from workbench.machine.gpu_catalog import gpus
 from workbench.plan.rules.supported import unsupported
-from workbench.plan.schema import Plan
+from workbench.plan.schema import NARROW, Plan
 
 B300 = "b300"
 B300_GPU = gpus()[B300].gpu
@@ -115,6 +115,10 @@ def test_orders_in_which_an_operand_is_kept(gpu: str, precision: str, orders: in
     except on compute capability 10.x; blocks are quantized along rows and along columns.
     """
     assert FORMATS[precision].orders(gpus()[gpu].gpu) == orders
+
+
+def test_every_narrow_precision_has_a_format() -> None:
+    assert set(FORMATS) == set(NARROW)
 
 
 def test_every_gpu_with_a_rate_of_fp8_says_which_layouts_its_gemms_take() -> None:

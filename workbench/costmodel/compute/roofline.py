@@ -208,7 +208,7 @@ def layer_pass(w: Workload, m: DeviceRates, is_moe: bool) -> PassTimes:
 
 def _gemm_seconds(p: LayerGemm, w: Workload, m: DeviceRates) -> Number:
     """Seconds of all GEMMs of one kind in forward."""
-    e, narrow = w.element_bytes, w.has_narrow_gemms
+    e, narrow = w.element_bytes, w.quantized_format is not None
     if p.upcast and e < w.upcast_bytes:
         wide = replace(m, flops_16bit=peak_flops(w.fixed.gpu, "fp32"))
         return p.count * gemm_seconds(wide, p.rows, p.columns, p.inner, w.upcast_bytes)

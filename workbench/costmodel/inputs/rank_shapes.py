@@ -112,11 +112,6 @@ class RankShapes:
         return STORED.get(self.fixed.precision, self.fixed.precision)
 
     @property
-    def has_narrow_gemms(self) -> bool:
-        """Whether layers' GEMMs run in 8 bits or fewer."""
-        return self.quantized_format is not None
-
-    @property
     def quantized_format(self) -> QuantizedFormat | None:
         """What operands of layers' GEMMs are quantized to; None: wider than 8 bits."""
         return FORMATS.get(self.fixed.precision)

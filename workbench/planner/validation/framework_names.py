@@ -56,6 +56,9 @@ class FrameworkDefaults:
 OPTIONS = ("rowwise", "fused_loss", "whole_loss")
 """Conditions that choose an option of one framework, where others choose another framework."""
 
+MERGED = ("defaults", "defaults_by_model")
+"""Sections of which an heir states only what differs."""
+
 
 @lru_cache(maxsize=1)
 def framework_defaults() -> dict[str, FrameworkDefaults]:
@@ -68,7 +71,7 @@ def _framework_defaults(
     name: str, entry: Mapping[str, Any], table: Mapping[str, Any]
 ) -> FrameworkDefaults:
     base: Mapping[str, Any] = _inherited(entry, table)
-    defaults = {**base.get("defaults", {}), **entry.get("defaults", {})}
+    defaults, by_model = (_merged(section, base, entry) for section in MERGED)
     return FrameworkDefaults(
         name=name,
         matches=tuple(entry["matches"]),
@@ -80,10 +83,7 @@ def _framework_defaults(
         defaults={path: said["value"] for path, said in defaults.items()},
         defaults_by_model={
             word: {path: said["value"] for path, said in recipe.items()}
-            for word, recipe in {
-                **base.get("defaults_by_model", {}),
-                **entry.get("defaults_by_model", {}),
-            }.items()
+            for word, recipe in by_model.items()
         },
         multi_device_defaults=frozenset(
             path for path, said in defaults.items() if said.get("when") == "several"
@@ -107,8 +107,13 @@ def _inherited(entry: Mapping[str, Any], table: Mapping[str, Any]) -> dict[str, 
         return {}
     parent = table[entry["like"]]
     further = _inherited(parent, table)
-    defaults = {**further.get("defaults", {}), **parent.get("defaults", {})}
-    return {**further, **parent, "defaults": defaults}
+    merged = {section: _merged(section, further, parent) for section in MERGED}
+    return {**further, **parent, **merged}
+
+
+def _merged(section: str, far: Mapping[str, Any], near: Mapping[str, Any]) -> dict[str, Any]:
+    """A section's entries of both, those of `near` first."""
+    return {**far.get(section, {}), **near.get(section, {})}
 
 
 @lru_cache(maxsize=4096)
