@@ -10,13 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 
+from workbench.costmodel.compute.kernel_rates import device_rates
+from workbench.costmodel.compute.roofline import optimizer_seconds
 from workbench.costmodel.inputs.rank_workload import Workload, workload
 from workbench.costmodel.memory import activation_memory
-from workbench.costmodel.memory.live_sets import optimizer_step_buffers
 from workbench.costmodel.memory.loss_memory import head_memory
-from workbench.costmodel.memory.model_states import model_states
+from workbench.costmodel.memory.model_states import model_states, owned_params
+from workbench.costmodel.memory.optimizer_step import optimizer_step_buffers
 from workbench.costmodel.memory.peak_memory import peak_memory
 from workbench.costmodel.rates.constants import constants
+from workbench.costmodel.step_time import step_time
 from workbench.plan.schema import Plan
 from workbench.planner.validation import predict
 from workbench.planner.validation.framework_names import find_framework
@@ -235,11 +238,55 @@ def test_master_weights_do_not_grow_as_moments_shrink(stack: str, master: int) -
     assert (w.fixed.moment_bytes, w.fixed.master_bytes) == (4, master)
 
 
-def test_gradients_beside_narrow_moments_are_taken_as_they_are() -> None:
-    """distrib_optimizer.py: decoupled_grad is the reduced gradient itself."""
-    narrow = {"strategy__gradient_dtype": "parameters", "training__optimizer__moments": "bf16"}
-    w = load("llama-3-8b", strategy__data__zero=1, **narrow)
-    assert not np.any(optimizer_step_buffers(w, w.param_counts)["temporary"])
+NARROW_MOMENTS = {"strategy__gradient_dtype": "parameters", "training__optimizer__moments": "bf16"}
+
+
+@pytest.mark.parametrize(
+    ("precision", "gradient", "master"), [("bf16", 0, 2), ("fp16", 4, 4), ("fp8", 4, 4)]
+)
+def test_an_optimizer_is_precision_aware_in_bf16_runs(
+    precision: str, gradient: int, master: int
+) -> None:
+    """optimizer_config.py: remainders complete bf16 parameters, and 8-bit GEMMs of current scaling
+    keep fp32 master weights and gradients of Megatron's own; fused_adam.py: two moments are upcast
+    in any case.
+    """
+    w = load("llama-3-8b", strategy__data__zero=1, strategy__precision=precision, **NARROW_MOMENTS)
+    casts = float(np.ravel(optimizer_step_buffers(w, w.param_counts)["temporary"])[0])
+    assert casts == pytest.approx((gradient + 4 + 4) * float(w.param_counts.total[0]) / 8)
+    assert w.fixed.master_bytes == master
+
+
+def test_moments_are_upcast_a_group_of_parameters_at_a_time() -> None:
+    """fused_adam.py: the copies live in lists of one group; experts are a group of their own
+    (Megatron-core optimizer/__init__.py, is_expert_parallel).
+    """
+    w = load("mixtral-8x7b", strategy__data__zero=1, strategy__expert__size=8, **NARROW_MOMENTS)
+    p = w.param_counts
+    casts = float(np.ravel(optimizer_step_buffers(w, p)["temporary"])[0])
+    assert casts == pytest.approx(8 * float(p.experts[0]))  # each on one of the eight ranks alone
+    assert p.experts[0] > p.dense[0] / 8
+
+
+def test_an_expert_is_stepped_by_the_ranks_that_hold_it() -> None:
+    """ZeRO shards it over those alone: all eight ranks without expert parallelism, one with."""
+    for size in (1, 2, 8):
+        w = load("mixtral-8x7b", strategy__data__zero=1, strategy__expert__size=size)
+        dense, experts = owned_params(w, w.param_counts)
+        assert dense[0] == w.param_counts.dense[0] / 8
+        assert experts[0] == w.param_counts.experts[0] / (8 / size)
+        seconds = step_time(w, constants(w.fixed.gpu, "fused", "megatron")).after["optimizer"]
+        m = device_rates(w.fixed.gpu, "bf16", constants(w.fixed.gpu, "fused", "megatron"))
+        assert seconds == pytest.approx(optimizer_seconds(w, m, dense + experts)[0])
+
+
+def test_the_step_upcasting_moments_takes_its_time() -> None:
+    """20 bytes more of each 16-bit moment pass through memory than of one taken as it is."""
+    w = load("llama-3-8b", strategy__data__zero=1, **NARROW_MOMENTS)
+    m = device_rates(w.fixed.gpu, w.fixed.precision, constants(w.fixed.gpu, "fused", "megatron"))
+    owned = w.param_counts.total / 8
+    per_parameter = optimizer_seconds(w, m, owned) * m.bandwidth / owned
+    assert float(per_parameter[0]) == pytest.approx(2 * (2 + 2 + 2) + 2 * 2 + 2 + 2 * 20)
 
 
 ROW: dict[Any, Any] = {

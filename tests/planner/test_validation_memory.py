@@ -58,9 +58,10 @@ def test_errors_stay_where_they_are(
 
 
 def test_the_allocator_s_peak_is_predicted_within_a_few_percent(found: Validation) -> None:
-    """Megatron-Bridge's Llama 3 70B. Moonlight's rows are predicted 14 % too low."""
+    """Megatron-Bridge's Llama 3 70B. Moonlight's rows are predicted 1 to 3 % too high."""
     of_model = errors(found, "model", "Llama-3-70B SFT")
     assert of_model["rows"] and of_model["median_ape"] <= 0.03
+    assert errors(found, "model", "Moonlight-16B-A3B")["median_ape"] <= 0.04
 
 
 def test_whole_cards_are_read_within_a_few_percent(found: Validation) -> None:
@@ -83,7 +84,7 @@ def test_all_published_readings_and_failures() -> None:
     assert (llama.predicted_gib / llama.measured_gib - 1).abs().mean() <= 0.03
     assert memory["reserved"]["mape"] <= 0.05
     assert memory["nvidia-smi"]["mape"] <= 0.06
-    assert 0.92 <= left["interval"]["below_high"] <= 0.985
+    assert 0.92 <= left["interval"]["below_high"] <= 0.98
     assert found["fit"]["ran"]["predicted_to_fit"] >= 0.98
     assert found["failures"]["area"] >= 0.9
 

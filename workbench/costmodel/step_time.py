@@ -27,6 +27,7 @@ from workbench.costmodel.compute.roofline import LayerTimes, MicrobatchCompute, 
 from workbench.costmodel.inputs.config import Array, Number, stage_homes
 from workbench.costmodel.inputs.layer_gemms import column_parallel_share
 from workbench.costmodel.inputs.rank_workload import Workload
+from workbench.costmodel.memory.model_states import owned_params
 from workbench.costmodel.rates.constants import Constants
 from workbench.schedules import Table, Timeline, closed_forms, executable, simulate
 
@@ -82,7 +83,7 @@ def step_time(w: Workload, constants: Constants, layers: LayerTimes | None = Non
         _bubble(w, durations, slowest), w.microbatches * slowest, constants.ranks_per_core
     )
     makespan = w.microbatches * slowest + bubble
-    owned = w.param_counts.trained / (w.searched.shard if w.zero >= 1 else 1)
+    owned = np.asarray(sum(owned_params(w, w.param_counts)))
     after = {
         "data_comm": _exposed_data_comm(w, constants, durations, calls, links),
         "optimizer": measured_optimizer_seconds(w, m, owned).max(axis=0),

@@ -334,6 +334,19 @@ def _counted_head_pass(w: Workload, m: DeviceRates) -> PassTimes:
     return PassTimes(slowdown * forward, slowdown * backward, slowdown * (1 - in_forward) * weight)
 
 
+UPCAST_MOMENT_TRAFFIC = (2 + 4) + (4 - 2) * 2 + (4 + 2) + (2 + 2)
+"""Bytes moved of a 16-bit moment beyond its own read and write, where a step upcasts it: to fp32,
+read and written as such, and copied back by way of 16 bits (Transformer Engine
+pytorch/optimizers/fused_adam.py, get_unscaled_state and _apply_scale).
+"""
+
+
+def _upcast_moment_traffic(w: Workload) -> float:
+    """Bytes a parameter that upcasting its moments moves."""
+    states = w.fixed.framework.model_states
+    return UPCAST_MOMENT_TRAFFIC * w.fixed.narrow_moments * states.upcasts_moments
+
+
 def optimizer_seconds(w: Workload, m: DeviceRates, owned: Array) -> Array:
     """Seconds of the optimizer step and the gradient norm: bytes of optimizer states over
     bandwidth.
@@ -350,6 +363,7 @@ def optimizer_seconds(w: Workload, m: DeviceRates, owned: Array) -> Array:
         traffic = np.asarray(optimizer_bytes(w, owned))
     else:
         traffic = owned * (2 * states + 2 * w.gradient_element_bytes + w.element_bytes)
+        traffic = traffic + owned * _upcast_moment_traffic(w)
     # Offloaded optimizer states are updated by the host's CPUs (ZeRO-Offload, 2101.06840).
     host = m.constants.host_gbs * 1e9
     bandwidth = m.bandwidth + (host - m.bandwidth) * w.searched.offload_optimizer

@@ -18,9 +18,14 @@ class ModelStateBehavior:
     """Bytes per stored gradient; None: those it is reduced in."""
     optimizer: float | None = None
     """Bytes of fp32 moments and master weights per parameter; None: as the optimizer says."""
-    narrow_moments_master: float | None = None
-    """Bytes of a master weight beside moments narrower than fp32, whose optimizer also takes 16-bit
-    gradients as they are; None: those of other master weights, and gradients are upcast.
+    precision_aware_master: float | None = None
+    """Bytes of a master weight beside moments narrower than fp32 in bf16 runs, whose optimizer also
+    takes 16-bit gradients as they are; None: those of other master weights, and gradients are
+    upcast.
+    """
+    upcasts_moments: bool = False
+    """Whether the step upcasts moments narrower than fp32, those of a whole group of parameters at
+    once.
     """
     accumulator: float = 0.0
     """Bytes per parameter of a second, unsharded gradient buffer."""
@@ -63,26 +68,34 @@ class ModelStateBehavior:
         return self.gradients if planned < 4 else None
 
     def master_bytes(
-        self, planned: float, moments: int, narrow: bool, master: float, auto: bool
+        self, planned: float, moments: int, precision_aware: bool, master: float, auto: bool
     ) -> float:
         """Bytes of a master weight.
 
         Args:
             planned: Bytes of a parameter in the plan's precision.
             moments: Moments of the optimizer per parameter.
-            narrow: Whether moments are narrower than fp32.
+            precision_aware: Whether the optimizer is, as `is_precision_aware` says.
             master: Bytes of a master weight by the plan.
             auto: Whether the plan leaves master weights to the framework.
         """
         if planned < 4 and auto and self.optimizer is not None:
             master = self.optimizer - 4 * moments
-            if narrow and self.narrow_moments_master is not None:
-                master = self.narrow_moments_master
+            if precision_aware and self.precision_aware_master is not None:
+                master = self.precision_aware_master
         return max(0.0, master)
 
-    def steps_in_registers(self, narrow_moments: bool) -> bool:
-        """Whether one kernel takes gradients and moments as they are stored."""
-        return narrow_moments and self.narrow_moments_master is not None
+    def is_precision_aware(self, precision: str, narrow_moments: bool) -> bool:
+        """Whether the optimizer keeps master weights itself and takes gradients as they are.
+
+        Args:
+            precision: Precision of the run. With 8-bit GEMMs whose scaling is not delayed
+                Megatron-core keeps and casts both (optimizer_config.py,
+                use_precision_aware_optimizer_no_fp8_or_ds_fp8); 16 bits complete a bf16 parameter
+                alone.
+            narrow_moments: Whether moments are narrower than fp32.
+        """
+        return precision == "bf16" and narrow_moments and self.precision_aware_master is not None
 
     def accumulator_bytes(self, precision: str) -> float:
         """Bytes per parameter of a second, unsharded gradient buffer."""

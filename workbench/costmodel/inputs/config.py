@@ -59,8 +59,8 @@ class FixedConfig:
     """Bytes per parameter of a second, unsharded gradient buffer."""
     moment_bytes: float
     """Bytes of optimizer moments per parameter."""
-    narrow_moments: bool
-    """Whether moments are narrower than fp32."""
+    narrow_moments: int
+    """Moments per parameter that are narrower than fp32."""
     master_bytes: float
     """Bytes of the fp32 master weight per parameter."""
     step_element_bytes: float
@@ -160,11 +160,11 @@ def fixed_config(plan: ResolvedPlan) -> FixedConfig:
     assert isinstance(s.pipeline.partition, list), "complete() the plan first"
     framework = framework_profile(s.stack, plan.gpu.name)
     states, planned = framework.model_states, float(DTYPE_BYTES[s.precision])
-    narrow = t.optimizer.moments != "fp32"
+    narrow = num_moments(t.optimizer) * (t.optimizer.moments != "fp32")
     master = states.master_bytes(
         planned,
         num_moments(t.optimizer),
-        narrow,
+        states.is_precision_aware(s.precision, narrow > 0),
         float(master_bytes(t.optimizer, s.precision)),
         t.optimizer.master == "auto",
     )

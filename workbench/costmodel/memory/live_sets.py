@@ -15,8 +15,6 @@ from workbench.costmodel.memory import activation_memory, attention_memory
 from workbench.costmodel.memory.activation_memory import LayerActivations
 from workbench.costmodel.memory.loss_memory import HeadMemory
 from workbench.costmodel.memory.loss_memory import head_memory as head_of
-from workbench.costmodel.memory.model_states import params_outside_tables
-from workbench.runtime_facts.cast_sizes import CPU_FUSED_CAST_BYTES, OPTIMIZER_CAST_BYTES
 
 MemoryByCategory = dict[str, Array]
 """Category -> bytes by pipeline rank."""
@@ -359,52 +357,6 @@ def zero_working_set(w: Workload, p: ParamCounts) -> MemoryByCategory:
         * activation_memory.has_weight_gradients(w)
     )
     return {"gathered": units * w.element_bytes, "communication": w.zeros + gradient}
-
-
-def optimizer_step_buffers(w: Workload, p: ParamCounts) -> MemoryByCategory:
-    """Temporaries of the optimizer step: upcast gradients, weights and moments, in pieces or
-    at once, and the gradient of a tied weight that the first and last stage exchange.
-
-    Megatron-core's distributed optimizer upcasts all gradients of its shard, which stay until the
-    next step, and rounds all master weights whose parameters are 8-bit tensors to 16 bits before
-    it scales them (Transformer Engine pytorch/tensor/utils.py, cast_master_weights_to_fp8).
-    """
-    table = w.table_params * activation_memory.has_weight_gradients(w)
-    owned = p.trained / (w.searched.shard if w.zero >= 1 else 1)
-    states = w.fixed.framework.model_states
-    if states.casts_all_states:
-        element = w.fixed.step_element_bytes
-        per_param: Number = (
-            element * (w.gradient_element_bytes != element) + w.fixed.step_cast_bytes
-        )
-    else:
-        # Without master weights the step runs in 16 bits.
-        per_param = 4.0 * (w.gradient_element_bytes < 4) * (w.fixed.master_bytes > 0)
-    limit: Number = np.maximum(OPTIMIZER_CAST_BYTES, table * per_param)
-    # A fused GPU kernel casts in registers; a CPU casts in pieces.
-    if w.uses_fused_kernels and w.fixed.kernels == "fused":
-        limit = CPU_FUSED_CAST_BYTES * float(w.fixed.gpu.device == "cpu")
-    casts = np.minimum(owned * per_param, limit * (per_param > 0))
-    if states.steps_in_registers(w.fixed.narrow_moments):
-        casts = w.zeros
-    elif states.upcasts_whole_shard:
-        casts = owned * per_param + _rounded_master_bytes(w, p)
-    if states.optimizer_temporary:
-        casts = owned * states.optimizer_temporary
-    tied = float(w.shape.tied and w.pipeline > 1) * np.maximum(w.has_embedding, w.has_head)
-    shared = table / (w.searched.shard if w.zero >= 1 else 1)
-    return {"temporary": np.maximum(casts, tied * shared * w.gradient_element_bytes)}
-
-
-def _rounded_master_bytes(w: Workload, p: ParamCounts) -> Number:
-    """Bytes of master weights rounded to 16 bits on their way to 8-bit parameters with one scale;
-    those of MXFP8 go through the gradients' buffer (Megatron-core:
-    reuse_grad_buf_for_mxfp8_param_ag).
-    """
-    if w.fixed.precision != "fp8" or not w.fixed.framework.model_states.fp8_parameters:
-        return 0.0
-    shard = w.searched.shard if w.zero >= 1 else 1
-    return params_outside_tables(w, p) / shard * w.element_bytes
 
 
 def add_categories(*lives: MemoryByCategory) -> MemoryByCategory:

@@ -36,13 +36,10 @@ def model_states(w: Workload, p: ParamCounts) -> ModelStates:
         Bytes by pipeline rank. Gradients stay unsharded under ZeRO-2 and 3 where they are reduced
         once per step of several microbatches.
     """
-    whole, shards = p.trained, sharded_params(w, p)
-    if w.fixed.adapter_rank:
-        shards = whole / w.searched.shard
-    optimizer = shards if w.zero >= 1 else whole
+    whole, optimizer = p.trained, np.asarray(sum(owned_params(w, p)))
     gradients = whole
     if w.zero >= 2:
-        gradients = np.where(w.reduce_microbatch > 0, shards, whole)
+        gradients = np.where(w.reduce_microbatch > 0, optimizer, whole)
     widened = w.fixed.framework.model_states.upcast_gradient_bytes(w.fixed.precision)
     return ModelStates(
         parameters=(sharded_params(w, p) if w.zero == 3 else p.total) * w.fixed.parameter_bytes
@@ -90,8 +87,18 @@ def unsharded_state_bytes(s: FixedConfig, gradient_bytes: float) -> float:
 
 
 def sharded_params(w: Workload, p: ParamCounts) -> Array:
-    """Parameters of one rank after ZeRO shards them over data x context ranks; experts only over
-    those that hold the same experts.
-    """
-    shard, expert = w.searched.shard, w.searched.expert / w.experts_over_tensor
-    return np.asarray((p.dense + p.adapters) / shard + p.experts / np.maximum(1.0, shard / expert))
+    """Parameters of one rank after ZeRO shards them over data x context ranks."""
+    return np.asarray((p.dense + p.adapters) / w.searched.shard + p.experts / _expert_shard(w))
+
+
+def owned_params(w: Workload, p: ParamCounts) -> tuple[Array, Array]:
+    """(dense parameters or adapters, experts) whose optimizer states a rank holds."""
+    dense, experts = (p.adapters, w.zeros) if w.fixed.adapter_rank else (p.dense, p.experts)
+    if w.zero == 0:
+        return dense, experts
+    return np.asarray(dense / w.searched.shard), np.asarray(experts / _expert_shard(w))
+
+
+def _expert_shard(w: Workload) -> Number:
+    """Ranks over which ZeRO shards an expert: those that hold the same experts."""
+    return np.maximum(1.0, w.searched.shard * w.experts_over_tensor / w.searched.expert)

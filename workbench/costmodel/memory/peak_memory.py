@@ -12,6 +12,7 @@ from workbench.costmodel.memory import live_sets, zero_buffers
 from workbench.costmodel.memory.activation_memory import TOKEN_ID_BYTES, dummy_weight_gradient_bytes
 from workbench.costmodel.memory.live_sets import MemoryByCategory, add_categories
 from workbench.costmodel.memory.model_states import ModelStates, model_states, sharded_params
+from workbench.costmodel.memory.optimizer_step import optimizer_step_buffers
 from workbench.costmodel.rates.constants import Constants
 from workbench.vocabulary import FRAGMENTATION, OUTSIDE
 
@@ -64,9 +65,7 @@ def peak_memory(w: Workload, constants: Constants) -> PeakMemory:
     for name, change in zero_buffers.zero_buffer_deltas(w, parameters).items():
         phases[name] = add_categories(phases[name], change)
     forward_end = phases.pop("first_forward")
-    phases["optimizer"] = add_categories(
-        persistent, live_sets.optimizer_step_buffers(w, parameters)
-    )
+    phases["optimizer"] = add_categories(persistent, optimizer_step_buffers(w, parameters))
     peak = _at_largest(list(phases.values()))
     first = _largest(
         [
@@ -123,7 +122,7 @@ def max_peak_bytes(w: Workload, constants: Constants) -> Array:
     if buffers := live_sets.step_buffers(w, parameters):
         passes = passes + total_bytes(buffers)
     live = total_bytes(persistent) + np.maximum(
-        passes, total_bytes(live_sets.optimizer_step_buffers(w, parameters))
+        passes, total_bytes(optimizer_step_buffers(w, parameters))
     )
     return np.asarray(live.max(axis=0) * (1 + constants.fragmentation) + _fixed_bytes(w, constants))
 
