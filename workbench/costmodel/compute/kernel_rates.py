@@ -86,7 +86,13 @@ class PassTimes:
 
 
 def gemm_seconds(
-    m: DeviceRates, rows: Number, columns: Number, inner: Number, element: int, narrow: bool = False
+    m: DeviceRates,
+    rows: Number,
+    columns: Number,
+    inner: Number,
+    element: int,
+    narrow: bool = False,
+    result: Number | None = None,
 ) -> Number:
     """Seconds of one GEMM [rows, inner] x [inner, columns], by the roofline.
 
@@ -100,6 +106,8 @@ def gemm_seconds(
         inner: K.
         element: Bytes per element of operands and result.
         narrow: Whether the GEMM runs in 8 bits or fewer.
+        result: Bytes that an element of the result moves, where it is not written in `element`:
+            one that is added to what is there is read and written.
     """
     c = m.constants
     rate = m.narrow_flops * c.narrow_share if narrow else m.flops_16bit * c.gemm_share
@@ -107,7 +115,9 @@ def gemm_seconds(
     shortness = 1 + c.gemm_half_dim * (1 / rows + 1 / columns + 1 / inner)
     misaligned = _is_misaligned(columns, element) | _is_misaligned(inner, element)
     math = 2 * rows * columns * inner / rate * shortness * (1 + c.gemm_misaligned * misaligned)
-    memory = (rows * columns + rows * inner + columns * inner) * element / m.bandwidth
+    moved = element if result is None else result
+    operands = (rows * inner + columns * inner) * element
+    memory = (rows * columns * moved + operands) / m.bandwidth
     return np.maximum(math, memory)
 
 

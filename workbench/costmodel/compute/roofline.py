@@ -147,12 +147,13 @@ def _accumulation_seconds(w: Workload, m: DeviceRates) -> Number:
     """Seconds in which a microbatch's gradients are added to those before."""
     if counts_operators(w):
         return counted_seconds(m, MovedBytes(backward=accumulated_bytes(w)))[1]
-    # With several microbatches, gradients are accumulated: read, added to and written.
-    # A GEMM that adds to them itself reads and writes them only.
-    passed = w.element_bytes * w.fixed.framework.model_states.separate_gradient
-    return w.param_counts.trained * (
-        (2 * w.stored_gradient_bytes + passed) / m.bandwidth * (w.microbatches > 1)
-    )
+    # With several microbatches, gradients are accumulated: read, added to and written. Of GEMMs
+    # that add to them themselves, the embedding's lookup is left.
+    apart = w.param_counts.trained
+    if not w.fixed.framework.model_states.separate_gradient:
+        apart = w.has_embedding * w.table_params * has_weight_gradients(w)
+    moved = 2 * w.stored_gradient_bytes + w.element_bytes
+    return apart * (moved / m.bandwidth * (w.microbatches > 1))
 
 
 def model_flops(w: Workload) -> Number:
@@ -206,13 +207,28 @@ def layer_pass(w: Workload, m: DeviceRates, is_moe: bool) -> PassTimes:
     )
 
 
-def _gemm_seconds(p: LayerGemm, w: Workload, m: DeviceRates) -> Number:
-    """Seconds of all GEMMs of one kind in forward."""
+def _gemm_seconds(
+    p: LayerGemm, w: Workload, m: DeviceRates, result: Number | None = None
+) -> Number:
+    """Seconds of all GEMMs of one kind, whose results move `result` bytes an element, if not those
+    of an activation.
+    """
     e, narrow = w.element_bytes, w.quantized_format is not None
     if p.upcast and e < w.upcast_bytes:
         wide = replace(m, flops_16bit=peak_flops(w.fixed.gpu, "fp32"))
-        return p.count * gemm_seconds(wide, p.rows, p.columns, p.inner, w.upcast_bytes)
-    return p.count * gemm_seconds(m, p.rows, p.columns, p.inner, e, narrow)
+        return p.count * gemm_seconds(
+            wide, p.rows, p.columns, p.inner, w.upcast_bytes, result=result
+        )
+    return p.count * gemm_seconds(m, p.rows, p.columns, p.inner, e, narrow, result)
+
+
+def _accumulated_bytes(w: Workload) -> Number | None:
+    """Bytes that an element of a weight's gradient moves in its GEMM: where the GEMM adds to the
+    accumulated one, tile by tile beside the products of other tiles, it is read and written; None
+    where it is a tensor of its own.
+    """
+    separate = w.fixed.framework.model_states.separate_gradient
+    return None if separate else 2 * w.stored_gradient_bytes
 
 
 def _gemm_pass(w: Workload, m: DeviceRates, is_moe: bool) -> PassTimes:
@@ -221,7 +237,9 @@ def _gemm_pass(w: Workload, m: DeviceRates, is_moe: bool) -> PassTimes:
     each = [_gemm_seconds(p, w, m) for p in gemms]
     forward: Number = sum(each)
     weight_grad = has_weight_gradients(w) * sum(
-        _gemm_seconds(replace(p, rows=p.columns, columns=p.inner, inner=p.rows), w, m)
+        _gemm_seconds(
+            replace(p, rows=p.columns, columns=p.inner, inner=p.rows), w, m, _accumulated_bytes(w)
+        )
         for p in gemms
     )
     backward = weight_grad + sum(
@@ -298,7 +316,8 @@ def _further_prediction(w: Workload, m: DeviceRates) -> PassTimes:
     p, lookup = prediction_gemm(w), 4 / m.bandwidth * w.hidden_activation_bytes
     rows, columns, inner, e = p.rows, p.columns, p.inner, w.element_bytes
     slowdown = m.constants.compute_slowdown
-    weight = gemm_seconds(m, columns, inner, rows, e) * has_weight_gradients(w)
+    weight = gemm_seconds(m, columns, inner, rows, e, result=_accumulated_bytes(w))
+    weight = weight * has_weight_gradients(w)
     forward = gemm_seconds(m, rows, columns, inner, e) + lookup
     backward = weight + gemm_seconds(m, rows, inner, columns, e) + lookup
     return PassTimes(slowdown * forward, slowdown * backward, slowdown * weight)
@@ -310,7 +329,8 @@ def _one_head_pass(w: Workload, m: DeviceRates) -> PassTimes:
     t, v, h, n = p.rows, p.columns, p.inner, p.count
     loss = w.tokens * v * (w.upcast_bytes / 4 * m.constants.loss_bytes / m.bandwidth)
     forward = n * gemm_seconds(m, t, v, h, w.element_bytes) + LOSS_FORWARD_SHARE * loss
-    weight = n * gemm_seconds(m, v, h, t, w.element_bytes) * has_weight_gradients(w)
+    weight = n * gemm_seconds(m, v, h, t, w.element_bytes, result=_accumulated_bytes(w))
+    weight = weight * has_weight_gradients(w)
     backward = (
         weight + n * gemm_seconds(m, t, h, v, w.element_bytes) + (1 - LOSS_FORWARD_SHARE) * loss
     )
