@@ -18,13 +18,20 @@ from workbench.planner.calibrated_plan import with_calibration
 
 
 def setting(
-    gpus: int, tensor: int, pipeline: int, zero: int = 0, micro_batch: int = 1, **changed: Any
+    gpus: int,
+    tensor: int,
+    pipeline: int,
+    zero: int = 0,
+    micro_batch: int = 1,
+    stack: str = "nanotron",
+    sequence: bool = True,
+    **changed: Any,
 ) -> tuple[Workload, Constants]:
     strategy = {
-        "tensor": {"size": tensor, "sequence": tensor > 1},
+        "tensor": {"size": tensor, "sequence": sequence and tensor > 1},
         "pipeline": {"size": pipeline},
         "data": {"zero": zero},
-        "stack": "nanotron",
+        "stack": stack,
     }
     description: dict[str, Any] = {
         "model": "llama-3-8b",
@@ -159,3 +166,31 @@ def test_experts_that_other_ranks_hold_are_gathered_over_fewer_ranks() -> None:
     share = float(w.param_counts.dense.sum() / w.param_counts.total.sum())
     assert gathered(8) == pytest.approx(share * gathered(1))
     assert gathered(8) < gathered(4) < gathered(2) < gathered(1)
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_backward_exchanges_hide_beside_gemms_of_column_parallel_layers(sequence: bool) -> None:
+    """tensor_parallel/layers.py: of each layer, two reductions beside weight gradients, and under
+    sequence parallelism two all-gathers beside input gradients; as much as GEMMs take at most.
+    """
+
+    def exposed(overlap: float, **link: float) -> float:
+        w, c = setting(8, 2, 1, stack="megatron-2022", sequence=sequence, **link)
+        return float(
+            np.max(
+                step_time(w, replace(c, backward_overlap=overlap)).durations.communication[
+                    "tensor_comm"
+                ]
+            )
+        )
+
+    w, c = setting(8, 2, 1, stack="megatron-2022", sequence=sequence)
+    wire, size = axis_links(w, c)["tensor"], w.hidden_activation_bytes
+    kinds = ("reduce_scatter", "all_gather") if sequence else ("all_reduce",)
+    hidden = 2 * w.layers * sum(collective_seconds(kind, size, 2, wire, c) for kind in kinds)
+    assert c.backward_overlap == 0.8
+    assert exposed(0.0) - exposed(c.backward_overlap) == pytest.approx(float(np.max(hidden)))
+    # On links a hundred times slower, GEMMs end first.
+    slow = {"link_share": c.link_share / 100}
+    assert 0 < exposed(0.0, **slow) - exposed(0.8, **slow) < 50 * float(np.max(hidden))
+    assert exposed(0.4, **slow) > exposed(0.8, **slow)

@@ -232,6 +232,7 @@ def test_versions_and_recipes_of_a_stack_are_its_own_profiles() -> None:
     assert cell_parsers.report_year("26.04.01 NeMo Container / Pre-Training") == 2026.04
     assert cell_parsers.report_year("benchmarks/llama3_h100_202412.md") == 2024.12
     assert cell_parsers.report_year("Table 26.04 of a paper") is None
+    assert cell_parsers.report_year("Table 5 of arXiv 2205.05198") == 2022.05
     now, then = (
         find_framework("Megatron-Bridge/mcore", False, True, year) for year in (2026.06, 2026.04)
     )
@@ -455,6 +456,19 @@ def test_adapters_take_the_stack_default() -> None:
     stated = said(framework="NeMo 24.07", notes="LoRA rank=16").plan.training.lora
     assert stated is not None
     assert stated.rank == 16
+
+
+def test_megatron_lm_of_2022_is_told_by_what_it_introduced() -> None:
+    """2205.05198: sequence parallelism and selective recomputation, or a report of that time."""
+    old = {"framework": "Megatron-LM", "gpu": "A100-80GB", "gpu_mem_gb": "80"}
+    assert said(**old, recompute="full").stack == "megatron-2021"
+    for told in (
+        {"recompute": "selective"},
+        {"tp": "8", "seq_parallel": "yes", "dp": ""},
+        {"source": "Table 5 of arXiv 2205.05198"},
+    ):
+        assert said(**(old | {"recompute": "full"} | told)).stack == "megatron-2022"
+    assert said(**old, source="arXiv 2104.04473").stack == "megatron-2021"
 
 
 @pytest.mark.parametrize(

@@ -188,9 +188,14 @@ def _durations(
             if wires["context"].measured is not None:
                 behind = behind * (w.ring > 1)  # Ulysses waits for its all-to-alls
             exposed[action]["context_comm"] = np.maximum(0.0, of("context") - behind)
-        if action == "B" and tensor.measured is not None:
-            hiding = _behind_weight_gradients(w, work, every, wires, c)
-            exposed[action]["tensor_comm"] = exposed[action]["tensor_comm"] - hiding
+        if action == "B" and (tensor.measured is not None or c.backward_overlap):
+            hiding: Number
+            if tensor.measured is not None:
+                hiding = _behind_weight_gradients(w, work, every, wires, c)
+            else:
+                hiding = _behind_column_parallel_gemms(w, work, bytes_link["tensor"], c)
+            shown = np.maximum(0.0, exposed[action]["tensor_comm"] - hiding)
+            exposed[action]["tensor_comm"] = np.asarray(shown)
         if w.shape.moe:
             # While the GPU waits for its host, an all-to-all that was launched runs on.
             exposed[action]["expert_comm"] = np.maximum(
@@ -228,6 +233,25 @@ def _behind_weight_gradients(
     reductions = [call for call in every if call.kind in ("all_reduce", "reduce_scatter")]
     waits = _waits(w, reductions, wires, c, "tensor", "B")
     return np.minimum(waits, column_parallel_share(w) * work.weight_grad)
+
+
+def _behind_column_parallel_gemms(
+    w: Workload, work: MicrobatchCompute, link: AxisLink, c: Constants
+) -> Number:
+    """Seconds of tensor-parallel exchanges of one backward beside which column-parallel layers
+    compute: two of a dense layer, one of a mixture's, whose experts exchange otherwise.
+    """
+    num_layers = 2 * w.dense_layers + (w.layers - w.dense_layers)
+    gemms = c.backward_overlap * column_parallel_share(w) * work.weight_grad
+    stream, on = w.hidden_activation_bytes, w.searched.sequence
+
+    def seconds(kind: str) -> Number:
+        return num_layers * collective_seconds(kind, stream, w.tensor, link, c)
+
+    reduced = np.where(on > 0, seconds("reduce_scatter"), seconds("all_reduce"))
+    gathered = on * seconds("all_gather")
+    hidden: Number = np.minimum(reduced, gemms) + np.minimum(gathered, gemms)
+    return hidden
 
 
 def _waits(

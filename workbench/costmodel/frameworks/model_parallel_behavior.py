@@ -11,6 +11,10 @@ class ModelParallelBehavior:
 
     overlap_tensor: bool = False
     """Whether GEMMs are split so that tensor-parallel collectives overlap them."""
+    overlap_backward: bool = False
+    """Whether a column-parallel layer's backward reduces the input's gradient beside the GEMM of
+    the weight's, and all-gathers a sequence-parallel input beside that of the input's.
+    """
     regathers_inputs: bool = False
     """Whether column-parallel layers all-gather sequence shards into temporaries, in backward once
     more; else what they gather is in `gathered_buffers`.

@@ -53,6 +53,7 @@ class Constants:
     parameter_overlap: float
     gather_overlap: float
     tensor_overlap: float
+    backward_overlap: float
     boundary_overlap: float
     expert_overlap: float
     offload_overlap: float
@@ -161,6 +162,7 @@ def _behavior_constants(own: dict[str, float], f: FrameworkProfile) -> dict[str,
         "gather_overlap": share * f.data_parallel.overlap_gather,
         "expert_overlap": share * f.experts.overlap_dispatch,
         "boundary_overlap": share * f.model_parallel.overlap_sends,
+        "backward_overlap": share * f.model_parallel.overlap_backward,
         "tensor_overlap": own["tensor_overlap_share"] * f.model_parallel.overlap_tensor,
         "offload_overlap": max(
             own["offload_overlap_share"], share * f.data_parallel.overlap_offload

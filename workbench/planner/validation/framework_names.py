@@ -125,13 +125,15 @@ def find_framework(
     rowwise: bool = False,
     fused_loss: bool = False,
     whole_loss: bool = False,
+    sequence: bool = False,
 ) -> FrameworkDefaults:
     """The stack that `framework` means: the first match in it, of those the longest; then what that
     becomes.
 
     `sharded`: ZeRO-2 or 3 without a pipeline. `flash`: attention is fused. `year`: of the report,
     where it is known. `rowwise`: fp8 products have a scale for every row. `fused_loss`: cross
-    entropy is fused. `whole_loss`: it takes all logits at once.
+    entropy is fused. `whole_loss`: it takes all logits at once. `sequence`: it has sequence
+    parallelism or selective recomputation, or is of their year.
     """
     words, table = " ".join(framework.lower().split()), framework_defaults()
     found = [
@@ -143,7 +145,7 @@ def find_framework(
     stack = table[min(found)[2] if found else fallback_framework()]
     named = stack
     options = dict(zip(OPTIONS, (rowwise, fused_loss, whole_loss)))
-    conditions = {"sharded": sharded, "flash": flash, **options}
+    conditions = {"sharded": sharded, "flash": flash, "sequence": sequence, **options}
     for condition, holds in conditions.items():
         if holds and condition in stack.variants:
             stack = table[stack.variants[condition]]

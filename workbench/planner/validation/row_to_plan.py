@@ -178,6 +178,10 @@ def _shard_within_node(strategy: dict[str, Any], replicas: int, most: int) -> No
     strategy["data"]["shard"] = max(size for size in divisors(replicas) if size <= most)
 
 
+SEQUENCE_PARALLEL_SINCE = 2022.05
+"""When Megatron-LM got sequence parallelism and selective recomputation (2205.05198)."""
+
+
 def _row_framework(row: MeasuredRow, gpu: GPU) -> FrameworkDefaults:
     said = cell_parsers.is_fused_attention(row.attention)
     fused = "fp8" in gpu.tflops if said is None else said
@@ -188,7 +192,9 @@ def _row_framework(row: MeasuredRow, gpu: GPU) -> FrameworkDefaults:
     )
     in_place = cell_parsers.says_fused_loss(f"{row.framework} {row.attention} {row.notes}")
     whole = cell_parsers.says_whole_loss(row.notes)
-    stack = find_framework(row.framework, sharded, fused, when, rowwise, in_place, whole)
+    sequence = bool(row.sequence_parallel) or "select" in row.recompute.lower()
+    sequence = sequence or (when or 0) >= SEQUENCE_PARALLEL_SINCE
+    stack = find_framework(row.framework, sharded, fused, when, rowwise, in_place, whole, sequence)
     if said is not None and said != stack.fuses_attention:
         raise Inexpressible(
             f"attention is {'' if said else 'not '}fused, against all that is known of {stack.name}"
