@@ -54,6 +54,21 @@ def test_only_gradients_of_their_own_are_accumulated_apart(stack: str, apart: bo
     assert added == pytest.approx(parameters * (2 * FP32 + 2) / m.bandwidth)
 
 
+@pytest.mark.parametrize(("precision", "stored"), [("bf16", 4), ("fp16", 2)])
+def test_gradients_are_added_to_the_buffer_that_accumulates(precision: str, stored: int) -> None:
+    """DeepSpeed's BF16_Optimizer adds each microbatch's gradients to fp32 ones; in fp16 runs the
+    parameters' own gradients accumulate.
+    """
+    w, m = setting("deepspeed-3d", training__global_batch=64, strategy__precision=precision)
+    k = layer_times(w, m)
+    layers = (
+        w.layers * k.dense.backward + k.head.backward + 4 / m.bandwidth * w.hidden_activation_bytes
+    )
+    added = float(np.max(microbatch_compute(w, m, k).backward - layers))
+    parameters = float(np.max(w.param_counts.total))
+    assert added == pytest.approx(parameters * (2 * stored + 2) / m.bandwidth)
+
+
 def test_a_layer_with_few_tokens_is_bound_by_the_gradients_it_adds_to() -> None:
     few = {"training__sequence_length": 64, "training__micro_batch": 1}
     (w, m), (other, n) = setting("megatron-2022", **few), setting("megatron-2021", **few)

@@ -147,12 +147,14 @@ def _accumulation_seconds(w: Workload, m: DeviceRates) -> Number:
     """Seconds in which a microbatch's gradients are added to those before."""
     if counts_operators(w):
         return counted_seconds(m, MovedBytes(backward=accumulated_bytes(w)))[1]
-    # With several microbatches, gradients are accumulated: read, added to and written. Of GEMMs
-    # that add to them themselves, the embedding's lookup is left.
+    # With several microbatches, gradients are accumulated: read, added to and written, where the
+    # framework keeps a buffer for it in that. Of GEMMs that add to them themselves, the
+    # embedding's lookup is left.
     apart = w.param_counts.trained
     if not w.fixed.framework.model_states.separate_gradient:
         apart = w.has_embedding * w.table_params * has_weight_gradients(w)
-    moved = 2 * w.stored_gradient_bytes + w.element_bytes
+    stored = w.fixed.gradient_accumulator_bytes or w.stored_gradient_bytes
+    moved = 2 * stored + w.element_bytes
     return apart * (moved / m.bandwidth * (w.microbatches > 1))
 
 
