@@ -140,18 +140,6 @@ def test_the_gpu_takes_up_replayed_kernels_one_by_one() -> None:
     assert float(found.backward) == pytest.approx(40 * 1.3e-6)
 
 
-def test_gemms_that_add_weight_gradients_save_a_pass_over_them() -> None:
-    w = asked(training__global_batch=64, training__micro_batch=1, **TEXTBOOK)
-    m = device_rates(w.fixed.gpu, "bf16", usual(w))
-    k = layer_times(w, m)
-    apart, inside = (
-        microbatch_compute(behaving(w, "model_states", fused_accumulation=switch), m, k).backward
-        for switch in (False, True)
-    )
-    saved = w.param_counts.trained * w.element_bytes / m.bandwidth
-    assert float((apart - inside).sum()) == pytest.approx(float(saved.sum()))
-
-
 def test_heads_that_fill_no_vectors_slow_unfused_attention_alone() -> None:
     """GEMMs load whole vectors where dims are multiples of 16 bytes (NVIDIA, Matrix Multiplication
     Background): 108 in 16 bits is none, 112 is one.

@@ -64,11 +64,6 @@ def test_the_allocator_s_peak_is_predicted_within_a_few_percent(found: Validatio
     assert errors(found, "model", "Moonlight-16B-A3B")["median_ape"] <= 0.04
 
 
-def test_whole_cards_are_read_within_a_few_percent(found: Validation) -> None:
-    """nvidia-smi: the allocator's blocks, the driver's context and the communicators' buffers."""
-    assert errors(found, "memory_kind", "nvidia-smi")["median_ape"] <= 0.035
-
-
 def test_readings_of_unknown_kind_lie_between_allocated_and_reserved(found: Validation) -> None:
     assert memory_errors_by_kind(found.table)["unknown"]["mape"] <= 0.03
 
@@ -83,7 +78,9 @@ def test_all_published_readings_and_failures() -> None:
     llama = table[table.model == "Llama-3-70B SFT"]
     assert (llama.predicted_gib / llama.measured_gib - 1).abs().mean() <= 0.03
     assert memory["reserved"]["mape"] <= 0.05
+    # The allocator's blocks, the driver's context and the communicators' buffers.
     assert memory["nvidia-smi"]["mape"] <= 0.06
+    assert memory["nvidia-smi"]["median_ape"] <= 0.035
     assert 0.92 <= left["interval"]["below_high"] <= 0.98
     assert found["fit"]["ran"]["predicted_to_fit"] >= 0.98
     assert found["failures"]["area"] >= 0.9
