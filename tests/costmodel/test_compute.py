@@ -15,12 +15,7 @@ from workbench.costmodel.compute.kernel_rates import (
     fused_attention,
     unfused_attention,
 )
-from workbench.costmodel.compute.roofline import (
-    head_pass,
-    layer_pass,
-    layer_times,
-    microbatch_compute,
-)
+from workbench.costmodel.compute.roofline import head_pass, layer_pass
 from workbench.costmodel.inputs.layer_gemms import LayerGemm, layer_gemms
 from workbench.costmodel.inputs.rank_workload import Workload, workload
 from workbench.costmodel.rates.constants import Constants, constants
