@@ -121,9 +121,15 @@ def test_kind_of_memory(text: str, expected: str) -> None:
         ("out of memory on rank 0", "out_of_memory"),
         ("failed (OOM or crash; source does not separate them)", "failed"),
         ("timeout", "failed"),
+        ("OK (batch fields inconsistent in source)", "ran"),
+        ("completed", "ran"),
+        ("not stated", "ran"),
+        ("", "ran"),
+        ("did not run", None),
+        ("7", None),
     ],
 )
-def test_status(text: str, expected: str) -> None:
+def test_status(text: str, expected: str | None) -> None:
     assert cell_parsers.run_status(text, True) == expected
 
 
@@ -614,3 +620,35 @@ def test_files_with_oddities(tmp_path: Path) -> None:
     for name in ("empty.csv", "missing.csv", "."):
         with pytest.raises(PlanError):
             read_measured_rows(tmp_path / name)
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32"])
+def test_utf16_is_refused_not_read_as_no_rows(tmp_path: Path, encoding: str) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_bytes("model,layers\nllama,32\n".encode(encoding))
+    with pytest.raises(PlanError, match=r"rows\.csv: begins like UTF-16.*save it as UTF-8"):
+        read_measured_rows(path)
+
+
+@pytest.mark.parametrize(
+    ("header", "said"),
+    [
+        ("model,layers,layers", "columns 2 'layers' and 3 'layers' both mean layers"),
+        ("gpus,model,n_gpus", "columns 1 'gpus' and 3 'n_gpus' both mean n_gpus"),
+    ],
+)
+def test_two_columns_of_one_meaning_are_refused(tmp_path: Path, header: str, said: str) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_text(f"{header}\n1,2,3\n")
+    with pytest.raises(PlanError, match=rf"rows\.csv, line 1: {said}; legal: one column"):
+        read_measured_rows(path)
+
+
+def test_an_unknown_status_is_refused_by_line_and_value(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_text("model,Status\nllama,ok\n\nllama,did not start\n")
+    expected = r"line 4, column 'Status': is 'did not start'; legal: ok, OOM or failed"
+    with pytest.raises(PlanError, match=expected):
+        read_measured_rows(path)
+    path.write_text("model,status,,\nllama,ok,,\nllama,,,\n")
+    assert [row.status for row in read_measured_rows(path)] == ["ran", "failed"]
