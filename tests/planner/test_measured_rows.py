@@ -234,7 +234,7 @@ def test_offload(text: str, expected: str) -> None:
     assert cell_parsers.offload_kind(text) == expected
 
 
-def test_versions_and_recipes_of_a_stack_are_its_own_profiles() -> None:
+def test_versions_and_recipes_of_a_framework_are_its_own_profiles() -> None:
     assert cell_parsers.report_year("26.04.01 NeMo Container / Pre-Training") == 2026.04
     assert cell_parsers.report_year("benchmarks/llama3_h100_202412.md") == 2024.12
     assert cell_parsers.report_year("Table 26.04 of a paper") is None
@@ -315,7 +315,7 @@ def test_networks_by_words() -> None:
 def test_a_row_becomes_a_plan() -> None:
     found = said()
     plan = found.plan
-    assert found.stack == "torchtitan"
+    assert found.profile == "torchtitan"
     assert (plan.world_size, plan.sizes["data"], plan.training.global_batch) == (8, 8, 8)
     assert plan.strategy.data.zero == 3
     assert plan.strategy.recompute == "selective"
@@ -326,7 +326,7 @@ def test_a_row_becomes_a_plan() -> None:
     assert found.row.table == "one"
 
 
-def test_what_the_row_says_goes_before_the_stack() -> None:
+def test_what_the_row_says_goes_before_the_framework() -> None:
     found = said(recompute="full", zero_stage="2", notes="torch.compile; 4-GPU nodes")
     assert (found.plan.strategy.recompute, found.plan.strategy.data.zero) == ("full", 2)
     assert found.plan.strategy.kernels == "compiled"
@@ -340,15 +340,15 @@ def test_words_of_attention_say_nothing_of_the_other_kernels() -> None:
     assert said(framework="Megatron-LM", notes="eager").plan.strategy.kernels == "eager"
 
 
-def test_attention_that_is_not_flash_takes_the_stack_whose_scores_are_kept() -> None:
+def test_attention_that_is_not_flash_takes_the_profile_whose_scores_are_kept() -> None:
     old = {"framework": "Megatron-LM", "gpu": "A100-80GB", "gpu_mem_gb": "80"}
-    for words, stack in (
+    for words, profile in (
         ("flash", "megatron"),
         ("no flash", "megatron-2021"),
         ("fused softmax, no flash", "megatron-2021"),
     ):
-        assert said(**old, attn_impl=words).stack == stack
-    assert said(**{**old, "gpu": LLAMA["gpu"]}, attn_impl="no flash").stack == "megatron-2021"
+        assert said(**old, attn_impl=words).profile == profile
+    assert said(**{**old, "gpu": LLAMA["gpu"]}, attn_impl="no flash").profile == "megatron-2021"
     assert (
         reason(attn_impl="no flash")
         == "attention is not fused, against all that is known of torchtitan"
@@ -495,7 +495,7 @@ def figures(entry: Any) -> list[dict[str, Any]]:
 
 
 def test_stacks_say_only_what_is_sourced() -> None:
-    """Every figure has its source; no stack is keyed by a model of the catalog or by where
+    """Every figure has its source; no profile is keyed by a model of the catalog or by where
     measurements come from.
     """
     table = framework_table()

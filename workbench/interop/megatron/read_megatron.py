@@ -23,7 +23,7 @@ from workbench.interop.megatron.overrides import decided, variables
 from workbench.interop.megatron.training_arguments import read_training
 from workbench.interop.megatron.write_megatron import launcher, written
 from workbench.interop.translation import (
-    STACKS,
+    FRAMEWORK_PROFILES,
     Imported,
     ImportOptions,
     MissingField,
@@ -79,7 +79,7 @@ def _plan(keys: ForeignKeys, given: ImportOptions) -> dict[str, Any]:
     pipeline = _pipeline(keys, axes["pipeline"], shape)
     precision, gradients = _precision(keys)
     strategy = {
-        "stack": STACKS["megatron"],
+        "stack": FRAMEWORK_PROFILES["megatron"],
         "data": read_data(keys, world // others * axes["context"], gradients),
         "tensor": {
             "size": axes["tensor"],

@@ -50,7 +50,7 @@ def left_out_summary(table: pd.DataFrame) -> dict[str, Any]:
         "after_one_row": error_metrics.errors_after_calibration(
             as_floats(rows.left_out_s),
             as_floats(rows.measured_s),
-            list(zip(rows.site, rows["profile"])),
+            list(zip(rows.site, rows["predicted_with"])),
         ),
         "sites": counted,
         "small_sites": [one for one in by_site if one["rows"] < MIN_SITE_ROWS],
@@ -102,7 +102,7 @@ def _site_errors(site: str, part: pd.DataFrame) -> dict[str, Any]:
     return {
         "site": site,
         "rows": len(part),
-        "frameworks": sorted(set(part["stack"])),
+        "frameworks": sorted(set(part["profile"])),
         "left_out": left["mape"],
         "left_out_bias": left["bias"],
         "in_sample": inside["mape"],

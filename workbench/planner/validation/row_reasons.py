@@ -86,7 +86,7 @@ def cautions(table: pd.DataFrame) -> list[dict[str, Any]]:
             "correct gbs, iter_time_s or tflops_gpu",
         )
     ]
-    for profile, part in table.groupby("profile"):
+    for profile, part in table.groupby("predicted_with"):
         found.append(_of_profile(str(profile), part))
     for framework, part in table.groupby("framework"):
         found += [_of_version(str(framework), part), _of_later(str(framework), part)]
