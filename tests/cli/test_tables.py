@@ -305,7 +305,8 @@ ORDINARY = [
         "Not translated", "field", [KeyNote("strategy.pipeline.partition", [20, 20, 21, 19], WHY)]
     ),
     lambda _: validate._parts(
-        "stack", {"megatron": {"rows": 1234} | dict.fromkeys(("memory", "time", "clean"), ERRORS)}
+        "framework profile",
+        {"megatron": {"rows": 1234} | dict.fromkeys(("memory", "time", "clean"), ERRORS)},
     ),
     lambda _: search._table(found := workbench.search(large_plan(), top=3), "Best", found.top),
     *(lambda _, number=number: side_by_side(number) for number in range(3)),

@@ -1,4 +1,4 @@
-"""Memory of named stacks: what each one's own source code keeps, gathers, makes for a step or
+"""Memory of framework profiles: what each one's own source code keeps, gathers, makes for a step or
 leaves to a full card.
 """
 

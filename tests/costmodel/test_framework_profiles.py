@@ -161,6 +161,23 @@ def test_one_profile_stands_for_unknown_frameworks() -> None:
         ({"loss": {"passes": {**SAID, "origin": ""}}}, "loss.passes.origin is not known; legal"),
         ({"loss": {"passes": 7}}, "loss.passes is 7; legal: a mapping of value, source, meaning"),
         ({"loss": 7}, "loss is 7; legal: a mapping of logit_bytes, "),
+        (
+            {"defaults": {"strategy.data.zero": {"value": 1}}},
+            "defaults.strategy.data.zero has no source; legal: the document",
+        ),
+        (
+            {"defaults": {"strategy.data.zero": {"source": "its documentation"}}},
+            "defaults.strategy.data.zero has no value; legal: one of the plan's field",
+        ),
+        (
+            {"defaults": {"strategy.data.zero": {**SAID, "when": "many"}}},
+            "defaults.strategy.data.zero.when is 'many'; legal: several, no pipeline",
+        ),
+        (
+            {"defaults_by_model": {"moonlight": {"training.optimizer.moments": {"value": "bf16"}}}},
+            "defaults_by_model.moonlight.training.optimizer.moments has no source; legal",
+        ),
+        ({"defaults_by_model": {"moonlight": 7}}, "defaults_by_model.moonlight is 7; legal: a"),
         ({"constants": {"gemm_share": SAID}}, "constants.gemm_share is not known; legal there: "),
         ({"recipes": {"b200": {"matches": []}}}, "recipes.b200.matches is not known; legal there"),
         (

@@ -8,6 +8,7 @@ import pytest
 
 from tests.interop.foreign_samples import GPU_NAME, assumed, left, problems
 from workbench import interop
+from workbench.errors import PlanError
 from workbench.interop.megatron import read_megatron
 from workbench.interop.translation import Imported, ImportOptions
 
@@ -75,7 +76,6 @@ def test_where_checkpoints_go_is_told(load: str) -> None:
         "--use-rope-scaling",
         "--qk-layernorm",
         "--apply-layernorm-1p",
-        "--mtp-num-layers 1",
         "--rotary-interleaved",
         "--squared-relu",
         "--quick-geglu",
@@ -92,6 +92,54 @@ def test_what_the_model_computes_beyond_a_shape_is_unmodelled(words: str) -> Non
     why = {note.field: note.why for note in beside.untranslated}
     assert beside.plan.model == "tiny" and "the model given stands" in why[words.split()[0]]
     assert read("--train-iters 10 --rotary-percent 1.0").plan.resolve().shape.unmodelled is None
+
+
+def test_layers_that_predict_further_tokens_are_the_plans_last() -> None:
+    found = read("--train-iters 10 --mtp-num-layers 2 --mtp-loss-scaling-factor 0.1")
+    shape = found.plan.resolve().shape
+    assert (shape.layers, shape.mtp_layers, shape.unmodelled) == (6, 2, None)
+    assert "--mtp-num-layers" in found.translated
+    given = read_megatron.read(
+        SMALL + "--train-iters 10 --mtp-num-layers 1", ImportOptions("tiny", GPU_NAME)
+    )
+    why = {note.field: note.why for note in given.untranslated}
+    assert why["--mtp-num-layers"] == "the model given has 0" and "--num-layers" not in why
+
+
+@pytest.mark.parametrize(
+    "words, held",
+    [
+        ("--pipeline-model-parallel-size 4", [1, 1, 1, 2]),
+        (
+            "--pipeline-model-parallel-size 4 --pipeline-model-parallel-layout 'Et|t|t|tmL'",
+            [1, 1, 1, 2],
+        ),
+        ("--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout 'Ettt|tmL'", [3, 2]),
+    ],
+)
+def test_the_last_stage_has_the_layers_that_predict_further_tokens(
+    words: str, held: list[int]
+) -> None:
+    more = "--train-iters 10 --mtp-num-layers 1 "
+    plan = read(more + words).plan
+    assert plan.resolve().strategy.pipeline.partition == held
+    text = interop.write(plan, "megatron")
+    again = read_megatron.read(text.text, ImportOptions(None, GPU_NAME)).plan.resolve()
+    assert again.strategy.pipeline.partition == held
+    assert (again.shape.layers, again.shape.mtp_layers) == (sum(held), 1)
+
+
+def test_layers_that_predict_further_tokens_anywhere_else_are_refused() -> None:
+    more = "--train-iters 10 --pipeline-model-parallel-size 4 --mtp-num-layers 1 "
+    split = more + "--pipeline-model-parallel-layout 'Et|t|tm|tL'"
+    assert "and 1 m in the last" in problems(read, split)["--pipeline-model-parallel-layout"]
+    uneven = more.replace("size 4", "size 8")
+    assert "is 4, which 8 pipeline stages" in problems(read, uneven)["--num-layers"]
+    plan = read(more).plan.replace(
+        **{"model.mtp_layers": 2, "strategy.pipeline.partition": [1, 1, 2, 1]}
+    )
+    with pytest.raises(PlanError, match=r"has 1 layers in the last stage.*all 2 of model\.mtp"):
+        interop.write(plan, "megatron")
 
 
 def test_slurms_options_are_no_comment() -> None:

@@ -74,6 +74,20 @@ def test_a_roofline_shows_the_busiest_rank_under_its_roof() -> None:
     assert not charts.roofline(synthetic.profile("rehearsed")).rows
 
 
+def test_the_legend_of_a_roofline_lists_only_phases_that_there_are() -> None:
+    def domain(profile: Profile) -> list[str]:
+        points = charts.roofline(profile).spec["layer"][1]
+        found: list[str] = points["encoding"]["color"]["scale"]["domain"]
+        return found
+
+    whole = with_operators(synthetic.profile("rehearsed"))
+    assert domain(whole) == ["forward", "recompute", "backward"]
+    noted = whole.notes["operators"]
+    kept = [row for row in noted["rows"] if row["phase"] != "recompute"]
+    without = replace(whole, notes={"operators": noted | {"rows": kept}})
+    assert domain(without) == ["forward", "backward"]
+
+
 @pytest.mark.parametrize("figure", all_figures(), ids=lambda figure: figure.name)
 def test_every_chart_draws_with_the_oldest_vega_lite_at_hand(
     figure: Figure, capfd: pytest.CaptureFixture[str]

@@ -271,6 +271,13 @@ def test_gates_of_deepseek_add_up_to_one_as_its_configuration_says() -> None:
     )
 
 
+def test_layers_that_predict_further_tokens_follow_the_others() -> None:
+    shape = huggingface_config.shape_of({**DEEPSEEK, "num_nextn_predict_layers": 1})
+    assert (shape.layers, shape.mtp_layers, shape.unmodelled) == (62, 1, None)
+    other = huggingface_config.shape_of({**LLAMA, "num_nextn_predict_layers": 1})
+    assert other.mtp_layers == 0 and other.unmodelled == "num_nextn_predict_layers 1"
+
+
 @pytest.mark.parametrize("config", ALL, ids=lambda config: config["model_type"])
 def test_every_key_is_accounted_for_once(tmp_path: Path, config: dict[str, Any]) -> None:
     more = {

@@ -121,9 +121,15 @@ def test_kind_of_memory(text: str, expected: str) -> None:
         ("out of memory on rank 0", "out_of_memory"),
         ("failed (OOM or crash; source does not separate them)", "failed"),
         ("timeout", "failed"),
+        ("OK (batch fields inconsistent in source)", "ran"),
+        ("completed", "ran"),
+        ("not stated", "ran"),
+        ("", "ran"),
+        ("did not run", None),
+        ("7", None),
     ],
 )
-def test_status(text: str, expected: str) -> None:
+def test_status(text: str, expected: str | None) -> None:
     assert cell_parsers.run_status(text, True) == expected
 
 
@@ -228,7 +234,7 @@ def test_offload(text: str, expected: str) -> None:
     assert cell_parsers.offload_kind(text) == expected
 
 
-def test_versions_and_recipes_of_a_stack_are_its_own_profiles() -> None:
+def test_versions_and_recipes_of_a_framework_are_its_own_profiles() -> None:
     assert cell_parsers.report_year("26.04.01 NeMo Container / Pre-Training") == 2026.04
     assert cell_parsers.report_year("benchmarks/llama3_h100_202412.md") == 2024.12
     assert cell_parsers.report_year("Table 26.04 of a paper") is None
@@ -310,7 +316,7 @@ def test_networks_by_words() -> None:
 def test_a_row_becomes_a_plan() -> None:
     found = said()
     plan = found.plan
-    assert found.stack == "torchtitan"
+    assert found.profile == "torchtitan"
     assert (plan.world_size, plan.sizes["data"], plan.training.global_batch) == (8, 8, 8)
     assert plan.strategy.data.zero == 3
     assert plan.strategy.recompute == "selective"
@@ -321,7 +327,7 @@ def test_a_row_becomes_a_plan() -> None:
     assert found.row.table == "one"
 
 
-def test_what_the_row_says_goes_before_the_stack() -> None:
+def test_what_the_row_says_goes_before_the_framework() -> None:
     found = said(recompute="full", zero_stage="2", notes="torch.compile; 4-GPU nodes")
     assert (found.plan.strategy.recompute, found.plan.strategy.data.zero) == ("full", 2)
     assert found.plan.strategy.kernels == "compiled"
@@ -335,15 +341,15 @@ def test_words_of_attention_say_nothing_of_the_other_kernels() -> None:
     assert said(framework="Megatron-LM", notes="eager").plan.strategy.kernels == "eager"
 
 
-def test_attention_that_is_not_flash_takes_the_stack_whose_scores_are_kept() -> None:
+def test_attention_that_is_not_flash_takes_the_profile_whose_scores_are_kept() -> None:
     old = {"framework": "Megatron-LM", "gpu": "A100-80GB", "gpu_mem_gb": "80"}
-    for words, stack in (
+    for words, profile in (
         ("flash", "megatron"),
         ("no flash", "megatron-2021"),
         ("fused softmax, no flash", "megatron-2021"),
     ):
-        assert said(**old, attn_impl=words).stack == stack
-    assert said(**{**old, "gpu": LLAMA["gpu"]}, attn_impl="no flash").stack == "megatron-2021"
+        assert said(**old, attn_impl=words).profile == profile
+    assert said(**{**old, "gpu": LLAMA["gpu"]}, attn_impl="no flash").profile == "megatron-2021"
     assert (
         reason(attn_impl="no flash")
         == "attention is not fused, against all that is known of torchtitan"
@@ -461,14 +467,14 @@ def test_adapters_take_the_stack_default() -> None:
 def test_megatron_lm_of_2022_is_told_by_what_it_introduced() -> None:
     """2205.05198: sequence parallelism and selective recomputation, or a report of that time."""
     old = {"framework": "Megatron-LM", "gpu": "A100-80GB", "gpu_mem_gb": "80"}
-    assert said(**old, recompute="full").stack == "megatron-2021"
+    assert said(**old, recompute="full").profile == "megatron-2021"
     for told in (
         {"recompute": "selective"},
         {"tp": "8", "seq_parallel": "yes", "dp": ""},
         {"source": "Table 5 of arXiv 2205.05198"},
     ):
-        assert said(**(old | {"recompute": "full"} | told)).stack == "megatron-2022"
-    assert said(**old, source="arXiv 2104.04473").stack == "megatron-2021"
+        assert said(**(old | {"recompute": "full"} | told)).profile == "megatron-2022"
+    assert said(**old, source="arXiv 2104.04473").profile == "megatron-2021"
 
 
 @pytest.mark.parametrize(
@@ -503,7 +509,7 @@ def figures(entry: Any) -> list[dict[str, Any]]:
 
 
 def test_stacks_say_only_what_is_sourced() -> None:
-    """Every figure has its source; no stack is keyed by a model of the catalog or by where
+    """Every figure has its source; no profile is keyed by a model of the catalog or by where
     measurements come from.
     """
     table = framework_table()
@@ -628,3 +634,35 @@ def test_files_with_oddities(tmp_path: Path) -> None:
     for name in ("empty.csv", "missing.csv", "."):
         with pytest.raises(PlanError):
             read_measured_rows(tmp_path / name)
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32"])
+def test_utf16_is_refused_not_read_as_no_rows(tmp_path: Path, encoding: str) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_bytes("model,layers\nllama,32\n".encode(encoding))
+    with pytest.raises(PlanError, match=r"rows\.csv: begins like UTF-16.*save it as UTF-8"):
+        read_measured_rows(path)
+
+
+@pytest.mark.parametrize(
+    ("header", "said"),
+    [
+        ("model,layers,layers", "columns 2 'layers' and 3 'layers' both mean layers"),
+        ("gpus,model,n_gpus", "columns 1 'gpus' and 3 'n_gpus' both mean n_gpus"),
+    ],
+)
+def test_two_columns_of_one_meaning_are_refused(tmp_path: Path, header: str, said: str) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_text(f"{header}\n1,2,3\n")
+    with pytest.raises(PlanError, match=rf"rows\.csv, line 1: {said}; legal: one column"):
+        read_measured_rows(path)
+
+
+def test_an_unknown_status_is_kept_and_told(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_text("model,Status,iter_time_s\nllama,ok,1\n\nllama,quickly,1\nllama,quickly,\n")
+    rows = read_measured_rows(path)
+    assert [row.status for row in rows] == ["ran", "ran", "failed"]
+    assert [row.unknown_status for row in rows] == ["", "quickly", "quickly"]
+    path.write_text("model,status,,\nllama,ok,,\nllama,,,\n")
+    assert [row.status for row in read_measured_rows(path)] == ["ran", "failed"]

@@ -109,7 +109,7 @@ def table(**columns: Any) -> pd.DataFrame:
         "row": [str(index) for index in range(size)],
         "source": [""] * size,
         "site": [""] * size,
-        "stack": ["nanotron"] * size,
+        "profile": ["nanotron"] * size,
         "status": ["ran"] * size,
         "unfit": [False] * size,
         "memory_kind": ["unknown"] * size,

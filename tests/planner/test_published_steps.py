@@ -5,10 +5,12 @@ plan is far in from it.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 
 from workbench.lab.panel.fit_verdict import published_lines
+from workbench.machine import gpu_catalog
 from workbench.plan.schema import Plan
 from workbench.planner import estimate
 from workbench.planner.published_steps import (
@@ -71,6 +73,22 @@ def test_a_plan_far_from_everything_measured_says_in_what(
 ) -> None:
     plan = plan_of(model, gpu, gpus, stack=stack).resolve()
     assert words in published_beside(plan, stack)["extrapolates"]
+
+
+def test_a_gpu_of_other_figures_under_a_catalog_name_has_nothing_published() -> None:
+    plan = plan_of("llama-3-8b", "h100-sxm-80gb", 64)
+    own = gpu_catalog.gpus()["h100-sxm-80gb"].gpu
+
+    def beside(**changes: object) -> dict[str, Any]:
+        inline = own.model_copy(update=changes).model_dump()
+        return published_beside(plan.replace(**{"cluster.gpu": inline}).resolve(), "llm-foundry")
+
+    of_catalog = published_beside(plan.resolve(), "llm-foundry")
+    assert beside() == beside(memory_gib=94.0) == of_catalog and of_catalog["highest_mfu"]
+    for changes in ({"tflops": {"bf16": 400.0}}, {"bandwidth_gbs": 2000.0}, {"watts": 350.0}):
+        found = beside(**changes)
+        assert found["highest_mfu"] is found["highest_mfu_of"] is None
+        assert "h100-sxm-80gb of other figures instead of its GPU" in found["extrapolates"]
 
 
 def test_an_estimate_shows_it_and_cpu_ranks_have_none() -> None:

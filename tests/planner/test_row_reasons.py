@@ -40,6 +40,7 @@ def own_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
             **FOUNDRY,
         ),
         cells(id="wide", framework="NeMo", precision="NVFP4"),
+        cells(id="status", status="as usual"),
         cells(id="batch", gbs="12"),
         cells(id="shape", layers="", **UNNAMED),
     ]
@@ -70,7 +71,7 @@ def first_rows(found: Validation, words: str) -> list[str]:
 
 def test_no_number_stands_without_its_interval(found: Validation) -> None:
     table = found.table
-    assert len(table) == 9
+    assert len(table) == 10
     assert ((table.s_low < table.predicted_s) & (table.predicted_s < table.s_high)).all()
     assert ((table.gib_low < table.predicted_gib) & (table.predicted_gib < table.gib_high)).all()
 
@@ -83,6 +84,7 @@ def test_no_number_stands_without_its_interval(found: Validation) -> None:
         ("later", "later than"),
         ("gpu", "ran on v100-sxm2-32gb, of whose generation no clean step was published"),
         ("rate-off", "contradict themselves"),
+        ("status", "say a status that is not known ('as usual'): taken as runs"),
     ],
 )
 def test_what_nobody_measured_is_said(found: Validation, row: str, words: str) -> None:

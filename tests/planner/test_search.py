@@ -5,6 +5,7 @@ has a reason.
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,7 @@ from workbench.planner.search.cell_evaluation import CellEvaluator
 from workbench.planner.search.cells import search_cells
 from workbench.planner.search.constraints import narrow_space, parse_constraint
 from workbench.planner.search.search_space import SearchSpace, candidate_plan, search_space
-from workbench.units import duration_text
+from workbench.units import interval_text, seconds_text
 
 
 @pytest.fixture(autouse=True)
@@ -393,6 +394,15 @@ def test_tokens_give_days_and_cost_and_a_reason_for_fewer_gpus() -> None:
     assert all(len(plans) <= 2 for _, plans in result_tables.search_tables(found))
 
 
+def test_times_of_a_candidate_are_written_as_everywhere_else() -> None:
+    found = search(of("gpt2-xl", 8), top=1).top[0]
+    slow = replace(found, seconds=130.0, slowdown=1.0)
+    slow.__dict__["interval"] = (7.0, 5400.0)  # where the cached property keeps it
+    cells = dict(zip(result_tables.CANDIDATE_HEADS, result_tables.candidate_cells(slow)))
+    assert cells["step time"] == seconds_text(130.0) == "2 min 10 s"
+    assert cells["90 % interval"] == interval_text((7.0, 5400.0)) == "7.00 s to 1 h 30 min"
+
+
 def test_a_deadline_keeps_what_is_fast_enough() -> None:
     plan = of("llama-3-8b", 64)
     free = search(plan, "cost", top=1)
@@ -441,5 +451,5 @@ def test_no_step_time_stands_without_its_interval() -> None:
         assert list(one.interval) == pytest.approx(estimate(one.plan).notes["step_seconds_90"])
         low, high = one.interval
         assert low < one.seconds < high
-        assert f"{duration_text(low)} to {duration_text(high)}" in repr(found)
+        assert interval_text((low, high)) in repr(found)
     assert all(low < one.seconds < high for one in found.pareto for low, high in [one.interval])

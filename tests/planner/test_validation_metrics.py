@@ -247,7 +247,7 @@ def test_from_file_to_answer(table: Table) -> None:
     assert found["time"]["bias"] == pytest.approx(((1 / 1.25 - 1) + (2 / 0.8 - 1)) / 2)
     assert found["fit"]["ran"] == {"rows": 2, "predicted_to_fit": 1.0}
     assert found["fit"]["out_of_memory"]["predicted_not_to_fit"] == 0.0
-    assert found["by_stack"]["megatron"]["rows"] == 4
+    assert found["by_profile"]["megatron"]["rows"] == 4
 
 
 def test_rows_written_hold_prediction_measurement_and_parts(table: Table, tmp_path: Path) -> None:
@@ -276,17 +276,29 @@ def test_equal_plans_are_predicted_once(table: Table) -> None:
 
 
 def test_one_profile_for_all_rows(table: Table) -> None:
-    stacks = set()
+    profiles = set()
 
     def note(plan: Plan) -> Prediction:
-        stacks.add((plan.strategy.stack, plan.strategy.gradient_dtype))
+        profiles.add((plan.strategy.stack, plan.strategy.gradient_dtype))
         return stub(plan)
 
     found = validate([table(cells(id="a", mem_gib="30"))], predict=note, profile="textbook")
-    assert stacks == {("textbook", "fp32")}, (
-        "the row's own stack still says what the row leaves open"
+    assert profiles == {("textbook", "fp32")}, (
+        "the row's own framework still says what the row leaves open"
     )
-    assert list(found.summary()["by_stack"]) == ["megatron"]
+    assert list(found.summary()["by_profile"]) == ["megatron"]
+
+
+def test_tables_say_framework_profile(
+    table: Table, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = tmp_path / "rows.csv"
+    file = str(table(cells(id="a", iter_time_s="2")))
+    assert cli.answer(["validate", file, "--rows", str(rows)]) == 0
+    shown = capsys.readouterr().out
+    assert "By framework profile" in shown and "stack" not in shown.lower()
+    names = rows.read_text().splitlines()[0].split(",")
+    assert {"profile", "predicted_with"} <= set(names) and "stack" not in names
 
 
 def test_a_file_of_other_columns_counts_nothing_beside_measurements_and_is_refused_alone(
@@ -295,7 +307,7 @@ def test_a_file_of_other_columns_counts_nothing_beside_measurements_and_is_refus
     other = table({"collective": "AllReduce", "gbs": "1"})
     with pytest.raises(PlanError, match="has none of the columns of measurements"):
         validate([other], predict=stub)
-    assert cli.answer(["validate", str(other), "--by", "stack"]) == 2
+    assert cli.answer(["validate", str(other), "--by", "profile"]) == 2
     copy = other.rename(other.with_name("other.csv"))
     found = validate([copy, table(cells(id="a", mem_gib="30"))], predict=stub).summary()
     assert (found["rows"], found["expressed"]) == (2, 1)

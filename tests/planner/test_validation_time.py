@@ -52,6 +52,14 @@ def test_errors_on_left_out_sites_stay_where_they_are(found: Validation) -> None
     assert len(left["sites"]) >= 19
 
 
+def test_the_bias_of_a_site_is_its_mean_error_as_in_every_other_table(found: Validation) -> None:
+    rows = found.table[found.table.clean & found.table.measured_s.notna()]
+    errors = (rows.left_out_s / rows.measured_s - 1).astype(float)
+    means = errors.groupby(rows.site).mean()
+    for one in left_out_summary(found.table)["sites"]:
+        assert one["left_out_bias"] == pytest.approx(means[one["site"]])
+
+
 def test_what_a_fit_has_not_seen_it_predicts_worse(found: Validation) -> None:
     left = left_out_summary(found.table)
     assert left["in_sample_mean_over_sites"] < left["mean_over_sites"]

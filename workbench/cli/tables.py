@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from workbench.cli.terminal import Grid, as_text
 from workbench.lab.palette import key_label
 from workbench.profile import ALLOCATED, MEANINGS
-from workbench.units import bytes_text, count_text, digits, seconds_text
+from workbench.units import bytes_text, count_text, digits, interval_text, seconds_text
 from workbench.untrusted_text import visible
 
 if TYPE_CHECKING:
@@ -348,8 +348,8 @@ def notes_table(found: Profile) -> Grid | None:
 
 
 def _value(name: str, value: object) -> str:
-    if isinstance(value, list | tuple) and "seconds" in name:
-        return " to ".join(seconds_text(one) for one in value)
+    if isinstance(value, list | tuple) and name == "step_seconds_90":
+        return interval_text((value[0], value[1]))
     if isinstance(value, float) and name in ("p50", "p95"):
         return bytes_text(value)
     if isinstance(value, float) and (name == "time" or name.endswith("seconds")):

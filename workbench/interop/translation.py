@@ -28,17 +28,17 @@ Source = Literal["deepspeed", "megatron", "torchtitan", "fsdp", "gpt-neox"]
 SOURCES: tuple[Source, ...] = get_args(Source)
 """Foreign formats that are read."""
 
-STACKS: dict[Format, str] = {
+FRAMEWORK_PROFILES: dict[Format, str] = {
     "deepspeed": "deepspeed-zero",
     "megatron": "megatron",
     "torchtitan": "torchtitan",
     "fsdp": "fsdp",
 }
-"""Format -> `strategy.stack` of what is imported, a profile of data/frameworks/: that software runs
-it.
+"""Format -> `strategy.stack` of what is imported, the framework of data/frameworks/ that
+runs it.
 """
 PIPED = "deepspeed-3d"
-"""The stack of a ds_config.json with pipeline stages."""
+"""The profile of a ds_config.json with pipeline stages."""
 
 TITLES: dict[Source, str] = {
     "deepspeed": "DeepSpeed ds_config.json",

@@ -16,7 +16,7 @@ from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.schema import Plan, build_plan, written_fields
 
 UNSAID = ("version", "strategy.preset", "strategy.stack", "corpus.sha256")
-"""Fields that are no loss: a preset is written out, the stack is the format's own."""
+"""Fields that are no loss: a preset is written out, the framework profile is the format's own."""
 ALWAYS = (
     "model",
     "cluster.gpu",

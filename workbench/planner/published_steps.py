@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from workbench.costmodel.rates.fitted_constants import fitted_document
 from workbench.machine import gpu_catalog
+from workbench.machine.hardware import GPU
 from workbench.plan.model.parameter_count import parameters
 from workbench.plan.resolved_plan import ResolvedPlan
 
@@ -77,7 +78,7 @@ def published_beside(plan: ResolvedPlan, framework: str, gpus: int | None = None
         return {}
     size = float(parameters(plan.shape).active)
     world = gpus or plan.world_size
-    highest = highest_mfu(steps, plan.gpu.name, world, size, plan.strategy.precision)
+    highest = highest_mfu(steps, published_gpu(plan.gpu), world, size, plan.strategy.precision)
     nearest = steps[int(published_table().distances(plan, framework, world).argmin())]
     far = ", ".join(_far_words(nearest, plan, size, framework, world))
     return {
@@ -86,6 +87,25 @@ def published_beside(plan: ResolvedPlan, framework: str, gpus: int | None = None
         "nearest": _step_words(nearest),
         "extrapolates": far or None,
     }
+
+
+def published_gpu(gpu: GPU) -> str:
+    """The name under which steps of a GPU were published; "" where its figures are not those that
+    the catalog has under its name.
+
+    Memory may differ: the driver's own reading stands for an attached GPU's, and parts are sold
+    with several sizes.
+    """
+    entry = gpu_catalog.gpus().get(gpu.name)
+    return gpu.name if entry and _speeds(entry.gpu) == _speeds(gpu) else ""
+
+
+def _speeds(gpu: GPU) -> dict[str, Any]:
+    return gpu.model_dump(exclude=NOT_SPEED)
+
+
+NOT_SPEED = {"title", "memory_gib", "price_per_hour", "price_source", "source"}
+"""Fields of a GPU that no step time depends on."""
 
 
 def highest_mfu(
@@ -156,7 +176,7 @@ class StepTable:
         own = np.log2(sizes) * _SIZE_WEIGHTS
         apart: NDArray[np.float64] = (
             np.abs(self._sizes - own).sum(axis=0)
-            + self._gpu_distances((plan.gpu.name, plan.gpu.architecture))
+            + self._gpu_distances((published_gpu(plan.gpu), plan.gpu.architecture))
             + OTHER_FRAMEWORK * (self._frameworks != framework)
         )
         return apart
@@ -219,8 +239,9 @@ def _far_words(
     for what, (asked, seen) in sizes.items():
         if abs(math.log2(asked / seen)) > FAR_OCTAVES:
             yield f"{asked / seen:.2g} times its {what}"
-    if step.gpu != plan.gpu.name:
-        yield f"{plan.gpu.name} instead of its GPU"
+    if step.gpu != published_gpu(plan.gpu):
+        other = " of other figures" if step.gpu == plan.gpu.name else ""
+        yield f"{plan.gpu.name}{other} instead of its GPU"
     if step.precision != plan.strategy.precision:
         yield f"{plan.strategy.precision} instead of its {step.precision}"
     if step.framework != framework:

@@ -17,7 +17,7 @@ from workbench.errors import refuse
 if TYPE_CHECKING:
     from workbench.planner.validation import Validation
 
-BY = ("framework", "gpu", "model", "table", "source", "stack", "file")
+BY = ("framework", "gpu", "model", "table", "source", "profile", "file")
 """What errors can be split by."""
 HEAD = ("rows", "mean", "median", "bias", "within 10 %", "worst")
 REASONS_SHOWN = 30
@@ -83,7 +83,10 @@ def _shown(found: Validation, data: dict[str, Any], by: str | None) -> list[Any]
         _errors(data),
         _standing(data),
     ]
-    for name, parts in (("stack", data["by_stack"]), (by, data.get("by", {}).get(by, {}))):
+    for name, parts in (
+        ("framework profile", data["by_profile"]),
+        (by, data.get("by", {}).get(by, {})),
+    ):
         if name:
             shown.append(_parts(name, parts))
     return shown

@@ -15,6 +15,9 @@ ABOUT = (
 )
 """Sections that say which framework is meant, its defaults and its limits."""
 ENTRY_KEYS = ("value", "source", "meaning")
+DEFAULT_KEYS = ("value", "source", "when")
+WHEN = ("several", "no pipeline")
+"""Conditions of a default: more than one device; no pipeline."""
 
 Fields = Mapping[str, Any]
 """Type of each field of a part of a profile, by name."""
@@ -37,6 +40,9 @@ def check_profile(
     _check_keys(entry, (*ABOUT, *parts, "constants", "recipes"), file, path)
     constants: Fields = dict.fromkeys(CONSTANTS, float)
     _check_parts(entry, {**parts, "constants": constants}, file, path)
+    _check_defaults(entry.get("defaults", {}), file, f"{path}defaults.")
+    for model, recipe in entry.get("defaults_by_model", {}).items():
+        _check_defaults(recipe, file, f"{path}defaults_by_model.{model}.")
     recipes = entry.get("recipes", {})
     for gpu, recipe in recipes.items():
         _check_keys(recipe, parts, file, f"{path}recipes.{gpu}.")
@@ -54,8 +60,25 @@ def _check_parts(
             value, legal = said.get("value"), _legal_values(parts[part][key], said.get("value"))
             if legal:
                 raise refuse(file, f"{where} is {value!r}; legal: {legal}")
-            if not said.get("source"):
-                raise refuse(file, f"{where} has no source; legal: the document that says so")
+            _check_source(said, file, where)
+
+
+def _check_defaults(defaults: Any, file: str, path: str) -> None:
+    """Plan fields, each with a value and the document that says so."""
+    if not isinstance(defaults, Mapping):
+        raise refuse(file, f"{path[:-1]} is {defaults!r}; legal: a mapping of plan fields")
+    for field, said in defaults.items():
+        _check_keys(said, DEFAULT_KEYS, file, f"{path}{field}.")
+        if "value" not in said:
+            raise refuse(file, f"{path}{field} has no value; legal: one of the plan's field")
+        if "when" in said and said["when"] not in WHEN:
+            raise refuse(file, f"{path}{field}.when is {said['when']!r}; legal: {', '.join(WHEN)}")
+        _check_source(said, file, f"{path}{field}")
+
+
+def _check_source(said: Fields, file: str, where: str) -> None:
+    if not said.get("source"):
+        raise refuse(file, f"{where} has no source; legal: the document that says so")
 
 
 def _check_keys(entry: Any, known: Collection[str], file: str, path: str) -> None:

@@ -17,7 +17,13 @@ from workbench.interop.deepspeed import read_deepspeed
 from workbench.interop.foreign_keys import ForeignKeys, flat
 from workbench.interop.foreign_text import mapping
 from workbench.interop.missing_fields import with_problems
-from workbench.interop.translation import STACKS, Imported, ImportOptions, KeyNote, imported
+from workbench.interop.translation import (
+    FRAMEWORK_PROFILES,
+    Imported,
+    ImportOptions,
+    KeyNote,
+    imported,
+)
 from workbench.plan.schema import build_plan
 from workbench.safe_io import json_files, yaml_files
 from workbench.untrusted_text import shown
@@ -123,7 +129,7 @@ def _plain(data: Mapping[str, Any], given: ImportOptions, lenient: bool) -> Impo
             "weights",
         )
     strategy = {
-        "stack": STACKS["fsdp"],
+        "stack": FRAMEWORK_PROFILES["fsdp"],
         "data": {"zero": 0},
         "precision": precision or "fp32",
         "gradient_dtype": "fp32",

@@ -14,7 +14,13 @@ from workbench.errors import refuse
 from workbench.interop.accelerate import fsdp_keys as known
 from workbench.interop.foreign_keys import ForeignKeys
 from workbench.interop.foreign_text import mapping
-from workbench.interop.translation import STACKS, Imported, ImportOptions, Translation, imported
+from workbench.interop.translation import (
+    FRAMEWORK_PROFILES,
+    Imported,
+    ImportOptions,
+    Translation,
+    imported,
+)
 from workbench.interop.translation_loss import lost, nearest
 from workbench.machine import gpu_catalog
 from workbench.machine.hardware import Fabric
@@ -64,7 +70,7 @@ def read(
     keys.skip(f"{AXIS}sp_size", "runs under DeepSpeed, not FSDP (Ulysses)")
     wanted = precision(keys) or "fp32"
     strategy = {
-        "stack": STACKS["fsdp"],
+        "stack": FRAMEWORK_PROFILES["fsdp"],
         "data": _data(keys, given, world, nodes or 1, sizes),
         "precision": wanted,
         "gradient_dtype": "parameters",

@@ -21,8 +21,8 @@ from workbench.interop.foreign_keys import ForeignKeys, flat
 from workbench.interop.foreign_text import from_braces, mapping
 from workbench.interop.translation import (
     DEFAULT,
+    FRAMEWORK_PROFILES,
     PIPED,
-    STACKS,
     Imported,
     ImportOptions,
     Translation,
@@ -68,7 +68,7 @@ def read(
         keys.assume("training.steps", STEPS, "the file has no length; the plan's default")
     keys.assume("training.sequence_length", "default", "the file has none; the plan's default")
     strategy = {
-        "stack": STACKS["deepspeed"] if axes["pipeline"] == 1 else PIPED,
+        "stack": FRAMEWORK_PROFILES["deepspeed"] if axes["pipeline"] == 1 else PIPED,
         "data": data_section,
         **precision,
         "tensor": {"size": axes["tensor"]},

@@ -196,7 +196,8 @@ def write_experts(s: Shape) -> dict[str, Any]:
     if s.moe.shared:
         found["moe-shared-expert-intermediate-size"] = s.moe.shared * s.moe.ffn
     if s.moe.first_dense:
-        found["moe-layer-freq"] = f"([0]*{s.moe.first_dense}+[1]*{s.layers - s.moe.first_dense})"
+        routed = s.layers - s.mtp_layers - s.moe.first_dense
+        found["moe-layer-freq"] = f"([0]*{s.moe.first_dense}+[1]*{routed})"
     if not s.moe.renormalise:
         found["moe-router-pre-softmax"] = True
     found["moe-router-load-balancing-type"] = "seq_aux_loss" if s.moe.auxiliary_loss else "none"

@@ -325,7 +325,7 @@ WHYS = {
     ),
     "rampup-batch-size": "a plan's batch is the same in every step",
     "tp-comm-overlap": "a plan hides no tensor-parallel communication",
-    "mtp-num-layers": "a plan counts them among model.layers, as model.mtp_layers",
+    "mtp-loss-scaling-factor": "a weight of a loss, on which no time and no memory depends",
     "recompute-modules": "a plan's selective recomputation is of attention's core alone",
 }
 """Argument -> why a plan does not hold it."""

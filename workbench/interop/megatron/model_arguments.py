@@ -54,6 +54,8 @@ def _given(keys: ForeignKeys, given: ImportOptions) -> tuple[str | dict[str, Any
             keys.skip(key, "open in the file; the model given stands")
     before = set(keys.translated)
     found = _read(keys, required=False)
+    if "layers" in found:  # apart from those that predict further tokens
+        found["layers"] += shape.mtp_layers - found.get("mtp_layers", 0)
     silent = {note.field for note in keys.assumed}
     for field, value in found.items():
         ours: Any = getattr(shape, field)
@@ -114,11 +116,11 @@ _NEAREST = {
     "squared-relu": "a plan's model has relu, not its square; relu was taken",
     "quick-geglu": "a plan's geglu takes the exact GELU; geglu was taken",
     "glu-activation": "a plan's gated layers are swiglu or geglu; geglu was taken",
-    "mtp-num-layers": "a plan counts them among model.layers, as model.mtp_layers",
 }
 """Switch -> what a shape has in its place."""
 _FLAGS = {
     "layers": "num-layers",
+    "mtp_layers": "mtp-num-layers",
     "hidden": "hidden-size",
     "heads": "num-attention-heads",
     "kv_heads": "num-query-groups",
@@ -150,6 +152,7 @@ def _read(
     keys: ForeignKeys, required: bool = True, given: ImportOptions | None = None
 ) -> dict[str, Any]:
     layers, hidden, heads = (keys.integer(key) for key in REQUIRED)
+    further = keys.integer("mtp-num-layers", 0)
     unit = keys.choice(
         "glu-activation", {"swiglu": "swiglu", "geglu": "geglu", "liglu": "", "reglu": ""}
     )
@@ -161,7 +164,8 @@ def _read(
         ffn = int(4 * hidden * 2 / 3 / 64) * 64 if gated else 4 * hidden
         keys.assume("model.ffn", ffn, "Megatron's default from --hidden-size")
     found: dict[str, Any] = {
-        "layers": layers,
+        "layers": layers + (further or 0) if layers else None,
+        "mtp_layers": further or None,
         "hidden": hidden,
         "heads": heads,
         "ffn": ffn,
@@ -206,8 +210,6 @@ def _beyond(keys: ForeignKeys, computed: Collection[str], score: str, required: 
     factor = keys.number("rotary-seq-len-interpolation-factor", 0)
     if factor not in (None, 1):
         found.append(f"--rotary-seq-len-interpolation-factor {factor:g}")
-    if more := keys.integer("mtp-num-layers", 0):
-        found.append(f"--mtp-num-layers {more}")
     stands = "the model given stands"
     if required:
         stands = "named in model.unmodelled: estimated without, refused where it would run"
@@ -336,7 +338,7 @@ def write_model(plan: ResolvedPlan) -> dict[str, Any]:
         s.max_positions, plan.training.sequence_length
     )  # Megatron asserts that it holds the sequence
     found: dict[str, Any] = {
-        "num-layers": s.layers,
+        "num-layers": s.layers - s.mtp_layers,
         "hidden-size": s.hidden,
         "num-attention-heads": s.heads,
         "ffn-hidden-size": s.ffn,
@@ -360,6 +362,8 @@ def write_model(plan: ResolvedPlan) -> dict[str, Any]:
         "untie-embeddings-and-output-weights": not s.tied,
     }
     found |= {key: True for key, on in flags.items() if on}
+    if s.mtp_layers:
+        found["mtp-num-layers"] = s.mtp_layers
     if s.window is not None:
         found["window-size"] = f"{s.window},0"
     if s.full_attention_every is not None:

@@ -23,7 +23,7 @@ from workbench.interop.megatron.overrides import decided, variables
 from workbench.interop.megatron.training_arguments import read_training
 from workbench.interop.megatron.write_megatron import launcher, written
 from workbench.interop.translation import (
-    STACKS,
+    FRAMEWORK_PROFILES,
     Imported,
     ImportOptions,
     MissingField,
@@ -79,7 +79,7 @@ def _plan(keys: ForeignKeys, given: ImportOptions) -> dict[str, Any]:
     pipeline = _pipeline(keys, axes["pipeline"], shape)
     precision, gradients = _precision(keys)
     strategy = {
-        "stack": STACKS["megatron"],
+        "stack": FRAMEWORK_PROFILES["megatron"],
         "data": read_data(keys, world // others * axes["context"], gradients),
         "tensor": {
             "size": axes["tensor"],
@@ -143,15 +143,15 @@ def _over(given: ImportOptions, world: int, nodes: int | None) -> dict[str, Any]
 def _pipeline(keys: ForeignKeys, size: int, shape: Shape) -> dict[str, Any]:
     virtual, stages, ends = keys.integer("num-layers-per-virtual-pipeline-stage"), None, _ends(keys)
     chunks = keys.integer("num-virtual-stages-per-pipeline-rank") or 1
+    layers = shape.layers - shape.mtp_layers
     if virtual is not None:
-        chunks, left = divmod(shape.layers + sum(ends), size * virtual)
+        chunks, left = divmod(layers + sum(ends), size * virtual)
         if left or not chunks:
             raise refuse(
                 "--num-layers-per-virtual-pipeline-stage",
-                f"is {virtual}, but {shape.layers} layers are no "
-                f"multiple of {size} ranks x {virtual}",
+                f"is {virtual}, but {layers} layers are no multiple of {size} ranks x {virtual}",
             )
-    stages = _layout(keys, shape.layers)
+    stages = _layout(keys, layers, shape.mtp_layers)
     if stages is not None:
         if len(stages) % size:
             raise refuse(
@@ -159,12 +159,11 @@ def _pipeline(keys: ForeignKeys, size: int, shape: Shape) -> dict[str, Any]:
                 f"has {len(stages)} stages; legal: a multiple of {size}",
             )
         chunks = len(stages) // size
-    stages = (
-        stages
-        or _uneven(keys, size, chunks, shape.layers)
-        or _with_embedding(keys, size, shape.layers)
-    )
-    stages = stages or _with_ends(ends, size * chunks, shape.layers)
+    stages = stages or _uneven(keys, size, chunks, layers) or _with_embedding(keys, size, layers)
+    stages = stages or _with_ends(ends, size * chunks, layers)
+    if shape.mtp_layers and size * chunks > 1:
+        stages = stages or _even(layers, size * chunks)
+        stages = [*stages[:-1], stages[-1] + shape.mtp_layers]
     found: dict[str, Any] = {
         "size": size,
         "chunks": chunks,
@@ -187,9 +186,22 @@ def _with_embedding(keys: ForeignKeys, size: int, layers: int) -> list[int] | No
     return [each - 1, *[each] * (size - 2), each - 1]
 
 
-def _layout(keys: ForeignKeys, layers: int) -> list[int] | None:
-    """Layers of each stage that a layout such as `Ettt|tttt|ttL` says: E embedding, t layer, L
-    loss.
+def _even(layers: int, stages: int) -> list[int]:
+    """Layers of each of as many stages, alike, before the layers that predict further tokens, which
+    Megatron adds to the last.
+    """
+    if layers % stages:
+        raise refuse(
+            "--num-layers",
+            f"is {layers}, which {stages} pipeline stages do not divide; legal: a multiple of "
+            f"{stages}, or --pipeline-model-parallel-layout",
+        )
+    return [layers // stages] * stages
+
+
+def _layout(keys: ForeignKeys, layers: int, further: int) -> list[int] | None:
+    """Layers of each stage that a layout such as `Ettt|tttt|ttmL` says, without those that predict
+    a further token: E embedding, t layer, m further token, L loss.
     """
     text = keys.text("pipeline-model-parallel-layout")
     if text is None:
@@ -199,11 +211,17 @@ def _layout(keys: ForeignKeys, layers: int) -> list[int] | None:
         plain = re.sub(r"\(([^()]*)\)\*(\d{1,4})", lambda m: m[1] * int(m[2]), plain)
         plain = re.sub(r"([A-Za-z|])\*(\d{1,4})", lambda m: m[1] * int(m[2]), plain)
     counts = [stage.count("t") for stage in plain.split("|")]
-    if not re.fullmatch(r"[EtmL|]+", plain) or sum(counts) != layers or min(counts) < 1:
+    last = plain.rpartition("|")[2].count("m")
+    if (
+        not re.fullmatch(r"[EtmL|]+", plain)
+        or (sum(counts), last, plain.count("m")) != (layers, further, further)
+        or min(counts) < 1
+    ):
+        also = f", and {further} m in the last" if further else ""
         raise refuse(
             "--pipeline-model-parallel-layout",
             f"is {shown(text)}; legal: stages such as Ett|tt|ttL with "
-            f"{layers} layers t in all, and one or more in each",
+            f"{layers} layers t in all, and one or more in each{also}",
         )
     return counts
 

@@ -6,7 +6,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from workbench.errors import refuse
 from workbench.interop.megatron.model_arguments import write_model
+from workbench.interop.translation_loss import PARTITION
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.schema import Plan
 
@@ -48,10 +50,11 @@ def _axes(full: ResolvedPlan) -> dict[str, Any]:
     }
     if s.pipeline.size > 1 and s.pipeline.chunks > 1:
         found["num-virtual-stages-per-pipeline-rank"] = s.pipeline.chunks
-    if isinstance(s.pipeline.partition, list) and len(set(s.pipeline.partition)) > 1:
+    stages = _stages(full)
+    if len(set(stages)) > 1:
         found.pop("num-virtual-stages-per-pipeline-rank", None)
-        stages = "|".join("t" * layers for layers in s.pipeline.partition)
-        found["pipeline-model-parallel-layout"] = f"E{stages}L"
+        layout = "|".join("t" * layers for layers in stages)
+        found["pipeline-model-parallel-layout"] = f"E{layout}{'m' * full.shape.mtp_layers}L"
     if sizes["context"] > 1:
         found["cp-comm-type"] = _CONTEXT_KINDS[s.context.algorithm]
     if sizes["context"] > 1 and s.context.algorithm == "usp":
@@ -64,6 +67,22 @@ def _axes(full: ResolvedPlan) -> dict[str, Any]:
     return found | _on(
         sequence_parallel=s.tensor.sequence and sizes["tensor"] > 1, use_tp_pp_dp_mapping=swapped
     )
+
+
+def _stages(full: ResolvedPlan) -> list[int]:
+    """Layers of each stage without those that predict a further token, which Megatron has in the
+    last one.
+    """
+    stages, further = full.strategy.pipeline.partition, full.shape.mtp_layers
+    if not isinstance(stages, list):
+        return []
+    if stages[-1] < further:
+        raise refuse(
+            PARTITION,
+            f"has {stages[-1]} layers in the last stage, where Megatron-LM has all {further} of "
+            f"model.mtp_layers; legal: at least {further} there",
+        )
+    return [*stages[:-1], stages[-1] - further]
 
 
 def _data(full: ResolvedPlan) -> dict[str, Any]:

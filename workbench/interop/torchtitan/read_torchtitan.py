@@ -16,7 +16,13 @@ from workbench.interop.foreign_text import from_toml, mapping, to_toml
 from workbench.interop.torchtitan import torchtitan_keys as known
 from workbench.interop.torchtitan.training_tables import read_training
 from workbench.interop.torchtitan.write_torchtitan import tables
-from workbench.interop.translation import STACKS, Imported, ImportOptions, Translation, imported
+from workbench.interop.translation import (
+    FRAMEWORK_PROFILES,
+    Imported,
+    ImportOptions,
+    Translation,
+    imported,
+)
 from workbench.interop.translation_loss import lost, nearest
 from workbench.plan.catalog import catalog
 from workbench.plan.model.model_shape import Shape
@@ -47,7 +53,7 @@ def read(
     )
     training["training"]["optimizer"] |= _states(keys, precision["precision"])
     strategy = {
-        "stack": STACKS["torchtitan"],
+        "stack": FRAMEWORK_PROFILES["torchtitan"],
         "data": _data(keys, sizes),
         "tensor": {"size": sizes["tensor"], "sequence": sizes["tensor"] > 1},
         "pipeline": pipeline,

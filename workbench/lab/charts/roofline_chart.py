@@ -15,7 +15,8 @@ from workbench.units import count_text, seconds_text
 
 OPERATORS_NOTE = "operators"
 """Key of `Profile.notes` under which a rehearsal gives its operators."""
-PHASES = ("forward", "recompute", "backward")
+PHASES = {"forward": "F", "recompute": "W", "backward": "B"}
+"""Phase -> the action of a timeline whose colour it has."""
 TERA = 1e12
 
 
@@ -32,13 +33,14 @@ def roofline(profile: Profile) -> Figure:
     if found:
         longest = max(found["ranks"], key=lambda one: one["compute_seconds"])["rank"]
         rows = [_point(row) for row in found["rows"] if row["rank"] == longest and row["flops"]]
+    phases = {row["phase"] for row in rows}
     if found and rows:
         rows += _roof(found["reached"], [row["intensity"] for row in rows])
     return Figure(
         name="roofline",
         title="Roofline of a step's operators (TFLOP/s)",
         subtitle=f"shapes {chart_data.source_words([profile])} · times estimated{where}",
-        spec=roofline_spec(),
+        spec=roofline_spec(tuple(name for name in PHASES if name in phases)),
         rows=rows,
         empty="No operators are counted; rehearse with operators=True.",
     )
@@ -68,9 +70,11 @@ def _roof(reached: dict[str, float], intensities: list[float]) -> list[dict[str,
     ]
 
 
-@lru_cache(maxsize=1)
-def roofline_spec() -> dict[str, Any]:
-    """The declaration: points by phase, their area the time, and the roof as a line."""
+@lru_cache(maxsize=2)
+def roofline_spec(phases: tuple[str, ...]) -> dict[str, Any]:
+    """The declaration: points by phase, of those that there are, their area the time, and the roof
+    as a line.
+    """
     logarithmic = alt.Scale(type="log", nice=False, padding=12)
     points = (
         alt.Chart(chart_data.ROWS)
@@ -82,8 +86,8 @@ def roofline_spec() -> dict[str, Any]:
             size=alt.Size("seconds:Q", legend=None, scale=alt.Scale(range=[30, 700])),
             color=alt.Color(
                 "phase:N",
-                scale=alt.Scale(domain=list(PHASES), range=list(_colours())),
-                legend=chart_data.bottom_legend(list(PHASES)),
+                scale=alt.Scale(domain=list(phases), range=[_phase_colour(p) for p in phases]),
+                legend=chart_data.bottom_legend(list(phases)),
             ),
             tooltip=[
                 alt.Tooltip("operator:N", title="operator"),
@@ -103,6 +107,5 @@ def roofline_spec() -> dict[str, Any]:
     return vega_spec(alt.layer(roof, points), height=300)
 
 
-def _colours() -> tuple[str, str, str]:
-    forward, backward = (palette.action_style(kind)[1] for kind in ("F", "B"))
-    return forward, palette.action_style("W")[1], backward
+def _phase_colour(phase: str) -> str:
+    return palette.action_style(PHASES[phase])[1]

@@ -232,7 +232,9 @@ def _deepseek(reading: Reading) -> Fields:
         "value_dim": reading.whole("v_head_dim"),
     }
     reading.whole("topk_group", None)
-    return {**_llama(reading), "kv_heads": None, "head_dim": None, "moe": moe, "mla": mla}
+    fields = {**_llama(reading), "kv_heads": None, "head_dim": None, "moe": moe, "mla": mla}
+    further = reading.whole("num_nextn_predict_layers", 0, least=0, most=MOST_LAYERS)
+    return fields | {"layers": fields["layers"] + further, "mtp_layers": further or None}
 
 
 def _gpt2(reading: Reading) -> Fields:

@@ -36,7 +36,7 @@ class FitRow:
     @property
     def framework(self) -> str:
         """The framework whose versions share one multiplier."""
-        return self.planned.stack
+        return self.planned.profile
 
     def predicted(self, fitted: FittedConstants) -> float:
         """Seconds of the step with these fitted constants."""

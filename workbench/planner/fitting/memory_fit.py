@@ -44,7 +44,7 @@ class ReadRow:
 
     row: MeasuredRow
     site: str
-    stack: str
+    profile: str
     measured: float
     """GiB."""
     named: Prediction
@@ -56,7 +56,7 @@ class ReadRow:
         """Logarithm of the reading over its prediction: 0 anywhere between the kinds that it can
         be.
         """
-        expected = expected_reading(self.row, p, self.stack, fit)
+        expected = expected_reading(self.row, p, self.profile, fit)
         assert expected is not None
         nearest = float(np.clip(self.measured, expected.least, expected.most))
         return float(np.log(self.measured / nearest))
@@ -79,7 +79,7 @@ def read_rows(rows: Iterable[MeasuredRow]) -> list[ReadRow]:
                     ReadRow(
                         row,
                         judgement.site,
-                        one.stack,
+                        one.profile,
                         one.memory_gib,
                         predict(one.plan),
                         predict(other.plan),

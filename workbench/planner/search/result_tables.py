@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from workbench.planner.search.strategy_summary import strategy_summary
 from workbench.planner.table_text import aligned_lines, captioned_html_table
-from workbench.units import days_text, duration_text, gib_text
+from workbench.units import days_text, gib_text, interval_text, seconds_text
 from workbench.untrusted_text import escaped
 
 if TYPE_CHECKING:
@@ -109,8 +109,8 @@ def candidate_cells(one: Candidate) -> tuple[str, ...]:
     rate, best = one.step_tokens / one.seconds, one.published.get("highest_mfu")
     retries = f" x{one.slowdown:.2f}" if one.slowdown >= SHOWN_SLOWDOWN else ""
     return (
-        f"{duration_text(one.seconds)}{retries}",
-        " to ".join(map(duration_text, one.interval)),
+        f"{seconds_text(one.seconds)}{retries}",
+        interval_text(one.interval),
         gib_text(one.peak_bytes),
         f"{one.risk:.1%}",
         f"{rate:,.0f}",

@@ -151,18 +151,29 @@ _ARXIV = re.compile(r"(?<![\d.])(2\d)(0[1-9]|1[0-2])\.\d{5}(?!\d)")
 _RELEASE = re.compile(r"\b(2\d)\.(0[1-9]|1[0-2])\b(?=[.\d]* (?:nemo|container))", re.IGNORECASE)
 
 
-def run_status(text: str, measured: bool) -> str:
-    """ran | out_of_memory | failed. A failure that may have been something else than memory is
-    `failed`.
+RUN_STATUSES = "ok, OOM or failed (words may follow), or an empty cell"
+"""What a cell of a run's status may say."""
+_RAN = re.compile(
+    r"(ok(ay)?|ran|runs|success\w*|succeeded|completed?|finished|done|pass(ed)?|fits)\b"
+)
+
+
+def run_status(text: str, measured: bool) -> str | None:
+    """ran | out_of_memory | failed; None where the words say none of them. A failure that may have
+    been something else than memory is `failed`.
     """
     text = text.strip().lower()
-    if not text:
-        return "ran" if measured else "failed"
     short = re.search(r"\boom\b|out[ _-]of[ _-]memory|does ?n.t fit|does not fit", text)
     other = re.search(r"fail|crash|timeout|timed out|error|hang|\bnan\b|diverge|killed", text)
     if short:
         return "failed" if other else "out_of_memory"
-    return "failed" if other else "ran"
+    if other:
+        return "failed"
+    if _RAN.match(text):
+        return "ran"
+    if not is_unknown(text):
+        return None
+    return "ran" if measured else "failed"
 
 
 def narrowest_precision(text: str) -> str | None:

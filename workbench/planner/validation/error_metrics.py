@@ -26,8 +26,8 @@ OWN_ROW_SHARE = 0.5
 def relative_errors(
     predicted: ArrayLike, measured: ArrayLike, labels: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """Rows, mean and median absolute error, bias, worst row, shares within 5 and 10 %, and the low
-    tail.
+    """Rows, mean and median absolute error, bias (the mean error, with its sign), worst row, shares
+    within 5 and 10 %, and the low tail.
     """
     error = _error(predicted, measured)
     if not len(error):
@@ -39,7 +39,6 @@ def relative_errors(
         "mape": float(size.mean()),
         "median_ape": float(np.median(size)),
         "bias": float(error.mean()),
-        "median_bias": float(np.median(error)),
         "p90_ape": float(np.quantile(size, 0.9)),
         "within_5": float((size <= 0.05).mean()),
         "within_10": float((size <= 0.10).mean()),

@@ -1,4 +1,4 @@
-"""Named software stacks of `data/frameworks/`: found by a framework's name, with documented
+"""Framework profiles of `data/frameworks/`: found by a framework's name, with documented
 defaults as plan fields.
 """
 
@@ -19,7 +19,7 @@ from workbench.units import GIB
 
 @dataclass(frozen=True)
 class FrameworkDefaults:
-    """A stack, with what it inherits filled in."""
+    """A framework profile, with what it inherits filled in."""
 
     name: str
     matches: tuple[str, ...]
@@ -29,7 +29,7 @@ class FrameworkDefaults:
     """How layers are dealt to pipeline stages (`stage_layers.layers_of_stages`)."""
     variants: Mapping[str, str] = field(hash=False)
     earlier_versions: Mapping[float, str] = field(hash=False)
-    """Year, the month as its hundredths -> the stack that this one was before it."""
+    """Year, the month as its hundredths -> the profile that this one was before it."""
     has_untied_head: bool
     """Whether a head that a model ties to its embedding is a weight of its own."""
     defaults: Mapping[str, Any] = field(hash=False)
@@ -43,7 +43,7 @@ class FrameworkDefaults:
     bytes_per_gb: float
     """Bytes of the GB in which its own reports print memory."""
     family: str
-    """The stack that this one is an earlier version of, or with other fp8 products; else its own
+    """The profile that this one is an earlier version of, or with other fp8 products; else its own
     name.
     """
 
@@ -62,7 +62,7 @@ MERGED = ("defaults", "defaults_by_model")
 
 @lru_cache(maxsize=1)
 def framework_defaults() -> dict[str, FrameworkDefaults]:
-    """Every stack of `data/frameworks/` by name."""
+    """Every profile of `data/frameworks/` by name."""
     table = framework_table()
     return {name: _framework_defaults(name, entry, table) for name, entry in table.items()}
 
@@ -127,8 +127,8 @@ def find_framework(
     whole_loss: bool = False,
     sequence: bool = False,
 ) -> FrameworkDefaults:
-    """The stack that `framework` means: the first match in it, of those the longest; then what that
-    becomes.
+    """The profile that `framework` means: the first match in it, of those the longest; then what
+    that becomes.
 
     `sharded`: ZeRO-2 or 3 without a pipeline. `flash`: attention is fused. `year`: of the report,
     where it is known. `rowwise`: fp8 products have a scale for every row. `fused_loss`: cross
@@ -138,20 +138,22 @@ def find_framework(
     words, table = " ".join(framework.lower().split()), framework_defaults()
     found = [
         (words.index(match), -len(match), name)
-        for name, stack in table.items()
-        for match in stack.matches
+        for name, profile in table.items()
+        for match in profile.matches
         if match in words
     ]
-    stack = table[min(found)[2] if found else fallback_framework()]
-    named = stack
+    profile = table[min(found)[2] if found else fallback_framework()]
+    named = profile
     options = dict(zip(OPTIONS, (rowwise, fused_loss, whole_loss)))
     conditions = {"sharded": sharded, "flash": flash, "sequence": sequence, **options}
     for condition, holds in conditions.items():
-        if holds and condition in stack.variants:
-            stack = table[stack.variants[condition]]
-    if stack is not named:
-        return stack
+        if holds and condition in profile.variants:
+            profile = table[profile.variants[condition]]
+    if profile is not named:
+        return profile
     earlier = [
-        name for since, name in stack.earlier_versions.items() if year is not None and year < since
+        name
+        for since, name in profile.earlier_versions.items()
+        if year is not None and year < since
     ]
-    return table[earlier[0]] if earlier else stack
+    return table[earlier[0]] if earlier else profile

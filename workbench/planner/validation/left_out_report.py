@@ -50,7 +50,7 @@ def left_out_summary(table: pd.DataFrame) -> dict[str, Any]:
         "after_one_row": error_metrics.errors_after_calibration(
             as_floats(rows.left_out_s),
             as_floats(rows.measured_s),
-            list(zip(rows.site, rows["profile"])),
+            list(zip(rows.site, rows["predicted_with"])),
         ),
         "sites": counted,
         "small_sites": [one for one in by_site if one["rows"] < MIN_SITE_ROWS],
@@ -95,15 +95,17 @@ def _ranking(rows: pd.DataFrame) -> dict[str, Any]:
 
 
 def _site_errors(site: str, part: pd.DataFrame) -> dict[str, Any]:
-    left = as_floats(part.left_out_s) / as_floats(part.measured_s) - 1
-    inside = as_floats(part.predicted_s) / as_floats(part.measured_s) - 1
+    left, inside = (
+        error_metrics.relative_errors(as_floats(part[name]), as_floats(part.measured_s))
+        for name in ("left_out_s", "predicted_s")
+    )
     return {
         "site": site,
         "rows": len(part),
-        "frameworks": sorted(set(part["stack"])),
-        "left_out": float(np.abs(left).mean()),
-        "left_out_bias": float(np.median(left)),
-        "in_sample": float(np.abs(inside).mean()),
+        "frameworks": sorted(set(part["profile"])),
+        "left_out": left["mape"],
+        "left_out_bias": left["bias"],
+        "in_sample": inside["mape"],
     }
 
 

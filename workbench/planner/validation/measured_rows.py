@@ -10,8 +10,9 @@ from __future__ import annotations
 import csv
 import gzip
 import re
+import string
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,7 +42,8 @@ COLUMN_ALIASES = {
     "stack": "framework",
 }
 """Other spellings of a column's name."""
-MAX_FILE_BYTES = 512 * 2**20
+UTF16_STARTS = ("\ufffd\ufffd", "\0", *(f"{letter}\0" for letter in string.printable))
+"""What a mark of byte order, or a first letter without one, is when read as UTF-8."""
 
 
 @dataclass(frozen=True)
@@ -112,6 +114,10 @@ class MeasuredRow:
     flagged_by_source: bool
     """Whether the table itself warns of the row."""
     status: str
+    """ran | out_of_memory | failed."""
+    unknown_status: str
+    """What the cell says, where it says none of them: the row ran as far as anything is measured.
+    """
     notes: str
     step_seconds: float | None
     samples_per_second: float | None
@@ -137,16 +143,14 @@ class MeasuredRow:
 def read_measured_rows(path: str | Path) -> list[MeasuredRow]:
     """Every row of the CSV file `path`, which may be gzipped (.gz).
 
-    Raises `PlanError` where it cannot be read or has no header.
+    Raises `PlanError` where it cannot be read or is not UTF-8, or has no header or two columns of
+    one meaning.
     """
     path = Path(path)
+    opened = gzip.open if path.suffix == ".gz" else open
     try:
-        opened = gzip.open if path.suffix == ".gz" else open
         with opened(path, "rt", encoding="utf-8-sig", errors="replace", newline="") as file:
-            table = csv.DictReader(_without_nulls(file))
-            if not table.fieldnames:
-                raise refuse(str(path), "is empty; legal: a CSV file with a header line")
-            return [parse_row(cells, path.name, line) for line, cells in enumerate(table, start=2)]
+            return _rows(path, csv.DictReader(_csv_lines(path, file)))
     except (OSError, EOFError, zlib.error) as error:
         why = getattr(error, "strerror", None) or error
         raise refuse(str(path), f"cannot be read: {why}") from None
@@ -154,9 +158,34 @@ def read_measured_rows(path: str | Path) -> list[MeasuredRow]:
         raise refuse(str(path), f"is not a CSV file: {error}") from None
 
 
-def _without_nulls(lines: Iterator[str]) -> Iterator[str]:
+def _rows(path: Path, table: csv.DictReader[str]) -> list[MeasuredRow]:
+    _check_columns(path, table.fieldnames or ())
+    return [parse_row(cells, path.name, table.line_num) for cells in table]
+
+
+def _check_columns(path: Path, names: Sequence[str]) -> None:
+    """Every column has a meaning of its own: of two, one would silently be lost."""
+    if not names:
+        raise refuse(str(path), "is empty; legal: a CSV file with a header line")
+    seen: dict[str, int] = {}
+    for at, name in enumerate(names):
+        meaning = _canonical_column(name)
+        if meaning and meaning in seen:
+            first = seen[meaning]
+            raise refuse(
+                f"{path}, line 1",
+                f"columns {first + 1} '{names[first]}' and {at + 1} '{name}' both mean "
+                f"{meaning}; legal: one column of each name",
+            )
+        seen[meaning] = at
+
+
+def _csv_lines(path: Path, lines: Iterable[str]) -> Iterator[str]:
     """Lines as the csv module takes them: it refuses NUL."""
-    return (line.replace("\0", "") for line in lines)
+    for at, line in enumerate(lines):
+        if at == 0 and line.startswith(UTF16_STARTS):
+            raise refuse(str(path), "begins like UTF-16, not UTF-8; legal: save it as UTF-8")
+        yield line.replace("\0", "")
 
 
 def parse_row(cells: Mapping[str | None, object], file: str = "", line: int = 0) -> MeasuredRow:
@@ -175,6 +204,8 @@ def parse_row(cells: Mapping[str | None, object], file: str = "", line: int = 0)
         get("mem_gib", ""), f"{get('mem_unit', '')} {_decimal_unit(get('mem_kind', ''))}"
     )
     times = _job_times(cell)
+    measured = memory is not None or any(times)
+    known = cell_parsers.run_status(get("status", ""), measured)
     said = get("kind", "").lower()
     billions, share = (
         cell_parsers.parse_number(get("params_b", "")),
@@ -224,7 +255,8 @@ def parse_row(cells: Mapping[str | None, object], file: str = "", line: int = 0)
         flagged_by_source=cell_parsers.is_flagged_by_source(
             " ".join(get(name, "") for name in ("kind", "table", "status", "notes"))
         ),
-        status=cell_parsers.run_status(get("status", ""), memory is not None or any(times)),
+        status=known or ("ran" if measured else "failed"),
+        unknown_status="" if known else get("status", ""),
         notes=get("notes", ""),
         step_seconds=times[0],
         samples_per_second=times[1],

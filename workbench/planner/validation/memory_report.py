@@ -89,7 +89,7 @@ def failure_ranking(table: pd.DataFrame) -> dict[str, Any]:
     the same framework that ran; 0.5 is chance.
     """
     failed = table[table.status == "failed"]
-    ran = table[(table.status == "ran") & table["stack"].isin(set(failed["stack"]))]
+    ran = table[(table.status == "ran") & table["profile"].isin(set(failed["profile"]))]
     share = pd.concat([failed.needed_gib / failed.card_gib, ran.needed_gib / ran.card_gib])
     count, others = len(failed), len(ran)
     if not count or not others:

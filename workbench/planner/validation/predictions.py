@@ -122,7 +122,7 @@ class ExpectedReading:
 
 
 def expected_reading(
-    row: MeasuredRow, p: Prediction, stack: str = "", fit: MemoryFit | None = None
+    row: MeasuredRow, p: Prediction, profile: str = "", fit: MemoryFit | None = None
 ) -> ExpectedReading | None:
     """What `row`'s way of reading should show of the plan that `p` predicts; None where a
     prediction has no readings.
@@ -130,13 +130,13 @@ def expected_reading(
     Args:
         row: The row; its own reading is not looked at.
         p: The prediction of its plan.
-        stack: Framework profile that the row names, for the interval.
+        profile: Framework profile that the row names, for the interval.
         fit: Fit to readings; None: the published one.
     """
     if p.reported is None:
         return None
     fit = published_memory_fit() if fit is None else fit
-    low, _, high = reported_memory_interval(stack, fit)
+    low, _, high = reported_memory_interval(profile, fit)
     lowest, highest = bounds_of_kind(row.memory_kind)
     reported = p.reported.in_first_step() if reads_first_step(row.source, row.model) else p.reported
 

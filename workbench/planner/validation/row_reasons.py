@@ -14,7 +14,7 @@ from workbench.costmodel.frameworks.framework_profile import fallback_framework
 from workbench.costmodel.rates.fitted_constants import fitted_document
 from workbench.machine import gpu_catalog
 from workbench.planner.published_steps import measured_steps
-from workbench.planner.validation.cell_parsers import report_year
+from workbench.planner.validation.cell_parsers import RUN_STATUSES, report_year
 from workbench.planner.validation.framework_names import find_framework, framework_defaults
 from workbench.planner.validation.measured_rows import read_measured_rows
 
@@ -76,17 +76,22 @@ def cautions(table: pd.DataFrame) -> list[dict[str, Any]]:
     framework, or of their own one elsewhere.
 
     Args:
-        table: Predictions with the columns of `validate.COLUMNS`, and `suspect`.
+        table: Predictions with the columns of `validate.COLUMNS`, `suspect` and `unknown_status`.
     """
+    odd = table[table.unknown_status != ""]
+    words = ", ".join(f"'{said}'" for said in sorted(set(odd.unknown_status))[:5])
     found = [
+        _caution(
+            odd, f"say a status that is not known ({words}): taken as runs", f"say {RUN_STATUSES}"
+        ),
         _caution(
             table[table.suspect],
             "contradict themselves: printed rate against batch, shape and time, or against the "
             "GPU's peak",
             "correct gbs, iter_time_s or tflops_gpu",
-        )
+        ),
     ]
-    for profile, part in table.groupby("profile"):
+    for profile, part in table.groupby("predicted_with"):
         found.append(_of_profile(str(profile), part))
     for framework, part in table.groupby("framework"):
         found += [_of_version(str(framework), part), _of_later(str(framework), part)]

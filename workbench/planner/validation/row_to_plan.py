@@ -1,4 +1,4 @@
-"""A row as a `Plan`: what the row says, and for what it leaves open the stack's documented
+"""A row as a `Plan`: what the row says, and for what it leaves open its framework's documented
 defaults.
 """
 
@@ -51,13 +51,16 @@ class PlannedRow:
 
     row: MeasuredRow
     plan: ResolvedPlan
-    stack: str
+    profile: str
+    """The framework profile that the row names, its versions and options together."""
     seconds: float | None
     """Measured step time of the plan's global batch."""
     memory_gib: float | None
     """Measured peak."""
     assumed: tuple[str, ...]
-    """Plan fields that took a stack's documented default, because the row leaves them open."""
+    """Plan fields that took their framework's documented default, because the row leaves them
+    open.
+    """
 
 
 def is_complete(row: MeasuredRow) -> bool:
@@ -88,7 +91,7 @@ def row_to_plan(row: MeasuredRow, profile: str | None = None) -> PlannedRow:
     """The plan that `row` describes, complete and legal. Raises `Inexpressible` with a reason to be
     counted by.
 
-    `profile` names a stack to predict with in place of the row's own, whose documented defaults
+    `profile` names a framework profile to predict with in place of the row's own, whose defaults
     still hold.
     """
     if not row.measured:
@@ -100,12 +103,12 @@ def row_to_plan(row: MeasuredRow, profile: str | None = None) -> PlannedRow:
     gpu = gpu_names.find_gpu(row.gpu, row.gpu_memory)
     if gpu is None:
         raise Inexpressible(f"GPU unknown: {row.gpu or 'none given'}")
-    stack = _row_framework(row, gpu)
-    micro, batch, known = batch_sizes(row, data, stack)
-    if stack.has_untied_head:
+    framework = _row_framework(row, gpu)
+    micro, batch, known = batch_sizes(row, data, framework)
+    if framework.has_untied_head:
         model = model.model_copy(update={"tied": False})
-    strategy, training, assumed = _strategy_fields(row, stack, gpu, model.layers, data)
-    strategy["stack"] = profile or stack.name
+    strategy, training, assumed = _strategy_fields(row, framework, gpu, model.layers, data)
+    strategy["stack"] = profile or framework.name
     network = gpu_names.find_fabric(gpu.name, f"{row.table} {row.gpu} {row.notes}".lower())
     if cell_parsers.is_hybrid_sharded(row.sharding):
         _shard_within_node(
@@ -114,7 +117,9 @@ def row_to_plan(row: MeasuredRow, profile: str | None = None) -> PlannedRow:
     pipeline = strategy["pipeline"]
     stages = pipeline["size"] * pipeline.get("chunks", 1)
     published = published_model(row)
-    dealt = layers_of_stages(stack.partition, model, stages, published.shape if published else None)
+    dealt = layers_of_stages(
+        framework.partition, model, stages, published.shape if published else None
+    )
     if dealt is not None:
         pipeline["partition"] = dealt
     elif stages > model.layers:
@@ -138,9 +143,9 @@ def row_to_plan(row: MeasuredRow, profile: str | None = None) -> PlannedRow:
     return PlannedRow(
         row,
         plan,
-        stack.family,
+        framework.family,
         _measured_seconds(row, batch, known),
-        _measured_gib(row, stack),
+        _measured_gib(row, framework),
         tuple(assumed),
     )
 
@@ -160,8 +165,9 @@ def _measured_seconds(row: MeasuredRow, batch: int, known: bool) -> float | None
     )
 
 
-def _measured_gib(row: MeasuredRow, stack: FrameworkDefaults) -> float | None:
-    """Measured peak, GiB; a bare GB of the allocator's figures is what the stack's own reports mean
+def _measured_gib(row: MeasuredRow, framework: FrameworkDefaults) -> float | None:
+    """Measured peak, GiB; a bare GB of the allocator's figures is what the framework's own reports
+    mean
     by it.
     """
     if (
@@ -170,7 +176,7 @@ def _measured_gib(row: MeasuredRow, stack: FrameworkDefaults) -> float | None:
         or row.memory_kind not in ("allocated", "reserved")
     ):
         return row.memory_gib
-    return row.memory_gib * stack.bytes_per_gb / GIB
+    return row.memory_gib * framework.bytes_per_gb / GIB
 
 
 def _shard_within_node(strategy: dict[str, Any], replicas: int, most: int) -> None:
@@ -194,16 +200,19 @@ def _row_framework(row: MeasuredRow, gpu: GPU) -> FrameworkDefaults:
     whole = cell_parsers.says_whole_loss(row.notes)
     sequence = bool(row.sequence_parallel) or "select" in row.recompute.lower()
     sequence = sequence or (when or 0) >= SEQUENCE_PARALLEL_SINCE
-    stack = find_framework(row.framework, sharded, fused, when, rowwise, in_place, whole, sequence)
-    if said is not None and said != stack.fuses_attention:
+    framework = find_framework(
+        row.framework, sharded, fused, when, rowwise, in_place, whole, sequence
+    )
+    if said is not None and said != framework.fuses_attention:
         raise Inexpressible(
-            f"attention is {'' if said else 'not '}fused, against all that is known of {stack.name}"
+            f"attention is {'' if said else 'not '}fused, against all that is known of "
+            f"{framework.name}"
         )
-    return stack
+    return framework
 
 
 def _strategy_fields(
-    row: MeasuredRow, stack: FrameworkDefaults, gpu: GPU, layers: int, data: int
+    row: MeasuredRow, framework: FrameworkDefaults, gpu: GPU, layers: int, data: int
 ) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
     """(strategy, training, plan fields that took a default) as plain data."""
     precision = cell_parsers.narrowest_precision(row.precision) or "auto"
@@ -220,8 +229,8 @@ def _strategy_fields(
     said = _stated_fields(row, layers, data)
     usual = {
         path: value
-        for path, value in stack.defaults_of(row.model).items()
-        if path not in said and _applies(path, row, stack)
+        for path, value in framework.defaults_of(row.model).items()
+        if path not in said and _applies(path, row, framework)
     }
     _refuse_spread_experts(row, usual, data)
     plan: dict[str, Any] = {"strategy": {"precision": precision}, "training": {}}
@@ -230,7 +239,7 @@ def _strategy_fields(
             _set_path(plan, path.split("."), value)
     _make_consistent(plan["strategy"], row)
     if cell_parsers.trains_adapters(row.text):
-        plan["training"]["lora"] = {"rank": _lora_rank(row, stack)}
+        plan["training"]["lora"] = {"rank": _lora_rank(row, framework)}
     return plan["strategy"], plan["training"], sorted(usual)
 
 
@@ -288,13 +297,13 @@ def _kernels_of_row(row: MeasuredRow) -> str | None:
     return "eager" if re.search(r"\beager\b", words) else None
 
 
-def _applies(path: str, row: MeasuredRow, stack: FrameworkDefaults) -> bool:
+def _applies(path: str, row: MeasuredRow, framework: FrameworkDefaults) -> bool:
     """Whether a default has something to act on: no sequence parallelism without tensor, no chunks
     without stages.
     """
-    if path in stack.multi_device_defaults and num_gpus(row) == 1:
+    if path in framework.multi_device_defaults and num_gpus(row) == 1:
         return False
-    if path in stack.unpiped_defaults and row.pipeline > 1:
+    if path in framework.unpiped_defaults and row.pipeline > 1:
         return False
     if path == "strategy.tensor.sequence":
         return row.tensor > 1
@@ -333,15 +342,15 @@ def _make_consistent(strategy: dict[str, Any], row: MeasuredRow) -> None:
         data.pop("reduce")
 
 
-def _lora_rank(row: MeasuredRow, stack: FrameworkDefaults) -> int:
-    """Rank of the adapters: as the row says, else the stack's documented default."""
+def _lora_rank(row: MeasuredRow, framework: FrameworkDefaults) -> int:
+    """Rank of the adapters: as the row says, else the framework's documented default."""
     if "qlora" in row.text or "nf4" in row.text:
         raise Inexpressible("adapters on a quantised model")
     said = re.search(r"\b(?:rank|dim|r)\s*[=: ]\s*(\d+)", row.notes.lower())
     rank = (
         cell_parsers.positive_integer(said.group(1))
         if said
-        else stack.defaults.get("training.lora.rank")
+        else framework.defaults.get("training.lora.rank")
     )
     if rank is None:
         raise Inexpressible("adapters of unknown rank")

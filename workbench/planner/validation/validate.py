@@ -227,6 +227,7 @@ def _comparison_table(
         columns=COLUMNS,
     )
     table["suspect"] = inconsistent([one for one, _ in found])
+    table["unknown_status"] = [one.row.unknown_status for one, _ in found]
     table["site"] = [one.site for one in judged]
     table["group"] = [one.group for one in judged]
     table["clean"] = np.array([not one.flags for one in judged], dtype=bool)
@@ -260,8 +261,8 @@ COLUMNS = [
     "source",
     "table",
     "framework",
-    "stack",
     "profile",
+    "predicted_with",
     "model",
     "gpu",
     "card",
@@ -303,7 +304,7 @@ def _comparison_row(one: PlannedRow, p: Prediction, site: str) -> tuple[Any, ...
         row.source,
         row.table,
         row.framework,
-        one.stack,
+        one.profile,
         plan.strategy.stack,
         row.model,
         row.gpu,
@@ -332,8 +333,8 @@ def _reading_cells(one: PlannedRow, p: Prediction, site: str) -> tuple[float | N
     published row by the fit that has not seen its site; and its likely reading by the published
     fit. Where a prediction has no readings, the GPU's own.
     """
-    seen = expected_reading(one.row, p, one.stack)
-    left = expected_reading(one.row, p, one.stack, memory_fit_without(site)) if site else seen
+    seen = expected_reading(one.row, p, one.profile)
+    left = expected_reading(one.row, p, one.profile, memory_fit_without(site)) if site else seen
     if seen is None or left is None:
         return p.peak_gib, p.peak_gib, p.peak_gib, p.peak_low, p.peak_high, p.peak_gib
     return left.likely, left.least, left.most, left.low, left.high, seen.likely

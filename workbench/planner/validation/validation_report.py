@@ -30,7 +30,7 @@ def error_summary(table: pd.DataFrame) -> dict[str, Any]:
     Returns:
         `memory` and `time` errors, memory on left-out sites, ranking of `failures` and inside
         `groups`, `fit` against the GPU's memory, and the errors of each framework profile
-        (`by_stack`).
+        (`by_profile`).
     """
     return {
         "suspect": int(table.suspect.sum()),
@@ -40,7 +40,7 @@ def error_summary(table: pd.DataFrame) -> dict[str, Any]:
         "time": step_time_summary(table),
         "groups": ranking_errors(table),
         "fit": error_metrics.fit_accuracy(table.needed_gib, table.card_gib, list(table.status)),
-        "by_stack": {name: _memory_and_time(part) for name, part in table.groupby("stack")},
+        "by_profile": {name: _memory_and_time(part) for name, part in table.groupby("profile")},
     }
 
 
@@ -80,7 +80,7 @@ def _without_groups(metric: Any, table: pd.DataFrame, names: list[str]) -> dict[
 
 def _calibration_groups(table: pd.DataFrame) -> list[tuple[str, ...]]:
     """Rows that one row can calibrate: the same framework profile, table and GPU."""
-    return list(zip(table["stack"], table["table"], table["gpu"]))
+    return list(zip(table["profile"], table["table"], table["gpu"]))
 
 
 def timed_rows(table: pd.DataFrame) -> pd.DataFrame:

@@ -52,19 +52,19 @@ def stated_batch(row: MeasuredRow, data: int) -> tuple[int | None, int | None]:
     return micro, batch
 
 
-def batch_sizes(row: MeasuredRow, data: int, stack: FrameworkDefaults) -> tuple[int, int, bool]:
+def batch_sizes(row: MeasuredRow, data: int, framework: FrameworkDefaults) -> tuple[int, int, bool]:
     """(micro-batch, global batch, whether the row says so much); what it leaves open is the
     framework's documented default. Raises `Inexpressible`.
     """
     micro, batch = stated_batch(row, data)
     if micro is None and batch is not None and row.pipeline > 1:
-        micro = _usual_micro_batch(stack, batch, data, row.pipeline)
+        micro = _usual_micro_batch(framework, batch, data, row.pipeline)
     if micro is None:
         raise Inexpressible("missing mbs")
     if batch is None and row.pipeline > 1:
         raise Inexpressible("missing gbs")
     known = batch is not None
-    usual = stack.defaults.get("training.global_batch", 0)
+    usual = framework.defaults.get("training.global_batch", 0)
     if not known and usual % (micro * data) == 0:
         batch = usual
     batch, steps = batch or micro * data, row.accumulation
@@ -74,10 +74,10 @@ def batch_sizes(row: MeasuredRow, data: int, stack: FrameworkDefaults) -> tuple[
 
 
 def _usual_micro_batch(
-    stack: FrameworkDefaults, batch: int, data: int, pipeline: int
+    framework: FrameworkDefaults, batch: int, data: int, pipeline: int
 ) -> int | None:
     """Sequences of a microbatch where the framework divides a rank's batch by itself."""
-    microbatches = stack.defaults.get(MICROBATCHES)
+    microbatches = framework.defaults.get(MICROBATCHES)
     count = pipeline if microbatches == "pipeline.size" else microbatches
     return batch // (data * count) or None if count and batch % (data * count) == 0 else None
 
