@@ -10,6 +10,7 @@ import pytest
 
 from workbench.costmodel.communication.collective_cost import axis_links, collective_seconds
 from workbench.costmodel.communication.collective_volume import step_collectives
+from workbench.costmodel.frameworks.framework_profile import framework_profile
 from workbench.costmodel.inputs.rank_workload import Workload, workload
 from workbench.costmodel.rates.constants import Constants
 from workbench.costmodel.step_time import step_time
@@ -132,6 +133,24 @@ def test_boundaries_scattered_over_tensor_ranks_move_their_share() -> None:
     assert np.all(part < whole)
     received = np.array([0, 1, 1, 1]) + np.array([1, 1, 1, 0])
     assert (whole - received * latency) == pytest.approx(8 * (part - received * latency))
+
+
+def test_blocking_sends_wait_for_what_they_pass_on() -> None:
+    """DeepSpeed runtime/pipe/schedule.py: a stage sends and receives by turns, so that one between
+    two others waits for four transfers a microbatch, and one at an end for two.
+    """
+    w, c = setting(64, 8, 4)
+    exchange = replace(w.fixed.framework.model_parallel, blocking_sends=True)
+    framework = replace(w.fixed.framework, model_parallel=exchange)
+    blocking = replace(w, fixed=replace(w.fixed, framework=framework))
+    received, all_of_them = (
+        step_time(one, c).durations.communication["pipeline_comm"] for one in (w, blocking)
+    )
+    one = received[0]
+    assert received == pytest.approx(one * np.array([1, 2, 2, 1]))
+    assert all_of_them == pytest.approx(one * np.array([2, 4, 4, 2]))
+    assert framework_profile("deepspeed-3d").model_parallel.blocking_sends
+    assert not framework_profile("megatron-2021").model_parallel.blocking_sends
 
 
 def test_experts_that_other_ranks_hold_are_gathered_over_fewer_ranks() -> None:

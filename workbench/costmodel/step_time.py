@@ -181,7 +181,7 @@ def _durations(
         exposed[action] = {
             "tensor_comm": np.maximum(0.0, of("tensor", wires=bytes_link) - idle[action])
             + (of("tensor", wires=latency_link) if over_nodes else 0.0),
-            "pipeline_comm": _receive_seconds(w, wires["pipeline"], c, action),
+            "pipeline_comm": _boundary_seconds(w, wires["pipeline"], c, action),
         }
         if w.fixed.has_context_parallel:
             behind = w.layers * (RING_OVERLAP_SHARE * attention[action])
@@ -257,9 +257,9 @@ def _sum(values: Iterable[Number]) -> Number:
     return sum(sorted(values, key=np.size), 0.0)
 
 
-def _receive_seconds(w: Workload, link: AxisLink, constants: Constants, action: str) -> Array:
-    """Seconds in which a rank waits for a recv: activations before F, gradients before B, for
-    every chunk.
+def _boundary_seconds(w: Workload, link: AxisLink, constants: Constants, action: str) -> Array:
+    """Seconds in which a rank waits at stage boundaries: for a recv of activations before F and of
+    gradients before B, for every chunk; where sends block, for what the rank passes on too.
     """
     if w.pipeline == 1:
         return w.zeros
@@ -271,9 +271,10 @@ def _receive_seconds(w: Workload, link: AxisLink, constants: Constants, action: 
     ):  # of two stages of unequal replicas, the ranks of the one with fewer move more
         stream = np.maximum(stream, np.roll(stream, 1 if action == "F" else -1))
     one = collective_seconds("recv", stream, w.pipeline, link, constants)
-    receives = 1 - (w.has_embedding if action == "F" else w.has_head)
+    ends = (w.has_embedding, w.has_head) if action == "F" else (w.has_head, w.has_embedding)
+    transfers = 1 - ends[0] + w.fixed.framework.model_parallel.blocking_sends * (1 - ends[1])
     exposed = 1 - constants.boundary_overlap * (w.fixed.chunks > 1)
-    return np.asarray(one * (receives + (w.fixed.chunks - 1)) * exposed)
+    return np.asarray(one * (transfers + (w.fixed.chunks - 1)) * exposed)
 
 
 def _bubble(w: Workload, d: MicrobatchDurations, slowest: Number) -> Number:
