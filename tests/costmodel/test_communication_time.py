@@ -52,6 +52,29 @@ def test_under_zero_1_gradients_are_reduced_whole_and_hide_behind_nothing() -> N
     assert step_time(w, c).after["data_comm"] == pytest.approx(float(np.max(took)))
 
 
+def test_reductions_of_every_microbatch_hide_behind_its_backward_beside_gathers() -> None:
+    """Where ZeRO-3 reduces in every backward, each hides what it exchanges; weights that the same
+    backward gathers take their part of the network.
+    """
+
+    for reduce, times in (("microbatch", 4), ("step", 1)):
+        set = {
+            "strategy.stack": "torchtitan",
+            "strategy.data.reduce": reduce,
+            "training.global_batch": 256,
+            "training.micro_batch": 1,
+            "training.sequence_length": 1024,
+        }
+        plan = Plan.of("llama-3-8b", gpu="h100-sxm-80gb", gpus=64, strategy="zero-3", set=set)
+        full, c = with_calibration(plan.resolve())
+        w, c = workload(full), replace(c, gather_overlap=0.0)
+        apart, beside = (step_time(w, replace(c, data_overlap=share)) for share in (0.0, 0.45))
+        gathered = apart.after["data_comm"] / times  # 16-bit weights, as the gradients are
+        hidden = 0.45 * float(beside.durations.backward[0]) - gathered
+        assert hidden > 0
+        assert apart.after["data_comm"] - beside.after["data_comm"] == pytest.approx(times * hidden)
+
+
 def test_interleaved_stages_expose_what_one_chunk_exchanges() -> None:
     """NeMo, Communication Overlap: under a pipeline, data-parallel communication overlaps by
     virtual stage, and one of its exchanges is exposed; of 1F1B's, that of one bucket.

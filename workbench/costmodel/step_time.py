@@ -379,7 +379,10 @@ def _exposed_data_comm(
     last = buckets
     if overlap:
         switched = overlap * (_overlaps_compute(w) if w.zero >= 2 else w.searched.overlap)
-        hidden = switched * d.backward * (behind or 1.0)
+        backward = switched * d.backward * (behind or 1.0)
+        hidden = _reductions_a_step(w) * np.maximum(
+            0.0, backward - _backward_gather_seconds(w, constants, every, wires)
+        )
         last = w.fixed.chunks if behind else buckets
     gathers = comm_seconds(every, wires, constants, "data", "OPTIMIZER")
     if constants.parameter_overlap:
@@ -387,6 +390,21 @@ def _exposed_data_comm(
         gathers = np.maximum(gathers - ahead, gathers / last)
     exposed: Number = np.asarray(np.maximum(seconds - hidden, seconds / last) + gathers).max(axis=0)
     return exposed
+
+
+def _reductions_a_step(w: Workload) -> Number:
+    """Backwards of a step that gradients are reduced beside: every microbatch's, or the last."""
+    return 1 + w.reduce_microbatch * float(w.zero >= 2) * (w.microbatches - 1)
+
+
+def _backward_gather_seconds(
+    w: Workload, constants: Constants, every: list[CollectiveCall], wires: dict[str, AxisLink]
+) -> Number:
+    """Seconds of one backward in which ZeRO-3 gathers weights, over the network that gradients are
+    reduced over.
+    """
+    gathers = [c for c in every if c.kind == "all_gather"]
+    return comm_seconds(gathers, wires, constants, "data", "B") / w.microbatches
 
 
 def _passes_behind_other_chunks(w: Workload) -> float:
