@@ -16,12 +16,13 @@ from workbench.costmodel.compute.kernel_rates import (
     unfused_attention,
 )
 from workbench.costmodel.compute.roofline import (
+    attention_pass,
     head_pass,
     layer_pass,
     layer_times,
     microbatch_compute,
 )
-from workbench.costmodel.inputs.layer_gemms import LayerGemm, layer_gemms
+from workbench.costmodel.inputs.layer_gemms import LayerGemm, attention_flops, layer_gemms
 from workbench.costmodel.inputs.rank_workload import Workload, workload
 from workbench.costmodel.rates.constants import Constants, constants
 from workbench.machine import gpu_catalog
@@ -169,6 +170,36 @@ def test_short_sequences_reach_less_of_attentions_rate() -> None:
     half = int(m.constants.attention_half_length)
     short, long = (float(fused_attention(m, 1e12, 128, n).forward) for n in (half, 10**9))
     assert short == pytest.approx(2 * long)
+
+
+def test_exponentials_bound_narrow_heads_of_blackwell_in_forward() -> None:
+    """FlashAttention-4: a multiprocessor of B200 takes 8,192 FLOPs and 16 exponentials a clock, and
+    a score of a head d wide is 4 d FLOPs and one exponential: both take as long at d = 128. Hopper
+    has half of the FLOPs, Blackwell Ultra twice the exponentials; backward has 2.5 times the FLOPs.
+    """
+    cycles = {"h100-sxm-80gb": (4096, 16), "b200": (8192, 16), "gb200": (8192, 16)}
+    cycles |= {"b300": (8192, 32), "gb300": (8192, 32), "a100-sxm-80gb": (2048, 16)}
+    for name, (flops, exponentials) in cycles.items():
+        gpu = gpu_catalog.gpus()[name].gpu
+        balanced = constants(gpu, "fused").attention_balanced_dim
+        assert 4 * balanced / flops == pytest.approx(1 / exponentials)
+        m = device_rates(gpu, "bf16", constants(gpu, "fused"))
+        # As many scores of heads half as wide: half of the FLOPs.
+        narrow, wide = fused_attention(m, 64.0, 64, 4096), fused_attention(m, 128.0, 128, 4096)
+        slower = max(1 / m.constants.attention_narrow, balanced / 64)
+        assert narrow.forward / wide.forward == pytest.approx(slower / 2)
+        assert narrow.backward / wide.backward == pytest.approx(
+            1 / m.constants.attention_narrow / 2
+        )
+
+
+def test_heads_of_latent_attention_are_as_wide_as_their_products() -> None:
+    """DeepSeek-V3 (2412.19437, 4.2): 128 + 64 elements of queries and keys, 128 of values."""
+    w = asked("deepseek-v3", training__micro_batch=1, **TEXTBOOK)
+    m = device_rates(w.fixed.gpu, "bf16", usual(w))
+    expected = fused_attention(m, attention_flops(w), 160, w.fixed.sequence_length)
+    found = attention_pass(behaving(w, "kernels", fused_attention=True), m)
+    assert float(found.forward) == pytest.approx(float(expected.forward))
 
 
 def test_attention_runs_at_the_rate_of_its_kernels_generation() -> None:
