@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from workbench.costmodel.compute.kernel_launches import kernel_launches, replayed_kernels
 from workbench.costmodel.compute.kernel_rates import (
     DeviceRates,
     device_rates,
@@ -200,6 +201,19 @@ def test_heads_of_latent_attention_are_as_wide_as_their_products() -> None:
     expected = fused_attention(m, attention_flops(w), 160, w.fixed.sequence_length)
     found = attention_pass(behaving(w, "kernels", fused_attention=True), m)
     assert float(found.forward) == pytest.approx(float(expected.forward))
+
+
+def test_latent_attention_adds_its_kernels_to_a_layer() -> None:
+    """Without its latents a model of the same layers launches 23 and 34 fewer; all are of the graph
+    of attention.
+    """
+    w = asked("deepseek-v3", training__micro_batch=1, **TEXTBOOK)
+    plain = replace(w, fixed=replace(w.fixed, shape=w.shape.model_copy(update={"mla": None})))
+    with_latents, without = (kernel_launches(one, False) for one in (w, plain))
+    assert [a - b for a, b in zip(with_latents, without)] == [23, 34]
+    graphed = [behaving(one, "kernels", graphs="attn") for one in (w, plain)]
+    replayed = [replayed_kernels(one, False, kernel_launches(one, False)) for one in graphed]
+    assert [a - b for a, b in zip(*replayed)] == pytest.approx([23, 34])
 
 
 def test_attention_runs_at_the_rate_of_its_kernels_generation() -> None:
