@@ -176,6 +176,20 @@ def test_blocking_sends_wait_for_what_they_pass_on() -> None:
     assert not framework_profile("megatron-2021").model_parallel.blocking_sends
 
 
+def test_fsdp_reduces_a_unit_at_once_under_zero_2_too() -> None:
+    """torch/distributed/fsdp/_runtime_utils.py: a flat parameter's gradient is one reduce-scatter,
+    of 32 layers, embedding and head; others pack buckets of 25 MiB.
+    """
+
+    def reductions(stack: str) -> float:
+        set = {"strategy.stack": stack, "training.global_batch": 8}
+        plan = Plan.of("llama-3-8b", gpu="h100-sxm-80gb", gpus=8, strategy="zero-2", set=set)
+        calls = step_collectives(workload(plan.resolve()))
+        return sum(float(np.max(c.count)) for c in calls if c.kind == "reduce_scatter")
+
+    assert reductions("fsdp") == 34 < reductions("textbook")
+
+
 def test_experts_that_other_ranks_hold_are_gathered_over_fewer_ranks() -> None:
     """With as many expert ranks as ranks, no weight of an expert is gathered or reduced; dense
     weights are, over all.
