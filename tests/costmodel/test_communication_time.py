@@ -10,6 +10,7 @@ import pytest
 
 from workbench.costmodel.communication.collective_cost import axis_links, collective_seconds
 from workbench.costmodel.communication.collective_volume import step_collectives
+from workbench.costmodel.frameworks.framework_profile import framework_profile
 from workbench.costmodel.inputs.rank_workload import Workload, workload
 from workbench.costmodel.rates.constants import Constants
 from workbench.costmodel.step_time import step_time
@@ -56,6 +57,29 @@ def test_under_zero_1_gradients_are_reduced_whole_and_hide_behind_nothing() -> N
         for call in chosen
     )
     assert step_time(w, c).after["data_comm"] == pytest.approx(float(np.max(took)))
+
+
+def test_reductions_of_every_microbatch_hide_behind_its_backward_beside_gathers() -> None:
+    """Where ZeRO-3 reduces in every backward, each hides what it exchanges; weights that the same
+    backward gathers take their part of the network.
+    """
+
+    for reduce, times in (("microbatch", 4), ("step", 1)):
+        set = {
+            "strategy.stack": "torchtitan",
+            "strategy.data.reduce": reduce,
+            "training.global_batch": 256,
+            "training.micro_batch": 1,
+            "training.sequence_length": 1024,
+        }
+        plan = Plan.of("llama-3-8b", gpu="h100-sxm-80gb", gpus=64, strategy="zero-3", set=set)
+        full, c = with_calibration(plan.resolve())
+        w, c = workload(full), replace(c, gather_overlap=0.0)
+        apart, beside = (step_time(w, replace(c, data_overlap=share)) for share in (0.0, 0.45))
+        gathered = apart.after["data_comm"] / times  # 16-bit weights, as the gradients are
+        hidden = 0.45 * float(beside.durations.backward[0]) - gathered
+        assert hidden > 0
+        assert apart.after["data_comm"] - beside.after["data_comm"] == pytest.approx(times * hidden)
 
 
 def test_interleaved_stages_expose_what_one_chunk_exchanges() -> None:
@@ -139,6 +163,38 @@ def test_boundaries_scattered_over_tensor_ranks_move_their_share() -> None:
     assert np.all(part < whole)
     received = np.array([0, 1, 1, 1]) + np.array([1, 1, 1, 0])
     assert (whole - received * latency) == pytest.approx(8 * (part - received * latency))
+
+
+def test_blocking_sends_wait_for_what_they_pass_on() -> None:
+    """DeepSpeed runtime/pipe/schedule.py: a stage sends and receives by turns, so that one between
+    two others waits for four transfers a microbatch, and one at an end for two.
+    """
+    w, c = setting(64, 8, 4)
+    exchange = replace(w.fixed.framework.model_parallel, blocking_sends=True)
+    framework = replace(w.fixed.framework, model_parallel=exchange)
+    blocking = replace(w, fixed=replace(w.fixed, framework=framework))
+    received, all_of_them = (
+        step_time(one, c).durations.communication["pipeline_comm"] for one in (w, blocking)
+    )
+    one = received[0]
+    assert received == pytest.approx(one * np.array([1, 2, 2, 1]))
+    assert all_of_them == pytest.approx(one * np.array([2, 4, 4, 2]))
+    assert framework_profile("deepspeed-3d").model_parallel.blocking_sends
+    assert not framework_profile("megatron-2021").model_parallel.blocking_sends
+
+
+def test_fsdp_reduces_a_unit_at_once_under_zero_2_too() -> None:
+    """torch/distributed/fsdp/_runtime_utils.py: a flat parameter's gradient is one reduce-scatter,
+    of 32 layers, embedding and head; others pack buckets of 25 MiB.
+    """
+
+    def reductions(stack: str) -> float:
+        set = {"strategy.stack": stack, "training.global_batch": 8}
+        plan = Plan.of("llama-3-8b", gpu="h100-sxm-80gb", gpus=8, strategy="zero-2", set=set)
+        calls = step_collectives(workload(plan.resolve()))
+        return sum(float(np.max(c.count)) for c in calls if c.kind == "reduce_scatter")
+
+    assert reductions("fsdp") == 34 < reductions("textbook")
 
 
 def test_experts_that_other_ranks_hold_are_gathered_over_fewer_ranks() -> None:

@@ -9,14 +9,15 @@ from typing import Any
 
 import pytest
 
+from workbench.costmodel.compute.kernel_launches import kernel_launches, replayed_kernels
 from workbench.costmodel.compute.kernel_rates import (
     DeviceRates,
     device_rates,
     fused_attention,
     unfused_attention,
 )
-from workbench.costmodel.compute.roofline import head_pass, layer_pass
-from workbench.costmodel.inputs.layer_gemms import LayerGemm, layer_gemms
+from workbench.costmodel.compute.roofline import attention_pass, head_pass, layer_pass
+from workbench.costmodel.inputs.layer_gemms import LayerGemm, attention_flops, layer_gemms
 from workbench.costmodel.inputs.rank_workload import Workload, workload
 from workbench.costmodel.rates.constants import Constants, constants
 from workbench.machine import gpu_catalog
@@ -154,6 +155,49 @@ def test_short_sequences_reach_less_of_attentions_rate() -> None:
     assert short == pytest.approx(2 * long)
 
 
+def test_exponentials_bound_narrow_heads_of_blackwell_in_forward() -> None:
+    """FlashAttention-4: a multiprocessor of B200 takes 8,192 FLOPs and 16 exponentials a clock, and
+    a score of a head d wide is 4 d FLOPs and one exponential: both take as long at d = 128. Hopper
+    has half of the FLOPs, Blackwell Ultra twice the exponentials; backward has 2.5 times the FLOPs.
+    """
+    cycles = {"h100-sxm-80gb": (4096, 16), "b200": (8192, 16), "gb200": (8192, 16)}
+    cycles |= {"b300": (8192, 32), "gb300": (8192, 32), "a100-sxm-80gb": (2048, 16)}
+    for name, (flops, exponentials) in cycles.items():
+        gpu = gpu_catalog.gpus()[name].gpu
+        balanced = constants(gpu, "fused").attention_balanced_dim
+        assert 4 * balanced / flops == pytest.approx(1 / exponentials)
+        m = device_rates(gpu, "bf16", constants(gpu, "fused"))
+        # As many scores of heads half as wide: half of the FLOPs.
+        narrow, wide = fused_attention(m, 64.0, 64, 4096), fused_attention(m, 128.0, 128, 4096)
+        slower = max(1 / m.constants.attention_narrow, balanced / 64)
+        assert narrow.forward / wide.forward == pytest.approx(slower / 2)
+        assert narrow.backward / wide.backward == pytest.approx(
+            1 / m.constants.attention_narrow / 2
+        )
+
+
+def test_heads_of_latent_attention_are_as_wide_as_their_products() -> None:
+    """DeepSeek-V3 (2412.19437, 4.2): 128 + 64 elements of queries and keys, 128 of values."""
+    w = asked("deepseek-v3", training__micro_batch=1, **TEXTBOOK)
+    m = device_rates(w.fixed.gpu, "bf16", usual(w))
+    expected = fused_attention(m, attention_flops(w), 160, w.fixed.sequence_length)
+    found = attention_pass(behaving(w, "kernels", fused_attention=True), m)
+    assert float(found.forward) == pytest.approx(float(expected.forward))
+
+
+def test_latent_attention_adds_its_kernels_to_a_layer() -> None:
+    """Without its latents a model of the same layers launches 23 and 34 fewer; all are of the graph
+    of attention.
+    """
+    w = asked("deepseek-v3", training__micro_batch=1, **TEXTBOOK)
+    plain = replace(w, fixed=replace(w.fixed, shape=w.shape.model_copy(update={"mla": None})))
+    with_latents, without = (kernel_launches(one, False) for one in (w, plain))
+    assert [a - b for a, b in zip(with_latents, without)] == [23, 34]
+    graphed = [behaving(one, "kernels", graphs="attn") for one in (w, plain)]
+    replayed = [replayed_kernels(one, False, kernel_launches(one, False)) for one in graphed]
+    assert [a - b for a, b in zip(*replayed)] == pytest.approx([23, 34])
+
+
 def test_attention_runs_at_the_rate_of_its_kernels_generation() -> None:
     gpu = gpu_catalog.gpus()["h100-sxm-80gb"].gpu
     first, second, cudnn = (
@@ -161,6 +205,20 @@ def test_attention_runs_at_the_rate_of_its_kernels_generation() -> None:
         for stack in ("llm-foundry", "torchtitan", "megatron")
     )
     assert first < second < cudnn
+
+
+def test_gb300_exceeds_gb200_as_sustained_gemms_of_both_do() -> None:
+    """Azure AI-benchmarking-guide, cuBLASLt in fp8 on random data after 10,000 calls, TFLOP/s of
+    square GEMMs of 8192, 16384 and 32768: both peaks are the same.
+    """
+    measured = {"gb200": (2781.5, 2819.5, 2755.3), "gb300": (3286.3, 3308.5, 3271.3)}
+    gpus = {name: gpu_catalog.gpus()[name].gpu for name in measured}
+    assert gpus["gb200"].tflops["fp8"] == gpus["gb300"].tflops["fp8"]
+    ratios = [after / before for before, after in zip(measured["gb200"], measured["gb300"])]
+    shares = {name: constants(gpu, "fused") for name, gpu in gpus.items()}
+    for share in ("gemm_share", "narrow_share"):
+        found = getattr(shares["gb300"], share) / getattr(shares["gb200"], share)
+        assert min(ratios) - 0.005 <= found <= max(ratios)
 
 
 def test_a_stack_scales_a_cards_shares_and_never_hides_them() -> None:

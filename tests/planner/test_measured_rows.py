@@ -264,6 +264,14 @@ def test_a_frameworks_recipe_of_one_model_is_a_default_of_that_model_alone() -> 
         assert recipe == {**bridge.defaults, "training.optimizer.moments": "bf16"}
 
 
+def test_flags_that_add_up_compile_from_the_second_on() -> None:
+    """torchtune's README, Optimization flags: baseline, packed, compile, and all that follow."""
+    before, after = ("Baseline (unpacked)", "+ Packed"), ("+ Compile", "+ Chunked CE", "LoRA")
+    for flags, kernels in ((before, None), (after, "compiled")):
+        assert {cell_parsers.kernels(f"cumulative flags: {flag}") for flag in flags} == {kernels}
+    assert cell_parsers.kernels("attention eager") == "eager"
+
+
 @pytest.mark.parametrize(
     ("notes", "whole"),
     [

@@ -181,7 +181,7 @@ def _durations(
         exposed[action] = {
             "tensor_comm": np.maximum(0.0, of("tensor", wires=bytes_link) - idle[action])
             + (of("tensor", wires=latency_link) if over_nodes else 0.0),
-            "pipeline_comm": _receive_seconds(w, wires["pipeline"], c, action),
+            "pipeline_comm": _boundary_seconds(w, wires["pipeline"], c, action),
         }
         if w.fixed.has_context_parallel:
             behind = w.layers * (RING_OVERLAP_SHARE * attention[action])
@@ -281,9 +281,9 @@ def _sum(values: Iterable[Number]) -> Number:
     return sum(sorted(values, key=np.size), 0.0)
 
 
-def _receive_seconds(w: Workload, link: AxisLink, constants: Constants, action: str) -> Array:
-    """Seconds in which a rank waits for a recv: activations before F, gradients before B, for
-    every chunk.
+def _boundary_seconds(w: Workload, link: AxisLink, constants: Constants, action: str) -> Array:
+    """Seconds in which a rank waits at stage boundaries: for a recv of activations before F and of
+    gradients before B, for every chunk; where sends block, for what the rank passes on too.
     """
     if w.pipeline == 1:
         return w.zeros
@@ -295,9 +295,10 @@ def _receive_seconds(w: Workload, link: AxisLink, constants: Constants, action: 
     ):  # of two stages of unequal replicas, the ranks of the one with fewer move more
         stream = np.maximum(stream, np.roll(stream, 1 if action == "F" else -1))
     one = collective_seconds("recv", stream, w.pipeline, link, constants)
-    receives = 1 - (w.has_embedding if action == "F" else w.has_head)
+    ends = (w.has_embedding, w.has_head) if action == "F" else (w.has_head, w.has_embedding)
+    transfers = 1 - ends[0] + w.fixed.framework.model_parallel.blocking_sends * (1 - ends[1])
     exposed = 1 - constants.boundary_overlap * (w.fixed.chunks > 1)
-    return np.asarray(one * (receives + (w.fixed.chunks - 1)) * exposed)
+    return np.asarray(one * (transfers + (w.fixed.chunks - 1)) * exposed)
 
 
 def _bubble(w: Workload, d: MicrobatchDurations, slowest: Number) -> Number:
@@ -402,7 +403,10 @@ def _exposed_data_comm(
     last = buckets
     if overlap:
         switched = overlap * (_overlaps_compute(w) if w.zero >= 2 else w.searched.overlap)
-        hidden = switched * d.backward * (behind or 1.0)
+        backward = switched * d.backward * (behind or 1.0)
+        hidden = _reductions_a_step(w) * np.maximum(
+            0.0, backward - _backward_gather_seconds(w, constants, every, wires)
+        )
         last = w.fixed.chunks if behind else buckets
     gathers = comm_seconds(every, wires, constants, "data", "OPTIMIZER")
     if constants.parameter_overlap:
@@ -410,6 +414,21 @@ def _exposed_data_comm(
         gathers = np.maximum(gathers - ahead, gathers / last)
     exposed: Number = np.asarray(np.maximum(seconds - hidden, seconds / last) + gathers).max(axis=0)
     return exposed
+
+
+def _reductions_a_step(w: Workload) -> Number:
+    """Backwards of a step that gradients are reduced beside: every microbatch's, or the last."""
+    return 1 + w.reduce_microbatch * float(w.zero >= 2) * (w.microbatches - 1)
+
+
+def _backward_gather_seconds(
+    w: Workload, constants: Constants, every: list[CollectiveCall], wires: dict[str, AxisLink]
+) -> Number:
+    """Seconds of one backward in which ZeRO-3 gathers weights, over the network that gradients are
+    reduced over.
+    """
+    gathers = [c for c in every if c.kind == "all_gather"]
+    return comm_seconds(gathers, wires, constants, "data", "B") / w.microbatches
 
 
 def _passes_behind_other_chunks(w: Workload) -> float:

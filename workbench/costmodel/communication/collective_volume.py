@@ -293,7 +293,7 @@ def _group_calls(
     units = w.layers + w.has_embedding + w.has_head
     per_microbatch = w.reduce_microbatch * float(w.zero >= 2)
     times = 1 + per_microbatch * (w.microbatches - 1)
-    if w.zero == 3:
+    if w.zero == 3 or (w.zero == 2 and w.fixed.framework.data_parallel.reduces_units):
         num_buckets = units
     reductions = [
         CollectiveCall(

@@ -18,6 +18,12 @@ modules, and textbook counts.
 """
 FUSED_KERNELS_PER_LAYER = 12, 22
 """The same with fused or compiled seams: GEMMs, attention and one kernel per seam."""
+LATENT_KERNELS = 23, 34
+"""Kernels (forward, backward) that MLA adds to a layer, counted over Megatron-core's
+transformer/multi_latent_attention.py with rotary positions of its own operators: the keys' and
+values' down- and up-projection and the norm between, queries' and keys' positions apart (nine
+operators each, rope_utils.py), and three copies that join the parts of a head.
+"""
 ROUTING_KERNELS = 24, 30
 """Kernels (forward, backward) of a router, of dispatch and combine, beside those of experts."""
 HOST_DISPATCH_KERNELS = 130, 180
@@ -43,17 +49,24 @@ def kernel_launches(w: Workload, is_moe: bool) -> tuple[Number, Number]:
     if counts_operators(w):
         return layer_kernels(w, is_moe, len(layer_gemms(w, is_moe)))
     routed = routing_launches(w) if is_moe and w.shape.moe else (0.0, 0.0)
+    latent = _latent_launches(w)
+    more = routed[0] + latent[0], routed[1] + latent[1]
     if not w.uses_fused_kernels:
         plain = KERNELS_PER_LAYER[w.fixed.kernels]
-        return plain[0] + routed[0], plain[1] + routed[1]
+        return plain[0] + more[0], plain[1] + more[1]
     norm, rope, activation = fused_seam_shares(w, is_moe)
     seams = [norm, activation, *([rope] if w.shape.positions == "rope" else [])]
     share = sum(seams) / len(seams)
     each = [
-        eager + (fused - eager) * share + more
-        for fused, eager, more in zip(FUSED_KERNELS_PER_LAYER, KERNELS_PER_LAYER["eager"], routed)
+        eager + (fused - eager) * share + added
+        for fused, eager, added in zip(FUSED_KERNELS_PER_LAYER, KERNELS_PER_LAYER["eager"], more)
     ]
     return each[0], each[1]
+
+
+def _latent_launches(w: Workload) -> tuple[int, int]:
+    """Kernels (forward, backward) that MLA adds to a layer."""
+    return LATENT_KERNELS if w.shape.mla else (0, 0)
 
 
 def routing_launches(w: Workload) -> tuple[Number, Number]:
@@ -97,13 +110,16 @@ def replayed_kernels(
     if "full_iteration" in graphs:
         return launches
     sparse = is_moe and w.shape.moe is not None
-    routed = routing_launches(w) if sparse else (0.0, 0.0)
+    routed, latent = routing_launches(w) if sparse else (0.0, 0.0), _latent_launches(w)
+    attention = float("attn" in graphs)
     # A graph's shapes are fixed, and experts' rows are not: their part of a layer stays outside.
     parts = [name for name in graphs if name in GRAPHED_SHARES and not (sparse and name == "mlp")]
     share = sum(GRAPHED_SHARES[name] for name in parts)
     router = [GRAPHED_ROUTING[name] for name in graphs if name in GRAPHED_ROUTING] if sparse else []
-    forward: Number = share * (launches[0] - routed[0]) + sum(kernels[0] for kernels in router)
-    backward: Number = share * (launches[1] - routed[1]) + sum(kernels[1] for kernels in router)
+    forward, backward = (
+        share * (launched - apart - own) + attention * own + sum(kernels[at] for kernels in router)
+        for at, (launched, apart, own) in enumerate(zip(launches, routed, latent))
+    )
     return forward, backward
 
 

@@ -258,7 +258,7 @@ def attention_pass(w: Workload, m: DeviceRates) -> PassTimes:
     """Seconds of causal attention in one layer, fused or not as the framework profile or the plan
     says.
     """
-    head_dim = w.shape.head_dim or 128
+    head_dim = _attended_width(w)
     scores = w.heads * w.tokens * w.fixed.sequence_length
     if w.fixed.attention == "math" and counts_operators(w):
         return _with_copies(_math_attention(w, m), attention_bytes(w), m)
@@ -270,6 +270,16 @@ def attention_pass(w: Workload, m: DeviceRates) -> PassTimes:
         return _with_copies(passes, attention_bytes(w), m) if counts_operators(w) else passes
     dropout = w.fixed.framework.saved_tensors.dropout_masks
     return unfused_attention(m, attention_flops(w), head_dim, scores, dropout)
+
+
+def _attended_width(w: Workload) -> int:
+    """Width of a head in the products of one score; that of QK^T and of PV on average in MLA, where
+    they differ.
+    """
+    mla = w.shape.mla
+    if mla is None:
+        return w.shape.head_dim or 128
+    return (mla.nope_dim + mla.rope_dim + mla.value_dim) // 2
 
 
 def _math_attention(w: Workload, m: DeviceRates) -> PassTimes:

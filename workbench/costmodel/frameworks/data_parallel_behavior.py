@@ -24,6 +24,9 @@ class DataParallelBehavior:
     """Whether all-gathers of updated parameters (ZeRO-1) run beside the first forward."""
     overlap_gather: bool = False
     """Whether ZeRO-3 all-gathers ahead of the layer that computes."""
+    reduces_units: bool = False
+    """Whether ZeRO-2 reduces the gradients of a layer in one call, as ZeRO-3 does, not in buckets.
+    """
     fp8_gathers: bool = False
     """Whether ZeRO-3 all-gathers weights in fp8 for fp8 GEMMs."""
     gathered_parameters: float = float("inf")

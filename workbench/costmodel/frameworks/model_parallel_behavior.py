@@ -29,6 +29,10 @@ class ModelParallelBehavior:
     """Whether Ulysses saves attention's output both before and after its all-to-all."""
     overlap_sends: bool = False
     """Whether sends between stages run beside compute in interleaved schedules."""
+    blocking_sends: bool = False
+    """Whether a stage waits for what it sends before it goes on, and not only for what it
+    receives.
+    """
     scatter_gather: bool = False
     """Whether what crosses a stage boundary is scattered over tensor ranks (2104.04473, 4.1)."""
     keeps_sent_outputs: bool = False

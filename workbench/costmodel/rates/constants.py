@@ -39,6 +39,7 @@ class Constants:
     attention_half_length: float
     attention_backward: float
     attention_narrow: float
+    attention_balanced_dim: float
     unfused_share: float
     memory_share: float
     launch_us: float
@@ -118,6 +119,7 @@ def ideal_constants() -> Constants:
     reached = {f.name: 1.0 for f in fields(Constants) if f.name.endswith("_share")}
     changed: dict[str, Any] = reached | {
         "attention_narrow": 1.0,
+        "attention_balanced_dim": 0.0,
         "attention_backward": 1.0,
         "gemm_half_dim": 0.0,
         "gemm_misaligned": 0.0,

@@ -344,6 +344,7 @@ _FUSED_LOSS = re.compile(
     r"fused[\s_-]*(?:\w+[\s_-]+)?(?:cross[\s_-]?entropy|ce\b)"
     r"|cross[\s_-]?entropy[\s_-]*(?:loss[\s_-]*)?(?:fusion|fused)"
 )
+_FLAGS_BEFORE_COMPILE = r"cumulative flags: (?:baseline|\+ packed)\b"
 _FLAGS_BEFORE_CHUNKS = re.compile(r"cumulative flags: (?:baseline|\+ (?:packed|compile))\b")
 _ALL_TO_ALL_CONTEXT = re.compile(
     r"ulysses|\bcp[\s_-]*(?:comm[\s_-]*type)?[\s=:_-]*(?:a2a|all.to.all)"
@@ -366,3 +367,17 @@ def says_whole_loss(words: str) -> bool:
 def says_all_to_all_context(words: str) -> bool:
     """Whether a row's words say that context ranks exchange heads by all-to-alls."""
     return bool(_ALL_TO_ALL_CONTEXT.search(words.lower()))
+
+
+def kernels(text: str) -> str | None:
+    """How operators run, by a row's framework and notes; None where they do not say.
+
+    "Eager" of its attention says nothing of the others. Of cumulative flags (torchtune's README,
+    Optimization flags) `+ Compile` is the second, and on in all that follow.
+    """
+    text = text.lower()
+    if re.search(r"compile|thunder|inductor", text):
+        return "compiled"
+    if "cumulative flags:" in text and not re.search(_FLAGS_BEFORE_COMPILE, text):
+        return "compiled"
+    return "eager" if re.search(r"\beager\b", text) else None

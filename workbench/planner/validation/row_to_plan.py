@@ -275,7 +275,7 @@ def _stated_fields(row: MeasuredRow, layers: int, data: int) -> dict[str, Any]:
         "training.optimizer.master": "none"
         if cell_parsers.updates_16bit_weights(row.precision)
         else None,
-        "strategy.kernels": _kernels_of_row(row),
+        "strategy.kernels": cell_parsers.kernels(f"{row.framework} {row.notes}"),
     }
     if (offload := cell_parsers.offload_kind(words)) != "none":
         found["strategy.data.offload"] = offload
@@ -285,16 +285,6 @@ def _stated_fields(row: MeasuredRow, layers: int, data: int) -> dict[str, Any]:
     ):
         found["training.optimizer.moments"] = "bf16"
     return {path: value for path, value in found.items() if value is not None}
-
-
-def _kernels_of_row(row: MeasuredRow) -> str | None:
-    """How the row's operators run, by its framework and notes; "eager" of its attention says
-    nothing of the others.
-    """
-    words = f"{row.framework} {row.notes}".lower()
-    if re.search(r"compile|thunder|inductor", words):
-        return "compiled"
-    return "eager" if re.search(r"\beager\b", words) else None
 
 
 def _applies(path: str, row: MeasuredRow, framework: FrameworkDefaults) -> bool:
