@@ -329,7 +329,7 @@ def test_rows_say_how_their_loss_and_context_ranks_work(
 ) -> None:
     row = parse_row(ROW | {"notes": notes})
     plan = row_to_plan(row).plan
-    assert plan.strategy.stack == stack and row_to_plan(row).stack == "megatron"
+    assert plan.strategy.stack == stack and row_to_plan(row).profile == "megatron"
     assert plan.strategy.context.algorithm == algorithm
 
 
