@@ -138,6 +138,35 @@ def test_a_left_out_site_has_no_part_in_its_interval(
     )
 
 
+def test_an_unknown_framework_is_wider_where_frameworks_differ(
+    fit: MultiplierFit, near: Linearization
+) -> None:
+    """Two frameworks 30 % above and below what is predicted, alike at all of their sites: a fit
+    without a site knows its framework from the others, one without the framework does not.
+    """
+    planted = MultiplierFit(fit.rows)
+    first = fit.framework_of_row == "llm-foundry"
+    planted.__dict__["measured"] = near.predicted + np.where(first, 0.3, -0.3)
+    spread = UncertaintyFit(planted, near, np.zeros(len(fit.names)))
+    at = np.flatnonzero(fit.sites == fit.rows[0].site)
+    own = fit.rows[0].framework
+    assert not spread.causes(at, [fit.rows[0].site])[1].any()
+    assert spread.causes(at, [fit.rows[0].site], own)[1].all()
+    learnt = spread.learnt()
+    assert learnt.unknown_framework > learnt.base
+
+
+def test_a_left_out_framework_has_no_part_in_its_fit(
+    fit: MultiplierFit, near: Linearization
+) -> None:
+    own, column = fit.rows[0].framework, fit.names.index(f"framework.{fit.rows[0].framework}")
+    changed = MultiplierFit(fit.rows)
+    moved = fit.framework_of_row == own
+    changed.__dict__["measured"] = np.where(moved, fit.measured + 1.0, fit.measured)
+    one, other = (fit_without_sites(each, near, [], own) for each in (fit, changed))
+    assert one == pytest.approx(other) and one[column] == 0.0
+
+
 def test_the_documented_errors_are_those_of_the_fit() -> None:
     text = (ROOT / "docs/cost_model.md").read_text(encoding="utf-8")
     shown = dict(re.findall(r"^\| (\S+/\S+/\S+) \|.*\| ([\d.]+) % \|$", text, re.MULTILINE))

@@ -17,6 +17,7 @@ from workbench.planner.published_steps import (
     MeasuredStep,
     beyond_published,
     highest_mfu,
+    is_measured,
     measured_steps,
     published_beside,
 )
@@ -208,3 +209,9 @@ def test_another_precision_than_the_nearest_steps_is_said() -> None:
     plan = plan.replace(**{"training.sequence_length": 2048})
     found = published_beside(plan.resolve(), "nemo")
     assert ", fp8 (" in found["nearest"] and "bf16 instead of its fp8" in found["extrapolates"]
+
+
+def test_a_framework_is_measured_where_another_site_has_a_step_of_it() -> None:
+    sites = {step.site for step in measured_steps() if step.framework == "internevo"}
+    assert len(sites) == 1 and is_measured("internevo")
+    assert not is_measured("internevo", *sites) and not is_measured("textbook")

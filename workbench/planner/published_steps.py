@@ -150,7 +150,8 @@ class StepTable:
         return np.array([step.site for step in self.steps])
 
     @cached_property
-    def _frameworks(self) -> NDArray[np.str_]:
+    def frameworks(self) -> NDArray[np.str_]:
+        """Framework profile of each step."""
         return np.array([step.framework for step in self.steps])
 
     @cached_property
@@ -177,7 +178,7 @@ class StepTable:
         apart: NDArray[np.float64] = (
             np.abs(self._sizes - own).sum(axis=0)
             + self._gpu_distances((published_gpu(plan.gpu), plan.gpu.architecture))
-            + OTHER_FRAMEWORK * (self._frameworks != framework)
+            + OTHER_FRAMEWORK * (self.frameworks != framework)
         )
         return apart
 
@@ -189,6 +190,16 @@ _SIZE_WEIGHTS = np.array([[1.0], [1.0], [0.5]])
 def published_table() -> StepTable:
     """Every clean published configuration."""
     return StepTable(measured_steps())
+
+
+def is_measured(framework: str, without: str | None = None) -> bool:
+    """Whether a step of a framework profile, its versions together, was measured anywhere.
+
+    Args:
+        framework: Framework profile whose versions were measured together.
+        without: A site whose steps do not count.
+    """
+    return any(step.framework == framework and step.site != without for step in measured_steps())
 
 
 def octaves_to_measured(plan: ResolvedPlan, framework: str, without: str | None = None) -> float:

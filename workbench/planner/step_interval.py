@@ -4,16 +4,12 @@ from __future__ import annotations
 
 from workbench.costmodel.inputs.rank_workload import Workload, workload
 from workbench.costmodel.rates.fitted_constants import measured_profile
-from workbench.costmodel.rates.step_uncertainty import (
-    StepSituation,
-    is_well_known,
-    step_uncertainty,
-)
+from workbench.costmodel.rates.step_uncertainty import StepSituation, step_uncertainty
 from workbench.costmodel.step_time import StepTime, step_time, waiting_share
 from workbench.machine.calibration_file import read_calibration
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.planner.calibrated_plan import with_calibration
-from workbench.planner.published_steps import octaves_to_measured
+from workbench.planner.published_steps import is_measured, octaves_to_measured
 
 
 def estimated_interval(plan: ResolvedPlan) -> tuple[float, float]:
@@ -37,11 +33,11 @@ def step_seconds_interval(
         time: Its estimated step time.
         without: A site that the estimate's fit has not seen.
     """
-    stack = plan.strategy.stack
+    framework = measured_profile(plan.strategy.stack)
     situation = StepSituation(
-        unknown_framework=not is_well_known(stack, without),
+        unknown_framework=not is_measured(framework, without),
         waiting=waiting_share(w, time),
-        octaves=octaves_to_measured(plan, measured_profile(stack), without),
+        octaves=octaves_to_measured(plan, framework, without),
         after_own_row=_has_own_row(plan),
     )
     low, high = step_uncertainty(without).interval(situation)

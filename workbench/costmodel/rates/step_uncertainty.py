@@ -1,7 +1,7 @@
 """How far a step time may be off: one interval, learnt from sites that no constant had seen.
 
 Its width follows from what is known of a plan before it runs: whether its framework was measured
-elsewhere, how much of the step waits for networks or hosts, and how far the plan is from everything
+at all, how much of the step waits for networks or hosts, and how far the plan is from everything
 measured. A row of the user's own machine and framework makes it narrower.
 """
 
@@ -21,7 +21,7 @@ class StepSituation:
     """What the width of an interval depends on."""
 
     unknown_framework: bool
-    """Whether the framework was measured at fewer than three sites."""
+    """Whether the framework was measured at no site."""
     waiting: float
     """Share of the step in which the busiest GPU waits for a network, a stage or its host."""
     octaves: float

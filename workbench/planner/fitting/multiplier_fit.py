@@ -179,7 +179,10 @@ def fit_all(fit: MultiplierFit) -> tuple[Linearization, Array]:
     return near, fit.capped(near, point, every)
 
 
-def fit_without_sites(fit: MultiplierFit, near: Linearization, sites: Iterable[str]) -> Array:
-    """The fit to the rows of all other sites."""
+def fit_without_sites(
+    fit: MultiplierFit, near: Linearization, sites: Iterable[str], framework: str | None = None
+) -> Array:
+    """The fit to the rows of all other sites, and of no such framework."""
     kept: NDArray[np.bool_] = ~np.isin(fit.sites.astype(str), list(sites))
+    kept &= fit.framework_of_row != framework
     return fit.capped(near, fit.solve(near, kept), kept)

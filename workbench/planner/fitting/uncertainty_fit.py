@@ -1,7 +1,8 @@
-"""The interval of step times, learnt from errors on sites that no constant has seen.
+"""The interval of step times, learnt from errors on sites and frameworks that no constant has seen.
 
-The errors of each site come from the fit without it. A left-out site has no part in its own
-interval either: the errors of all others come from fits without both.
+Two questions are asked of every row: how far is it off where its site was never measured, and its
+framework elsewhere; and how far where its framework was measured nowhere. A left-out site has no
+part in its own interval either: the errors of all others come from fits without both.
 """
 
 from __future__ import annotations
@@ -60,37 +61,60 @@ class UncertaintyFit:
         return np.array([share(row) for row in self.fit.rows])
 
     @cached_property
-    def _distances(self) -> tuple[Array, NDArray[np.str_]]:
-        """Doublings between each row and each measured step, `[rows, steps]`; the steps' sites."""
-        table = StepTable(tuple(fastest_steps(self.fit.rows)))
-        each = [table.distances(row.planned.plan, row.framework) for row in self.fit.rows]
-        return np.array(each), table.sites
+    def _steps(self) -> StepTable:
+        return StepTable(tuple(fastest_steps(self.fit.rows)))
 
-    def causes(self, rows: NDArray[np.intp], without: Iterable[str]) -> Array:
-        """(1, unknown framework, waiting, octaves) of some rows for a fit without these sites,
-        `[4, rows]`. A row's own site is one of them where the row is predicted as left out.
+    @cached_property
+    def _distances(self) -> Array:
+        """Doublings between each row and each measured step, `[rows, steps]`."""
+        return np.array(
+            [self._steps.distances(row.planned.plan, row.framework) for row in self.fit.rows]
+        )
+
+    def causes(
+        self, rows: NDArray[np.intp], without: Iterable[str], framework: str | None = None
+    ) -> Array:
+        """(1, unknown framework, waiting, octaves) of some rows for a fit without these sites and
+        this framework, `[4, rows]`. A row's own site is one of them where the row is predicted as
+        left out.
         """
-        left = set(without)
-        octaves, sites = self._distances
-        known = well_known_frameworks(self.fit, left)
-        unknown = ~np.isin(self.fit.framework_of_row[rows].astype(str), list(known))
-        near = octaves[np.ix_(rows, ~np.isin(sites, list(left)))].min(axis=1)
+        steps = self._steps
+        kept = ~np.isin(steps.sites, list(without)) & (steps.frameworks != framework)
+        own = self.fit.framework_of_row[rows].astype(str)
+        unknown = ~np.isin(own, steps.frameworks[kept])
+        near = self._distances[np.ix_(rows, kept)].min(axis=1)
         beyond = np.maximum(0.0, near - FAR_OCTAVES)
         return np.stack((np.ones(len(rows)), unknown.astype(float), self.waiting[rows], beyond))
 
     def learnt(self, without: str | None = None) -> StepUncertainty:
         """The intervals' widths from the errors on all sites, or on all but one."""
-        fit = self.fit
-        others = sorted(set(fit.sites) - {without})
         errors, causes, sites = [], [], []
-        for site in others:
-            left = [site] if without is None else [site, without]
-            at = np.flatnonzero(fit.sites == site)
-            predicted = self.near.at(fit_without_sites(fit, self.near, left))
-            errors.append((fit.measured - predicted)[at])
-            causes.append(self.causes(at, left))
-            sites += [str(site)] * len(at)
+        for site, framework in self._left_out(without):
+            off, why = self._errors(site, framework, without)
+            errors.append(off)
+            causes.append(why)
+            sites += [f"{site}, {'site' if framework is None else 'framework'}"] * len(off)
         return uncertainty(np.concatenate(errors), np.hstack(causes), sites)
+
+    def _left_out(self, without: str | None) -> list[tuple[str, str | None]]:
+        """What is left out in turn: each site (None), and at each site each framework."""
+        others = self.fit.sites != without
+        pairs = set(zip(self.fit.sites[others], self.fit.framework_of_row[others]))
+        sites = {site for site, _ in pairs}
+        return [*((site, None) for site in sorted(sites)), *sorted(pairs)]
+
+    def _errors(self, site: str, framework: str | None, without: str | None) -> tuple[Array, Array]:
+        """Errors and causes of a site's rows by the fit without it: those of a framework that was
+        measured elsewhere, or those of `framework`, which is left out at every site.
+        """
+        fit = self.fit
+        left = [one for one in (site, without) if one is not None]
+        own = (fit.sites == site) & ((framework is None) | (fit.framework_of_row == framework))
+        at = np.flatnonzero(own)
+        predicted = self.near.at(fit_without_sites(fit, self.near, left, framework))
+        causes = self.causes(at, left, framework)
+        asked = (causes[1] == 0) | (framework is not None)
+        return (fit.measured - predicted)[at[asked]], causes[:, asked]
 
 
 def well_known_frameworks(fit: MultiplierFit, without: Iterable[str] = ()) -> set[str]:
@@ -107,7 +131,7 @@ def uncertainty(errors: Array, causes: Array, sites: list[str]) -> StepUncertain
     Args:
         errors: Logarithms of measured over left-out predicted step times, `[rows]`.
         causes: What widens the interval of each, `[4, rows]`.
-        sites: Site of each row; a site weighs no more than `SITE_ROWS` rows.
+        sites: Site and question of each row; each weighs no more than `SITE_ROWS` rows.
     """
     size = Counter(sites)
     weights = np.array([min(1.0, SITE_ROWS / size[name]) for name in sites])
