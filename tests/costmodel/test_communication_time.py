@@ -129,6 +129,18 @@ def test_rings_over_nodes_pay_the_network_for_every_rank_and_only_all_reduce_has
     )
 
 
+def test_an_all_to_all_pays_one_hop_however_many_ranks_it_has() -> None:
+    """NCCL user guide, Point-to-point communication: an all-to-all is a group of sends and recvs,
+    and calls within a group progress independently.
+    """
+    w, c = setting(64, 32, 1)
+    wire = axis_links(w, c)["tensor"]
+    for ranks in (2, 8, 32):
+        found = float(collective_seconds("all_to_all", 0.0, ranks, wire, c))
+        assert found == pytest.approx(float(wire.latency))
+    assert float(collective_seconds("all_to_all", 1e9, 1, wire, c)) == 0.0
+
+
 def test_a_late_host_hides_what_moves_but_not_the_latency_of_a_network() -> None:
     inside, over = (setting(64, size, 1, launch_us=500.0) for size in (8, 16))
     exposed = [

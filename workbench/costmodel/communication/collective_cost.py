@@ -172,7 +172,8 @@ def collective_seconds(
 
     An all-reduce is a reduce-scatter and an all-gather: 2 (n-1)/n of the bytes. Its latency stops
     growing at `latency_ranks`, where NCCL switches to trees. Broadcast and reduce take as many
-    hops as a binary tree is deep (2104.05343).
+    hops as a binary tree is deep (2104.05343). An all-to-all is no ring: its sends and recvs are
+    one group, whose calls progress independently (NCCL user guide, Point-to-point communication).
 
     Args:
         kind: Kind of collective.
@@ -196,6 +197,8 @@ def collective_slope(
         return 1 / link.bandwidth, link.latency
     if kind in ("broadcast", "reduce"):
         hops = np.ceil(np.log2(ranks))
+    elif kind == "all_to_all":
+        hops = np.minimum(ranks - 1, 1)  # sends and recvs of one group progress at once
     else:
         hops = (
             np.minimum(ranks - 1, constants.latency_ranks) * 2
