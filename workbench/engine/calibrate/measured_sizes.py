@@ -122,8 +122,10 @@ class CalibrationSurvey:
     """Small models whose training step is timed; names as in `calibration_file.Probe`."""
     window: float = 0.01
     """Seconds of one visit of a point."""
-    together: float = 0.03
-    """The same of a collective: how late ranks wake up varies from call to call."""
+    together: float = 0.06
+    """The same of a collective with the work between its calls: how late ranks wake up varies from
+    call to call.
+    """
 
     def window_of(self, how: str) -> float:
         """Seconds of one visit of a point that is measured so."""
