@@ -5,13 +5,16 @@ from __future__ import annotations
 import threading
 import time
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from workbench.engine.calibrate.call_stamps import added, added_by_calls
+from workbench.engine.calibrate.collective_points import collective_points
 from workbench.engine.calibrate.measured_sizes import CalibrationSurvey
 from workbench.engine.calibrate.operator_points import CHOICES, GROUPS, operator_points
 from workbench.engine.calibrate.whole_steps import with_split_backward
@@ -75,6 +78,32 @@ def test_waiting_in_a_call_uses_no_cpu_and_every_thread_that_works_does() -> Non
     ((waiting, working),) = run_ranks(1, _cpu_of_waiting_and_working)
     assert waiting < 0.004
     assert working == pytest.approx(0.04, rel=0.1)
+
+
+class _Copies(TorchDispatchMode):
+    """Counts copies of one tensor to another."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten.copy_.default
+        return func(*args, **(kwargs or {}))
+
+
+def _copies_by_kind(rank: int) -> dict[str, int]:
+    survey = CalibrationSurvey(messages=(2**16,), dtypes=("fp32",))
+    found = {}
+    for point in collective_points(survey, torch.device("cpu")):
+        with _Copies() as copies:
+            point.call()
+        found[point.labels["kind"]] = copies.count
+    return found
+
+
+def test_gradients_are_reduced_in_place_and_parameters_gathered_from_shards() -> None:
+    """As flat buckets do: a reduce-scatter that copied its shard would seem slower than it is."""
+    for found in run_ranks(2, _copies_by_kind):
+        assert (found["reduce_scatter"], found["all_reduce"], found["all_gather"]) == (0, 0, 1)
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
