@@ -413,7 +413,7 @@ def verify(
 def calibrate(
     path: str | Path | None = None,
     *,
-    seconds: float = 60.0,
+    seconds: float = 90.0,
     runs: Sequence[Run | str | Path] = (),
     root: str | Path | None = None,
     progress: Callable[[float, float, str], None] | None = None,
@@ -425,7 +425,7 @@ def calibrate(
 
     Args:
         path: Calibration file to write; None writes none.
-        seconds: How long to measure.
+        seconds: How long to measure, beside about a minute of preparing.
         runs: Finished runs, their directories or names; the `scale` of the result holds the error
             of the estimate before and after.
         root: Folder of run directories; default $WORKBENCH_RUNS, else ./runs.

@@ -1,19 +1,29 @@
 """How near a calibrated estimate comes on this machine: `python -m tests.benchmarks.calibrated
 --seed N [--calibration FILE] [--results FILE]`.
 
-One calibration; plans over all axes, kernels and recomputation, drawn by the seed; the median of 30
-steps of each, which take turns, in three passes. The noise floor is what the passes differ by: the
-median over plans of the largest distance of a pass from the median of the passes. Every pass of a
-world size is written to the results file as it ends; the same command goes on from there. Leave the
-machine alone meanwhile.
+One calibration, made before the steps; plans over all axes, kernels and recomputation, drawn by the
+seed; the median of 30 steps of each, which take turns, in three passes. Plans of more ranks than
+cores are judged by their CPU seconds.
+
+A second calibration is made after the steps. No judged figure takes anything from it but the noise
+floor, which is the larger of two distances: the median over plans of the largest distance of a pass
+from the median of the passes, and by how much the machine's speed moved between the calibrations,
+the median over all points of their ratio. The noise of single points is not in the latter: it is
+the calibration's error. Errors by the second calibration, and by the geometric mean of both
+estimates, are printed beside.
+
+Every pass of a world size is written to the results file as it ends; the same command goes on from
+there. Leave the machine alone meanwhile.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections import defaultdict
 from collections.abc import Mapping
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -25,7 +35,7 @@ from scipy.stats import spearmanr
 from tests.benchmarks.interleaved_steps import Times, step_times
 from tests.benchmarks.judged_plans import draw
 from workbench.engine.calibrate.measure import calibrate
-from workbench.machine.calibration_file import write_calibration
+from workbench.machine.calibration_file import Calibration, read_calibration, write_calibration
 from workbench.plan.schema import Plan
 from workbench.planner import estimate
 
@@ -50,11 +60,21 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     asked = parser.parse_args()
     torch.set_num_threads(1)
-    if not asked.calibration.exists():
-        write_calibration(calibrate(), asked.calibration)
-    plans = draw(asked.plans, asked.seed, str(asked.calibration))
-    measured = _passes(plans, asked)
-    report({name: compared(plan, name, measured) for name, plan in plans.items()}, asked.json)
+    before, after = asked.calibration, asked.calibration.with_suffix(".after.yaml")
+    _calibrated(before)
+    measured = _passes(draw(asked.plans, asked.seed, str(before)), asked)
+    _calibrated(after)
+    told = [
+        {name: estimated(plan) for name, plan in draw(asked.plans, asked.seed, str(file)).items()}
+        for file in (before, after)
+    ]
+    rows = {name: compared(told[0][name], told[1][name], name, measured) for name in told[0]}
+    report(rows, drift(read_calibration(before), read_calibration(after)), asked.json)
+
+
+def _calibrated(file: Path) -> None:
+    if not file.exists():
+        write_calibration(calibrate(), file)
 
 
 def _passes(plans: Mapping[str, Plan], asked: argparse.Namespace) -> list[Times]:
@@ -75,41 +95,104 @@ def _passes(plans: Mapping[str, Plan], asked: argparse.Namespace) -> list[Times]
     return passes
 
 
-def compared(plan: Plan, name: str, passes: list[Times]) -> dict[str, Any]:
-    """Measured and estimated seconds of one plan, and what its passes differ by."""
-    judged = "wall" if plan.world_size <= ON_OWN_CORES else "cpu"
+@dataclass(frozen=True)
+class Estimated:
+    """What an estimate says of one plan."""
+
+    model: str
+    ranks: int
+    wall: float
+    """Seconds of a step."""
+    cpu: float
+    """CPU seconds of all ranks together; nan where a rank has several threads."""
+    time: dict[str, float]
+    """Seconds by part of the step."""
+
+
+def estimated(plan: Plan) -> Estimated:
+    """Seconds, CPU seconds and parts of a step."""
+    found = estimate(plan)
+    return Estimated(
+        str(plan.model),
+        plan.world_size,
+        float(found.step_seconds or 0.0),
+        found.notes.get("cpu_seconds", math.nan),
+        found.notes["time"],
+    )
+
+
+def compared(told: Estimated, later: Estimated, name: str, passes: list[Times]) -> dict[str, Any]:
+    """Measured and estimated seconds of one plan, and what its passes differ by.
+
+    Args:
+        told: By the calibration before the steps.
+        later: By the one after them.
+        name: Of the plan.
+        passes: Measured seconds.
+    """
+    judged = "wall" if told.ranks <= ON_OWN_CORES else "cpu"
     medians = np.array([np.median(times[name][judged]) for times in passes])
     seconds = float(np.median(medians))
-    found = estimate(plan)
-    told = float(found.step_seconds or 0.0)
-    if judged == "cpu":
-        told *= min(plan.world_size, ON_OWN_CORES)
+    own, second = getattr(told, judged), getattr(later, judged)
     return {
-        "model": str(plan.model),
-        "ranks": plan.world_size,
+        "model": told.model,
+        "ranks": told.ranks,
         "measured": seconds,
-        "estimated": told,
-        "error": told / seconds - 1,
+        "estimated": own,
+        "error": own / seconds - 1,
+        "error_after": second / seconds - 1,
+        "error_mean": (own * second) ** 0.5 / seconds - 1,
         "spread": float(np.abs(medians / seconds - 1).max()),
-        "time": found.notes["time"],
+        "wall": float(np.median([np.median(times[name]["wall"]) for times in passes])),
+        "estimated_wall": told.wall,
+        "time": told.time,
     }
 
 
-def figures(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """Errors, rank correlation, regret and noise floor of `rows`."""
+def drift(before: Calibration, after: Calibration) -> float:
+    """By how much the machine's speed moved: the median ratio of all points that both measured."""
+    first, second = _points(before), _points(after)
+    ratios = [second[key] / first[key] for key in first.keys() & second.keys()]
+    return float(abs(np.median(ratios) - 1))
+
+
+def _points(calibration: Calibration) -> dict[str, float]:
+    """Seconds of every point, by its section and labels."""
+    found = {}
+    for section in ("gemm", "memory", "probes", "collectives", "operators"):
+        for point in getattr(calibration, section):
+            times = {"seconds", "cpu_seconds", "forward", "backward", "weight"}
+            seconds = point.model_dump(include={"seconds", "forward"})
+            found[f"{section} {point.model_dump(exclude=times)}"] = sum(seconds.values())
+    return found
+
+
+def figures(rows: list[dict[str, Any]], moved: float) -> dict[str, float]:
+    """Errors, rank correlation, regret and noise floor of `rows`, between whose calibrations the
+    machine's speed `moved`.
+    """
     errors = np.abs([row["error"] for row in rows])
-    told, seconds = ([row[key] for row in rows] for key in ("estimated", "measured"))
     groups: dict[Any, list[dict[str, Any]]] = defaultdict(list)
     for row in rows:
         groups[row["model"], row["ranks"]].append(row)
+    spread = float(np.median([row["spread"] for row in rows]))
     return {
         "plans": len(rows),
         "median_error": float(np.median(errors)),
         "largest_error": float(errors.max()),
-        "spearman": float(spearmanr(told, seconds).statistic),
+        "spearman": _order(rows, "estimated", "measured"),
+        "spearman_wall": _order(rows, "estimated_wall", "wall"),
         "regret": max(_regret(group) for group in groups.values()),
-        "noise_floor": float(np.median([row["spread"] for row in rows])),
+        "noise_floor": max(spread, moved),
+        "passes_differ": spread,
+        "calibrations_differ": moved,
+        "median_error_after": float(np.median(np.abs([row["error_after"] for row in rows]))),
+        "median_error_mean": float(np.median(np.abs([row["error_mean"] for row in rows]))),
     }
+
+
+def _order(rows: list[dict[str, Any]], told: str, measured: str) -> float:
+    return float(spearmanr(*([row[key] for row in rows] for key in (told, measured))).statistic)
 
 
 def _regret(group: list[dict[str, Any]]) -> float:
@@ -117,20 +200,21 @@ def _regret(group: list[dict[str, Any]]) -> float:
     return float(min(row["measured"] for row in first) / min(r["measured"] for r in group) - 1)
 
 
-def report(rows: dict[str, dict[str, Any]], as_json: bool) -> None:
+def report(rows: dict[str, dict[str, Any]], moved: float, as_json: bool) -> None:
     """Print every plan and the figures, of plans with a core a rank and of those that share."""
     halves = {
         "seconds, at most two ranks": [r for r in rows.values() if r["ranks"] <= ON_OWN_CORES],
         "CPU seconds, more ranks": [r for r in rows.values() if r["ranks"] > ON_OWN_CORES],
     }
-    result = {title: figures(half) for title, half in halves.items() if len(half) > 1}
+    result = {title: figures(half, moved) for title, half in halves.items() if len(half) > 1}
     if as_json:
         print(json.dumps({"figures": result, "plans": rows}, indent=2))
         return
     for name, row in sorted(rows.items(), key=lambda each: (each[1]["ranks"], each[1]["measured"])):
         print(
             f"{row['ranks']} {name:60} measured {1e3 * row['measured']:7.1f} ms   estimated "
-            f"{1e3 * row['estimated']:7.1f} ms   {row['error']:+.0%}   spread {row['spread']:.0%}"
+            f"{1e3 * row['estimated']:7.1f} ms   {row['error']:+.0%}   "
+            f"after {row['error_after']:+.0%}   spread {row['spread']:.0%}"
         )
     for title, found in result.items():
         print(title, {key: round(value, 4) for key, value in found.items()})

@@ -162,6 +162,38 @@ def test_collectives_take_what_was_measured(tmp_path: Path) -> None:
     assert estimate(ulysses).notes["time"]["context_comm"] == pytest.approx(5 * before)
 
 
+def test_cpu_seconds_are_of_work_alone(tmp_path: Path) -> None:
+    """Slower calls only wait; ranks that share cores work no longer; CPU time of calls adds up."""
+
+    batch = {"training.global_batch": 8, "training.micro_batch": 1}
+
+    def used(cpu: float, wall: float = 1e-3, gpus: int = 4) -> float:
+        moved = tuple(
+            c.model_copy(update={"seconds": wall, "cpu_seconds": cpu}) for c in collectives()
+        )
+        path = kept(tmp_path, calibration(collectives=moved))
+        return float(estimate(plan(path, gpus=gpus, **batch)).notes["cpu_seconds"])
+
+    assert used(1e-4) == used(1e-4, wall=5e-2)
+    path = kept(tmp_path, calibration())
+    calls = float(estimate(plan(path, gpus=4, **batch)).collectives["count"].sum())
+    assert used(2e-3) - used(1e-3) == pytest.approx(4 * 1e-3 * calls * 3, rel=1e-6), (
+        "latency grows by the hops of a ring: 3 of 4 ranks for 1 of 2"
+    )
+    # Half of the microbatches a rank on twice the ranks: only what is done once a step is twice.
+    two, four = used(1e-9, gpus=2), used(1e-9, gpus=4)
+    time = estimate(plan(path, gpus=2, **batch)).notes["time"]
+    assert four - two == pytest.approx(2 * (time["overhead"] + time["optimizer"]), rel=1e-3)
+
+
+def test_cpu_seconds_are_not_said_where_they_are_not_known(tmp_path: Path) -> None:
+    path = kept(tmp_path, calibration())
+    assert "cpu_seconds" not in estimate(plan(path)).notes, "no collective says what it uses"
+    assert "cpu_seconds" not in estimate(plan(path, gpus=1, strategy="single")).notes, (
+        "one rank on two cores has two threads"
+    )
+
+
 def test_reductions_of_tensor_parallelism_wait_during_weight_gradients(tmp_path: Path) -> None:
     def exposed(weight: float, **changes: Any) -> float:
         found = tuple(

@@ -6,8 +6,12 @@ from __future__ import annotations
 
 import math
 import re
+import time
 from dataclasses import replace
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,10 +20,13 @@ import torch
 from workbench.costmodel.rates.measured_curves import MeasuredCurves
 from workbench.engine.calibrate import collective_points
 from workbench.engine.calibrate.local_points import local_points
-from workbench.engine.calibrate.measure import calibrate
+from workbench.engine.calibrate.measure import calibrate, judge
 from workbench.engine.calibrate.measured_sizes import CalibrationSurvey, survey_of
+from workbench.engine.calibrate.rank_visits import PointSample
 from workbench.engine.calibrate.timing import Stopwatch
+from workbench.engine.calibrate.turns import Turns
 from workbench.engine.precision import DTYPES
+from workbench.engine.verify.forked_ranks import run_worlds
 from workbench.machine.attached import attached
 from workbench.machine.calibration_file import (
     KINDS,
@@ -212,5 +219,36 @@ def test_a_window_is_filled() -> None:
 
     watch = Stopwatch(torch.device("cpu"), lambda: now[0])
     assert watch.window(call, 0.010) == pytest.approx(0.010 / 7)
-    now[0] = 0.0
-    assert watch.quickest(call, 0.010) == pytest.approx(0.001)
+
+
+def test_worlds_measure_in_turn_and_never_at_once() -> None:
+    """Three worlds, of which two are prepared late; each stamps its turns."""
+    turns = Turns(3)
+
+    def stamps(rank: int, place: int) -> list[tuple[float, float]]:
+        time.sleep(0.05 * place)
+        turns.ready()
+        found = []
+        for _ in range(3):
+            turns.take(place)
+            begin = time.monotonic()
+            time.sleep(0.01)
+            found.append((begin, time.monotonic()))
+            turns.pass_on(place)
+        return found
+
+    worlds = run_worlds([(1, partial(stamps, place=place)) for place in range(3)], 30.0)
+    order = sorted((begin, end, place) for place, (own,) in enumerate(worlds) for begin, end in own)
+    assert [place for *_, place in order] == [0, 1, 2] * 3
+    assert all(end <= begin for (_, end, _), (begin, *_) in pairwise(order))
+
+
+def test_one_figure_is_the_median_visit_of_the_mean_or_the_slowest_rank() -> None:
+    def figure(how: Any, *ranks: list[float]) -> float:
+        (found,) = judge([[PointSample("memory", {"bytes": 1}, how, s)] for s in ranks], 2, 1e9)[
+            0
+        ].values()
+        return found
+
+    assert figure("alone", [1.0, 2.0, 9.0], [3.0, 4.0, 5.0]) == 3.0
+    assert figure("together", [1.0, 2.0, 9.0], [3.0, 4.0, 5.0]) == 4.0

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from workbench.engine.calibrate.call_stamps import added_by_calls, seconds_added
+from workbench.engine.calibrate.call_stamps import added, added_by_calls
+from workbench.engine.calibrate.collective_points import collective_points
 from workbench.engine.calibrate.measured_sizes import CalibrationSurvey
 from workbench.engine.calibrate.operator_points import CHOICES, GROUPS, operator_points
 from workbench.engine.calibrate.whole_steps import with_split_backward
@@ -44,13 +48,62 @@ def _late_by(rank: int, seconds: float) -> list[float]:
         time.sleep(seconds * rank)
         dist.barrier()
 
-    return list(map(float, seconds_added(lambda: time.sleep(0.002), call, 4)))
+    return list(map(float, added(lambda: time.sleep(0.002), call, 4).seconds))
 
 
 def test_all_ranks_agree_what_a_call_adds() -> None:
     first, second = run_ranks(2, lambda rank: _late_by(rank, 0.05))
     assert first == second and len(first) == 4
     assert min(first) > 0.049
+
+
+def _cpu_of_waiting_and_working(rank: int) -> tuple[float, float]:
+    """CPU seconds of a call that sleeps, and of one that works for as long on two threads."""
+
+    def spin() -> None:
+        begin = time.thread_time()
+        while time.thread_time() - begin < 0.02:
+            pass
+
+    def work() -> None:
+        thread = threading.Thread(target=spin)
+        thread.start()
+        spin()
+        thread.join()
+
+    return tuple(added(spin, call, 3).cpu_seconds for call in (lambda: time.sleep(0.04), work))
+
+
+def test_waiting_in_a_call_uses_no_cpu_and_every_thread_that_works_does() -> None:
+    ((waiting, working),) = run_ranks(1, _cpu_of_waiting_and_working)
+    assert waiting < 0.004
+    assert working == pytest.approx(0.04, rel=0.1)
+
+
+class _Copies(TorchDispatchMode):
+    """Counts copies of one tensor to another."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten.copy_.default
+        return func(*args, **(kwargs or {}))
+
+
+def _copies_by_kind(rank: int) -> dict[str, int]:
+    survey = CalibrationSurvey(messages=(2**16,), dtypes=("fp32",))
+    found = {}
+    for point in collective_points(survey, torch.device("cpu")):
+        with _Copies() as copies:
+            point.call()
+        found[point.labels["kind"]] = copies.count
+    return found
+
+
+def test_gradients_are_reduced_in_place_and_parameters_gathered_from_shards() -> None:
+    """As flat buckets do: a reduce-scatter that copied its shard would seem slower than it is."""
+    for found in run_ranks(2, _copies_by_kind):
+        assert (found["reduce_scatter"], found["all_reduce"], found["all_gather"]) == (0, 0, 1)
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])

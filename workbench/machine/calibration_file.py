@@ -224,6 +224,11 @@ class Collective(Frozen):
     dtype: Dtype
     bytes: Elements
     seconds: Seconds
+    cpu_seconds: Seconds | None = Field(
+        None,
+        description="CPU seconds that one rank and its communication threads use, those of both "
+        "ends of a send; null where they were not measured.",
+    )
 
 
 class Conditions(Frozen):

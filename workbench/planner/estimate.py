@@ -11,6 +11,7 @@ import numpy as np
 from workbench.costmodel.communication.collective_call import CollectiveCall
 from workbench.costmodel.communication.collective_volume import exact_collectives
 from workbench.costmodel.compute.kernel_benchmarks import kernel_cost_source
+from workbench.costmodel.cpu_seconds import cpu_seconds
 from workbench.costmodel.inputs.rank_workload import workload
 from workbench.costmodel.memory.near_full import near_full_slowdown
 from workbench.costmodel.memory.peak_memory import PeakMemory, peak_memory
@@ -53,6 +54,8 @@ def estimate(plan: Plan) -> Profile:
         "time": step_time_breakdown(w, time),
         "model_flops_utilisation": float(model_flops_utilization(w, k, time)),
     }
+    if (used := cpu_seconds(w, k)) is not None:
+        notes["cpu_seconds"] = used
     if cannot := broken_limits(full):
         notes["cannot"] = "; ".join(cannot)
     if full.gpu.device == "cpu" and full.cluster.calibration is None:

@@ -27,7 +27,9 @@ def calibrate(
     output: Annotated[
         Path, typer.Option("-o", "--output", help="Calibration file to write.")
     ] = DEFAULT,
-    seconds: Annotated[float, typer.Option("--seconds", help="How long to measure.")] = 60.0,
+    seconds: Annotated[
+        float, typer.Option("--seconds", help="How long to measure, beside a minute of preparing.")
+    ] = 90.0,
     source: Annotated[
         list[str] | None,
         typer.Option(

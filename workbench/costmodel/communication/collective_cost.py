@@ -251,7 +251,7 @@ def comm_seconds(
         link = links.get(sub_axis, links[axis])
         ranks = each[0].group_size
         if link.measured is not None:
-            name = _measured_kind(each[0])
+            name = measured_kind(each[0])
             seconds: Number = sum(
                 c.count * link.measured.collective_seconds(name, c.bytes, ranks) for c in each
             )
@@ -268,6 +268,6 @@ def comm_seconds(
     return total
 
 
-def _measured_kind(c: CollectiveCall) -> str:
+def measured_kind(c: CollectiveCall) -> str:
     """What a call was measured as: around a ring every rank sends and receives at once."""
     return "exchange" if c.kind == "send" and c.axis == "context" else c.kind

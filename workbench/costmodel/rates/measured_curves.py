@@ -15,7 +15,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from workbench.machine.calibration_file import Calibration, Gemm, Host, Probe
+from workbench.machine.calibration_file import Calibration, Collective, Gemm, Host, Probe
 
 FloatArray = NDArray[np.float64]
 T = TypeVar("T")
@@ -176,28 +176,40 @@ class MeasuredCurves:
         """
         if group <= 1:
             return np.zeros_like(np.asarray(size, float))
-        curve, measured, crowd = self._collective(kind, group, dtype)
-        if kind in ("send", "recv"):
-            return curve.seconds(size) * crowd
-        latency = curve.latency
-        steps, share = (group - 1) / (measured - 1), (1 - 1 / group) / (1 - 1 / measured)
-        return np.asarray(latency * steps + (curve.seconds(size) - latency) * share) * crowd
+        points, crowd = self._collectives(kind, group, dtype)
+        curve = self._curve_of((c.bytes, c.seconds) for c in points)
+        return crowd * _grown(curve, kind, size, points[0].group, group)
+
+    def collective_cpu_seconds(
+        self, kind: str, size: ArrayLike, group: int, dtype: str = "fp32"
+    ) -> FloatArray | None:
+        """CPU seconds of one collective on one rank, arguments as above; of a send, on both ends.
+        None where they were not measured.
+        """
+        if group <= 1:
+            return np.zeros_like(np.asarray(size, float))
+        points, _ = self._collectives(kind, group, dtype)
+        used = [(c.bytes, c.cpu_seconds) for c in points if c.cpu_seconds is not None]
+        return _grown(_line(used), kind, size, points[0].group, group) if used else None
 
     def alpha_beta(self, kind: str, group: int, dtype: str = "fp32") -> tuple[float, float]:
         """(alpha in seconds, beta in seconds per byte) of a collective: the line through its
         measured points.
         """
-        curve, _, _ = self._collective(kind, group, dtype)
+        points, _ = self._collectives(kind, group, dtype)
+        curve = self._curve_of((c.bytes, c.seconds) for c in points)
         times = self.collective_seconds(kind, curve.sizes, group, dtype)
         alpha, beta = fit_nonnegative(
             np.stack((np.ones_like(curve.sizes), curve.sizes), axis=1), times
         )
         return float(alpha), float(beta)
 
-    def _collective(
-        self, kind: str, group: int, dtype: str
-    ) -> tuple[TimeCurve | LatencyLine, int, float]:
-        """(curve, group size that it was measured on, slowdown by ranks that share cores)."""
+    def _curve_of(self, timed: Iterable[tuple[int, float]]) -> TimeCurve | LatencyLine:
+        on_cpu = self.calibration.machine.device == "cpu"
+        return _line(timed) if on_cpu else _curve(timed)
+
+    def _collectives(self, kind: str, group: int, dtype: str) -> tuple[list[Collective], float]:
+        """(points of the nearest group that was measured, slowdown by ranks that share cores)."""
         wanted = "send" if kind == "recv" else kind
         points = [c for c in self.calibration.collectives if c.kind == wanted]
         if not points:
@@ -207,10 +219,8 @@ class MeasuredCurves:
         nearest = min(
             {c.group for c in points}, key=lambda size: (abs(np.log(size / group)), -size)
         )
-        points = _of_dtype([c for c in points if c.group == nearest], dtype, lambda c: c.dtype)
-        timed = [(c.bytes, c.seconds) for c in points]
-        on_cpu = self.calibration.machine.device == "cpu"
-        return _line(timed) if on_cpu else _curve(timed), nearest, crowd
+        of_group = [c for c in points if c.group == nearest]
+        return _of_dtype(of_group, dtype, lambda c: c.dtype), crowd
 
     def crowd(self, measured: set[int]) -> tuple[int, float]:
         """(ranks of the nearest measured world, slowdown beyond the largest one); GPU ranks never
@@ -224,6 +234,19 @@ class MeasuredCurves:
             self.calibration.machine.device == "cpu" and self.ranks > self.calibration.machine.cores
         )
         return largest, self.ranks / max(largest, self.calibration.machine.cores) if waits else 1.0
+
+
+def _grown(
+    curve: TimeCurve | LatencyLine, kind: str, size: ArrayLike, measured: int, group: int
+) -> FloatArray:
+    """A curve that was measured on `measured` ranks, on `group`: latency grows by hops of a ring,
+    bytes by a rank's share of them.
+    """
+    if kind in ("send", "recv"):
+        return curve.seconds(size)
+    latency = curve.latency
+    steps, share = (group - 1) / (measured - 1), (1 - 1 / group) / (1 - 1 / measured)
+    return np.asarray(latency * steps + (curve.seconds(size) - latency) * share)
 
 
 def _of_dtype(points: list[T], dtype: str, of: Callable[[T], str]) -> list[T]:

@@ -7,7 +7,7 @@ beyond the shapes that were measured; between them the deviations of the nearest
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 import numpy as np
@@ -149,6 +149,33 @@ class MeasuredOperators:
             here = groups == group
             found[here] = curves.collective_seconds(kind, sizes[here], round(float(group)))
         return self.scale.communication * found
+
+    def collective_cpu_seconds(
+        self, kind: str, size: ArrayLike, ranks: ArrayLike
+    ) -> FloatArray | None:
+        """CPU seconds of one collective on one rank, arguments as above; of a send, on both ends.
+        None where they were not measured.
+        """
+        curves = MeasuredCurves(self.calibration, self.ranks)
+        sizes, groups = np.broadcast_arrays(np.asarray(size, float), np.asarray(ranks, float))
+        found = np.zeros(sizes.shape)
+        for group in np.unique(groups):
+            here = groups == group
+            used = curves.collective_cpu_seconds(kind, sizes[here], round(float(group)))
+            if used is None:
+                return None
+            found[here] = used
+        return self.scale.communication * found
+
+    @property
+    def threads(self) -> int:
+        """Threads of a rank."""
+        return max(1, self.calibration.machine.cores // self.ranks)
+
+    def on_own_cores(self) -> MeasuredOperators:
+        """As many of the ranks as have a core each: by these a rank's own seconds are known."""
+        cores = self.calibration.machine.cores
+        return replace(self, ranks=min(self.ranks, cores))
 
     def _fit(self, kind: str, kernels: str, name: str) -> OperatorFit:
         return _operator_fits(self.calibration, self.ranks)[_code_of(self, kind, kernels), name]

@@ -1,4 +1,4 @@
-"""Subprocess entry point: `python -m workbench.engine.calibrate --seconds 60 --to FILE`.
+"""Subprocess entry point: `python -m workbench.engine.calibrate --seconds 90 --to FILE`.
 
 Writes the calibration file, and prints its progress as lines of JSON.
 """
@@ -20,7 +20,7 @@ from workbench.machine.calibration_file import write_calibration
 def main() -> int:
     """Measure and write; exit code 2 where this machine cannot be measured, 1 if a rank failed."""
     parser = argparse.ArgumentParser(prog="python -m workbench.engine.calibrate")
-    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--seconds", type=float, default=90.0)
     parser.add_argument("--to", type=Path, required=True)
     arguments = parser.parse_args()
     torch.set_num_threads(1)

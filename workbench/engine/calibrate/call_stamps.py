@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -15,25 +16,36 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 
-def seconds_added(
-    between: Callable[[], object], call: Callable[[], object], calls: int
-) -> NDArray[np.float64]:
-    """Seconds that each of `calls` calls adds; all ranks call this at the same time.
+class Added(NamedTuple):
+    """What calls of a collective add to the work between them."""
+
+    seconds: NDArray[np.float64]
+    """Of each call, until its last rank has left it."""
+    cpu_seconds: float
+    """Of a call, mean; this rank's, with those of the threads that move its bytes."""
+
+
+def added(between: Callable[[], object], call: Callable[[], object], calls: int) -> Added:
+    """Time that each of `calls` calls adds; all ranks call this at the same time.
 
     Args:
-        between: Work that every rank does before each call.
+        between: Work that every rank does on one thread before each call.
         call: The collective.
         calls: Calls after a first one, which brings the ranks together.
     """
-    moments = torch.empty(calls + 1, 2, dtype=torch.float64)
-    for each in moments:
+    moments, work, begin = [], 0.0, time.process_time()
+    for _ in range(calls + 1):
+        before = time.thread_time()
         between()
-        each[0] = time.monotonic()
+        work += time.thread_time() - before
+        entered = time.monotonic()
         call()
-        each[1] = time.monotonic()
-    ranks = [torch.empty_like(moments) for _ in range(dist.get_world_size())]
-    dist.all_gather(ranks, moments)
-    return added_by_calls(torch.stack(ranks).numpy())
+        moments.append((entered, time.monotonic()))
+    cpu = (time.process_time() - begin - work) / (calls + 1)
+    own = torch.tensor(moments, dtype=torch.float64)
+    ranks = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(ranks, own)
+    return Added(added_by_calls(torch.stack(ranks).numpy()), cpu)
 
 
 def added_by_calls(moments: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -19,6 +19,7 @@ from workbench.parallel.async_collectives import (
     run_collective,
 )
 from workbench.parallel.context.context_collectives import start_ring_transfer, wait_ring_transfer
+from workbench.parallel.data.data_collectives import local_shard
 from workbench.parallel.mesh import MeshAxis
 from workbench.parallel.pipeline.stage_transfers import start_recv, start_send
 from workbench.parallel.tensor.tensor_collectives import all_reduce
@@ -79,7 +80,8 @@ def _call(
     if kind == "all_gather":
         return lambda: all_gather_async(whole, part, axis)()
     if kind == "reduce_scatter":
-        return lambda: reduce_scatter_async(part, whole, axis)()
+        own = local_shard(whole, axis)  # in place, as gradients in flat buckets are
+        return lambda: reduce_scatter_async(own, whole, axis)()
     if kind == "all_to_all":
         received = torch.empty_like(whole)
         return lambda: dist.all_to_all_single(received, whole, group=group)

@@ -29,7 +29,8 @@ class Point:
     """One thing to time.
 
     `how`: a collective (`together`) is called equally often by all ranks; other points repeat for a
-    window of time, of which points that neighbours cannot slow (`host`) count the fastest call.
+    window of time, by the clock of the device (`alone`), or of the host that keeps one thread busy
+    (`host`).
     """
 
     section: str

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import itertools
 import platform
 import time
 from collections import defaultdict
@@ -18,8 +17,9 @@ from workbench.costmodel.rates.measured_curves import fit_nonnegative
 from workbench.engine.calibrate import believable_figures
 from workbench.engine.calibrate.local_points import NUM_CHAINED_OPERATORS
 from workbench.engine.calibrate.measured_sizes import CalibrationSurvey, survey_of
-from workbench.engine.calibrate.rank_visits import PointSample, measure_points
-from workbench.engine.verify.forked_ranks import run_ranks
+from workbench.engine.calibrate.rank_visits import CPU_SECTION, PointSample, measure_points
+from workbench.engine.calibrate.turns import Turns
+from workbench.engine.verify.forked_ranks import run_worlds
 from workbench.machine.attached import Attached, attached, local_cluster
 from workbench.machine.calibration_file import (
     AttentionRate,
@@ -36,21 +36,15 @@ from workbench.machine.calibration_file import (
 )
 
 WORLDS = (1, 2, 4, 8)
-MEDIAN = 0.5
-PASSES = 3
-AGAIN = 2
-"""Times that a world is measured again where some of its points are in doubt."""
-AGAIN_SHARE = 0.25
-"""Share of the requested time that each repetition may add, over all worlds."""
 SMALLEST_SHARE = 0.1
 """Share of a rotation's time that is left to it, whatever its copies took."""
 SPARE_SECONDS = 120.0
-"""Time beyond its share that a world may take to start and to visit every point once."""
+"""Time beyond its share that a world may take to prepare and to visit every point once."""
 Key = tuple[str, tuple[tuple[str, Any], ...]]
 
 
 def calibrate(
-    seconds: float = 60.0,
+    seconds: float = 90.0,
     progress: Callable[[float, str], None] = lambda spent, words: None,
     survey: CalibrationSurvey | None = None,
     worlds: Sequence[int] | None = None,
@@ -58,7 +52,7 @@ def calibrate(
     """Measure the attached machine. The caller must be single-threaded, see `run_ranks`.
 
     Args:
-        seconds: About how long to measure.
+        seconds: About how long to measure, beside preparing every point once.
         progress: Called with (seconds elapsed, a description).
         survey: Points to measure; default: those for the device.
         worlds: World sizes; default: up to the number of GPUs, or twice the cores.
@@ -75,33 +69,16 @@ def calibrate(
     sizes = worlds or _worlds(found)
     machine, busy = _machine(found), believable_figures.conditions()
     begin = time.monotonic()
-    turns = [(world, turn == 0) for turn in range(PASSES) for world in sizes]
-    samples: dict[int, list[list[PointSample]]] = defaultdict(list)
-    for place, (world, first) in enumerate(turns):
+    samples: dict[int, list[list[PointSample]]] = {}
+    # Worlds of CPU ranks take turns; several of GPU ranks at once might not fit its memory.
+    for group in [sizes] if found.device == "cpu" else [[world] for world in sizes]:
         spent = time.monotonic() - begin
-        share = (seconds - spent) * _cost(world) / sum(_cost(w) for w, _ in turns[place:])
-        if first or share > 0:
-            samples[world] += _world(
-                found, points, world, max(0.0, share), first, partial(_at, progress, spent, world)
-            )
-            progress(time.monotonic() - begin, _world_label(world))
-
-    alone = next(iter(samples))
-    memory = believable_figures.memory_rate(_reduced(samples[alone], alone))
-
-    def judged(world: int) -> tuple[dict[Key, float], list[Doubt]]:
-        return judge(samples[world], world, memory)
-
-    for world, _ in itertools.product(samples, range(AGAIN)):
-        if not judged(world)[1]:
-            continue
-        share = AGAIN_SHARE * seconds * _cost(world) / sum(map(_cost, samples))
-        spent = time.monotonic() - begin
-        samples[world] += _world(
-            found, points, world, share, False, partial(_at, progress, spent, world)
-        )
-        progress(time.monotonic() - begin, f"{_world_label(world)}, again")
-    results = {world: judged(world) for world in samples}
+        left = [world for world in sizes if world not in samples]
+        share = max(0.0, seconds - spent) * sum(map(_cost, group)) / sum(map(_cost, left))
+        samples |= _worlds_in_turn(found, points, group, share, partial(_at, progress, spent))
+        progress(time.monotonic() - begin, _world_label(group[-1]))
+    memory = believable_figures.memory_rate(_reduced(samples[sizes[0]]))
+    results = {world: judge(samples[world], world, memory) for world in samples}
     doubts = tuple(doubt for _, found_doubts in results.values() for doubt in found_doubts)
     figures = {
         world: believable_figures.believable(own, against, world)
@@ -114,11 +91,9 @@ def judge(
     samples: list[list[PointSample]], world: int, memory: float
 ) -> tuple[dict[Key, float], list[Doubt]]:
     """(point -> seconds, doubts about them), from all visits of a world's ranks."""
-    figures = _reduced(samples, world)
-    repeats: dict[Key, list[float]] = defaultdict(list)
-    for own in samples[::world]:  # rank 0 of each pass: all its ranks share its conditions
-        for sample in own:
-            repeats[sample.section, tuple(sample.labels.items())] += sample.seconds
+    figures = _reduced(samples)
+    # rank 0's: all ranks share its conditions
+    repeats = {(s.section, tuple(s.labels.items())): s.seconds for s in samples[0]}
     return figures, believable_figures.find_doubts(figures, repeats, world, memory)
 
 
@@ -147,26 +122,31 @@ def _crowded(found: Attached, world: int) -> bool:
     return found.device == "cpu" and world > found.cores
 
 
-def _world(
+def _worlds_in_turn(
     found: Attached,
     survey: CalibrationSurvey,
-    world: int,
+    worlds: Sequence[int],
     seconds: float,
-    first: bool,
-    progress: Callable[[float], None],
-) -> list[list[PointSample]]:
-    threads = max(1, found.cores // world)
-    work = partial(
-        measure_points,
-        survey=survey,
-        device_type=found.device,
-        threads=threads,
-        crowded=_crowded(found, world),
-        seconds=seconds,
-        every=first,
-        progress=progress,
-    )
-    return run_ranks(world, work, seconds + SPARE_SECONDS)
+    progress: Callable[[int, float], None],
+) -> dict[int, list[list[PointSample]]]:
+    """Samples of each rank of each world."""
+    turns = Turns(len(worlds))
+
+    def work(rank: int, place: int, world: int) -> list[PointSample]:
+        return measure_points(
+            rank,
+            survey,
+            found.device,
+            threads=max(1, found.cores // world),
+            crowded=_crowded(found, world),
+            seconds=seconds,
+            turns=turns,
+            place=place,
+            progress=partial(progress, world),
+        )
+
+    each = [(world, partial(work, place=place, world=world)) for place, world in enumerate(worlds)]
+    return dict(zip(worlds, run_worlds(each, seconds + SPARE_SECONDS * len(worlds))))
 
 
 def _machine(found: Attached) -> Measured:
@@ -189,30 +169,25 @@ def _machine(found: Attached) -> Measured:
     )
 
 
-def _reduced(ranks: Iterable[list[PointSample]], world: int) -> dict[Key, float]:
-    """Point -> seconds of one call, from all visits; `ranks` in order, pass after pass."""
+def _reduced(ranks: Iterable[list[PointSample]]) -> dict[Key, float]:
+    """Point -> seconds of one call, from all visits of all ranks."""
     by_point: dict[Key, list[PointSample]] = defaultdict(list)
     for own in ranks:
         for sample in own:
             by_point[sample.section, tuple(sample.labels.items())].append(sample)
-    return {key: _one(samples, world) for key, samples in by_point.items()}
+    return {key: _one(samples) for key, samples in by_point.items()}
 
 
-def _one(samples: list[PointSample], world: int) -> float:
-    """One figure of a point: the mean over ranks, or the slowest rank of a collective.
+def _one(samples: list[PointSample]) -> float:
+    """One figure of a point: the median visit, of ranks the mean, of a collective the slowest.
 
-    Other work on the machine only ever lengthens a visit, so one rank alone counts its quickest.
-    Ranks that run concurrently slow each other, which is part of the measurement: there the median
-    counts, of CPU time or of how long a call took all ranks.
+    Medians, as those of steps that the figures are to predict: rounds lie apart, and a burst of
+    other work meets few of them.
     """
-    if samples[0].how != "together":
-        each = [np.concatenate([s.seconds for s in samples[rank::world]]) for rank in range(world)]
-        return float(np.mean([np.quantile(one, MEDIAN if world > 1 else 0.0) for one in each]))
-    visits = [
-        np.max([s.seconds for s in samples[i : i + world]], axis=0)
-        for i in range(0, len(samples), world)
-    ]
-    return float(np.quantile(np.concatenate(visits), MEDIAN))
+    visits = np.array([sample.seconds for sample in samples])
+    if samples[0].how == "together":
+        visits = visits.max(axis=0, keepdims=True)
+    return float(np.median(visits, axis=1).mean())
 
 
 def _calibration(machine: Measured, found: dict[int, dict[Key, float]]) -> Calibration:
@@ -224,6 +199,7 @@ def _calibration(machine: Measured, found: dict[int, dict[Key, float]]) -> Calib
             if name == section
         ]
 
+    cpu = {(w, *labels.values()): s for w, labels, s in of(CPU_SECTION)}
     attention: dict[tuple[Any, ...], dict[str, Any]] = defaultdict(dict)
     for world, labels, seconds in of("attention"):
         which = labels.pop("pass")
@@ -244,7 +220,12 @@ def _calibration(machine: Measured, found: dict[int, dict[Key, float]]) -> Calib
             Probe(**labels, ranks=w, seconds=_seconds(s)) for w, labels, s in of("probes")
         ),
         collectives=tuple(
-            Collective(**labels, ranks=w, seconds=_one_way_seconds(labels, s))
+            Collective(
+                **labels,
+                ranks=w,
+                seconds=_one_way_seconds(labels, s),
+                cpu_seconds=_cpu_seconds(cpu.get((w, *labels.values()))),
+            )
             for w, labels, s in of("collectives")
         ),
         operators=tuple(each for w, own in found.items() for each in _operators(w, own)),
@@ -283,6 +264,10 @@ def _operators(world: int, own: dict[Key, float]) -> Iterator[Operator]:
 def _one_way_seconds(labels: dict[str, Any], seconds: float) -> float:
     """Seconds of a collective; a send was timed as a round trip."""
     return _seconds(seconds / 2 if labels["kind"] == "send" else seconds)
+
+
+def _cpu_seconds(value: float | None) -> float | None:
+    return None if value is None else _seconds(value)
 
 
 def _host(world: int, own: dict[Key, float]) -> Host:

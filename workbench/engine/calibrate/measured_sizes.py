@@ -122,12 +122,19 @@ class CalibrationSurvey:
     """Small models whose training step is timed; names as in `calibration_file.Probe`."""
     window: float = 0.01
     """Seconds of one visit of a point."""
-    together: float = 0.03
-    """The same of a collective: how late ranks wake up varies from call to call."""
+    together: float = 0.06
+    """The same of a collective with the work between its calls: how late ranks wake up varies from
+    call to call.
+    """
+
+    host: float = 0.1
+    """The same of a step of a tiny model, and of chains of operators: what the host takes by layer
+    and microbatch is the difference of such steps.
+    """
 
     def window_of(self, how: str) -> float:
         """Seconds of one visit of a point that is measured so."""
-        return self.together if how == "together" else self.window
+        return {"together": self.together, "host": self.host}.get(how, self.window)
 
 
 @dataclass(frozen=True)

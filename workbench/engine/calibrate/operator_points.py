@@ -52,18 +52,20 @@ def operator_points(survey: CalibrationSurvey) -> Iterator[Point]:
             for shape in shapes:
                 labels: dict[str, Any] = {"kind": kind, "kernels": code}
                 labels |= dict(zip(("rows", "columns", "inner"), shape))
-                copies = _copies_of(shape)
+                copies = _copies_of(kind, shape)
                 for name, call in _PASSES[kind](kind, code, shape, copies).items():
                     each = copies * (GROUPS if kind == "grouped_linear" else 1)
                     yield Point("operators", {**labels, "pass": name}, call, repeats=each)
 
 
-def _copies_of(shape: Sizes) -> int:
+def _copies_of(kind: str, shape: Sizes) -> int:
     """As many operators of a shape one after the other as leave a core's caches, as those of a
     model's layers do; backward is started once for all of them.
     """
     rows, columns, inner = shape
     numel = max(rows * columns, rows * inner, columns * inner)
+    if kind in ("attention", "ring_step"):  # [heads, length, width]
+        numel = rows * columns * inner
     return max(1, min(MOST_COPIES, BEYOND_CACHE_NUMEL // numel))
 
 

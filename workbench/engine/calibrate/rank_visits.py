@@ -1,4 +1,4 @@
-"""Measurement loop of one rank: visit all points in turn until the time is over.
+"""Measurement loop of one rank: visit all points in turn, round by round.
 
 Points are interleaved, so that a burst of other work disturbs one visit of many points instead of
 all visits of one.
@@ -15,15 +15,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from workbench.engine.calibrate.call_stamps import seconds_added
+from workbench.engine.calibrate.call_stamps import added
 from workbench.engine.calibrate.collective_points import collective_points
 from workbench.engine.calibrate.local_points import Point, local_points
 from workbench.engine.calibrate.measured_sizes import CalibrationSurvey
 from workbench.engine.calibrate.operator_points import operator_points
 from workbench.engine.calibrate.timing import Stopwatch
+from workbench.engine.calibrate.turns import Turns
 from workbench.engine.calibrate.whole_steps import step_points
 
-MOST_CALLS = 256
+FEWEST_CALLS, MOST_CALLS = 4, 256
+"""Calls of a collective in a visit."""
 Progress = Callable[[float], None]
 
 
@@ -39,6 +41,8 @@ class PointSample:
 
 LEAST_SECONDS = 1e-6
 """Lower bound of a collective, whose time is a difference of two."""
+CPU_SECTION = "collective_cpu"
+"""Section of the CPU seconds of a collective; its own labels are those of its seconds."""
 
 
 def measure_points(
@@ -48,10 +52,11 @@ def measure_points(
     threads: int,
     crowded: bool,
     seconds: float,
-    every: bool,
+    turns: Turns,
+    place: int,
     progress: Progress,
 ) -> list[PointSample]:
-    """Measure all points on this rank.
+    """Measure all points on this rank, in rounds, each in a turn of its world.
 
     Args:
         rank: This rank.
@@ -59,40 +64,62 @@ def measure_points(
         device_type: cpu or cuda.
         threads: Threads of this rank.
         crowded: Ranks share cores: only collectives are measured.
-        seconds: About how long to measure.
-        every: Visit each point at least once, however long it takes.
-        progress: Called with the seconds elapsed.
+        seconds: No round begins later; all worlds have one at least.
+        turns: In which worlds measure.
+        place: Of this world among them.
+        progress: Called after each round with the seconds since all worlds are prepared.
 
     Returns:
         A sample per point visited.
     """
-    begin = time.monotonic()
     torch.set_num_threads(threads)
     device = _device(device_type, rank)
     watches = _watches(device, threads)
-    # Ranks that share a core would time the operating system's scheduler.
-    own = (
-        []
-        if crowded
-        else [*local_points(survey, device), *step_points(survey, device), *operator_points(survey)]
-    )
-    points = [*own, *collective_points(survey, device)]
-    calls = [
-        _calls_per_visit(point, watches[point.how], survey.window_of(point.how)) for point in points
-    ]
-    found: list[list[float]] = [[] for _ in points]
+    points = _prepared(_points(survey, device, crowded))
+    found: list[dict[str, list[float]]] = [{} for _ in points]
+    if rank == 0:
+        turns.ready()
+    begin = time.monotonic()
     for rounds in itertools.count():
-        for point, often, seen in zip(points, calls, found):
-            over = time.monotonic() - begin > seconds and (not every or rounds > 0)
-            if _time_is_over(over):
-                return [
-                    PointSample(p.section, p.labels, p.how, s) for p, s in zip(points, found) if s
-                ]
-            if often:
-                seen.append(_visit(point, watches[point.how], often, survey.window_of(point.how)))
+        late = rounds > 0 and time.monotonic() - begin > seconds
+        if _any_rank(rank == 0 and not turns.take(place, late)):
+            break
+        for point, seen in zip(points, found):
+            for section, value in _visit(
+                point, watches[point.how], survey.window_of(point.how)
+            ).items():
+                seen.setdefault(section, []).append(value)
         if rank == 0:
+            turns.pass_on(place)
             progress(time.monotonic() - begin)
-    raise AssertionError("a count has no end")
+    if rank == 0:
+        turns.pass_on(place)
+    return [each for pair in zip(points, found) for each in _samples(*pair)]
+
+
+def _points(survey: CalibrationSurvey, device: torch.device, crowded: bool) -> list[Point]:
+    """The survey's; ranks that share a core would time the operating system's scheduler, but for
+    collectives.
+    """
+    found = [*collective_points(survey, device)]
+    if not crowded:
+        found += local_points(survey, device)
+        found += step_points(survey, device)
+        found += operator_points(survey)
+    return found
+
+
+def _prepared(points: list[Point]) -> list[Point]:
+    """The points that the backend has, warmed up."""
+    return [point for point in points if not _any_rank(_refused(point))]
+
+
+def _refused(point: Point) -> bool:
+    try:
+        point.call()
+    except (RuntimeError, ValueError, NotImplementedError):
+        return True
+    return False
 
 
 def _watches(device: torch.device, threads: int) -> dict[str, Stopwatch]:
@@ -101,19 +128,31 @@ def _watches(device: torch.device, threads: int) -> dict[str, Stopwatch]:
     return {"together": wall, "alone": own if threads == 1 else wall, "host": own}
 
 
-def _visit(point: Point, watch: Stopwatch, calls: int, window: float) -> float:
-    """Seconds of one call."""
+def _samples(point: Point, seen: dict[str, list[float]]) -> list[PointSample]:
+    """CPU seconds are each rank's own, whatever the point is."""
+    return [
+        PointSample(section, point.labels, "alone" if section == CPU_SECTION else point.how, values)
+        for section, values in seen.items()
+    ]
+
+
+def _visit(point: Point, watch: Stopwatch, window: float) -> dict[str, float]:
+    """Seconds of one call, by section."""
     if point.how == "together":
-        return _seconds_between_work(point, watch, calls)
-    undisturbed = point.how == "host" and dist.get_world_size() == 1
-    return (watch.quickest if undisturbed else watch.window)(point.call, window) / point.repeats
+        return _call_between_work(point, watch, _calls_per_visit(point, watch, window))
+    _any_rank(False)
+    return {point.section: watch.window(point.call, window) / point.repeats}
 
 
-def _seconds_between_work(point: Point, watch: Stopwatch, calls: int) -> float:
-    """Mean seconds that one call adds to the work between two."""
+def _call_between_work(point: Point, watch: Stopwatch, calls: int) -> dict[str, float]:
+    """Mean seconds, and CPU seconds, that one call adds to the work between two."""
     if point.between is None:
-        return watch.of(point.call, calls) / calls
-    return max(float(seconds_added(point.between, point.call, calls).mean()), LEAST_SECONDS)
+        return {point.section: watch.of(point.call, calls) / calls}
+    more = added(point.between, point.call, calls)
+    return {
+        point.section: max(float(more.seconds.mean()), LEAST_SECONDS),
+        CPU_SECTION: max(more.cpu_seconds, LEAST_SECONDS),
+    }
 
 
 def _device(device_type: str, rank: int) -> torch.device:
@@ -124,24 +163,18 @@ def _device(device_type: str, rank: int) -> torch.device:
 
 
 def _calls_per_visit(point: Point, watch: Stopwatch, window: float) -> int:
-    """Warm up; returns calls per visit, agreed by all ranks: 0 where the backend lacks the
-    point.
-    """
-    try:
-        point.call()
-        watch.of(point.call, 1)
-        seconds = watch.of(point.call, 1)
-    except (RuntimeError, ValueError, NotImplementedError):
-        seconds = float("inf")
-    slowest = torch.tensor([seconds], dtype=torch.float64)
+    """Calls of a collective, with the work between them, that fill a window on the slowest rank."""
+    begin = time.monotonic()
+    watch.of(point.call, 1)
+    if point.between is not None:
+        point.between()
+    slowest = torch.tensor([time.monotonic() - begin], dtype=torch.float64)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    return (
-        0 if slowest.isinf() else max(1, min(MOST_CALLS, int(window / max(slowest.item(), 1e-7))))
-    )
+    return max(FEWEST_CALLS, min(MOST_CALLS, int(window / slowest.item())))
 
 
-def _time_is_over(over: bool) -> bool:
-    """Whether rank 0's time is over; the all-reduce also starts all ranks' visits together."""
-    word = torch.tensor([float(over and dist.get_rank() == 0)])
+def _any_rank(here: bool) -> bool:
+    """Whether any rank says so; the all-reduce also starts all ranks' visits together."""
+    word = torch.tensor([float(here)])
     dist.all_reduce(word)
     return bool(word.item())

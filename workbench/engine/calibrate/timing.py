@@ -44,13 +44,6 @@ class Stopwatch:
             calls = max(1, min(2 * calls, int(done * (seconds - total) / max(total, 1e-9))))
         return total / done
 
-    def quickest(self, call: Callable[[], object], seconds: float) -> float:
-        """Seconds of the fastest of as many calls as fill `seconds`."""
-        times = [self.of(call, 1)]
-        while sum(times) < seconds and len(times) < MOST_CALLS:
-            times.append(self.of(call, 1))
-        return min(times)
-
     def _events(self, call: Callable[[], object], calls: int) -> float:
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()

@@ -9,6 +9,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from itertools import islice
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -44,23 +45,38 @@ def run_ranks(
     Raises:
         RankError: The first failure of a rank, or the time limit.
     """
+    return run_worlds([(world_size, work)], seconds, backend)[0]
+
+
+def run_worlds(
+    worlds: Sequence[tuple[int, Callable[[int], Any]]], seconds: float, backend: str = "gloo"
+) -> list[list[Any]]:
+    """As `run_ranks`, of several worlds at once, each with a process group of its own.
+
+    Args:
+        worlds: (number of ranks, work) of each.
+        seconds: Time limit of all.
+        backend: Of the process groups.
+    """
     assert torch.get_num_threads() == 1, "call torch.set_num_threads(1) before anything runs"
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
-        pipes = [context.Pipe(duplex=False) for _ in range(world_size)]
-        processes = [
-            context.Process(
-                target=_rank,
-                args=(rank, world_size, f"{folder}/store", work, pipe[1], seconds, backend),
-            )
-            for rank, pipe in enumerate(pipes)
-        ]
+        pipes, processes = [], []
+        for place, (size, work) in enumerate(worlds):
+            for rank in range(size):
+                pipes.append(context.Pipe(duplex=False))
+                store = f"{folder}/store{place}"
+                arguments = rank, size, store, work, pipes[-1][1], seconds, backend
+                processes.append(context.Process(target=_rank, args=arguments))
         try:
             for process in processes:
                 process.start()
             for _, sender in pipes:
                 sender.close()
-            return _collect([receiver for receiver, _ in pipes], time.monotonic() + seconds)
+            results = iter(
+                _collect([receiver for receiver, _ in pipes], time.monotonic() + seconds)
+            )
+            return [list(islice(results, size)) for size, _ in worlds]
         finally:
             _end(processes)
 

@@ -29,11 +29,11 @@ ROUNDS = 4
 """Of estimating again: overlap makes the step time nonlinear in the factors."""
 
 
-def calibrate(seconds: float = 60.0, progress: Progress | None = None) -> Calibration:
+def calibrate(seconds: float = 90.0, progress: Progress | None = None) -> Calibration:
     """Measure the attached machine in a child process, every point at least once.
 
     Args:
-        seconds: How long to measure, about.
+        seconds: About how long to measure, beside about a minute of preparing.
         progress: Called with (seconds done, seconds in all, what).
 
     Raises:
@@ -43,7 +43,7 @@ def calibrate(seconds: float = 60.0, progress: Progress | None = None) -> Calibr
     if not LEAST_SECONDS <= seconds <= MOST_SECONDS:
         raise refuse(
             "seconds",
-            f"is {seconds:g}; legal: {LEAST_SECONDS:g} to {MOST_SECONDS:g}, and 60 is enough",
+            f"is {seconds:g}; legal: {LEAST_SECONDS:g} to {MOST_SECONDS:g}, and 90 is enough",
         )
 
     def on_line(text: str) -> None:
@@ -61,7 +61,7 @@ def calibrate(seconds: float = 60.0, progress: Progress | None = None) -> Calibr
 
 def calibrate_file(
     path: Path | None,
-    seconds: float = 60.0,
+    seconds: float = 90.0,
     runs: Sequence[Run] = (),
     progress: Progress | None = None,
 ) -> Calibration:
