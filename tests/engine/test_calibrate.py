@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from threading import BrokenBarrierError
 from typing import Any
 
 import numpy as np
@@ -119,7 +120,7 @@ def test_the_record_says_what_was_measured_and_names_no_host(found: Calibration)
 
 def test_it_is_followed_to_its_end(found: Calibration) -> None:
     spent = [seconds for seconds, _ in TOLD]
-    assert spent == sorted(spent) and {words.removesuffix(", again") for _, words in TOLD} == {
+    assert spent == sorted(spent) and {words for _, words in TOLD} == {
         "1 rank at once",
         "2 ranks at once",
     }
@@ -223,7 +224,7 @@ def test_a_window_is_filled() -> None:
 
 def test_worlds_measure_in_turn_and_never_at_once() -> None:
     """Three worlds, of which two are prepared late; each stamps its turns."""
-    turns = Turns(3)
+    turns = Turns(3, 60.0)
 
     def stamps(rank: int, place: int) -> list[tuple[float, float]]:
         time.sleep(0.05 * place)
@@ -252,3 +253,12 @@ def test_one_figure_is_the_median_visit_of_the_mean_or_the_slowest_rank() -> Non
 
     assert figure("alone", [1.0, 2.0, 9.0], [3.0, 4.0, 5.0]) == 3.0
     assert figure("together", [1.0, 2.0, 9.0], [3.0, 4.0, 5.0]) == 4.0
+
+
+def test_a_world_whose_others_hang_ends() -> None:
+    turns = Turns(2, 0.05)
+    with pytest.raises(BrokenBarrierError):
+        turns.ready()
+    assert turns.take(0)
+    with pytest.raises(TimeoutError, match="no turn for 0 s"):
+        turns.take(1)

@@ -76,7 +76,8 @@ def calibrate(
         left = [world for world in sizes if world not in samples]
         share = max(0.0, seconds - spent) * sum(map(_cost, group)) / sum(map(_cost, left))
         samples |= _worlds_in_turn(found, points, group, share, partial(_at, progress, spent))
-        progress(time.monotonic() - begin, _world_label(group[-1]))
+        for world in group:
+            progress(time.monotonic() - begin, _world_label(world))
     memory = believable_figures.memory_rate(_reduced(samples[sizes[0]]))
     results = {world: judge(samples[world], world, memory) for world in samples}
     doubts = tuple(doubt for _, found_doubts in results.values() for doubt in found_doubts)
@@ -130,7 +131,8 @@ def _worlds_in_turn(
     progress: Callable[[int, float], None],
 ) -> dict[int, list[list[PointSample]]]:
     """Samples of each rank of each world."""
-    turns = Turns(len(worlds))
+    limit = seconds + SPARE_SECONDS * len(worlds)
+    turns = Turns(len(worlds), limit)
 
     def work(rank: int, place: int, world: int) -> list[PointSample]:
         return measure_points(
@@ -146,7 +148,7 @@ def _worlds_in_turn(
         )
 
     each = [(world, partial(work, place=place, world=world)) for place, world in enumerate(worlds)]
-    return dict(zip(worlds, run_worlds(each, seconds + SPARE_SECONDS * len(worlds))))
+    return dict(zip(worlds, run_worlds(each, limit)))
 
 
 def _machine(found: Attached) -> Measured:

@@ -14,24 +14,30 @@ class Turns:
 
     Args:
         worlds: Their number.
+        seconds: Longest wait for the others, which a rank without them does not outlive.
     """
 
-    def __init__(self, worlds: int) -> None:
+    def __init__(self, worlds: int, seconds: float) -> None:
+        self._seconds = seconds
         context = multiprocessing.get_context("fork")
         self._all_ready = context.Barrier(worlds)
         self._turns = [context.Semaphore(int(place == 0)) for place in range(worlds)]
         self._over = context.Event()
 
     def ready(self) -> None:
-        """Wait until every world is prepared."""
-        self._all_ready.wait()
+        """Wait until every world is prepared; `BrokenBarrierError` where one is not in time."""
+        self._all_ready.wait(self._seconds)
 
     def take(self, place: int, over: bool = False) -> bool:
         """Wait for the turn of world `place`; whether it is to measure another round.
 
         The first world says when the time is `over`, so that all have equally many rounds.
+
+        Raises:
+            TimeoutError: The others did not pass it on in time.
         """
-        self._turns[place].acquire()
+        if not self._turns[place].acquire(timeout=self._seconds):
+            raise TimeoutError(f"no turn for {self._seconds:.0f} s: another world hangs or ended")
         if place == 0 and over:
             self._over.set()
         return not self._over.is_set()
