@@ -76,7 +76,8 @@ def calibrate(
         left = [world for world in sizes if world not in samples]
         share = max(0.0, seconds - spent) * sum(map(_cost, group)) / sum(map(_cost, left))
         samples |= _worlds_in_turn(found, points, group, share, partial(_at, progress, spent))
-        progress(time.monotonic() - begin, _world_label(group[-1]))
+        for world in group:
+            progress(time.monotonic() - begin, _world_label(world))
     memory = believable_figures.memory_rate(_reduced(samples[sizes[0]]))
     results = {world: judge(samples[world], world, memory) for world in samples}
     doubts = tuple(doubt for _, found_doubts in results.values() for doubt in found_doubts)
