@@ -71,7 +71,8 @@ def _cpu_of_waiting_and_working(rank: int) -> tuple[float, float]:
         spin()
         thread.join()
 
-    return tuple(added(spin, call, 3).cpu_seconds for call in (lambda: time.sleep(0.04), work))
+    waiting, working = added(spin, lambda: time.sleep(0.04), 3), added(spin, work, 3)
+    return waiting.cpu_seconds, working.cpu_seconds
 
 
 def test_waiting_in_a_call_uses_no_cpu_and_every_thread_that_works_does() -> None:
