@@ -43,6 +43,7 @@ SMALL = CalibrationSurvey(
     streams=(12 * 2**10, 12 * 2**20),
     attention=((1, 2, 64, 16),),
     messages=(256, 2**23),
+    operators={"linear": ((4, 16, 16), (48, 96, 96)), "rmsnorm": ((4, 32, 1),)},
     window=0.002,
 )
 TOLD: list[tuple[float, str]] = []
