@@ -64,11 +64,11 @@ def main() -> None:
     _calibrated(before)
     measured = _passes(draw(asked.plans, asked.seed, str(before)), asked)
     _calibrated(after)
-    told = [
+    first, later = (
         {name: estimated(plan) for name, plan in draw(asked.plans, asked.seed, str(file)).items()}
         for file in (before, after)
-    ]
-    rows = {name: compared(told[0][name], told[1][name], name, measured) for name in told[0]}
+    )
+    rows = {name: compared(first[name], later[name], name, measured) for name in first}
     report(rows, drift(read_calibration(before), read_calibration(after)), asked.json)
 
 
@@ -121,22 +121,22 @@ def estimated(plan: Plan) -> Estimated:
     )
 
 
-def compared(told: Estimated, later: Estimated, name: str, passes: list[Times]) -> dict[str, Any]:
+def compared(first: Estimated, later: Estimated, name: str, passes: list[Times]) -> dict[str, Any]:
     """Measured and estimated seconds of one plan, and what its passes differ by.
 
     Args:
-        told: By the calibration before the steps.
+        first: By the calibration before the steps.
         later: By the one after them.
         name: Of the plan.
         passes: Measured seconds.
     """
-    judged = "wall" if told.ranks <= ON_OWN_CORES else "cpu"
+    judged = "wall" if first.ranks <= ON_OWN_CORES else "cpu"
     medians = np.array([np.median(times[name][judged]) for times in passes])
     seconds = float(np.median(medians))
-    own, second = getattr(told, judged), getattr(later, judged)
+    own, second = getattr(first, judged), getattr(later, judged)
     return {
-        "model": told.model,
-        "ranks": told.ranks,
+        "model": first.model,
+        "ranks": first.ranks,
         "measured": seconds,
         "estimated": own,
         "error": own / seconds - 1,
@@ -144,8 +144,8 @@ def compared(told: Estimated, later: Estimated, name: str, passes: list[Times]) 
         "error_mean": (own * second) ** 0.5 / seconds - 1,
         "spread": float(np.abs(medians / seconds - 1).max()),
         "wall": float(np.median([np.median(times[name]["wall"]) for times in passes])),
-        "estimated_wall": told.wall,
-        "time": told.time,
+        "estimated_wall": first.wall,
+        "time": first.time,
     }
 
 
@@ -191,8 +191,8 @@ def figures(rows: list[dict[str, Any]], moved: float) -> dict[str, float]:
     }
 
 
-def _order(rows: list[dict[str, Any]], told: str, measured: str) -> float:
-    return float(spearmanr(*([row[key] for row in rows] for key in (told, measured))).statistic)
+def _order(rows: list[dict[str, Any]], estimate: str, measured: str) -> float:
+    return float(spearmanr(*([row[key] for row in rows] for key in (estimate, measured))).statistic)
 
 
 def _regret(group: list[dict[str, Any]]) -> float:
@@ -202,11 +202,11 @@ def _regret(group: list[dict[str, Any]]) -> float:
 
 def report(rows: dict[str, dict[str, Any]], moved: float, as_json: bool) -> None:
     """Print every plan and the figures, of plans with a core a rank and of those that share."""
-    halves = {
+    groups = {
         "seconds, at most two ranks": [r for r in rows.values() if r["ranks"] <= ON_OWN_CORES],
         "CPU seconds, more ranks": [r for r in rows.values() if r["ranks"] > ON_OWN_CORES],
     }
-    result = {title: figures(half, moved) for title, half in halves.items() if len(half) > 1}
+    result = {title: figures(group, moved) for title, group in groups.items() if len(group) > 1}
     if as_json:
         print(json.dumps({"figures": result, "plans": rows}, indent=2))
         return

@@ -472,16 +472,16 @@ def test_adapters_take_the_stack_default() -> None:
     assert stated.rank == 16
 
 
-def test_megatron_lm_of_2022_is_told_by_what_it_introduced() -> None:
+def test_a_row_is_of_megatron_lm_2022_by_what_it_uses() -> None:
     """2205.05198: sequence parallelism and selective recomputation, or a report of that time."""
     old = {"framework": "Megatron-LM", "gpu": "A100-80GB", "gpu_mem_gb": "80"}
     assert said(**old, recompute="full").profile == "megatron-2021"
-    for told in (
+    for changed in (
         {"recompute": "selective"},
         {"tp": "8", "seq_parallel": "yes", "dp": ""},
         {"source": "Table 5 of arXiv 2205.05198"},
     ):
-        assert said(**(old | {"recompute": "full"} | told)).profile == "megatron-2022"
+        assert said(**(old | {"recompute": "full"} | changed)).profile == "megatron-2022"
     assert said(**old, source="arXiv 2104.04473").profile == "megatron-2021"
 
 
@@ -666,7 +666,7 @@ def test_two_columns_of_one_meaning_are_refused(tmp_path: Path, header: str, sai
         read_measured_rows(path)
 
 
-def test_an_unknown_status_is_kept_and_told(tmp_path: Path) -> None:
+def test_an_unknown_status_is_kept_and_counts_as_a_run(tmp_path: Path) -> None:
     path = tmp_path / "rows.csv"
     path.write_text("model,Status,iter_time_s\nllama,ok,1\n\nllama,quickly,1\nllama,quickly,\n")
     rows = read_measured_rows(path)
