@@ -16,7 +16,7 @@ from workbench.costmodel.communication.collective_cost import (
     collective_seconds,
     comm_seconds,
 )
-from workbench.costmodel.communication.collective_volume import step_collectives
+from workbench.costmodel.communication.collective_volume import reductions_a_step, step_collectives
 from workbench.costmodel.compute.kernel_rates import DeviceRates, device_rates
 from workbench.costmodel.compute.measured_layer import (
     measured_layer_times,
@@ -404,7 +404,7 @@ def _exposed_data_comm(
     if overlap:
         switched = overlap * (_overlaps_compute(w) if w.zero >= 2 else w.searched.overlap)
         backward = switched * d.backward * (behind or 1.0)
-        hidden = _reductions_a_step(w) * np.maximum(
+        hidden = reductions_a_step(w) * np.maximum(
             0.0, backward - _backward_gather_seconds(w, constants, every, wires)
         )
         last = w.fixed.chunks if behind else buckets
@@ -414,11 +414,6 @@ def _exposed_data_comm(
         gathers = np.maximum(gathers - ahead, gathers / last)
     exposed: Number = np.asarray(np.maximum(seconds - hidden, seconds / last) + gathers).max(axis=0)
     return exposed
-
-
-def _reductions_a_step(w: Workload) -> Number:
-    """Backwards of a step that gradients are reduced beside: every microbatch's, or the last."""
-    return 1 + w.reduce_microbatch * float(w.zero >= 2) * (w.microbatches - 1)
 
 
 def _backward_gather_seconds(

@@ -269,6 +269,11 @@ def _data_calls(w: Workload) -> list[CollectiveCall]:
     ]
 
 
+def reductions_a_step(w: Workload) -> Number:
+    """How often gradients are reduced in a step: in every microbatch's backward, or the last."""
+    return 1 + w.reduce_microbatch * float(w.zero >= 2) * (w.microbatches - 1)
+
+
 def _group_calls(
     w: Workload, elements: Array, gathered: Array, spread: Number
 ) -> list[CollectiveCall]:
@@ -291,8 +296,7 @@ def _group_calls(
             )
         ]
     units = w.layers + w.has_embedding + w.has_head
-    per_microbatch = w.reduce_microbatch * float(w.zero >= 2)
-    times = 1 + per_microbatch * (w.microbatches - 1)
+    times = reductions_a_step(w)
     if w.zero == 3 or (w.zero == 2 and w.fixed.framework.data_parallel.reduces_units):
         num_buckets = units
     reductions = [
