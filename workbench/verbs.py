@@ -413,7 +413,7 @@ def verify(
 def calibrate(
     path: str | Path | None = None,
     *,
-    seconds: float = 90.0,
+    seconds: float = 80.0,
     runs: Sequence[Run | str | Path] = (),
     root: str | Path | None = None,
     progress: Callable[[float, float, str], None] | None = None,

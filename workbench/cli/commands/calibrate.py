@@ -29,7 +29,7 @@ def calibrate(
     ] = DEFAULT,
     seconds: Annotated[
         float, typer.Option("--seconds", help="How long to measure, beside a minute of preparing.")
-    ] = 90.0,
+    ] = 80.0,
     source: Annotated[
         list[str] | None,
         typer.Option(

@@ -20,7 +20,7 @@ from workbench.machine.calibration_file import write_calibration
 def main() -> int:
     """Measure and write; exit code 2 where this machine cannot be measured, 1 if a rank failed."""
     parser = argparse.ArgumentParser(prog="python -m workbench.engine.calibrate")
-    parser.add_argument("--seconds", type=float, default=90.0)
+    parser.add_argument("--seconds", type=float, default=80.0)
     parser.add_argument("--to", type=Path, required=True)
     arguments = parser.parse_args()
     torch.set_num_threads(1)

@@ -44,7 +44,7 @@ Key = tuple[str, tuple[tuple[str, Any], ...]]
 
 
 def calibrate(
-    seconds: float = 90.0,
+    seconds: float = 80.0,
     progress: Callable[[float, str], None] = lambda spent, words: None,
     survey: CalibrationSurvey | None = None,
     worlds: Sequence[int] | None = None,
