@@ -1,5 +1,5 @@
 """Bytes of memory-bound operators, the size that GEMMs need, what recomputation leaves out, and
-recipes by GPU: each against what its source says.
+each against what its source says.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from workbench.costmodel.compute.kernel_rates import device_rates, fused_attenti
 from workbench.costmodel.compute.memory_bound import memory_bound_pass
 from workbench.costmodel.compute.roofline import layer_pass, layer_times, microbatch_compute
 from workbench.costmodel.compute.seam_bytes import seam_bytes
-from workbench.costmodel.frameworks.framework_profile import framework_profile
 from workbench.costmodel.inputs.rank_workload import Workload, workload
 from workbench.costmodel.rates.constants import constants
 from workbench.costmodel.rates.fitted_constants import FittedConstants
@@ -104,16 +103,6 @@ def test_a_ring_attends_to_one_block_at_a_time() -> None:
     length, width = ring.fixed.sequence_length, shape.head_dim or 128
     expected = fused_attention(m, 1.0, width, length / 4).forward
     assert part / whole == pytest.approx(expected / fused_attention(m, 1.0, width, length).forward)
-
-
-def test_a_recipe_is_one_of_its_gpu() -> None:
-    host = {
-        gpu: framework_profile("megatron-bridge-2025", gpu).experts.dispatches_from_host
-        for gpu in ("gb200", "gb300", "b200", "h100-sxm-80gb")
-    }
-    assert host == {"gb200": False, "gb300": False, "b200": True, "h100-sxm-80gb": True}
-    assert framework_profile("megatron-bridge", "h100-sxm-80gb").experts.dispatches_from_host
-    assert not framework_profile("megatron-bridge", "b200").experts.dispatches_from_host
 
 
 def test_a_gpu_without_its_multiprocessors_has_the_usual_number() -> None:
