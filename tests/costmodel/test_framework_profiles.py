@@ -22,10 +22,12 @@ from workbench.costmodel.frameworks.framework_profile import (
     is_fallback,
     stated_constants,
 )
+from workbench.costmodel.frameworks.profile_recipes import is_called
 from workbench.costmodel.frameworks.profile_sections import CONSTANTS, check_profile
 from workbench.errors import PlanError
 from workbench.machine import gpu_catalog
-from workbench.plan.schema import Plan
+from workbench.plan.catalog import catalog
+from workbench.plan.schema import Plan, Strategy
 from workbench.planner.validation.implied_fields.row_batches import MICROBATCHES
 
 PACKAGE = Path(__file__).parents[2] / "workbench"
@@ -36,6 +38,7 @@ FORMULAS = sorted(
     if path.parent.name != "frameworks"
 )
 FIELDS = [(part, field.name) for part, kind in PARTS.items() for field in fields(kind)]
+PRECISIONS = get_args(Strategy.model_fields["precision"].annotation)
 SAID = {"value": 1, "source": "its documentation"}
 
 
@@ -103,7 +106,12 @@ def test_a_field_differs_from_its_default_in_some_framework(part: str, name: str
     default = next(field.default for field in fields(PARTS[part]) if field.name == name)
     assert default is not MISSING
     values = {getattr(getattr(framework_profile(one), part), name) for one in framework_table()}
-    assert values - {default}
+    in_recipes = {
+        recipe.get(part, {}).get(name, default)
+        for one in framework_table().values()
+        for recipe in one.get("recipes", [])
+    }
+    assert (values | in_recipes) - {default}
 
 
 def test_constants_of_a_profile_are_the_planners() -> None:
@@ -128,7 +136,13 @@ def test_numbers_of_bytes_say_what_they_are_of() -> None:
 
 def test_recipes_and_defaults_name_what_there_is() -> None:
     for name, entry in framework_table().items():
-        assert set(entry.get("recipes", {})) <= set(gpu_catalog.gpus()), name
+        for recipe in entry.get("recipes", []):
+            assert set(recipe.get("gpus", [])) <= set(gpu_catalog.gpus()), name
+            assert set(recipe.get("precisions", [])) <= set(PRECISIONS), name
+            assert all(
+                any(is_called(known, [model]) for known in catalog.models())
+                for model in recipe.get("models", [])
+            ), name
         for path in {*entry.get("defaults", {})} - {MICROBATCHES}:  # which sets the global batch
             model: Any = Plan
             for step in path.split("."):
@@ -179,10 +193,15 @@ def test_one_profile_stands_for_unknown_frameworks() -> None:
         ),
         ({"defaults_by_model": {"moonlight": 7}}, "defaults_by_model.moonlight is 7; legal: a"),
         ({"constants": {"gemm_share": SAID}}, "constants.gemm_share is not known; legal there: "),
-        ({"recipes": {"b200": {"matches": []}}}, "recipes.b200.matches is not known; legal there"),
+        ({"recipes": [{"gpu": ["b200"]}]}, "recipes.0.gpu is not known; legal there: gpus, models"),
+        ({"recipes": [{"gpus": ["b200"]}]}, "recipes.0 has no source; legal: the document"),
         (
-            {"recipes": {"b200": {"experts": {"grouped": SAID}}}},
-            "recipes.b200.experts.grouped is not known; legal there: grouped_gemm, ",
+            {"recipes": [{"source": "its file", "experts": {"grouped": 1}}]},
+            "recipes.0.experts.grouped is not known; legal there: grouped_gemm, ",
+        ),
+        (
+            {"recipes": [{"source": "its file", "loss": {"passes": "few"}}]},
+            "recipes.0.loss.passes is 'few'; legal: a number",
         ),
     ],
 )

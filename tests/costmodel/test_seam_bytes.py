@@ -1,5 +1,5 @@
 """Bytes of memory-bound operators, the size that GEMMs need, what recomputation leaves out, and
-recipes by GPU: each against what its source says.
+each against what its source says.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from workbench.costmodel.communication.collective_volume import step_collectives
+from workbench.costmodel.compute.kernel_launches import adds_expert_biases, routing_launches
 from workbench.costmodel.compute.kernel_rates import device_rates, fused_attention, gemm_seconds
 from workbench.costmodel.compute.memory_bound import memory_bound_pass
 from workbench.costmodel.compute.roofline import layer_pass, layer_times, microbatch_compute
 from workbench.costmodel.compute.seam_bytes import seam_bytes
-from workbench.costmodel.frameworks.framework_profile import framework_profile
 from workbench.costmodel.inputs.rank_workload import Workload, workload
 from workbench.costmodel.rates.constants import constants
 from workbench.costmodel.rates.fitted_constants import FittedConstants
@@ -89,6 +89,29 @@ def test_an_expert_layer_is_recomputed_whole() -> None:
     assert layer_pass(w, rates(w), True).last_gemm == 0.0
 
 
+def test_biases_of_experts_are_added_one_by_one() -> None:
+    """Megatron-core's `_apply_bias`: for each expert a product with the router's weights and a sum,
+    then a copy that joins all, 12 bytes an element of 16 bits; backward splits the gradient's copy
+    from two products and their sums, 16. Transformer Engine's fused operators have them inside.
+    """
+    sets = {"strategy__expert__size": 8, "strategy__data__zero": 1, "strategy__precision": "bf16"}
+    w = asked("gpt-oss-20b", "megatron", **sets)
+    inside = replace(w.fixed.framework.experts, adds_biases=False)
+    framework = replace(w.fixed.framework, experts=inside)
+    without = replace(w, fixed=replace(w.fixed, framework=framework))
+    m = rates(w)
+    found, other = (memory_bound_pass(one, m, True) for one in (w, without))
+    rows = float(w.tokens) * 4 * w.shape.hidden * m.constants.plain_traffic / m.bandwidth
+    assert found.forward - other.forward == pytest.approx(12 * rows)
+    assert found.backward - other.backward == pytest.approx(16 * rows)
+    local = 32 / 8
+    counts = np.subtract(routing_launches(w), routing_launches(without))
+    assert list(counts) == [2 * local, 4 * local]
+    assert memory_bound_pass(w, m, False) == memory_bound_pass(without, m, False)
+    plain = asked("mixtral-8x7b", "megatron", **sets)
+    assert not adds_expert_biases(plain, True) and adds_expert_biases(w, True)
+
+
 def test_a_ring_attends_to_one_block_at_a_time() -> None:
     # Not this engine, whose merging of blocks is counted with attention.
     alone = asked("llama-3-8b", "textbook", training__micro_batch=1)
@@ -104,16 +127,6 @@ def test_a_ring_attends_to_one_block_at_a_time() -> None:
     length, width = ring.fixed.sequence_length, shape.head_dim or 128
     expected = fused_attention(m, 1.0, width, length / 4).forward
     assert part / whole == pytest.approx(expected / fused_attention(m, 1.0, width, length).forward)
-
-
-def test_a_recipe_is_one_of_its_gpu() -> None:
-    host = {
-        gpu: framework_profile("megatron-bridge-2025", gpu).experts.dispatches_from_host
-        for gpu in ("gb200", "gb300", "b200", "h100-sxm-80gb")
-    }
-    assert host == {"gb200": False, "gb300": False, "b200": True, "h100-sxm-80gb": True}
-    assert framework_profile("megatron-bridge", "h100-sxm-80gb").experts.dispatches_from_host
-    assert not framework_profile("megatron-bridge", "b200").experts.dispatches_from_host
 
 
 def test_a_gpu_without_its_multiprocessors_has_the_usual_number() -> None:

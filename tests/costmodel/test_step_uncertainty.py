@@ -45,7 +45,7 @@ def test_the_published_interval_widens_with_waiting_and_distance() -> None:
 
 
 def test_a_framework_of_three_sites_is_well_known() -> None:
-    assert is_well_known("llmq") and is_well_known("megatron-bridge-2025")
+    assert is_well_known("llmq") and is_well_known("megatron-bridge-26.04")
     assert not is_well_known("torchtune") and not is_well_known("textbook")
 
 

@@ -235,7 +235,8 @@ def test_offload(text: str, expected: str) -> None:
 
 
 def test_versions_and_recipes_of_a_framework_are_its_own_profiles() -> None:
-    assert cell_parsers.report_year("26.04.01 NeMo Container / Pre-Training") == 2026.04
+    assert cell_parsers.report_year("26.04 NeMo Container / Pre-Training") == 2026.04
+    assert cell_parsers.report_year("26.04.01 NeMo Container / Pre-Training") == 2026.0401
     assert cell_parsers.report_year("benchmarks/llama3_h100_202412.md") == 2024.12
     assert cell_parsers.report_year("Table 26.04 of a paper") is None
     assert cell_parsers.report_year("Table 5 of arXiv 2205.05198") == 2022.05
@@ -244,9 +245,21 @@ def test_versions_and_recipes_of_a_framework_are_its_own_profiles() -> None:
     )
     assert (now.name, then.name, then.family) == (
         "megatron-bridge",
-        "megatron-bridge-2025",
+        "megatron-bridge-26.04",
         "megatron-bridge",
     )
+    releases = {
+        2025.09: "25.09",
+        2025.11: "25.11",
+        2026.02: "26.02",
+        2026.0201: "26.02.01",
+        2026.04: "26.04",
+        2026.0401: "26.04.01",
+    }
+    for year, release in releases.items():
+        found = find_framework("Megatron-Bridge/mcore", False, True, year)
+        assert (found.name, found.family) == (f"megatron-bridge-{release}", "megatron-bridge")
+    assert find_framework("Megatron-Bridge/mcore", False, True, 2026.0601).name == now.name
     assert then.defaults == now.defaults and then.bytes_per_gb == now.bytes_per_gb
     row_by_row = find_framework("torchtitan", False, True, rowwise=True)
     assert (row_by_row.name, row_by_row.family) == ("torchtitan-rowwise", "torchtitan")

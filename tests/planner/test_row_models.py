@@ -14,7 +14,7 @@ from workbench.planner.validation.implied_fields.published_models import (
 )
 from workbench.planner.validation.implied_fields.stage_layers import layers_of_stages, recipe_layout
 from workbench.planner.validation.measured_rows import parse_row
-from workbench.planner.validation.row_shapes import implied_layers, is_shape_inferred
+from workbench.planner.validation.row_shapes import implied_layers, is_shape_inferred, row_shape
 from workbench.planner.validation.row_to_plan import is_complete, is_complete_moe
 
 SHAPE_COLUMNS = ("layers", "hidden", "ffn", "heads", "kv_heads", "head_dim", "vocab", "params_b")
@@ -136,6 +136,14 @@ def test_embedding_and_head_count_where_stages_do_not_divide_the_layers() -> Non
     assert divided == [4] * 32
     assert layers_of_stages("even", llama, 4) == [32, 32, 31, 31]
     assert layers_of_stages("balanced", llama, 4) is None
+
+
+def test_a_named_model_has_its_published_biases() -> None:
+    """OpenAI's config.json: attention_bias, and biases of experts and router."""
+    named = {**NAMED_ALONE, **BRIDGE, "model": "GPT OSS 120B", "arch": "MoE GQA sliding window"}
+    row = parse_row(cells(**{**named, "seq": "4096", "n_gpus": "64", "ep": "64", "gbs": "64"}))
+    assert row_shape(row).biases == "all"
+    assert row_shape(parse_row(cells(**DEEPSEEK))).biases == "none"
 
 
 def test_recipes_lay_out_what_no_stages_divide() -> None:

@@ -14,7 +14,7 @@ import numpy as np
 from workbench.costmodel.communication.collective_cost import WIRE_FACTOR
 from workbench.costmodel.compute.kernel_launches import KERNELS_PER_LAYER
 from workbench.costmodel.compute.kernel_rates import peak_flops
-from workbench.costmodel.frameworks.framework_profile import framework_profile
+from workbench.costmodel.frameworks.framework_profile import framework_profile, plan_profile
 from workbench.costmodel.inputs.rank_workload import workload
 from workbench.costmodel.rates.constants import Constants, constants
 from workbench.costmodel.rates.measured_curves import MeasuredCurves
@@ -63,7 +63,7 @@ def with_calibration(plan: ResolvedPlan) -> tuple[ResolvedPlan, Constants]:
     """
     gpu, fabric, changed = calibrated_hardware(plan)
     cluster = plan.cluster.model_copy(update={"gpu": gpu, "fabric": fabric})
-    usual = constants(gpu, plan.strategy.kernels, plan.strategy.stack)
+    usual = constants(gpu, plan.strategy.kernels, plan.strategy.stack, framework=plan_profile(plan))
     found: dict[str, Any] = {**changed, "measured": measured_operators(plan)}
     return plan.model_copy(update={"cluster": cluster}), replace(usual, **found)
 
@@ -100,7 +100,7 @@ def apply_calibration(
     )
     fabric = plan.fabric.model_copy(update=_model_fields(figures, Fabric))
     found = measured_constants(curves, gpu, plan)
-    usual = constants(gpu, plan.strategy.kernels, plan.strategy.stack)
+    usual = constants(gpu, plan.strategy.kernels, plan.strategy.stack, framework=plan_profile(plan))
     if traffic := _fitted_traffic(calibration, curves.ranks):
         plain = constants(gpu, "eager").traffic
         found["traffic"] = traffic * usual.traffic / plain

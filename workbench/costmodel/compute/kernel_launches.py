@@ -30,6 +30,10 @@ HOST_DISPATCH_KERNELS = 130, 180
 """The same of Megatron-core's all-to-all dispatcher, which sorts tokens by operators of its own and
 copies counts to the host (recalled).
 """
+EXPERT_BIAS_KERNELS = 2, 4
+"""Kernels (forward, backward) that add an expert's bias to its output by operators of their own, as
+counted in `memory_bound.EXPERT_BIAS_BYTES`.
+"""
 GRAPHED_SHARES = {"attn": 6 / 11, "mlp": 5 / 11}
 """Part of a dense layer -> share of its kernels: norm, projection in, positions, attention,
 projection out and residual; norm, gate and up, activation, down and residual.
@@ -78,8 +82,16 @@ def routing_launches(w: Workload) -> tuple[Number, Number]:
         return 0.0, 0.0
     counts = b.dispatches_from_host and moe.capacity is None
     router = HOST_DISPATCH_KERNELS if counts else ROUTING_KERNELS
-    calls = (1 - b.grouped_gemm) * moe.experts / w.searched.expert * CPP_CALL_SHARE
-    return router[0] + 2 * calls, router[1] + 4 * calls
+    local = moe.experts / w.searched.expert
+    calls, biased = (1 - b.grouped_gemm) * local * CPP_CALL_SHARE, adds_expert_biases(w, True)
+    forward, backward = (kernels * local * biased for kernels in EXPERT_BIAS_KERNELS)
+    return router[0] + 2 * calls + forward, router[1] + 4 * calls + backward
+
+
+def adds_expert_biases(w: Workload, is_moe: bool) -> bool:
+    """Whether operators of their own add biases to the outputs of a layer's experts."""
+    biased = is_moe and w.shape.moe is not None and w.shape.biases == "all"
+    return biased and w.fixed.framework.experts.adds_biases
 
 
 def fused_seam_shares(w: Workload, is_moe: bool) -> tuple[Number, Number, Number]:

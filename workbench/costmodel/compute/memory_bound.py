@@ -10,7 +10,7 @@ from workbench.costmodel.compute.engine_operators import (
     dropout_bytes,
     layer_bytes,
 )
-from workbench.costmodel.compute.kernel_launches import fused_seam_shares
+from workbench.costmodel.compute.kernel_launches import adds_expert_biases, fused_seam_shares
 from workbench.costmodel.compute.kernel_rates import DeviceRates, PassTimes
 from workbench.costmodel.compute.moved_bytes import MovedBytes
 from workbench.costmodel.compute.seam_bytes import seam_bytes
@@ -19,6 +19,13 @@ from workbench.costmodel.inputs.quantized_formats import QuantizedFormat
 from workbench.costmodel.inputs.rank_workload import Workload
 from workbench.costmodel.memory.activation_memory import keeps_small_seams_eager
 from workbench.costmodel.rates.constants import Constants
+
+EXPERT_BIAS_BYTES = 12, 16
+"""Bytes (forward, backward) that biases move for an element of the experts' output in 16 bits where
+they are added expert by expert (Megatron-core, `TEGroupedMLP._apply_bias`): their product with the
+router's weights, the sum, and the copy that joins the experts; of backward two products, their sums
+and the copy that joins the split gradients.
+"""
 
 
 def memory_bound_pass(w: Workload, m: DeviceRates, is_moe: bool) -> PassTimes:
@@ -32,11 +39,13 @@ def memory_bound_pass(w: Workload, m: DeviceRates, is_moe: bool) -> PassTimes:
     # An MoE activates every routed row, and copies tokens for dispatch and combine.
     inputs, wide = gemm_inputs(w, is_moe)
     other = m.constants.plain_traffic
-    copies = other * (drop + 8 * (inputs - 2 * h))
+    routed = inputs - 2 * h
+    copies = other * (drop + 8 * routed)
+    biases = [other * routed * adds_expert_biases(w, is_moe) * bias for bias in EXPERT_BIAS_BYTES]
     rotated = w.q_width + w.k_width if w.shape.positions == "rope" else 0.0
     forward, backward = (
-        2 * h * norm + rotated * rope + wide * activation + copies
-        for norm, rope, activation in _seam_passes(w, m.constants, is_moe)
+        2 * h * norm + rotated * rope + wide * activation + copies + bias
+        for (norm, rope, activation), bias in zip(_seam_passes(w, m.constants, is_moe), biases)
     )
     if w.quantized_format is not None:
         casts = _quantized_bytes(w, w.quantized_format, is_moe)

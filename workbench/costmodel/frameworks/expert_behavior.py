@@ -23,6 +23,10 @@ class ExpertBehavior:
     """Tensors of routed tokens that an MoE layer saves: the experts' input, and their output where
     the router's weights multiply that.
     """
+    adds_biases: bool = False
+    """Whether the biases of experts' outputs are added one expert after another, weighted by the
+    router; else a GEMM adds them.
+    """
     fp32_router: bool = False
     """Whether the router's GEMM runs in fp32 whatever the plan's precision."""
 

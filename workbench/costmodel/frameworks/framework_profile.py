@@ -20,10 +20,12 @@ from workbench.costmodel.frameworks.kernel_behavior import KernelBehavior
 from workbench.costmodel.frameworks.loss_behavior import LossBehavior
 from workbench.costmodel.frameworks.model_parallel_behavior import ModelParallelBehavior
 from workbench.costmodel.frameworks.model_state_behavior import ModelStateBehavior
+from workbench.costmodel.frameworks.profile_recipes import is_recipe_of
 from workbench.costmodel.frameworks.profile_sections import Fields, check_profile
 from workbench.costmodel.frameworks.recompute_behavior import RecomputeBehavior
 from workbench.costmodel.frameworks.saved_tensor_behavior import SavedTensorBehavior
 from workbench.errors import refuse
+from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.schema import Strategy
 
 DEFAULT_FRAMEWORK = Strategy().stack
@@ -50,8 +52,8 @@ class FrameworkProfile:
 PARTS: Mapping[str, Any] = get_type_hints(FrameworkProfile)
 """Class of each part, by its name in `FrameworkProfile` and in files."""
 PART_FIELDS: Mapping[str, Fields] = {name: get_type_hints(kind) for name, kind in PARTS.items()}
-INHERITED = (*PARTS, "constants", "recipes")
-"""Sections that a profile inherits by `like`; `recipes` are parts by GPU."""
+INHERITED = (*PARTS, "constants")
+"""Sections of which an heir by `like` states only what differs; `recipes` it states anew."""
 
 
 @lru_cache(maxsize=1)
@@ -71,18 +73,39 @@ def framework_table() -> Mapping[str, Mapping[str, Any]]:
     return found
 
 
-@lru_cache(maxsize=256)
-def framework_profile(name: str, gpu: str = "") -> FrameworkProfile:
-    """Framework profile by name, on a GPU that it may have recipes for.
+def framework_profile(
+    name: str, gpu: str = "", model: str = "", precision: str = ""
+) -> FrameworkProfile:
+    """Framework profile by name, with what its recipes of a GPU, model and precision set.
 
     Raises:
         PlanError: There is no profile of this name.
     """
+    return _profile(name, _recipes_of(name, gpu, model, precision))
+
+
+def plan_profile(plan: ResolvedPlan) -> FrameworkProfile:
+    """Framework profile of a plan, with what recipes of its GPU, model and precision set."""
+    s = plan.strategy
+    return framework_profile(s.stack, plan.gpu.name, plan.model_name, s.precision)
+
+
+@lru_cache(maxsize=4096)
+def _recipes_of(name: str, gpu: str, model: str, precision: str) -> tuple[int, ...]:
+    """Places of the recipes that hold, of those that the profile `name` states or inherits."""
+    recipes = enumerate(_entry(name)["recipes"])
+    return tuple(place for place, one in recipes if is_recipe_of(one, gpu, model, precision))
+
+
+@lru_cache(maxsize=256)
+def _profile(name: str, recipes: tuple[int, ...]) -> FrameworkProfile:
+    """A profile with some of its recipes: of two that set the same, the later one counts."""
     entry = _entry(name)
-    recipe = entry["recipes"].get(gpu, {})
-    return FrameworkProfile(
-        **{part: _part(part, entry[part] | recipe.get(part, {})) for part in PARTS}
-    )
+    said = {part: dict(entry[part]) for part in PARTS}
+    for recipe in (entry["recipes"][place] for place in recipes):
+        for part in recipe.keys() & said.keys():
+            said[part] |= {key: {"value": value} for key, value in recipe[part].items()}
+    return FrameworkProfile(**{part: _part(part, values) for part, values in said.items()})
 
 
 @lru_cache(maxsize=64)
@@ -115,11 +138,12 @@ def _typed(kind: Any, value: Any) -> bool | float | str:
     return value if isinstance(value, str) else float(value)
 
 
-def _entry(name: str) -> dict[str, Mapping[str, Any]]:
+def _entry(name: str) -> dict[str, Any]:
     """What a profile states by section, with what it inherits by `like` filled in."""
     table = framework_table()
     if name not in table:
         raise refuse("strategy.stack", f"is '{name}'; legal: {', '.join(table)}")
     entry = table[name]
     base: Mapping[str, Any] = _entry(entry["like"]) if "like" in entry else {}
-    return {section: {**base.get(section, {}), **entry.get(section, {})} for section in INHERITED}
+    merged = {key: {**base.get(key, {}), **entry.get(key, {})} for key in INHERITED}
+    return {**merged, "recipes": entry.get("recipes", base.get("recipes", []))}

@@ -6,7 +6,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 Graphs = Literal[
-    "none", "attn", "attn mlp", "attn moe_router moe_preprocess", "mlp", "full_iteration"
+    "none",
+    "attn",
+    "attn mlp",
+    "attn moe_router moe_preprocess",
+    "moe_router moe_preprocess",
+    "mlp",
+    "full_iteration",
 ]
 """Parts as Megatron-core's --cuda-graph-modules names them; full_iteration is all of a step."""
 

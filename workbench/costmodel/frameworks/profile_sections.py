@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any, Literal, get_args, get_origin
 
+from workbench.costmodel.frameworks.profile_recipes import CONDITIONS
 from workbench.errors import refuse
 
 CONSTANTS = ("communicator_mib", "fragmentation")
@@ -43,10 +44,18 @@ def check_profile(
     _check_defaults(entry.get("defaults", {}), file, f"{path}defaults.")
     for model, recipe in entry.get("defaults_by_model", {}).items():
         _check_defaults(recipe, file, f"{path}defaults_by_model.{model}.")
-    recipes = entry.get("recipes", {})
-    for gpu, recipe in recipes.items():
-        _check_keys(recipe, parts, file, f"{path}recipes.{gpu}.")
-        _check_parts(recipe, parts, file, f"{path}recipes.{gpu}.")
+    for place, recipe in enumerate(entry.get("recipes", [])):
+        _check_recipe(recipe, parts, file, f"{path}recipes.{place}")
+
+
+def _check_recipe(recipe: Any, parts: Mapping[str, Fields], file: str, path: str) -> None:
+    """A recipe has its source once, and its parts plain values."""
+    _check_keys(recipe, (*CONDITIONS, "source", *parts), file, f"{path}.")
+    _check_source(recipe, file, path)
+    for part in parts.keys() & recipe.keys():
+        _check_keys(recipe[part], parts[part], file, f"{path}.{part}.")
+        said = {key: {"value": one, "source": "its recipe"} for key, one in recipe[part].items()}
+        _check_parts({part: said}, parts, file, f"{path}.")
 
 
 def _check_parts(

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from workbench.costmodel.frameworks.framework_profile import FrameworkProfile, framework_profile
+from workbench.costmodel.frameworks.framework_profile import FrameworkProfile, plan_profile
 from workbench.machine.hardware import GPU, Fabric
 from workbench.plan.custom_schedule import drawn, pair_groups, transport
 from workbench.plan.model.model_shape import Shape
@@ -158,7 +158,7 @@ def fixed_config(plan: ResolvedPlan) -> FixedConfig:
     """Build the fixed part of the configuration of a resolved plan."""
     s, t = plan.strategy, plan.training
     assert isinstance(s.pipeline.partition, list), "complete() the plan first"
-    framework = framework_profile(s.stack, plan.gpu.name)
+    framework = plan_profile(plan)
     states, planned = framework.model_states, float(DTYPE_BYTES[s.precision])
     narrow = num_moments(t.optimizer) * (t.optimizer.moments != "fp32")
     master = states.master_bytes(

@@ -12,11 +12,13 @@ from workbench.costmodel.frameworks.framework_profile import (
     DEFAULT_FRAMEWORK,
     FrameworkProfile,
     framework_profile,
+    plan_profile,
     stated_constants,
 )
 from workbench.costmodel.rates.fitted_constants import FittedConstants, published_fit
 from workbench.costmodel.rates.measured_operators import MeasuredOperators
 from workbench.machine.hardware import GPU
+from workbench.plan.resolved_plan import ResolvedPlan
 
 USUAL_MULTIPROCESSORS = 128
 """Of a GPU that does not say how many it has."""
@@ -78,23 +80,38 @@ class Constants:
     """Operators of a CPU rank as a calibration measured them, which count instead of rates."""
 
 
+def plan_constants(plan: ResolvedPlan, fitted: FittedConstants | None = None) -> Constants:
+    """Constants of a plan's GPU, kernels and framework profile with the recipes that it has of the
+    plan's model.
+    """
+    s = plan.strategy
+    return constants(plan.gpu, s.kernels, s.stack, fitted, plan_profile(plan))
+
+
 def constants(
-    gpu: GPU, kernels: str, stack: str = DEFAULT_FRAMEWORK, fitted: FittedConstants | None = None
+    gpu: GPU,
+    kernels: str,
+    stack: str = DEFAULT_FRAMEWORK,
+    fitted: FittedConstants | None = None,
+    framework: FrameworkProfile | None = None,
 ) -> Constants:
     """Constants of a GPU with the plan's kernels (eager, compiled, fused) and framework profile.
 
-    `fitted` replaces the published fit of `data/fitted.json`.
+    `fitted` replaces the published fit of `data/fitted.json`; `framework` is the profile `stack`
+    with recipes of a model.
 
     The cost of kernels that this project benchmarks is the one measured on the GPU, where there is
     a benchmark of it.
     """
     fit = published_fit() if fitted is None else fitted
-    usual = _of_gpu(gpu, _constants(gpu.device, gpu.architecture, gpu.name, kernels, stack, fit))
-    fused = framework_profile(stack).kernels.runs_fused_seams(kernels)
+    profile = framework or framework_profile(stack, gpu.name)
+    known = gpu.device, gpu.architecture
+    usual = _of_gpu(gpu, _constants(*known, kernels, stack, fit, profile))
+    fused = profile.kernels.runs_fused_seams(kernels)
     own = measured_kernels(gpu, kernels) if fused else None
     if own is None:
         return usual
-    eager = _constants(gpu.device, gpu.architecture, gpu.name, "eager", stack, fit)
+    eager = _constants(*known, "eager", stack, fit, profile)
     return replace(
         usual,
         traffic=eager.traffic * own.traffic,
@@ -115,7 +132,8 @@ def _of_gpu(gpu: GPU, usual: Constants) -> Constants:
 
 def ideal_constants() -> Constants:
     """Constants of a lossless device: GEMMs, memory and links reach their peaks at any size."""
-    usual = _constants("cuda", "", "", "fused", DEFAULT_FRAMEWORK, FittedConstants())
+    framework = framework_profile(DEFAULT_FRAMEWORK)
+    usual = _constants("cuda", "", "fused", DEFAULT_FRAMEWORK, FittedConstants(), framework)
     reached = {f.name: 1.0 for f in fields(Constants) if f.name.endswith("_share")}
     changed: dict[str, Any] = reached | {
         "attention_narrow": 1.0,
@@ -131,14 +149,18 @@ def ideal_constants() -> Constants:
 
 @lru_cache(maxsize=1024)
 def _constants(
-    device: str, architecture: str, gpu: str, kernels: str, stack: str, fitted: FittedConstants
+    device: str,
+    architecture: str,
+    kernels: str,
+    stack: str,
+    fitted: FittedConstants,
+    framework: FrameworkProfile,
 ) -> Constants:
     table = data_files.read_data_file("data/planner.yaml")
     section = table[device]
     section = table[section["like"]] if "like" in section else section
     generation = table["architectures"].get(architecture, {}) if device != "cpu" else {}
     own = {name: float(entry["value"]) for name, entry in {**section, **generation}.items()}
-    framework = framework_profile(stack, gpu)
     values = own | _behavior_constants(own, framework) | dict(stated_constants(stack))
     kernel = table["attention_kernels"].get(framework.kernels.attention, {}).get(architecture)
     if kernel is not None:

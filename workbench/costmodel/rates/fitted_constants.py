@@ -45,8 +45,12 @@ class FittedConstants:
         return math.exp(self.log(IN_STEP))
 
     def of_framework(self, stack: str) -> float:
-        """Seconds of compute over what physics and documented behavior say, of a framework."""
-        return math.exp(self.log(f"framework.{stack}"))
+        """Seconds of compute over what physics and documented behavior say, of a framework; of a
+        version that no fit has seen, those of the framework.
+        """
+        known = {name for name, _ in self.logs}
+        own = stack if f"framework.{stack}" in known else measured_profile(stack)
+        return math.exp(self.log(f"framework.{own}"))
 
 
 def fitted_constants(logs: Mapping[str, float]) -> FittedConstants:

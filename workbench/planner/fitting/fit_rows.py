@@ -10,7 +10,7 @@ from typing import Any
 from workbench import data_files
 from workbench.costmodel.compute.kernel_rates import peak_flops
 from workbench.costmodel.inputs.rank_workload import Workload, workload
-from workbench.costmodel.rates.constants import constants
+from workbench.costmodel.rates.constants import plan_constants
 from workbench.costmodel.rates.fitted_constants import FittedConstants
 from workbench.costmodel.step_time import step_time
 from workbench.plan.model.parameter_count import parameters
@@ -41,7 +41,7 @@ class FitRow:
     def predicted(self, fitted: FittedConstants) -> float:
         """Seconds of the step with these fitted constants."""
         plan = self.planned.plan
-        c = constants(plan.gpu, plan.strategy.kernels, plan.strategy.stack, fitted)
+        c = plan_constants(plan, fitted)
         return float(step_time(self.workload, c).seconds)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from workbench.costmodel.memory.near_full import retry_region
 from workbench.costmodel.memory.peak_memory import peak_memory
-from workbench.costmodel.rates.constants import constants
+from workbench.costmodel.rates.constants import plan_constants
 from workbench.costmodel.rates.fitted_constants import FittedConstants
 from workbench.planner.fitting.fit_rows import FitRow, clean_rows, published_rows
 from workbench.planner.fitting.multiplier_fit import MIN_SITES
@@ -44,7 +44,7 @@ def near_full_rows(fitted: FittedConstants) -> dict[str, list[float]]:
 
 def _is_near_full(row: FitRow) -> bool:
     plan = row.planned.plan
-    k = constants(plan.gpu, plan.strategy.kernels, plan.strategy.stack)
+    k = plan_constants(plan)
     need = float(peak_memory(row.workload, k).peak.max())
     return k.fragmentation > 0 and need > retry_region(plan.gpu.memory_gib * GIB, k)
 

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import minimize
 
-from workbench.costmodel.rates.constants import constants
+from workbench.costmodel.rates.constants import plan_constants
 from workbench.costmodel.rates.step_uncertainty import StepUncertainty
 from workbench.costmodel.step_time import step_time, waiting_share
 from workbench.planner.fitting.fit_rows import FitRow, fastest_steps
@@ -54,8 +54,7 @@ class UncertaintyFit:
         fitted = self.fit.constants_at(self.point)
 
         def share(row: FitRow) -> float:
-            s = row.planned.plan.strategy
-            k = constants(row.planned.plan.gpu, s.kernels, s.stack, fitted)
+            k = plan_constants(row.planned.plan, fitted)
             return waiting_share(row.workload, step_time(row.workload, k))
 
         return np.array([share(row) for row in self.fit.rows])

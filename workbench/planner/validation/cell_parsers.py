@@ -137,18 +137,24 @@ def nearest_memory_kind(text: str) -> str:
 
 def report_year(text: str) -> float | None:
     """When a report was made, its month as hundredths, where its name says so: `h100_202412.md` is
-    2024.12, `26.06 NeMo Container` 2026.06, arXiv 2205.05198 2022.05.
+    2024.12, `26.06 NeMo Container` 2026.06, one that follows it, `26.06.01`, 2026.0601, and
+    arXiv 2205.05198 2022.05.
     """
     found = (
         re.search(r"(?<!\d)20([12]\d)[-_]?(0[1-9]|1[0-2])(?!\d)", text)
         or _RELEASE.search(text)
         or _ARXIV.search(text)
     )
-    return 2000 + int(found.group(1)) + int(found.group(2)) / 100 if found else None
+    if found is None:
+        return None
+    again = int(found.groupdict().get("again") or 0)
+    return 2000 + int(found.group(1)) + (100 * int(found.group(2)) + again) / 10_000
 
 
 _ARXIV = re.compile(r"(?<![\d.])(2\d)(0[1-9]|1[0-2])\.\d{5}(?!\d)")
-_RELEASE = re.compile(r"\b(2\d)\.(0[1-9]|1[0-2])\b(?=[.\d]* (?:nemo|container))", re.IGNORECASE)
+_RELEASE = re.compile(
+    r"\b(2\d)\.(0[1-9]|1[0-2])(?:\.(?P<again>\d\d))?(?= (?:nemo|container))", re.IGNORECASE
+)
 
 
 RUN_STATUSES = "ok, OOM or failed (words may follow), or an empty cell"

@@ -20,7 +20,7 @@ from workbench.costmodel.memory.reported_memory import (
     reported_memory,
     reported_memory_interval,
 )
-from workbench.costmodel.rates.constants import constants
+from workbench.costmodel.rates.constants import plan_constants
 from workbench.costmodel.rates.fitted_constants import fit_without
 from workbench.costmodel.rates.fitted_memory import MemoryFit, published_memory_fit
 from workbench.costmodel.rates.step_uncertainty import is_well_known
@@ -74,7 +74,7 @@ def predict_left_out(plan: ResolvedPlan, site: str) -> LeftOut:
     Raises `PlanError` for what the planner does not model.
     """
     w, stack = workload(plan), plan.strategy.stack
-    time = step_time(w, constants(plan.gpu, plan.strategy.kernels, stack, fit_without(site)))
+    time = step_time(w, plan_constants(plan, fit_without(site)))
     low, high = step_seconds_interval(plan, w, time, site)
     return LeftOut(float(time.seconds), low, high, is_well_known(stack, site))
 
