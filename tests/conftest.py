@@ -7,6 +7,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from tests.drawn_cases import leave_others_to_the_sweep
+
 Ask = Callable[..., tuple[int, str, str]]
 """Runs a command line; (exit code, stdout, stderr)."""
 
@@ -22,6 +24,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--require-browser", action="store_true", help="fail if a browser test is skipped"
     )
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` chooses
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    leave_others_to_the_sweep(items)
 
 
 @pytest.fixture

@@ -161,6 +161,7 @@ STAGES: list[tuple[tuple[int, int, int], dict[str, Any]]] = [
 
 
 @pytest.mark.slow
+@pytest.mark.drawn(5)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("index", range(len(STAGES)))
 def test_any_zero_stage_loads_a_checkpoint_of_another(

@@ -86,6 +86,7 @@ def traffic(profile: Profile) -> Counter[tuple[Any, ...]]:
 
 
 @pytest.mark.slow
+@pytest.mark.drawn(7)
 @pytest.mark.parametrize(("model", "precision", "strategy", "gpus"), CASES)
 def test_peaks_and_collectives_are_the_engines(
     model: Any, precision: str, strategy: str, gpus: int
@@ -98,6 +99,7 @@ def test_peaks_and_collectives_are_the_engines(
 
 
 @pytest.mark.slow
+@pytest.mark.drawn(5)
 @pytest.mark.parametrize(
     ("model", "precision", "strategy", "gpus", "kernels"),
     [
@@ -203,6 +205,7 @@ def test_sequences_spread_over_ranks(model: Any, precision: str, gpus: int, algo
 
 
 @pytest.mark.slow
+@pytest.mark.drawn(5)
 @pytest.mark.parametrize("what", ["selective", "full", [0, 2]], ids=str)
 @pytest.mark.parametrize(
     ("model", "precision", "strategy", "gpus"),

@@ -55,6 +55,7 @@ def largest(profile: Profile, rank: int) -> dict[tuple[str, str], int]:
 
 
 @pytest.mark.slow
+@pytest.mark.drawn(7)
 @pytest.mark.parametrize(("model", "precision", "strategy", "gpus", "changes"), CASES, ids=str)
 def test_peaks_states_and_collectives_are_the_engines(
     model: Any, precision: str, strategy: str, gpus: int, changes: dict[str, Any]

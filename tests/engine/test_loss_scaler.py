@@ -178,6 +178,7 @@ def test_the_scale_is_saved_and_loaded() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.drawn(5)
 @pytest.mark.parametrize("shape", [LLAMA, GPT], ids=["llama", "gpt"])
 @pytest.mark.parametrize("mesh", ["data 2", "tensor 2", "pipeline 2", "context 2", "zero-3"])
 def test_fp16_trains_as_fp32(mesh: str, shape: dict[str, Any]) -> None:

@@ -301,6 +301,7 @@ move.
 
 
 @pytest.mark.slow
+@pytest.mark.drawn(8)
 @pytest.mark.parametrize("precision", ROUNDING)
 @pytest.mark.parametrize("mesh", NARROW_MESHES)
 def test_accumulated_and_clipped_steps_in_16_bits_are_those_of_fp32(

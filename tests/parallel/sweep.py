@@ -2,10 +2,10 @@
 
 `python -m tests.parallel.sweep [--all] [--seed 0] [--summary FILE] [--details FILE]`
 
-The space is what `plan/rules` allows of the values below. CI verifies a subset: on up to four ranks
-every pair of values that some legal plan joins, on eight every factorisation. `--all` verifies
-every factorisation of the ranks with every schedule, ZeRO stage and tensor algorithm, the rest
-drawn by the seed.
+The space is what `plan/rules` allows of the values below. Without `--all`, a subset: on up to four
+ranks every pair of values that some legal plan joins, on eight every factorisation. CI verifies a
+plan with every value. `--all` verifies every factorisation of the ranks with every schedule, ZeRO
+stage and tensor algorithm, the rest drawn by the seed.
 
 `--order` instead checks, without computing, that no order of collectives and sends can hang on
 NCCL.
@@ -159,31 +159,38 @@ def draw_choice(generator: random.Random, fixed: Choice) -> Choice:
     return choice
 
 
-def joined_pairs(choice: Choice) -> set[tuple[Any, ...]]:
-    """All pairs of values that a choice joins, each axis' size a value of its own."""
+def joined_values(choice: Choice, together: int) -> set[tuple[Any, ...]]:
+    """All that a choice joins of so many values, each axis' size a value of its own."""
     sizes = dict(zip((f"{axis} axis" for axis in AXES), choice["mesh"]))
-    return set(
-        combinations(
-            (sizes | {name: value for name, value in choice.items() if name != "mesh"}).items(), 2
-        )
-    )
+    values = sizes | {name: value for name, value in choice.items() if name != "mesh"}
+    return set(combinations(values.items(), together))
 
 
-def covering_choices(seed: int) -> list[Choice]:
-    """Few legal choices: on up to four ranks every pair of values that the pool joins, greedily; on
-    eight ranks every factorisation once.
-    """
+def drawn_pool(seed: int) -> list[Choice]:
+    """Legal choices, drawn."""
     generator = random.Random(seed)
-    pool = [c for c in (draw_choice(generator, {}) for _ in range(POOL)) if plan_of(c) is not None]
-    eight = {choice["mesh"]: choice for choice in pool if prod(choice["mesh"]) == 8}
-    pool = [choice for choice in pool if prod(choice["mesh"]) < 8]
-    joined = [joined_pairs(choice) for choice in pool]
+    drawn = (draw_choice(generator, {}) for _ in range(POOL))
+    return [choice for choice in drawn if plan_of(choice) is not None]
+
+
+def fewest_choices(pool: list[Choice], together: int) -> list[Choice]:
+    """Choices of the pool that join all which it joins of so many values, greedily."""
+    joined = [joined_values(choice, together) for choice in pool]
     left, chosen = set().union(*joined), []
     while left:
         best = max(range(len(pool)), key=lambda i: len(joined[i] & left))
         chosen.append(pool[best])
         left -= joined[best]
-    return chosen + list(eight.values())
+    return chosen
+
+
+def covering_choices(seed: int) -> list[Choice]:
+    """Few legal choices: on up to four ranks every pair of values that the pool joins; on eight
+    ranks every factorisation once.
+    """
+    pool = drawn_pool(seed)
+    eight = {choice["mesh"]: choice for choice in pool if prod(choice["mesh"]) == 8}
+    return fewest_choices([c for c in pool if prod(c["mesh"]) < 8], 2) + list(eight.values())
 
 
 def all_choices(seed: int) -> Iterator[Choice]:

@@ -50,6 +50,7 @@ def test_context_parallel_alone_equals_one_device(
 
 
 @pytest.mark.slow
+@pytest.mark.drawn(5)
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("mesh", [(2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1)], ids=str)
 def test_context_parallel_with_other_axes_equals_one_device(

@@ -55,6 +55,7 @@ def sharded(
 
 
 @pytest.mark.slow
+@pytest.mark.drawn(8)
 @pytest.mark.parametrize(
     ("mesh", "shape", "microbatches", "data"), CASES, ids=lambda value: str(value)
 )

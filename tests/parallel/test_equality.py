@@ -15,6 +15,7 @@ def assert_equal_to_one_device(answer: dict[str, Any]) -> None:
     assert max(answer["max_relative_diff"].values()) <= TOLERANCE[answer["precision"]]
 
 
+@pytest.mark.drawn(8)
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 @pytest.mark.parametrize(
     "tied",

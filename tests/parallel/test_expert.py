@@ -65,6 +65,7 @@ def test_fp64_with_tensor_and_pipeline(
 
 
 @pytest.mark.slow
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize(
     "moe",
     [
@@ -85,6 +86,7 @@ def test_other_moe_shapes(moe: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize(
     ("mesh", "changes"),
     [

@@ -32,6 +32,7 @@ LIMITED = MODEL | {"moe": MOE | {"capacity": 1.1}}
 
 
 @pytest.mark.slow
+@pytest.mark.drawn(5)
 @pytest.mark.parametrize(
     ("model", "precision", "strategy", "gpus", "changes"),
     [
@@ -74,8 +75,9 @@ def test_collectives_beside_recomputation_and_shards(changes: dict[str, Any]) ->
     assert traffic(estimate(plan)) == traffic(rehearse(plan))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("strategy", "gpus"), [("single", 1), pytest.param("megatron-sp", 2, marks=pytest.mark.slow)]
+    ("strategy", "gpus"), [("single", 1), pytest.param("megatron-sp", 2, marks=pytest.mark.sweep)]
 )
 def test_a_recomputed_layer_keeps_its_input_and_its_choices(strategy: str, gpus: int) -> None:
     def activations_of_a_layer(instrument: Callable[[Plan], Profile]) -> float:

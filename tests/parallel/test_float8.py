@@ -71,6 +71,7 @@ def slowly(*names: str) -> list[Any]:
     return [pytest.param(name, marks=pytest.mark.slow) for name in names]
 
 
+@pytest.mark.drawn(5)
 @pytest.mark.parametrize(
     "mesh", ["tensor", *slowly(*(name for name in (*MESHES, *MORE) if name != "tensor"))]
 )

@@ -41,6 +41,7 @@ CASES: dict[str, tuple[tuple[int, int, int], dict[str, Any], dict[str, Any]]] = 
 
 
 @pytest.mark.slow
+@pytest.mark.drawn(8)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("shape", [LLAMA, GPT], ids=["llama", "gpt"])
 def test_equality(case: str, shape: dict[str, Any]) -> None:

@@ -147,7 +147,7 @@ def collectives(built: Plan) -> dict[tuple[Any, ...], int]:
     return found
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_columns_before_rows_communicate_as_algorithm_1d(ranks: int) -> None:
     operators = on(ranks, operators=megatron(ranks, GPT), shape=GPT, layers=1, vocab=256)
     assert (

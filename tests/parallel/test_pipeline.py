@@ -35,7 +35,6 @@ CHUNKS = {
     "dualpipe-v": 2,
 }
 SPLIT_OR_CHUNKED = [name for name in CHUNKS if name not in ("gpipe", "1f1b")]
-TIED = pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 
 
 def scheduled(
@@ -58,7 +57,10 @@ def scheduled(
     return plan(tensor, pipeline, data, changes=by_path, **more)
 
 
-@TIED
+@pytest.mark.parametrize(
+    "tied",
+    [pytest.param(False, id="untied", marks=pytest.mark.slow), pytest.param(True, id="tied")],
+)
 @pytest.mark.parametrize("name", SPLIT_OR_CHUNKED)
 def test_two_ranks(name: str, tied: bool) -> None:
     assert_equal_to_one_device(verify(scheduled(name, shape=GPT, tied=tied)))
@@ -168,7 +170,7 @@ def drawn(table: Table, folder: Path, **more: Any) -> Plan:
     )
 
 
-@TIED
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("seed", range(4))
 def test_any_valid_table(seed: int, tied: bool, tmp_path: Path) -> None:
     table = any_table(seed, ranks=2 + seed % 2, stages=2 * (2 + seed % 2), microbatches=3)

@@ -15,6 +15,7 @@ KINDS: list[Any] = ["selective", "full", [1, 2]]
 
 
 @pytest.mark.slow
+@pytest.mark.drawn(6)
 @pytest.mark.parametrize("what", KINDS, ids=str)
 @pytest.mark.parametrize("shape", [LLAMA, GPT], ids=["llama", "gpt"])
 @pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 1, 1), (2, 2, 1)], ids=str)
@@ -27,6 +28,7 @@ def test_recompute_equals_one_device(
 
 
 @pytest.mark.slow
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("what", KINDS, ids=str)
 @pytest.mark.parametrize(("ranks", "algorithm"), [(2, "ring"), (2, "ulysses"), (4, "usp")])
 def test_recompute_with_context_parallel(ranks: int, algorithm: str, what: Any) -> None:

@@ -1,12 +1,20 @@
-"""A seeded subset of all strategies, in which every pair of values meets, equals one device."""
+"""Seeded subsets of all strategies, in which every value or every pair is met, equal one device."""
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.parallel.sweep import compile_once, covering_choices, verify_choice
+from tests.parallel.sweep import (
+    compile_once,
+    covering_choices,
+    drawn_pool,
+    fewest_choices,
+    joined_values,
+    verify_choice,
+)
 from tests.parallel.sweep_record import Details, summary, verify_all, write_summary
 
 CHOICE = {"algorithm": "1d", "schedule": "1f1b", "zero": 0, "kernels": "eager", "mesh": (1, 2)}
@@ -21,14 +29,28 @@ def result(passed: bool = True, relative: float = 1e-12, **changes: Any) -> dict
     return {**choice(**changes), "passed": passed, "worst": "head.weight", "relative": relative}
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_every_pair_of_values_equals_one_device() -> None:
-    choices = covering_choices(seed=0)
-    assert len(choices) > 50, "the space has shrunk"
+def assert_equal_to_one_device(choices: list[dict[str, Any]]) -> None:
     compile_once()
     failed = [found for found in map(verify_choice, choices) if not found["passed"]]
     assert not failed, "\n".join(map(str, failed))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_every_value_and_some_pairs_equal_one_device() -> None:
+    choices = fewest_choices(drawn_pool(seed=0), together=1)
+    met = {value for choice in choices for value in joined_values(choice, together=1)}
+    assert {(("pipeline axis", 4),), (("kernels", "fused"),), (("algorithm", "3d"),)} <= met
+    assert_equal_to_one_device(choices + random.Random(0).sample(covering_choices(seed=0), 12))
+
+
+@pytest.mark.slow  # "not slow" leaves it out too
+@pytest.mark.sweep
+@pytest.mark.timeout(3600)
+def test_every_pair_of_values_equals_one_device() -> None:
+    choices = covering_choices(seed=0)
+    assert len(choices) > 50, "the space has shrunk"
+    assert_equal_to_one_device(choices)
 
 
 def test_details_are_written_as_they_come_a_plan_a_line(tmp_path: Path) -> None:

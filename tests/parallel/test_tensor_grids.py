@@ -38,6 +38,7 @@ def assert_equal(answer: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("shape", [LLAMA, GPT], ids=["llama", "gpt"])
 @pytest.mark.parametrize("grid", [SQUARE, DEEP, CUBE], ids=lambda grid: grid[0])
@@ -46,6 +47,7 @@ def test_fp64(grid: tuple[str, list[int]], shape: dict[str, Any], tied: bool) ->
 
 
 @pytest.mark.slow
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize(
     ("grid", "pipeline", "data"),
     [(SQUARE, 2, 1), (SQUARE, 1, 2), (("2.5d", [2, 2, 1]), 2, 1)],

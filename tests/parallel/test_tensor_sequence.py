@@ -22,6 +22,7 @@ def on(
 
 
 @pytest.mark.slow
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize("mesh", [(2, 1, 1), (2, 2, 1), (2, 1, 2), (2, 2, 2)], ids=str)
 @pytest.mark.parametrize("shape", [LLAMA, GPT], ids=["llama", "gpt"])
 def test_sequence_parallel_equals_one_device_in_fp64(

@@ -85,6 +85,7 @@ def proof(
 
 
 @pytest.mark.slow
+@pytest.mark.drawn(6)
 @pytest.mark.parametrize("case", ALONE)
 @pytest.mark.parametrize("shape", [LLAMA, GPT], ids=["llama", "gpt"])
 def test_tensor_ranks(case: str, shape: dict[str, Any]) -> None:
@@ -94,6 +95,7 @@ def test_tensor_ranks(case: str, shape: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize("case", BESIDE)
 def test_beside_other_axes(case: str) -> None:
     shape, mesh, more, changes = BESIDE[case]

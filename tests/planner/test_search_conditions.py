@@ -25,6 +25,7 @@ def field(plan: Plan, path: str) -> Any:
 
 
 @pytest.mark.slow
+@pytest.mark.drawn(6)
 @pytest.mark.parametrize(
     ("path", "value", "space"),
     [

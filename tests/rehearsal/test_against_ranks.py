@@ -29,8 +29,20 @@ CASES = {
     "gpt, tied": ("tiny-gpt", 2, "dapple"),
     "gpt, tied, four": ("tiny-gpt", 4, "tensor-pipeline"),
 }
-ALL = pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.slow)])
-EACH = pytest.mark.parametrize("case", CASES)
+SOME = ("megatron-tp", "tensor-pipeline", "usp", "zero-2")
+"""Measured in 16 bits by continuous integration: what is measured serves four tests."""
+
+
+def marked(case: str, precision: str) -> Any:
+    """A case, marked by where it runs."""
+    in_sweep = precision == "bf16" and case not in SOME
+    marks = [pytest.mark.slow] * (precision == "bf16") + [pytest.mark.sweep] * in_sweep
+    return pytest.param(case, precision, marks=marks)
+
+
+EACH = pytest.mark.parametrize(
+    ("case", "precision"), [marked(case, p) for p in ("fp32", "bf16") for case in CASES]
+)
 
 
 def plan(case: str, precision: str) -> ResolvedPlan:
@@ -59,9 +71,7 @@ def of_rank(profile: Profile, kind: str, rank: int) -> Rows:
     return rows
 
 
-@pytest.mark.slow
 @EACH
-@ALL
 def test_rehearsed_peak_is_the_allocators_peak(case: str, precision: str) -> None:
     profile, ranks = both(case, precision)
     for rank, (allocated, _, _) in enumerate(ranks):
@@ -71,9 +81,7 @@ def test_rehearsed_peak_is_the_allocators_peak(case: str, precision: str) -> Non
             assert total(rehearsed, step, "peak") == pytest.approx(real, rel=0.02), (rank, step)
 
 
-@pytest.mark.slow
 @EACH
-@ALL
 def test_what_lasts_is_the_allocators_level_between_steps(case: str, precision: str) -> None:
     profile, ranks = both(case, precision)
     for rank, (allocated, _, _) in enumerate(ranks):
@@ -84,7 +92,6 @@ def test_what_lasts_is_the_allocators_level_between_steps(case: str, precision: 
 
 
 @EACH
-@ALL
 def test_categories_are_those_of_real_ranks(case: str, precision: str) -> None:
     profile, ranks = both(case, precision)
     for rank, (_, counted, _) in enumerate(ranks):
@@ -104,7 +111,6 @@ def test_categories_are_those_of_real_ranks(case: str, precision: str) -> None:
 
 
 @EACH
-@ALL
 def test_traffic_is_that_of_real_ranks_call_by_call(case: str, precision: str) -> None:
     profile, ranks = both(case, precision)
     for rank, (_, _, calls) in enumerate(ranks):

@@ -8,6 +8,7 @@ from workbench.rehearsal.rehearse import rehearse
 
 
 @pytest.mark.slow
+@pytest.mark.drawn(5)
 @pytest.mark.parametrize("shape", [LLAMA, GPT], ids=["llama", "gpt"])
 @pytest.mark.parametrize("mesh", [(1, 1, 1), (1, 1, 2), (2, 2, 1), (1, 4, 1), (2, 3, 1)], ids=str)
 def test_memory_and_traffic_are_those_of_the_whole_step(

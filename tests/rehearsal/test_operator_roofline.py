@@ -249,6 +249,7 @@ def test_the_sum_over_operators_is_the_estimates_compute(name: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.drawn(6)
 @pytest.mark.parametrize("name", MORE)
 def test_so_it_is_over_all_axes(name: str) -> None:
     check(name)

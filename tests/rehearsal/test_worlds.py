@@ -107,6 +107,7 @@ def test_a_gpu_of_every_kind_is_rehearsed(gpu: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.drawn(20)
 @pytest.mark.parametrize("gpus", [8, 2048])
 @pytest.mark.parametrize("strategy", RUNNABLE)
 def test_every_runnable_preset_rehearses_at_any_size(strategy: str, gpus: int) -> None:

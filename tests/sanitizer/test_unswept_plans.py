@@ -72,6 +72,7 @@ PLANS = {
 
 
 @pytest.mark.slow
+@pytest.mark.drawn(7)
 @pytest.mark.parametrize("transport", ["nccl", pytest.param("gloo", marks=pytest.mark.sweep)])
 @pytest.mark.parametrize("name", PLANS)
 def test_collectives_in_flight_are_left_alone(name: str, transport: Transport) -> None:

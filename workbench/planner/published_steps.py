@@ -192,6 +192,17 @@ def published_table() -> StepTable:
     return StepTable(measured_steps())
 
 
+@lru_cache(maxsize=1)
+def _sites_by_framework() -> dict[str, frozenset[str]]:
+    """Where steps of each framework profile were measured."""
+    steps = measured_steps()
+    frameworks = {step.framework for step in steps}
+    return {
+        name: frozenset(step.site for step in steps if step.framework == name)
+        for name in frameworks
+    }
+
+
 def is_measured(framework: str, without: str | None = None) -> bool:
     """Whether a step of a framework profile, its versions together, was measured anywhere.
 
@@ -199,7 +210,7 @@ def is_measured(framework: str, without: str | None = None) -> bool:
         framework: Framework profile whose versions were measured together.
         without: A site whose steps do not count.
     """
-    return any(step.framework == framework and step.site != without for step in measured_steps())
+    return bool(_sites_by_framework().get(framework, frozenset()) - {without})
 
 
 def octaves_to_measured(plan: ResolvedPlan, framework: str, without: str | None = None) -> float:
