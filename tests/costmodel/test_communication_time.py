@@ -14,6 +14,7 @@ from workbench.costmodel.frameworks.framework_profile import framework_profile
 from workbench.costmodel.inputs.rank_workload import Workload, workload
 from workbench.costmodel.rates.constants import Constants
 from workbench.costmodel.step_time import step_time
+from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.schema import Plan
 from workbench.planner.calibrated_plan import with_calibration
 
@@ -57,6 +58,30 @@ def test_under_zero_1_gradients_are_reduced_whole_and_hide_behind_nothing() -> N
         for call in chosen
     )
     assert step_time(w, c).after["data_comm"] == pytest.approx(float(np.max(took)))
+
+
+def test_a_shard_group_inside_a_node_exchanges_over_its_links() -> None:
+    """Hybrid sharding (2304.11277, 3.2.2): reduce-scatter and all-gather inside the group, and an
+    all-reduce of what a rank then holds between groups, of which the ranks of a node run one each.
+    """
+    set = {"strategy.data.shard": 8, "strategy.stack": "internevo"}
+    plan = Plan.of("llama-3-8b", gpu="a100-sxm-80gb", gpus=64, strategy="zero-1", set=set)
+    full, c = with_calibration(plan.resolve())
+    w = workload(full)
+    links = axis_links(w, c)
+    assert links["data.shard"].bandwidth == full.gpu.link_gbs * 1e9 * c.link_share
+    assert links["data.shard"].latency == 1e-6 * full.fabric.link_latency_us
+    one_of_eight = links["data"].bandwidth / 8
+    assert links["data.replicas"].bandwidth == one_of_eight
+    used = {(call.kind, call.sub_axis) for call in step_collectives(w) if call.axis == "data"}
+    assert ("all_gather", "data.shard") in used
+    whole = axis_links(workload(replaced_shard(full, "all")), c)
+    assert "data.shard" not in whole
+
+
+def replaced_shard(full: ResolvedPlan, shard: int | str) -> ResolvedPlan:
+    data = full.strategy.data.model_copy(update={"shard": shard})
+    return full.model_copy(update={"strategy": full.strategy.model_copy(update={"data": data})})
 
 
 def test_reductions_of_every_microbatch_hide_behind_its_backward_beside_gathers() -> None:

@@ -286,6 +286,9 @@ def _group_calls(
         w.dtype,
         gradient_dtype_name(w),
     )
+    # Experts' states lie over every `spread`-th of these ranks: their links are the axis' own.
+    alone = np.ndim(spread) == 0 and spread == 1
+    within, between = ("data.shard", "data.replicas") if alone else ("", "")
     action = "B" if w.pipeline == 1 else "REDUCE_GRAD"
     size = elements * w.gradient_element_bytes
     num_buckets = np.maximum(1.0, np.ceil(size / w.searched.bucket_bytes))
@@ -308,8 +311,11 @@ def _group_calls(
             size / num_buckets,
             times * num_buckets,
             action,
+            within,
         ),
-        CollectiveCall("data", "all_reduce", group / shard, gradient, size / shard, times, action),
+        CollectiveCall(
+            "data", "all_reduce", group / shard, gradient, size / shard, times, action, between
+        ),
     ]
     if w.fixed.framework.data_parallel.reduces_late(w.zero):
         reductions = [
@@ -319,7 +325,14 @@ def _group_calls(
         return [
             *reductions,
             CollectiveCall(
-                "data", "all_gather", shard, dtype, elements * w.element_bytes, 1.0, "OPTIMIZER"
+                "data",
+                "all_gather",
+                shard,
+                dtype,
+                elements * w.element_bytes,
+                1.0,
+                "OPTIMIZER",
+                within,
             ),
         ]
     keeps_gathered = np.maximum(w.searched.keep_gathered, w.pipeline > 1)
@@ -328,7 +341,7 @@ def _group_calls(
     forward = units * (keeps_gathered + (1 - keeps_gathered) * w.microbatches)
     return [
         *reductions,
-        CollectiveCall("data", "all_gather", shard, dtype, unit, forward, "F"),
+        CollectiveCall("data", "all_gather", shard, dtype, unit, forward, "F", within),
         CollectiveCall(
             "data",
             "all_gather",
@@ -337,5 +350,6 @@ def _group_calls(
             unit,
             units * (1 - keeps_gathered) * w.microbatches,
             "B",
+            within,
         ),
     ]
