@@ -186,7 +186,9 @@ def test_a_late_host_hides_what_moves_but_not_the_latency_of_a_network() -> None
 
 
 def test_boundaries_scattered_over_tensor_ranks_move_their_share() -> None:
-    """2104.04473, section 4.1: a tensor rank sends 1/t of a replicated boundary."""
+    """2104.04473, section 4.1: a tensor rank sends 1/t of a replicated boundary, and what it
+    receives is all-gathered inside the node. DeepSpeed's PartitionedTensor is the same.
+    """
     w, c = setting(64, 8, 4)
     plain = replace(w, searched=replace(w.searched, sequence=0.0))
     exchange = replace(w.fixed.framework.model_parallel, scatter_gather=True)
@@ -196,10 +198,14 @@ def test_boundaries_scattered_over_tensor_ranks_move_their_share() -> None:
         step_time(one, replace(c, launch_us=0.0)).durations.communication["pipeline_comm"]
         for one in (plain, scattered)
     )
-    latency = float(axis_links(w, c)["pipeline"].latency)
+    links = axis_links(w, c)
+    latency = float(links["pipeline"].latency)
+    gather = collective_seconds("all_gather", plain.residual_bytes, 8, links["tensor"], c)
     assert np.all(part < whole)
     received = np.array([0, 1, 1, 1]) + np.array([1, 1, 1, 0])
-    assert (whole - received * latency) == pytest.approx(8 * (part - received * latency))
+    sent = part - received * (latency + float(gather))
+    assert (whole - received * latency) == pytest.approx(8 * sent)
+    assert framework_profile("deepspeed-3d").model_parallel.scatter_gather
 
 
 def test_blocking_sends_wait_for_what_they_pass_on() -> None:
