@@ -8,12 +8,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from workbench.costmodel.communication.collective_cost import axis_links, collective_seconds
+from workbench.costmodel.communication.collective_cost import (
+    axis_links,
+    collective_seconds,
+    group_link,
+)
 from workbench.costmodel.communication.collective_volume import step_collectives
 from workbench.costmodel.frameworks.framework_profile import framework_profile
 from workbench.costmodel.inputs.rank_workload import Workload, workload
 from workbench.costmodel.rates.constants import Constants
 from workbench.costmodel.step_time import step_time
+from workbench.machine import gpu_catalog
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.schema import Plan
 from workbench.planner.calibrated_plan import with_calibration
@@ -77,6 +82,18 @@ def test_a_shard_group_inside_a_node_exchanges_over_its_links() -> None:
     assert ("all_gather", "data.shard") in used
     whole = axis_links(workload(replaced_shard(full, "all")), c)
     assert "data.shard" not in whole
+
+
+def test_a_network_reaches_the_share_that_its_benchmark_reached() -> None:
+    """NCCL's bus bandwidth: 192 of 200 GB/s on DGX A100 (NVIDIA/nccl issue 812), 135 of 400 Gb/s
+    over Jean Zay's Omni-Path (stas00/ml-engineering network/README.md), 80 % where none is known.
+    """
+    plan = Plan.of("llama-3-8b", gpu="a100-sxm-80gb", gpus=64, strategy="zero-1").resolve()
+    _, c = with_calibration(plan)
+    for name, rate in (("dgx-a100", 192.0), ("jean-zay-a100", 135 / 8), ("aws-p4d", 40.0)):
+        fabric = gpu_catalog.clusters()[name]
+        link = group_link(plan.gpu, fabric, 8, replace(c, nic_in_step=1.0), 64, 1)
+        assert float(link.bandwidth) == pytest.approx(rate * 1e9, rel=0.01)
 
 
 def replaced_shard(full: ResolvedPlan, shard: int | str) -> ResolvedPlan:

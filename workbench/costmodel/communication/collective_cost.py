@@ -167,7 +167,8 @@ def group_link(
     own = constants.measured
     measured = own if own is not None and own.has_collectives else None
     inner = gpu.link_gbs * 1e9 * constants.link_share
-    outer = fabric.nic_gbs * 1e9 * constants.nic_share
+    reached = constants.nic_in_step * (fabric.nic_share or constants.nic_share)
+    outer = fabric.nic_gbs * 1e9 * reached
     within = (size * stride <= gpus_per_node) | (size == 1)
     inside = np.maximum(1, np.minimum(size, gpus_per_node // stride))
     # `gpus_per_node / inside` groups of this axis leave a node at the same time and share its
@@ -181,7 +182,7 @@ def group_link(
     inside_rack = np.maximum(1, np.minimum(size, rack // stride))
     # The same one level up: groups that leave a rack share its uplink.
     rack_gbs = fabric.rack_gbs or fabric.nic_gbs
-    uplink = rack_gbs * 1e9 * constants.nic_share * inside_rack / gpus_per_node
+    uplink = rack_gbs * 1e9 * reached * inside_rack / gpus_per_node
     rack_latency = (
         (fabric.rack_latency_us or fabric.nic_latency_us) - fabric.nic_latency_us
     ) / inside_rack
