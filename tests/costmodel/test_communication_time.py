@@ -69,7 +69,7 @@ def test_a_shard_group_inside_a_node_exchanges_over_its_links() -> None:
     """Hybrid sharding (2304.11277, 3.2.2): reduce-scatter and all-gather inside the group, and an
     all-reduce of what a rank then holds between groups, of which the ranks of a node run one each.
     """
-    set = {"strategy.data.shard": 8, "strategy.stack": "internevo"}
+    set = {"strategy.data.shard": 8, "strategy.stack": "megatron"}
     plan = Plan.of("llama-3-8b", gpu="a100-sxm-80gb", gpus=64, strategy="zero-1", set=set)
     full, c = with_calibration(plan.resolve())
     w = workload(full)
@@ -82,6 +82,28 @@ def test_a_shard_group_inside_a_node_exchanges_over_its_links() -> None:
     assert ("all_gather", "data.shard") in used
     whole = axis_links(workload(replaced_shard(full, "all")), c)
     assert "data.shard" not in whole
+
+
+def test_internevo_reduces_whole_and_broadcasts_tensor_by_tensor() -> None:
+    """hybrid_zero_optim.py: hooks leave reduce_rank None, so that buckets are all-reduced over all
+    data-parallel ranks; _partition_param_list gives a parameter to one rank, and broadcast_params
+    broadcasts what each rank holds, in turn. Of 32 layers' wqkv, wo, w1, w2 and w3 and both ends
+    1,024 ranks cannot all hold one.
+    """
+    for gpus, owners in ((64, 64), (1024, 32 * 5 + 2)):
+        set = {"strategy.stack": "internevo", "training.global_batch": 4096}
+        plan = Plan.of("llama-2-7b", gpu="a100-sxm-80gb", gpus=gpus, strategy="zero-1", set=set)
+        full, c = with_calibration(plan.resolve())
+        w = workload(full)
+        reduce, broadcast = [call for call in step_collectives(w) if call.axis == "data"]
+        assert (reduce.kind, float(reduce.group_size)) == ("all_reduce", gpus)
+        assert (broadcast.kind, float(np.max(broadcast.count))) == ("broadcast", owners)
+        moved = float(np.sum(broadcast.bytes * broadcast.count))
+        assert moved == pytest.approx(2 * float(np.sum(w.param_counts.total)))
+        # NCCL's broadcast passes from rank to rank (src/graph/tuning.cc).
+        wire = axis_links(w, c)["data"]
+        start = float(collective_seconds("broadcast", 0.0, gpus, wire, c))
+        assert start == pytest.approx((gpus - 1) * float(wire.latency))
 
 
 def test_a_network_reaches_the_share_that_its_benchmark_reached() -> None:

@@ -207,8 +207,9 @@ def collective_seconds(
     """Seconds of one call by the ring's alpha-beta cost; zero for one rank.
 
     An all-reduce is a reduce-scatter and an all-gather: 2 (n-1)/n of the bytes. Its latency stops
-    growing at `latency_ranks`, where NCCL switches to trees. Broadcast and reduce take as many
-    hops as a binary tree is deep (2104.05343). An all-to-all is no ring: its sends and recvs are
+    growing at `latency_ranks`, where NCCL switches to trees. Broadcast and reduce pass from rank to
+    rank around a ring, which NCCL has no trees for (src/graph/tuning.cc: as many steps as ranks).
+    An all-to-all is no ring: its sends and recvs are
     one group, whose calls progress independently (NCCL user guide, Point-to-point communication).
 
     Args:
@@ -231,9 +232,7 @@ def collective_slope(
     """(seconds per byte, seconds per call) of `collective_seconds`."""
     if kind in ("send", "recv"):
         return 1 / link.bandwidth, link.latency
-    if kind in ("broadcast", "reduce"):
-        hops = np.ceil(np.log2(ranks))
-    elif kind == "all_to_all":
+    if kind == "all_to_all":
         hops = np.minimum(ranks - 1, 1)  # sends and recvs of one group progress at once
     else:
         hops = (
