@@ -290,7 +290,8 @@ def _boundary_seconds(
     """
     if w.pipeline == 1:
         return w.zeros
-    stream, gathered = w.residual_bytes, 0.0
+    stream = w.residual_bytes
+    gathered: Number = 0.0
     if w.fixed.framework.model_parallel.scatter_gather:  # 2104.04473, 4.1
         whole = 1 - w.searched.sequence
         gathered = whole * collective_seconds(

@@ -128,10 +128,13 @@ def _shard_links(w: Workload, constants: Constants, both: AxisLink) -> dict[str,
         return {}
     stride, _, outer = _inner_replicas(w)
     between = _link(w, constants, replicas / shard, stride * shard)
-    apart = (shard == replicas) | ~np.isinf(outer)
+    alike = np.asarray(shard == replicas)
+    apart = np.where(alike, True, ~np.isinf(outer))
     return {
         "data.shard": _either(
-            shard == replicas, both, _neighbors_link(w, constants, shard, both, spread=False)
+            np.where(alike, True, False),
+            both,
+            _neighbors_link(w, constants, shard, both, spread=False),
         ),
         "data.replicas": _either(apart, both, between),
     }
