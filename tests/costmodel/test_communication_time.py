@@ -8,12 +8,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from workbench.costmodel.communication.collective_cost import axis_links, collective_seconds
+from workbench.costmodel.communication.collective_cost import (
+    axis_links,
+    collective_seconds,
+    group_link,
+)
 from workbench.costmodel.communication.collective_volume import step_collectives
 from workbench.costmodel.frameworks.framework_profile import framework_profile
 from workbench.costmodel.inputs.rank_workload import Workload, workload
 from workbench.costmodel.rates.constants import Constants
 from workbench.costmodel.step_time import step_time
+from workbench.machine import gpu_catalog
+from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.schema import Plan
 from workbench.planner.calibrated_plan import with_calibration
 
@@ -57,6 +63,64 @@ def test_under_zero_1_gradients_are_reduced_whole_and_hide_behind_nothing() -> N
         for call in chosen
     )
     assert step_time(w, c).after["data_comm"] == pytest.approx(float(np.max(took)))
+
+
+def test_a_shard_group_inside_a_node_exchanges_over_its_links() -> None:
+    """Hybrid sharding (2304.11277, 3.2.2): reduce-scatter and all-gather inside the group, and an
+    all-reduce of what a rank then holds between groups, of which the ranks of a node run one each.
+    """
+    set = {"strategy.data.shard": 8, "strategy.stack": "megatron"}
+    plan = Plan.of("llama-3-8b", gpu="a100-sxm-80gb", gpus=64, strategy="zero-1", set=set)
+    full, c = with_calibration(plan.resolve())
+    w = workload(full)
+    links = axis_links(w, c)
+    assert links["data.shard"].bandwidth == full.gpu.link_gbs * 1e9 * c.link_share
+    assert links["data.shard"].latency == 1e-6 * full.fabric.link_latency_us
+    one_of_eight = links["data"].bandwidth / 8
+    assert links["data.replicas"].bandwidth == one_of_eight
+    used = {(call.kind, call.sub_axis) for call in step_collectives(w) if call.axis == "data"}
+    assert ("all_gather", "data.shard") in used
+    whole = axis_links(workload(replaced_shard(full, "all")), c)
+    assert "data.shard" not in whole
+
+
+def test_internevo_reduces_whole_and_broadcasts_tensor_by_tensor() -> None:
+    """hybrid_zero_optim.py: hooks leave reduce_rank None, so that buckets are all-reduced over all
+    data-parallel ranks; _partition_param_list gives a parameter to one rank, and broadcast_params
+    broadcasts what each rank holds, in turn. Of 32 layers' wqkv, wo, w1, w2 and w3 and both ends
+    1,024 ranks cannot all hold one.
+    """
+    for gpus, owners in ((64, 64), (1024, 32 * 5 + 2)):
+        set = {"strategy.stack": "internevo", "training.global_batch": 4096}
+        plan = Plan.of("llama-2-7b", gpu="a100-sxm-80gb", gpus=gpus, strategy="zero-1", set=set)
+        full, c = with_calibration(plan.resolve())
+        w = workload(full)
+        reduce, broadcast = [call for call in step_collectives(w) if call.axis == "data"]
+        assert (reduce.kind, float(reduce.group_size)) == ("all_reduce", gpus)
+        assert (broadcast.kind, float(np.max(broadcast.count))) == ("broadcast", owners)
+        moved = float(np.sum(broadcast.bytes * broadcast.count))
+        assert moved == pytest.approx(2 * float(np.sum(w.param_counts.total)))
+        # NCCL's broadcast passes from rank to rank (src/graph/tuning.cc).
+        wire = axis_links(w, c)["data"]
+        start = float(collective_seconds("broadcast", 0.0, gpus, wire, c))
+        assert start == pytest.approx((gpus - 1) * float(wire.latency))
+
+
+def test_a_network_reaches_the_share_that_its_benchmark_reached() -> None:
+    """NCCL's bus bandwidth: 192 of 200 GB/s on DGX A100 (NVIDIA/nccl issue 812), 135 of 400 Gb/s
+    over Jean Zay's Omni-Path (stas00/ml-engineering network/README.md), 80 % where none is known.
+    """
+    plan = Plan.of("llama-3-8b", gpu="a100-sxm-80gb", gpus=64, strategy="zero-1").resolve()
+    _, c = with_calibration(plan)
+    for name, rate in (("dgx-a100", 192.0), ("jean-zay-a100", 135 / 8), ("aws-p4d", 40.0)):
+        fabric = gpu_catalog.clusters()[name]
+        link = group_link(plan.gpu, fabric, 8, replace(c, nic_in_step=1.0), 64, 1)
+        assert float(link.bandwidth) == pytest.approx(rate * 1e9, rel=0.01)
+
+
+def replaced_shard(full: ResolvedPlan, shard: int | str) -> ResolvedPlan:
+    data = full.strategy.data.model_copy(update={"shard": shard})
+    return full.model_copy(update={"strategy": full.strategy.model_copy(update={"data": data})})
 
 
 def test_reductions_of_every_microbatch_hide_behind_its_backward_beside_gathers() -> None:
@@ -161,7 +225,9 @@ def test_a_late_host_hides_what_moves_but_not_the_latency_of_a_network() -> None
 
 
 def test_boundaries_scattered_over_tensor_ranks_move_their_share() -> None:
-    """2104.04473, section 4.1: a tensor rank sends 1/t of a replicated boundary."""
+    """2104.04473, section 4.1: a tensor rank sends 1/t of a replicated boundary, and what it
+    receives is all-gathered inside the node. DeepSpeed's PartitionedTensor is the same.
+    """
     w, c = setting(64, 8, 4)
     plain = replace(w, searched=replace(w.searched, sequence=0.0))
     exchange = replace(w.fixed.framework.model_parallel, scatter_gather=True)
@@ -171,10 +237,14 @@ def test_boundaries_scattered_over_tensor_ranks_move_their_share() -> None:
         step_time(one, replace(c, launch_us=0.0)).durations.communication["pipeline_comm"]
         for one in (plain, scattered)
     )
-    latency = float(axis_links(w, c)["pipeline"].latency)
+    links = axis_links(w, c)
+    latency = float(links["pipeline"].latency)
+    gather = collective_seconds("all_gather", plain.residual_bytes, 8, links["tensor"], c)
     assert np.all(part < whole)
     received = np.array([0, 1, 1, 1]) + np.array([1, 1, 1, 0])
-    assert (whole - received * latency) == pytest.approx(8 * (part - received * latency))
+    sent = part - received * (latency + float(gather))
+    assert (whole - received * latency) == pytest.approx(8 * sent)
+    assert framework_profile("deepspeed-3d").model_parallel.scatter_gather
 
 
 def test_blocking_sends_wait_for_what_they_pass_on() -> None:

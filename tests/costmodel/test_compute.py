@@ -7,6 +7,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from workbench.costmodel.compute.kernel_launches import kernel_launches, replayed_kernels
@@ -16,7 +17,12 @@ from workbench.costmodel.compute.kernel_rates import (
     fused_attention,
     unfused_attention,
 )
-from workbench.costmodel.compute.roofline import attention_pass, head_pass, layer_pass
+from workbench.costmodel.compute.roofline import (
+    attention_pass,
+    head_pass,
+    layer_pass,
+    optimizer_seconds,
+)
 from workbench.costmodel.inputs.layer_gemms import LayerGemm, attention_flops, layer_gemms
 from workbench.costmodel.inputs.rank_workload import Workload, workload
 from workbench.costmodel.rates.constants import Constants, constants
@@ -318,3 +324,38 @@ def test_what_fused_kernels_leave_plain_on_processors_takes_what_eager_takes(
     assert found["fused"].forward == pytest.approx(found["eager"].forward)
     assert found["fused"].backward == pytest.approx(found["eager"].backward)
     assert found["compiled"].backward < found["eager"].backward
+
+
+FP32 = 4
+ADAM_OPERATORS = {
+    "exp_avg.mul_": 2,
+    "exp_avg.add_": 3,
+    "exp_avg_sq.mul_": 2,
+    "exp_avg_sq.addcmul_": 3,
+    "sqrt": 2,
+    "/ bias": 2,
+    "add_(eps)": 2,
+    "param.addcdiv_": 4,
+}
+"""fp32 tensors that each operator of an Adam written out reads and writes (torch 1.13
+optim/adamw.py, _single_tensor_adamw; Composer optim/decoupled_weight_decay.py,
+DecoupledAdamW.adamw).
+"""
+
+
+def test_an_adam_written_out_moves_its_operands_operator_by_operator() -> None:
+    adam = FP32 * sum(ADAM_OPERATORS.values())
+    decay, unscale, clip, norm = FP32 * 2, FP32 * 2, FP32 * 2, FP32
+    flatten, upcast, weights, narrow_norm = 2 + 2, 2 + FP32, FP32 + 2, 2
+    counted = {
+        "llm-foundry": (adam + norm + clip, "zero-3"),
+        "internevo": (adam + decay + narrow_norm + flatten + upcast + unscale + weights, "zero-1"),
+    }
+    for stack, (each, strategy) in counted.items():
+        w = asked("llama-2-7b", strategy, strategy__stack=stack)
+        m = device_rates(w.fixed.gpu, "bf16", usual(w))
+        copies = 8 * w.param_counts.trained if stack == "internevo" else 0.0
+        seconds = optimizer_seconds(w, m, np.asarray(1e9))
+        assert seconds * m.bandwidth == pytest.approx(1e9 * each + copies)
+        sgd = asked("llama-2-7b", strategy, strategy__stack=stack, training__optimizer__name="sgd")
+        assert float(np.max(optimizer_seconds(sgd, m, np.asarray(1e9)))) < float(np.max(seconds))

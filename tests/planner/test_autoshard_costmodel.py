@@ -67,5 +67,6 @@ def test_links_between_racks_are_slower_than_within_one() -> None:
     between, within = machine_model(split, (4, 8)).links
     assert within == machine_model(flat, (4, 8)).links[1]
     known = constants(flat.gpu, flat.strategy.kernels)
-    assert between.bandwidth == pytest.approx(20e9 * known.nic_share * 2 / 8)
+    reached = known.nic_in_step * (flat.fabric.nic_share or known.nic_share)
+    assert between.bandwidth == pytest.approx(20e9 * reached * 2 / 8)
     assert between.latency == pytest.approx((6.0 + 45.0 / 2) * 1e-6)

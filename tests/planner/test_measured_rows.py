@@ -334,6 +334,14 @@ def test_networks_by_words() -> None:
     assert find_fabric("v100-sxm2-32gb", "4-gpu v100 nodes (nvlink), omni-path").gpus_per_node == 4
 
 
+def test_a_rate_alone_says_nothing_of_the_kind_of_network() -> None:
+    shares = [
+        find_fabric("a100-sxm-80gb", words).nic_share
+        for words in ("", "8x200gb infiniband", "4x100gb omni-path", "400 gbps inter-node", "roce")
+    ]
+    assert shares == [0.96, 0.96, 0.34, None, None]
+
+
 def test_a_row_becomes_a_plan() -> None:
     found = said()
     plan = found.plan

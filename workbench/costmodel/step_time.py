@@ -181,7 +181,7 @@ def _durations(
         exposed[action] = {
             "tensor_comm": np.maximum(0.0, of("tensor", wires=bytes_link) - idle[action])
             + (of("tensor", wires=latency_link) if over_nodes else 0.0),
-            "pipeline_comm": _boundary_seconds(w, wires["pipeline"], c, action),
+            "pipeline_comm": _boundary_seconds(w, wires, c, action),
         }
         if w.fixed.has_context_parallel:
             behind = w.layers * (RING_OVERLAP_SHARE * attention[action])
@@ -281,24 +281,34 @@ def _sum(values: Iterable[Number]) -> Number:
     return sum(sorted(values, key=np.size), 0.0)
 
 
-def _boundary_seconds(w: Workload, link: AxisLink, constants: Constants, action: str) -> Array:
+def _boundary_seconds(
+    w: Workload, wires: dict[str, AxisLink], constants: Constants, action: str
+) -> Array:
     """Seconds in which a rank waits at stage boundaries: for a recv of activations before F and of
-    gradients before B, for every chunk; where sends block, for what the rank passes on too.
+    gradients before B, for every chunk; where sends block, for what the rank passes on too. What
+    arrives scattered over tensor ranks is all-gathered.
     """
     if w.pipeline == 1:
         return w.zeros
     stream = w.residual_bytes
+    gathered: Number = 0.0
     if w.fixed.framework.model_parallel.scatter_gather:  # 2104.04473, 4.1
-        stream = stream / (1 + (w.tensor - 1) * (1 - w.searched.sequence))
+        whole = 1 - w.searched.sequence
+        gathered = whole * collective_seconds(
+            "all_gather", stream, w.tensor, wires["tensor"], constants
+        )
+        stream = stream / (1 + (w.tensor - 1) * whole)
     if (
         w.fixed.replicas
     ):  # of two stages of unequal replicas, the ranks of the one with fewer move more
         stream = np.maximum(stream, np.roll(stream, 1 if action == "F" else -1))
-    one = collective_seconds("recv", stream, w.pipeline, link, constants)
+    one = collective_seconds("recv", stream, w.pipeline, wires["pipeline"], constants)
     ends = (w.has_embedding, w.has_head) if action == "F" else (w.has_head, w.has_embedding)
     transfers = 1 - ends[0] + w.fixed.framework.model_parallel.blocking_sends * (1 - ends[1])
     exposed = 1 - constants.boundary_overlap * (w.fixed.chunks > 1)
-    return np.asarray(one * (transfers + (w.fixed.chunks - 1)) * exposed)
+    received = 1 - ends[0] + (w.fixed.chunks - 1)
+    seconds = one * (transfers + (w.fixed.chunks - 1)) + gathered * received
+    return np.asarray(seconds * exposed)
 
 
 def _bubble(w: Workload, d: MicrobatchDurations, slowest: Number) -> Number:

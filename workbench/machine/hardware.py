@@ -16,6 +16,7 @@ from workbench.fields.bounds import (
     Price,
     Ranks,
     Teraflops,
+    UnitShare,
     Watts,
 )
 from workbench.fields.frozen import Frozen
@@ -61,6 +62,11 @@ class Fabric(Frozen):
     gpus_per_node: Ranks = Field(description="GPUs in a node.")
     nic_gbs: GigabytesPerSecond = Field(
         description="Network bandwidth of one node, one direction, GB/s."
+    )
+    nic_share: UnitShare | None = Field(
+        None,
+        description="Share of that rate which a benchmark of large collectives reaches; null: that "
+        "of other networks.",
     )
     link_latency_us: Microseconds = Field(
         description="Latency of a hop inside the node, microseconds."

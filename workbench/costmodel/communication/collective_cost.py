@@ -52,8 +52,9 @@ def axis_links(w: Workload, constants: Constants) -> dict[str, AxisLink]:
     neighbors, inside the node where it fits, and the ring around the groups.
 
     Returns:
-        Axis -> link, for tensor, context, data, pipeline and expert; with `usp` also for
-        context.ulysses and context.ring.
+        Axis -> link, for tensor, context, data, pipeline and expert; where not all replicas share
+        one sharding also for data.shard, within a group that shards, and data.replicas, between
+        such groups; with `usp` for context.ulysses and context.ring.
     """
     s, k = w.fixed, w.searched
     sizes = {"tensor": k.tensor, "context": k.context, "data": w.data, "pipeline": s.pipeline}
@@ -82,27 +83,64 @@ def axis_links(w: Workload, constants: Constants) -> dict[str, AxisLink]:
         np.where(alone, context.latency, np.maximum(data.latency, context.latency)),
     )
     both = AxisLink(slow, late, data.measured)
-    experts = _expert_link(w, constants, both) if w.shape.moe else both
-    return result | {"data": both, "expert": experts}
+    result |= {"data": both, "expert": both}
+    if w.shape.moe:
+        result["expert"] = _neighbors_link(w, constants, w.searched.expert, both)
+    return result | (_shard_links(w, constants, both) if w.zero else {})
 
 
-def _expert_link(w: Workload, constants: Constants, both: AxisLink) -> AxisLink:
-    """Link between the ranks of an MoE's all-to-all, which are neighbors among data x context
-    ranks, and among the tensor ranks between which experts are spread.
+def _neighbors_link(
+    w: Workload, constants: Constants, size: Number, both: AxisLink, spread: bool = True
+) -> AxisLink:
+    """Link between `size` neighbors among data x context ranks: those of an MoE's all-to-all,
+    which are neighbors among the tensor ranks too between which experts are `spread`, or those
+    that shard states.
 
     Neighbors of both axes lie as `both` says where another axis is placed between the two.
     """
-    k, e, over_tensor = w.searched, w.searched.expert, w.experts_over_tensor
-    far = np.inf
+    over_tensor = w.experts_over_tensor if spread else 1.0
+    stride, inner, outer = _inner_replicas(w)
+    own = _link(w, constants, size, stride / over_tensor)
+    apart = (size > inner * over_tensor) & (outer != stride * inner)
+    return _either(apart, both, own)
+
+
+def _inner_replicas(w: Workload) -> tuple[Number, Number, Number]:
+    """(distance in ranks between neighbors of the inner of the axes data and context, its size,
+    distance between neighbors of the outer one), of axes of several ranks.
+    """
+    k, far = w.searched, np.inf
     strides = [
         np.where(size > 1, k.strides[axis], far)
         for axis, size in (("data", w.data), ("context", k.context))
     ]
     stride = np.minimum(*strides)
     inner = np.where(strides[0] <= strides[1], w.data, k.context)
-    stride = np.where(np.isinf(stride), k.tensor, stride)
-    own = _link(w, constants, e, stride / over_tensor)
-    apart = (e > inner * over_tensor) & (np.maximum(*strides) != stride * inner)
+    return np.where(np.isinf(stride), k.tensor, stride), inner, np.maximum(*strides)
+
+
+def _shard_links(w: Workload, constants: Constants, both: AxisLink) -> dict[str, AxisLink]:
+    """Links of a group of neighbors that shard states, and between the groups that hold the same
+    (HSDP, 2304.11277; `zero1` of InternEvo).
+    """
+    replicas, shard = w.data * w.searched.context, w.searched.shard
+    if np.all(shard == replicas):
+        return {}
+    stride, _, outer = _inner_replicas(w)
+    between = _link(w, constants, replicas / shard, stride * shard)
+    alike = np.asarray(shard == replicas)
+    apart = np.where(alike, True, ~np.isinf(outer))
+    return {
+        "data.shard": _either(
+            np.where(alike, True, False),
+            both,
+            _neighbors_link(w, constants, shard, both, spread=False),
+        ),
+        "data.replicas": _either(apart, both, between),
+    }
+
+
+def _either(apart: Number, both: AxisLink, own: AxisLink) -> AxisLink:
     return AxisLink(
         np.where(apart, both.bandwidth, own.bandwidth),
         np.where(apart, both.latency, own.latency),
@@ -132,7 +170,8 @@ def group_link(
     own = constants.measured
     measured = own if own is not None and own.has_collectives else None
     inner = gpu.link_gbs * 1e9 * constants.link_share
-    outer = fabric.nic_gbs * 1e9 * constants.nic_share
+    reached = constants.nic_in_step * (fabric.nic_share or constants.nic_share)
+    outer = fabric.nic_gbs * 1e9 * reached
     within = (size * stride <= gpus_per_node) | (size == 1)
     inside = np.maximum(1, np.minimum(size, gpus_per_node // stride))
     # `gpus_per_node / inside` groups of this axis leave a node at the same time and share its
@@ -146,7 +185,7 @@ def group_link(
     inside_rack = np.maximum(1, np.minimum(size, rack // stride))
     # The same one level up: groups that leave a rack share its uplink.
     rack_gbs = fabric.rack_gbs or fabric.nic_gbs
-    uplink = rack_gbs * 1e9 * constants.nic_share * inside_rack / gpus_per_node
+    uplink = rack_gbs * 1e9 * reached * inside_rack / gpus_per_node
     rack_latency = (
         (fabric.rack_latency_us or fabric.nic_latency_us) - fabric.nic_latency_us
     ) / inside_rack
@@ -171,8 +210,9 @@ def collective_seconds(
     """Seconds of one call by the ring's alpha-beta cost; zero for one rank.
 
     An all-reduce is a reduce-scatter and an all-gather: 2 (n-1)/n of the bytes. Its latency stops
-    growing at `latency_ranks`, where NCCL switches to trees. Broadcast and reduce take as many
-    hops as a binary tree is deep (2104.05343). An all-to-all is no ring: its sends and recvs are
+    growing at `latency_ranks`, where NCCL switches to trees. Broadcast and reduce pass from rank to
+    rank around a ring, which NCCL has no trees for (src/graph/tuning.cc: as many steps as ranks).
+    An all-to-all is no ring: its sends and recvs are
     one group, whose calls progress independently (NCCL user guide, Point-to-point communication).
 
     Args:
@@ -195,9 +235,7 @@ def collective_slope(
     """(seconds per byte, seconds per call) of `collective_seconds`."""
     if kind in ("send", "recv"):
         return 1 / link.bandwidth, link.latency
-    if kind in ("broadcast", "reduce"):
-        hops = np.ceil(np.log2(ranks))
-    elif kind == "all_to_all":
+    if kind == "all_to_all":
         hops = np.minimum(ranks - 1, 1)  # sends and recvs of one group progress at once
     else:
         hops = (

@@ -286,6 +286,9 @@ def _group_calls(
         w.dtype,
         gradient_dtype_name(w),
     )
+    # Experts' states lie over every `spread`-th of these ranks: their links are the axis' own.
+    alone = np.ndim(spread) == 0 and spread == 1
+    within, between = ("data.shard", "data.replicas") if alone else ("", "")
     action = "B" if w.pipeline == 1 else "REDUCE_GRAD"
     size = elements * w.gradient_element_bytes
     num_buckets = np.maximum(1.0, np.ceil(size / w.searched.bucket_bytes))
@@ -308,27 +311,31 @@ def _group_calls(
             size / num_buckets,
             times * num_buckets,
             action,
+            within,
         ),
-        CollectiveCall("data", "all_reduce", group / shard, gradient, size / shard, times, action),
+        CollectiveCall(
+            "data", "all_reduce", group / shard, gradient, size / shard, times, action, between
+        ),
     ]
-    if w.fixed.framework.data_parallel.reduces_late(w.zero):
+    behavior = w.fixed.framework.data_parallel
+    if behavior.reduces_late(w.zero):
         reductions = [
             CollectiveCall("data", "all_reduce", group, gradient, size, 1.0, "REDUCE_GRAD")
         ]
-    if w.zero < 3:
-        return [
-            *reductions,
-            CollectiveCall(
-                "data", "all_gather", shard, dtype, elements * w.element_bytes, 1.0, "OPTIMIZER"
-            ),
+    elif w.zero == 1 and behavior.reduces_whole:
+        bucket = size / num_buckets
+        reductions = [
+            CollectiveCall("data", "all_reduce", group, gradient, bucket, num_buckets, action)
         ]
+    if w.zero < 3:
+        return [*reductions, _updated_parameters(w, elements * w.element_bytes, shard, within)]
     keeps_gathered = np.maximum(w.searched.keep_gathered, w.pipeline > 1)
-    narrow = w.fixed.framework.data_parallel.gathers_fp8(w.fixed.precision)
+    narrow = behavior.gathers_fp8(w.fixed.precision)
     unit = gathered * w.element_bytes * (1 - 0.5 * narrow) / units
     forward = units * (keeps_gathered + (1 - keeps_gathered) * w.microbatches)
     return [
         *reductions,
-        CollectiveCall("data", "all_gather", shard, dtype, unit, forward, "F"),
+        CollectiveCall("data", "all_gather", shard, dtype, unit, forward, "F", within),
         CollectiveCall(
             "data",
             "all_gather",
@@ -337,5 +344,22 @@ def _group_calls(
             unit,
             units * (1 - keeps_gathered) * w.microbatches,
             "B",
+            within,
         ),
     ]
+
+
+def _updated_parameters(w: Workload, size: Array, shard: Number, sub_axis: str) -> CollectiveCall:
+    """Exchange of updated parameters: one all-gather, or a broadcast by every rank that a tensor
+    was given to.
+    """
+    kind, calls = "all_gather", np.asarray(1.0)
+    if w.fixed.framework.data_parallel.broadcasts_parameters:
+        kind, calls = "broadcast", np.minimum(shard, np.maximum(1.0, _stage_matrices(w)))
+    return CollectiveCall("data", kind, shard, w.dtype, size / calls, calls, "OPTIMIZER", sub_axis)
+
+
+def _stage_matrices(w: Workload) -> Array:
+    """Weight matrices of a stage: of attention, of a gated feed-forward three, and of the ends."""
+    attention = 2 if w.fixed.framework.kernels.fused_qkv else 4
+    return w.layers * (attention + 2 + w.shape.gated) + w.has_embedding + w.has_head

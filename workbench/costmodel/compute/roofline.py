@@ -379,23 +379,37 @@ def _upcast_moment_traffic(w: Workload) -> float:
     return UPCAST_MOMENT_TRAFFIC * w.fixed.narrow_moments * states.upcasts_moments
 
 
+def _step_traffic(w: Workload) -> Number:
+    """Bytes that a step moves of a parameter whose states the rank holds: as the framework's
+    documents count them, else every state is read and written once, the gradient read twice.
+    """
+    documented = w.fixed.framework.model_states.step_traffic
+    if documented is not None and w.element_bytes < 4 and w.fixed.moment_bytes == 8:
+        return documented
+    states = w.fixed.moment_bytes + (w.fixed.master_bytes or w.element_bytes)
+    once: Number = 2 * states + 2 * w.gradient_element_bytes + w.element_bytes
+    return once + _upcast_moment_traffic(w)
+
+
+def _bucket_traffic(w: Workload) -> Number:
+    """Bytes that gradients move on their way into buckets and back, once a step."""
+    moved = w.fixed.framework.model_states.bucket_traffic * float(w.element_bytes < 4)
+    return w.param_counts.trained * moved
+
+
 def optimizer_seconds(w: Workload, m: DeviceRates, owned: Array) -> Array:
     """Seconds of the optimizer step and the gradient norm: bytes of optimizer states over
     bandwidth.
-
-    Every state is read and written once, the gradient read twice.
 
     Args:
         w: Per-rank problem sizes.
         m: Reachable rates.
         owned: Parameters whose optimizer states the rank holds.
     """
-    states = w.fixed.moment_bytes + (w.fixed.master_bytes or w.element_bytes)
     if counts_operators(w):
         traffic = np.asarray(optimizer_bytes(w, owned))
     else:
-        traffic = owned * (2 * states + 2 * w.gradient_element_bytes + w.element_bytes)
-        traffic = traffic + owned * _upcast_moment_traffic(w)
+        traffic = owned * _step_traffic(w) + _bucket_traffic(w)
     # Offloaded optimizer states are updated by the host's CPUs (ZeRO-Offload, 2101.06840).
     host = m.constants.host_gbs * 1e9
     bandwidth = m.bandwidth + (host - m.bandwidth) * w.searched.offload_optimizer

@@ -20,8 +20,12 @@ class DataParallelBehavior:
     """The same under a pipeline."""
     single_late_reduce: bool = False
     """Whether ZeRO-1 all-reduces all gradients in one call after the last backward."""
+    reduces_whole: bool = False
+    """Whether ZeRO-1 all-reduces buckets of gradients in place of scattering their sums."""
+    broadcasts_parameters: bool = False
+    """Whether ZeRO-1 and 2 give every tensor to one rank, which broadcasts it after its step."""
     overlap_parameters: bool = False
-    """Whether all-gathers of updated parameters (ZeRO-1) run beside the first forward."""
+    """Whether exchanges of updated parameters (ZeRO-1) run beside the first forward."""
     overlap_gather: bool = False
     """Whether ZeRO-3 all-gathers ahead of the layer that computes."""
     reduces_units: bool = False

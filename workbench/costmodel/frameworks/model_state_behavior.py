@@ -54,6 +54,12 @@ class ModelStateBehavior:
     """Whether the step casts weights and moments that are stored narrower than it computes, beside
     the gradients.
     """
+    step_traffic: float | None = None
+    """Bytes that a step of two fp32 moments moves of a parameter whose optimizer states a rank
+    holds, in 16-bit runs; None: every state is read and written once, the gradient read twice.
+    """
+    bucket_traffic: float = 0.0
+    """Bytes that a step moves of a gradient on its way into a bucket and back, in 16-bit runs."""
     optimizer_temporary: float = 0.0
     """Bytes per parameter that the optimizer allocates during its step, sharded with its states."""
 

@@ -50,6 +50,8 @@ class Constants:
     dropout_bytes: float
     link_share: float
     nic_share: float
+    nic_in_step: float
+    """Rate of collectives between nodes in a step over what a benchmark of them reaches."""
     latency_ranks: float
     data_overlap: float
     pipeline_overlap: float
@@ -165,7 +167,7 @@ def _constants(
     kernel = table["attention_kernels"].get(framework.kernels.attention, {}).get(architecture)
     if kernel is not None:
         values["attention_share"] = float(kernel["value"])
-    values["traffic"] = 1.0
+    values["traffic"] = values["nic_in_step"] = 1.0
     values["compute_slowdown"] = fitted.of_framework(stack)
     if device != "cpu":
         _fit_hardware(values, fitted)
@@ -207,4 +209,4 @@ def _fit_hardware(values: dict[str, float], fitted: FittedConstants) -> None:
     values["attention_share"] *= rate
     values["traffic"] *= fitted.hardware("traffic")
     values["launch_us"] *= fitted.hardware("launch")
-    values["nic_share"] *= fitted.hardware("nic")
+    values["nic_in_step"] = fitted.hardware("nic")

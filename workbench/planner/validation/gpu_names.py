@@ -98,6 +98,8 @@ def find_fabric(name: str, text: str) -> Fabric:
             "source": "what is said of the run",
             "gpus_per_node": per_node or usual.gpus_per_node,
             "nic_gbs": rate or (like.nic_gbs if kind in PROVIDER_NETWORKS else usual.nic_gbs),
+            # A rate alone does not say what kind of network it is.
+            "nic_share": like.nic_share if kind or rate is None else None,
             "nic_latency_us": like.nic_latency_us,
         }
     )
