@@ -453,3 +453,28 @@ def test_no_step_time_stands_without_its_interval() -> None:
         assert low < one.seconds < high
         assert interval_text((low, high)) in repr(found)
     assert all(low < one.seconds < high for one in found.pareto for low, high in [one.interval])
+
+
+def test_cells_that_share_sizes_hold_and_take_what_each_does_alone() -> None:
+    space = search_space(of("llama-2-13b", 16), "vast")
+    together, most = CellEvaluator.of(space), space.largest_peak_bytes
+    shared = 0
+    for cell in list(search_cells(space))[:: len(space.kernels) * 7]:
+        former = None
+        for kernels in space.kernels:
+            other = replace(
+                cell,
+                fixed=replace(cell.fixed, kernels=kernels),
+                values=cell.values | {"kernels": (kernels,)},
+            )
+            found = []
+            for evaluator in (together, replace(together, _former=[])):
+                held = evaluator.memory(other, other.grid())
+                held = held.with_fitting_splits(held.legal & (held.peak <= most))
+                found.append(evaluator.times(held))
+            one, alone = found
+            shared += former is not None and one.legal is former.legal
+            former = one
+            for name in ("legal", "peak", "seconds", "compute"):
+                assert np.array_equal(getattr(one, name), getattr(alone, name))
+    assert shared

@@ -11,7 +11,10 @@ import numpy as np
 
 from workbench.costmodel.communication.collective_call import CollectiveCall
 from workbench.costmodel.communication.collective_cost import (
+    AlikeCalls,
     AxisLink,
+    alike_calls,
+    alike_seconds,
     axis_links,
     collective_seconds,
     comm_seconds,
@@ -66,16 +69,22 @@ class StepTime:
     calls: list[CollectiveCall]
 
 
-def step_time(w: Workload, constants: Constants, layers: LayerTimes | None = None) -> StepTime:
+def step_time(
+    w: Workload,
+    constants: Constants,
+    layers: LayerTimes | None = None,
+    calls: list[CollectiveCall] | None = None,
+) -> StepTime:
     """Time of a step: microbatches of the slowest pipeline rank, bubble, and what follows them.
 
     Args:
         w: Per-rank problem sizes.
         constants: Of the GPU and the framework.
         layers: Seconds of a layer of each kind, where the caller has them already.
+        calls: Collectives of a step, where the caller has them already.
     """
     m = device_rates(w.fixed.gpu, w.fixed.precision, constants)
-    links, calls = axis_links(w, constants), step_collectives(w)
+    links, calls = axis_links(w, constants), step_collectives(w) if calls is None else calls
     k = layers or measured_layer_times(w, m)
     durations = _durations(w, m, k, calls, links)
     slowest = (durations.forward + durations.backward).max(axis=0)
@@ -173,14 +182,18 @@ def _durations(
     exposed: dict[str, dict[str, Array]] = {}
     for action in ("F", "B"):
 
-        def of(axis: str, action: str = action, wires: dict[str, AxisLink] = wires) -> Array:
+        def of(axis: str, action: str = action) -> Array:
             return np.asarray(
                 w.zeros + comm_seconds(every, wires, c, axis, action) / w.microbatches
             )
 
+        def over(link: dict[str, AxisLink], calls: list[AlikeCalls]) -> Array:
+            return np.asarray(w.zeros + alike_seconds(calls, link, c, "tensor") / w.microbatches)
+
+        tensor_calls = alike_calls(every, "tensor", action)
         exposed[action] = {
-            "tensor_comm": np.maximum(0.0, of("tensor", wires=bytes_link) - idle[action])
-            + (of("tensor", wires=latency_link) if over_nodes else 0.0),
+            "tensor_comm": np.maximum(0.0, over(bytes_link, tensor_calls) - idle[action])
+            + (over(latency_link, tensor_calls) if over_nodes else 0.0),
             "pipeline_comm": _boundary_seconds(w, wires, c, action),
         }
         if w.fixed.has_context_parallel:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property, reduce
+from operator import add
 
 import numpy as np
 
@@ -132,9 +134,7 @@ def _shard_links(w: Workload, constants: Constants, both: AxisLink) -> dict[str,
     apart = np.where(alike, True, ~np.isinf(outer))
     return {
         "data.shard": _either(
-            np.where(alike, True, False),
-            both,
-            _neighbors_link(w, constants, shard, both, spread=False),
+            alike, both, _neighbors_link(w, constants, shard, both, spread=False)
         ),
         "data.replicas": _either(apart, both, between),
     }
@@ -268,6 +268,43 @@ def hierarchical_seconds(
     return total
 
 
+@dataclass(frozen=True)
+class AlikeCalls:
+    """Collectives of one kind among the same ranks over the same links."""
+
+    kind: str
+    sub_axis: str
+    calls: list[CollectiveCall]
+
+    @cached_property
+    def count(self) -> Number:
+        """Of all calls."""
+        return sum_of([c.count for c in self.calls])
+
+    @cached_property
+    def moved(self) -> Number:
+        """Bytes of all calls."""
+        return sum_of([c.count * c.bytes for c in self.calls])
+
+
+def sum_of(terms: list[Number]) -> Number:
+    """Their sum; a zero before the first would cost a search one more pass over it."""
+    return reduce(add, terms)
+
+
+def alike_calls(
+    calls: Iterable[CollectiveCall], axis: str, action: str | None = None
+) -> list[AlikeCalls]:
+    """The collectives of one axis (and action) by what their cost depends on; a recv is counted
+    with its send.
+    """
+    found: dict[tuple[str, int, str], list[CollectiveCall]] = {}
+    for c in calls:
+        if c.axis == axis and action in (None, c.action) and c.kind != "recv":
+            found.setdefault((c.kind, id(c.group_size), c.sub_axis), []).append(c)
+    return [AlikeCalls(kind, sub_axis, each) for (kind, _, sub_axis), each in found.items()]
+
+
 def comm_seconds(
     calls: Iterable[CollectiveCall],
     links: dict[str, AxisLink],
@@ -275,35 +312,33 @@ def comm_seconds(
     axis: str,
     action: str | None = None,
 ) -> Number:
-    """Seconds per step that each pipeline rank spends in the collectives of one axis (and action);
-    a recv is counted with its send.
+    """Seconds per step that each pipeline rank spends in the collectives of one axis (and
+    action).
     """
-    # Every cost that is not measured is linear in bytes: calls that share kind, group and link cost
-    # what one call of the bytes of all does, and their latencies. A search spends its time here.
-    alike: dict[tuple[str, int, str], list[CollectiveCall]] = {}
-    for c in calls:
-        if c.axis == axis and action in (None, c.action) and c.kind != "recv":
-            alike.setdefault((c.kind, id(c.group_size), c.sub_axis), []).append(c)
-    total: Number = 0.0
-    for (kind, _, sub_axis), each in alike.items():
-        link = links.get(sub_axis, links[axis])
-        ranks = each[0].group_size
-        if link.measured is not None:
-            name = measured_kind(each[0])
-            seconds: Number = sum(
-                c.count * link.measured.collective_seconds(name, c.bytes, ranks) for c in each
-            )
-        elif len(each) == 1:
-            seconds = each[0].count * collective_seconds(
-                kind, each[0].bytes, ranks, link, constants
-            )
-        else:
-            count = sum(c.count for c in each)
-            moved = sum(c.count * c.bytes for c in each)
-            per_byte, per_call = collective_slope(kind, ranks, link, constants)
-            seconds = moved * per_byte + count * per_call
-        total = total + seconds
-    return total
+    return alike_seconds(alike_calls(calls, axis, action), links, constants, axis)
+
+
+def alike_seconds(
+    every: list[AlikeCalls], links: dict[str, AxisLink], constants: Constants, axis: str
+) -> Number:
+    """Seconds per step that each pipeline rank spends in some collectives of one axis."""
+    each = [_alike_seconds(one, links.get(one.sub_axis, links[axis]), constants) for one in every]
+    return sum_of(each) if each else 0.0
+
+
+def _alike_seconds(every: AlikeCalls, link: AxisLink, constants: Constants) -> Number:
+    """Every cost that is not measured is linear in bytes: calls cost what one call of the bytes of
+    all does, and their latencies. A search spends its time here.
+    """
+    first = every.calls[0]
+    ranks = first.group_size
+    if link.measured is not None:
+        seconds, name = link.measured.collective_seconds, measured_kind(first)
+        return sum(c.count * seconds(name, c.bytes, ranks) for c in every.calls)
+    if len(every.calls) == 1:
+        return first.count * collective_seconds(every.kind, first.bytes, ranks, link, constants)
+    per_byte, per_call = collective_slope(every.kind, ranks, link, constants)
+    return every.moved * per_byte + every.count * per_call
 
 
 def measured_kind(c: CollectiveCall) -> str:

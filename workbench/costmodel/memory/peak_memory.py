@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import reduce
+from operator import add
 
 import numpy as np
 
@@ -37,8 +39,8 @@ class PeakMemory:
 
 
 def total_bytes(live: MemoryByCategory) -> Array:
-    """Sum over categories, by pipeline rank."""
-    return np.asarray(sum(live.values()))
+    """Sum over categories, by pipeline rank; a zero before the first would be one more pass."""
+    return np.asarray(reduce(add, live.values())) if live else np.zeros(())
 
 
 def peak_memory(w: Workload, constants: Constants) -> PeakMemory:

@@ -5,12 +5,14 @@ for ways to cut a layer of which nothing fits.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from workbench.costmodel.communication.collective_call import CollectiveCall
+from workbench.costmodel.communication.collective_volume import step_collectives
 from workbench.costmodel.inputs.config import Array
 from workbench.costmodel.inputs.rank_workload import Workload
 from workbench.costmodel.memory.peak_memory import max_peak_bytes
@@ -36,6 +38,8 @@ class CellMemory:
     """Whether each is a plan of its own."""
     peak: Array
     """Largest peak over all pipeline ranks, bytes."""
+    shared: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
+    """What cells have in common that differ in their kernels alone, once one has computed it."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -56,10 +60,27 @@ class CellMemory:
         kept[:2] |= np.count_nonzero(kept) < 2  # a single one would have no axis of its own
         if np.count_nonzero(kept) > WORTH_CUTTING * len(kept):
             return self
-        cell = self.cell.with_splits(kept)
-        index = cell.grid()
-        legal, peak = (_of_splits(x, kept) for x in (self.legal, self.peak))
-        return CellMemory(cell, index, cell.workload(index), legal, peak)
+        former, cell = self.shared.get("cut"), self.cell.with_splits(kept)
+        if former is None or not np.array_equal(kept, former[0]):
+            index = cell.grid()
+            legal = _of_splits(self.legal, kept)
+            former = kept, CellMemory(cell, index, cell.workload(index), legal, self.peak)
+            self.shared["cut"] = former
+        cut: CellMemory = former[1]
+        return cut.of_kernels(cell, _of_splits(self.peak, kept))
+
+    def of_kernels(self, cell: Cell, peak: Array) -> CellMemory:
+        """The same combinations of a cell that differs in its kernels, which hold otherwise."""
+        return replace(
+            self, cell=cell, workload=replace(self.workload, fixed=cell.fixed), peak=peak
+        )
+
+    def collectives(self) -> list[CollectiveCall]:
+        """Of a step; kernels change none."""
+        if "calls" not in self.shared:
+            self.shared["calls"] = step_collectives(self.workload)
+        calls: list[CollectiveCall] = self.shared["calls"]
+        return calls
 
 
 def _of_splits(values: NDArray[Any], kept: NDArray[np.bool_]) -> NDArray[Any]:
@@ -96,6 +117,8 @@ class CellEvaluator:
     """By GPUs and pipeline ranks; what depends on the plan's kernels is in the layers."""
     layers: dict[str, SplitLayerTimes]
     """By tensor algorithm."""
+    _former: list[CellMemory] = field(default_factory=list, compare=False, repr=False)
+    """The cell before."""
 
     @classmethod
     def of(cls, space: SearchSpace) -> CellEvaluator:
@@ -118,17 +141,25 @@ class CellEvaluator:
         return self.times(self.memory(cell, index))
 
     def memory(self, cell: Cell, index: Index) -> CellMemory:
-        """What they hold."""
+        """What they hold; sizes are those of the cell before where that differs in its kernels
+        alone.
+        """
+        k = self.constants[cell.fixed.world_size, cell.fixed.pipeline]
+        if self._former and _differs_in_kernels(self._former[0], cell, index):
+            w = replace(self._former[0].workload, fixed=cell.fixed)
+            return self._former[0].of_kernels(cell, max_peak_bytes(w, k))
         w = cell.workload(index)
         legal = np.asarray(cell.is_own_plan(w, index))
-        k = self.constants[cell.fixed.world_size, cell.fixed.pipeline]
-        return CellMemory(cell, index, w, legal, max_peak_bytes(w, k))
+        held = CellMemory(cell, index, w, legal, max_peak_bytes(w, k))
+        self._former[:] = [held]
+        return held
 
     def times(self, held: CellMemory) -> EvaluatedCell:
         """How long their steps take."""
         w, s = held.workload, held.cell.fixed
         k = self.constants[s.world_size, s.pipeline]
-        time = step_time(w, k, self.layers[s.algorithm].at(held.cell, held.index))
+        layers = self.layers[s.algorithm].at(held.cell, held.index)
+        time = step_time(w, k, layers, held.collectives())
         return EvaluatedCell(
             held.shape,
             held.legal,
@@ -136,6 +167,12 @@ class CellEvaluator:
             np.asarray(time.seconds),
             np.asarray(longest_compute_seconds(w, time)),
         )
+
+
+def _differs_in_kernels(former: CellMemory, cell: Cell, index: Index) -> bool:
+    """Whether a cell differs from the former in its kernels alone, and is asked about the same."""
+    same = former.cell.table is cell.table and former.index.keys() == index.keys()
+    return same and all(np.array_equal(at, index[axis]) for axis, at in former.index.items())
 
 
 def _constants(space: SearchSpace) -> dict[tuple[int, int], Constants]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import product
 from typing import Any
 
 import numpy as np
@@ -85,7 +84,7 @@ class Cell:
     values: dict[str, tuple[Any, ...]]
     stages: DistinctStages
     table: Array
-    """The splits as numbers: a row a knob."""
+    """The splits as numbers: a row a knob. Cells that differ in their kernels alone share it."""
 
     @cached_property
     def shape(self) -> tuple[int, ...]:
@@ -276,11 +275,16 @@ def _cells_of_splits(
 ) -> Iterator[Cell]:
     """One for each ZeRO stage and kind of kernels, which change what is held."""
     limits = framework_limits(fixed.stack)
-    for zero, kernels in product(space.zero, space.kernels):
-        own = replace(fixed, zero=zero, kernels=kernels)
-        can = possible_splits(own, splits, limits)
-        if all((values := _knob_values(space, own, can) | {"kernels": (kernels,)}).values()):
-            yield Cell(own, values, stages, np.array(can, dtype=float).T)
+    for zero in space.zero:
+        former: Cell | None = None
+        for kernels in space.kernels:
+            own = replace(fixed, zero=zero, kernels=kernels)
+            can = possible_splits(own, splits, limits)
+            values = _knob_values(space, own, can) | {"kernels": (kernels,)}
+            if all(values.values()):
+                alike = former is not None and former.values["split"] == can
+                table = former.table if former and alike else np.array(can, dtype=float).T
+                yield (former := Cell(own, values, stages, table))
 
 
 OFFLOAD_BY_ZERO = {
