@@ -103,6 +103,28 @@ def test_a_compiled_loss_keeps_logits_and_their_gradient(
     assert (head.logits + head.loss) / (w.tokens * w.vocab_rows) == pytest.approx(per_logit)
 
 
+@pytest.mark.parametrize(
+    ("stack", "kernels", "per_logit"),
+    [
+        ("torchtitan", "fused", 16),
+        ("torchtitan", "compiled", 4),
+        ("torchtitan-2024", "compiled", 16),
+        ("megatron", "fused", 6),
+    ],
+)
+def test_a_split_loss_of_torch_keeps_four_fp32_tensors(
+    stack: str, kernels: str, per_logit: int
+) -> None:
+    """torch distributed/tensor/parallel/loss.py makes log-softmax's gradient out of place: it holds
+    log-softmax, its exponential, the gradient of nll_loss, and their sum. Megatron's works in
+    place, split or not.
+    """
+    w = load(stack, strategy="zero-1", strategy__kernels=kernels, strategy__tensor__size=4)
+    head = head_of(w)
+    assert w.vocab_rows == 128256 / 4
+    assert (head.logits + head.loss) / (w.tokens * w.vocab_rows) == pytest.approx(per_logit)
+
+
 def test_a_report_of_2024_means_the_torchtitan_of_then() -> None:
     then, now = (
         find_framework("torchtitan (FSDP2)", True, True, year) for year in (2024.12, 2025.06)
