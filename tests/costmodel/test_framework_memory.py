@@ -192,6 +192,15 @@ def test_every_axis_longer_than_one_has_a_communicator() -> None:
     assert float(outside.max()) == pytest.approx(c.communicator_mib * 2**20)
 
 
+def test_a_v100_needs_for_its_driver_what_tools_read_of_it() -> None:
+    """transformers, model memory anatomy: 1,343 MiB before a process has allocated anything."""
+    plan = Plan.of("gpt2", gpu="v100-sxm2-32gb", gpus=1, strategy="single").resolve()
+    w, k = workload(plan), constants(plan.gpu, plan.strategy.kernels, plan.strategy.stack)
+    memory = peak_memory(w, k)
+    assert memory.moments["peak"][OUTSIDE] == pytest.approx(1343 * 2**20)
+    assert reported_memory(w, memory, k).outside == pytest.approx(1343 * 2**20)
+
+
 def test_internevos_step_makes_flat_gradients_and_the_second_moments_root() -> None:
     """2 + 2 + 12 bytes that stay; 2 + 4 of flat gradients and 4 + 4 of one flat tensor's root and
     quotient.
