@@ -103,6 +103,28 @@ def test_a_compiled_loss_keeps_logits_and_their_gradient(
     assert (head.logits + head.loss) / (w.tokens * w.vocab_rows) == pytest.approx(per_logit)
 
 
+@pytest.mark.parametrize(
+    ("stack", "kernels", "per_logit"),
+    [
+        ("torchtitan", "fused", 16),
+        ("torchtitan", "compiled", 4),
+        ("torchtitan-2024", "compiled", 16),
+        ("megatron", "fused", 6),
+    ],
+)
+def test_a_split_loss_of_torch_keeps_four_fp32_tensors(
+    stack: str, kernels: str, per_logit: int
+) -> None:
+    """torch distributed/tensor/parallel/loss.py makes log-softmax's gradient out of place: it holds
+    log-softmax, its exponential, the gradient of nll_loss, and their sum. Megatron's works in
+    place, split or not.
+    """
+    w = load(stack, strategy="zero-1", strategy__kernels=kernels, strategy__tensor__size=4)
+    head = head_of(w)
+    assert w.vocab_rows == 128256 / 4
+    assert (head.logits + head.loss) / (w.tokens * w.vocab_rows) == pytest.approx(per_logit)
+
+
 def test_a_report_of_2024_means_the_torchtitan_of_then() -> None:
     then, now = (
         find_framework("torchtitan (FSDP2)", True, True, year) for year in (2024.12, 2025.06)
@@ -168,6 +190,15 @@ def test_every_axis_longer_than_one_has_a_communicator() -> None:
     )
     c = constants(both.fixed.gpu, "fused", "workbench")
     assert float(outside.max()) == pytest.approx(c.communicator_mib * 2**20)
+
+
+def test_a_v100_needs_for_its_driver_what_tools_read_of_it() -> None:
+    """transformers, model memory anatomy: 1,343 MiB before a process has allocated anything."""
+    plan = Plan.of("gpt2", gpu="v100-sxm2-32gb", gpus=1, strategy="single").resolve()
+    w, k = workload(plan), constants(plan.gpu, plan.strategy.kernels, plan.strategy.stack)
+    memory = peak_memory(w, k)
+    assert memory.moments["peak"][OUTSIDE] == pytest.approx(1343 * 2**20)
+    assert reported_memory(w, memory, k).outside == pytest.approx(1343 * 2**20)
 
 
 def test_internevos_step_makes_flat_gradients_and_the_second_moments_root() -> None:

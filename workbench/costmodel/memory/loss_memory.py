@@ -73,10 +73,10 @@ def _eager_loss(w: Workload) -> HeadMemory:
     table = w.table_params
     split = np.asarray(w.tensor > 1, dtype=float)
     cast = logits_16bit if w.element_bytes < w.upcast_bytes else 0.0
-    framework_bytes = w.fixed.framework.loss.peak_logit_bytes(w.fixed.kernels)
+    framework_bytes = _framework_logit_bytes(w)
     if framework_bytes is not None:
         split, cast, extra = np.ones_like(split), 0.0, (framework_bytes - w.upcast_bytes) * logits
-        logits_16bit = min(framework_bytes, w.element_bytes) * logits
+        logits_16bit = np.minimum(framework_bytes, w.element_bytes) * logits
     else:
         extra = 0.0
     gradient, blocks = _projection(w, table, logits_16bit)
@@ -97,6 +97,15 @@ def _eager_loss(w: Workload) -> HeadMemory:
         ),
         norm=norm_backward(w),
     )
+
+
+def _framework_logit_bytes(w: Workload) -> Number | None:
+    """Bytes per logit at the peak of the framework's own loss; None: of torch's eager operators."""
+    loss, kernels = w.fixed.framework.loss, w.fixed.kernels
+    whole, share = (loss.peak_logit_bytes(kernels, split) for split in (False, True))
+    if whole is None or share is None:
+        return None
+    return np.where(np.asarray(w.tensor) > 1, share, whole)
 
 
 def _fused_loss(w: Workload) -> HeadMemory:
