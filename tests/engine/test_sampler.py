@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from workbench.engine.data.batch_sampler import BatchSampler, permute
 from workbench.engine.data.tokenized_corpus import Tokens
+from workbench.plan.stage_replicas import data_share
 
 
 def tokens(train: int = 1000, holdout: int = 200) -> Tokens:
@@ -37,10 +38,10 @@ def test_permutation_mixes() -> None:
 
 
 def test_ranks_together_are_one_device() -> None:
-    one = BatchSampler(tokens(), 10, 12, 1, seed=3)
+    one = BatchSampler(tokens(), 10, 12, data_share(12, 1), seed=3)
     for size, micro in ((2, 3), (4, 1), (3, 2)):
         parts = [
-            BatchSampler(tokens(), 10, 12, micro, seed=3, data_index=d, data_size=size)
+            BatchSampler(tokens(), 10, 12, data_share(12, micro, d, size), seed=3)
             for d in range(size)
         ]
         for call in (lambda s: s.batch(9), lambda s: s.evaluation(1)):
@@ -50,24 +51,28 @@ def test_ranks_together_are_one_device() -> None:
 
 
 def test_targets_are_the_next_tokens() -> None:
-    inputs, targets = BatchSampler(tokens(), 10, 4, 2).batch(0)
+    inputs, targets = BatchSampler(tokens(), 10, 4, data_share(4, 2)).batch(0)
     assert inputs.dtype == torch.int64
     assert torch.equal(inputs + 1, targets)
 
 
 def test_epochs_cover_the_text_in_other_orders() -> None:
-    sampler = BatchSampler(tokens(), 10, 3, 1, seed=1)
+    sampler = BatchSampler(tokens(), 10, 3, data_share(3, 1), seed=1)
     assert sampler.num_sequences == 99
     orders = [sampler.order(np.arange(e * 99, (e + 1) * 99)).tolist() for e in range(2)]
     assert sorted(orders[0]) == sorted(orders[1]) == list(range(99))
     assert orders[0] != orders[1]
     across = sampler.order(np.arange(90, 110)).tolist()
     assert across == orders[0][90:] + orders[1][:11]
-    assert BatchSampler(tokens(), 10, 3, 1, seed=2).order(np.arange(99)).tolist() != orders[0]
+    assert (
+        BatchSampler(tokens(), 10, 3, data_share(3, 1), seed=2).order(np.arange(99)).tolist()
+        != orders[0]
+    )
 
 
 def test_resumes_by_sample_index_under_another_batch() -> None:
-    first, second = BatchSampler(tokens(), 10, 4, 1), BatchSampler(tokens(), 10, 8, 2)
+    first = BatchSampler(tokens(), 10, 4, data_share(4, 1))
+    second = BatchSampler(tokens(), 10, 8, data_share(8, 2))
     old = torch.cat([first.batch(s)[0].reshape(-1, 10) for s in (6, 7)])
     assert torch.equal(second.take(first.sample_index(6))[0].reshape(-1, 10), old)
 
@@ -77,6 +82,6 @@ def test_short_text_is_named() -> None:
         ValueError,
         match=r"training\.sequence_length: 1000 needs 1001 tokens, the training text has 1000",
     ):
-        BatchSampler(tokens(), 1000, 4, 1)
+        BatchSampler(tokens(), 1000, 4, data_share(4, 1))
     with pytest.raises(ValueError, match="the held-out text has 3"):
-        BatchSampler(tokens(holdout=3), 10, 4, 1).evaluation(0)
+        BatchSampler(tokens(holdout=3), 10, 4, data_share(4, 1)).evaluation(0)

@@ -23,6 +23,7 @@ from workbench.interop.export import export
 from workbench.models import Transformer
 from workbench.models.weight_init import initial_value
 from workbench.plan.schema import Plan
+from workbench.plan.stage_replicas import data_share
 from workbench.runs import Reader, Run, attach, start
 from workbench.runs.launch.rendezvous_ports import free_port
 
@@ -94,7 +95,7 @@ def expected(home: Path) -> tuple[list[float], dict[int, float]]:
         tokenized_corpus.load_corpus(full.corpus, full.shape.vocab),
         t.sequence_length,
         t.global_batch,
-        t.global_batch,
+        data_share(t.global_batch, t.global_batch),
         t.seed,
     )
     model = Transformer(full.shape)
@@ -165,6 +166,24 @@ def test_the_first_two_steps_are_measured_on_every_rank(records: Records) -> Non
         assert all(row["group_size"] == (4 if row["axis"] == "world" else 2) for row in calls)
         (calls,) = (r["rows"] for r in of(records, "collectives", rank) if r["step"] == 2)
         assert all(row["seconds"] > 0 for row in calls)
+
+
+def test_stages_of_unequal_replicas_train_as_one_process(
+    home: Path, run: Run, expected: tuple[list[float], dict[int, float]]
+) -> None:
+    """Two replicas of the first stage, one of the second; the second half goes on from a run on
+    other ranks.
+    """
+    replicas = {"strategy.pipeline.size": 2, "strategy.pipeline.replicas": [2, 1]}
+    unequal = plan(home, "dapple", 3, training__micro_batch=4, **replicas)
+    whole = finished(start(unequal, root=home / "runs"))
+    for rank in range(3):
+        assert losses(whole, rank) == pytest.approx(expected[0], rel=1e-5)
+        found = {r["step"]: r["loss"] for r in of(whole, "evaluation", rank)}
+        assert found == pytest.approx(expected[1], rel=1e-5)
+    assert [r["coordinates"]["data"] for r in of(whole, "hello")] == [0, 1, 0]
+    half = finished(start(unequal, root=home / "runs", resume=checkpoints(run)[0]))
+    assert losses(half) == pytest.approx(expected[0][HALF:], rel=1e-5)
 
 
 def test_the_profile_shows_them(run: Run, expected: tuple[list[float], dict[int, float]]) -> None:

@@ -70,6 +70,7 @@ SPACE: dict[str, tuple[Any, ...]] = {
     "model": tuple(MODELS),
     "tied": (False, True),
     "microbatches": (2, 4, 8),
+    "replicas": ("equal", "most first", "most last"),
     "placement": (
         ("tensor", "context", "data", "pipeline"),
         ("pipeline", "data", "context", "tensor"),
@@ -89,6 +90,7 @@ IDLE = {
     "shard": (lambda c: c["zero"] == 0, "all"),
     "expert": (lambda c: c["model"] != "moe", 1),
     "microbatches": (lambda c: c["mesh"][2] == 1, 3),
+    "replicas": (lambda c: c["mesh"][2] == 1 or c["mesh"][3] == 1, "equal"),
 }
 """Dimension -> (when it has no effect, the one value that it then has). Without stages,
 microbatches only accumulate: a first, a last and one between.
@@ -106,6 +108,7 @@ def plan_of(choice: Choice) -> Plan | None:
     size = tensor if choice["algorithm"] == "1d" else GRIDS[choice["algorithm"]].get(tensor)
     chunks = CHUNKS.get(choice["schedule"], 1)
     layers = max(LLAMA["layers"], pipeline * chunks)
+    replicas = unequal_replicas(choice["replicas"], pipeline, data)
     recompute = (
         list(choice["recompute"]) if isinstance(choice["recompute"], tuple) else choice["recompute"]
     )
@@ -119,7 +122,12 @@ def plan_of(choice: Choice) -> Plan | None:
                 "sequence": choice["sequence"],
             },
             "context": {"size": context, "algorithm": choice["context"], "ulysses_size": 2},
-            "pipeline": {"size": pipeline, "schedule": choice["schedule"], "chunks": chunks},
+            "pipeline": {
+                "size": pipeline,
+                "schedule": choice["schedule"],
+                "chunks": chunks,
+                "replicas": replicas,
+            },
             "data": {
                 "zero": choice["zero"],
                 "shard": choice["shard"],
@@ -136,7 +144,7 @@ def plan_of(choice: Choice) -> Plan | None:
         "training": {
             "sequence_length": 16,
             "micro_batch": 4,
-            "global_batch": 4 * choice["microbatches"] * data,
+            "global_batch": 4 * choice["microbatches"] * (1 if replicas else data),
             "steps": 3,
             "optimizer": {"clip": 0.5, "learning_rate": 1e-2},
         },
@@ -146,6 +154,14 @@ def plan_of(choice: Choice) -> Plan | None:
     except (PlanError, ValueError):
         return None
     return None if unsupported(plan, "run") else plan
+
+
+def unequal_replicas(kind: str, stages: int, data: int) -> list[int] | None:
+    """Replicas of each stage, on as many ranks as `data` of each would take."""
+    if kind == "equal":
+        return None
+    most = [stages * data - (stages - 1)]
+    return [*most, *[1] * (stages - 1)] if kind == "most first" else [*[1] * (stages - 1), *most]
 
 
 def draw_choice(generator: random.Random, fixed: Choice) -> Choice:

@@ -33,7 +33,7 @@ from workbench.engine.measure.step_under_way import HostCopy, StepUnderWay
 from workbench.engine.measure.telemetry_writer import TelemetryWriter
 from workbench.engine.optimizer import learning_rate
 from workbench.engine.process_group.collective_deadlines import extend_deadlines, restore_deadlines
-from workbench.engine.session import Session, initial_drawer
+from workbench.engine.session import Session, initial_drawer, rank_share
 from workbench.engine.session_checkpoint import SessionCheckpointer
 from workbench.parallel.mesh import Mesh
 from workbench.parallel.tensor.apply_tensor import counts_own_loss
@@ -80,7 +80,8 @@ class TrainingLoop:
         self._window_open = False
         self._open_window()
         self.session = Session.build(plan, mesh, device, drawer=initial_drawer(plan))
-        shape = (plan.num_microbatches, plan.training.micro_batch, plan.training.sequence_length)
+        share, length = self.session.share, plan.training.sequence_length
+        shape = (share.microbatches, share.sequences, length)
         self.feed = BatchFeed(self.text, shape, device, plan.telemetry.timeout_seconds)
         self._under_way: list[StepUnderWay] = []
         self._last_end = 0.0
@@ -89,12 +90,10 @@ class TrainingLoop:
             self.saver.prepare()
 
     def _text(self) -> TextSampler:
-        t, data = self.plan.training, self.mesh["data"]
+        t, share = self.plan.training, rank_share(self.plan, self.mesh)
         deadline = SLOW_FACTOR * self.plan.telemetry.timeout_seconds
         tokens = tokenized_corpus.load_corpus(self.plan.corpus, self.plan.vocab, deadline=deadline)
-        text = TextSampler(
-            tokens, t.sequence_length, t.global_batch, t.micro_batch, t.seed, data.index, data.size
-        )
+        text = TextSampler(tokens, t.sequence_length, t.global_batch, share, t.seed)
         if t.evaluation.every:
             # Refuse held-out text that is too short now, not at the first evaluation.
             text.evaluation(0)

@@ -5,9 +5,10 @@ The worker, the rehearsal and `verify` all build this session: what is verified 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple, Protocol
 
@@ -31,6 +32,7 @@ from workbench.parallel.pipeline.stage_transfers import sum_tied_gradient
 from workbench.parallel.tensor.apply_tensor import boundary_shape, counts_own_loss
 from workbench.plan.custom_schedule import executed, pair_groups, transport
 from workbench.plan.resolved_plan import ResolvedPlan
+from workbench.plan.stage_replicas import BatchShare, batch_share
 from workbench.schedules import Action, Table, send_ends
 
 
@@ -82,6 +84,8 @@ class Session:
     part: ParallelModel
     optimizer: MixedPrecisionOptimizer
     executor: ScheduleExecutor
+    share: BatchShare
+    """The sequences of a step that this rank takes."""
     scaler: LossScaler | None = None
     before_update: Callable[[], None] = lambda: None
     """Called in every step before parameters or optimizer state change."""
@@ -115,6 +119,7 @@ class Session:
         own, gradients = plan_dtypes(plan)
         own, gradients = (dtype or own), (dtype or gradients)
         t, pipeline = plan.training, mesh["pipeline"]
+        share = rank_share(plan, mesh)
         table, partition = executed(plan)
         stages = table.stages_of(pipeline.index)
         overlap = table.stages == 1 and not table.split
@@ -144,7 +149,7 @@ class Session:
             table,
             part.stages,
             pipeline,
-            partial(torch.empty, boundary_shape(plan), dtype=own, device=device),
+            partial(torch.empty, boundary_shape(plan, share.sequences), dtype=own, device=device),
             ExecutorHooks(
                 store.reduce,
                 store.expect_last_backward,
@@ -156,7 +161,7 @@ class Session:
             unsplit=part.head,
         )
         scaler = LossScaler(device) if own == torch.float16 else None
-        return cls(plan, mesh, device, part, optimizer, executor, scaler)
+        return cls(plan, mesh, device, part, optimizer, executor, share, scaler)
 
     @property
     def first_stage(self) -> int:
@@ -167,9 +172,10 @@ class Session:
         """Compile the plan's kernels before the first step; yields each name beforehand."""
         stages = list(self.part.stages.values())
         if self.device.type == "cpu":
-            yield from warm_up(stages, plan_dtypes(self.plan)[0], self.plan.training.micro_batch)
+            yield from warm_up(stages, plan_dtypes(self.plan)[0], self.share.sequences)
         else:
-            yield from compile_kernels(self.plan, stages, self.device)
+            own = self.plan.with_fields(**{"training.micro_batch": self.share.sequences})
+            yield from compile_kernels(own, stages, self.device)
 
     def step(
         self,
@@ -187,7 +193,8 @@ class Session:
 
         Args:
             index: The step, from 0.
-            tokens_MBT: Inputs [num_microbatches, micro_batch, sequence_length].
+            tokens_MBT: Inputs [num_microbatches, B, sequence_length], this rank's B sequences of
+                each microbatch.
             targets_MBT: Next tokens, same shape.
             observer: Observes the actions and moments of the step.
             stop: This rank's stop request; all ranks' are summed with the loss and gradient norm,
@@ -204,10 +211,7 @@ class Session:
         # The loss is scaled before backward, not the gradients after it: every axis then only sums.
         self.part.store.zero_grads()
         self.part.aux_loss.start(scale)
-        share = t.global_batch // self.mesh["data"].size
-        self.part.samples.start_step(
-            index * t.global_batch + self.mesh["data"].index * share, t.micro_batch
-        )
+        self.part.samples.start_step(index * t.global_batch + self.share.first, self.share.stride)
         loss = self.executor.step(*self._own(tokens_MBT, targets_MBT), scale, watch.action)
         loss = self.part.aux_loss.added_to(loss)
         # Tied embedding and head on different stages are two copies of one parameter: the sum of
@@ -215,9 +219,7 @@ class Session:
         if self.part.tied_across_stages is not None:
             ends = self.executor.table.placement[0], self.executor.table.placement[-1]
             peer = ends[1] if self.mesh["pipeline"].index == ends[0] else ends[0]
-            sum_tied_gradient(
-                self.part.store.gradients[self.part.tied_across_stages], self.mesh["pipeline"], peer
-            )
+            self._sum_tied_gradient(self.part.tied_across_stages, peer)
         watch.moment("before_optimizer")
         with watch.action("CLIP", None):
             result = self._unscaled(*self._agree(loss, stop))
@@ -234,6 +236,14 @@ class Session:
             self.part.store.gather_updated_params()
         watch.moment("after_optimizer")
         return result
+
+    def _sum_tied_gradient(self, name: str, peer: int) -> None:
+        store = self.part.store
+        if (gradient := store.gradients.get(name)) is None:
+            return  # a shard of none of it
+        whole = math.prod(replace(store.layouts[name], flat=None).local_shape)
+        sharded = self.plan.strategy.data.zero > 0
+        sum_tied_gradient(gradient, self.mesh["pipeline"], peer, whole if sharded else None)
 
     def _unscaled(self, loss: Tensor, norm: Tensor, stop: Tensor) -> StepResult:
         """Divide loss and norm by the loss scale, and update the scale for the next step."""
@@ -273,7 +283,7 @@ class Session:
         """Summed loss of this rank's microbatches, without backward.
 
         Args:
-            tokens_MBT: Inputs [num_microbatches, micro_batch, sequence_length].
+            tokens_MBT: Inputs, as in `step`.
             targets_MBT: Next tokens, same shape.
 
         Returns:
@@ -285,6 +295,11 @@ class Session:
         for model in self.part.stages.values():
             model.train()
         return loss
+
+
+def rank_share(plan: ResolvedPlan, mesh: Mesh) -> BatchShare:
+    """The sequences of a step that a rank takes."""
+    return batch_share(plan, mesh["data"].index, mesh["data"].size)
 
 
 def initial_drawer(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from itertools import accumulate, chain
 
 import torch
 import torch.distributed as dist
@@ -15,6 +17,7 @@ from workbench.plan.custom_schedule import pair_groups, transfer_pairs
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.rules.operator_rules import sides as operator_sides
 from workbench.plan.schema import Plan
+from workbench.plan.stage_replicas import Part, plan_stage_tokens
 
 GRID_AXES = ("tensor.0", "tensor.1", "tensor.2")
 """Axes of a tensor grid, innermost first."""
@@ -23,6 +26,21 @@ GRADIENT_GROUP_SUFFIX = " gradients"
 """Suffix of axes whose process groups only all-reduce gradients. They are separate from the axis'
 own group, so that neither's collectives wait for the other's.
 """
+
+
+@dataclass(frozen=True)
+class StageReplica:
+    """A rank of a replica of a pipeline stage.
+
+    Attributes:
+        rank: Global.
+        tokens: Its part of the tokens of every microbatch, [B, T] in memory order.
+        shard: Of sequence parallelism, which shards the tokens of a replica; 0 without.
+    """
+
+    rank: int
+    tokens: Part
+    shard: int
 
 
 @dataclass(frozen=True)
@@ -44,6 +62,22 @@ class MeshAxis:
     """The axis of the plan that its collectives are reported under."""
     pair_groups: Mapping[int, dist.ProcessGroup] = field(default_factory=dict, compare=False)
     """Index of a peer -> the process group of the two; where none is given, they use `group`."""
+    replicas: tuple[tuple[StageReplica, ...], ...] = ()
+    """Of the pipeline axis, where stages have replicas of their own: those at each index. `ranks`
+    then has the first of each, and this rank at its own index.
+    """
+
+    @property
+    def own_replica(self) -> StageReplica:
+        """This rank's place among `replicas`."""
+        rank = self.ranks[self.index]
+        return next(one for one in self.replicas[self.index] if one.rank == rank)
+
+    def ranks_at(self, index: int) -> tuple[int, ...]:
+        """The global ranks at an index: one, but for `replicas`."""
+        if not self.replicas:
+            return (self.ranks[index],)
+        return tuple(replica.rank for replica in self.replicas[index])
 
 
 @dataclass(frozen=True)
@@ -102,21 +136,23 @@ def build_mesh(
     deadline = timedelta(seconds=plan.telemetry.timeout_seconds)
     groups: dict[tuple[str, str], dist.ProcessGroup] = {}
     axes: dict[str, MeshAxis] = {}
-    for name, (members, reported) in _axes(plan).items():
-        size, mine = members.shape[1], next(row for row in members.tolist() if rank in row)
-        key = (reported, str(members.tolist()))
-        if size > 1 and key not in groups:
+    every = _axes(plan)
+    for name, (members, reported) in every.items():
+        mine = next(row for row in members if rank in row)
+        key = (reported, str(members))
+        if max(map(len, members)) > 1 and key not in groups:
             joining(f"the {name} group of {_ranks(mine)}")
-            made, _ = dist.new_subgroups_by_enumeration(
-                members.tolist(), timeout=deadline, group_desc=name
-            )
+            made, _ = dist.new_subgroups_by_enumeration(members, timeout=deadline, group_desc=name)
             assert made is not None
             _connect(made, device)
             groups[key] = made
-        axes[name] = MeshAxis(name, size, mine.index(rank), tuple(mine), groups.get(key), reported)
+        group = groups.get(key) if len(mine) > 1 else None
+        axes[name] = MeshAxis(name, len(mine), mine.index(rank), tuple(mine), group, reported)
+    axes["pipeline"] = _by_stage(axes["pipeline"], plan)
     if axes["pipeline"].size > 1:
-        pipelines = _axes(plan)["pipeline"][0].tolist()
-        axes["pipeline"] = _connect_pairs(plan, axes["pipeline"], pipelines, device, joining)
+        axes["pipeline"] = _connect_pairs(
+            plan, axes["pipeline"], every["pipeline"][0], joining, device
+        )
     operators = _device_mesh([axes[name] for name in _operators(plan)], axes["tensor"], device)
     return Mesh(rank, plan.world_size, axes, operators)
 
@@ -124,12 +160,12 @@ def build_mesh(
 def mesh_ranks(plan: ResolvedPlan, rank: int) -> dict[str, tuple[int, ...]]:
     """Axis of the mesh of `rank` -> global ranks along it, without process groups."""
     return {
-        name: tuple(next(row for row in members.tolist() if rank in row))
+        name: tuple(next(row for row in members if rank in row))
         for name, (members, _) in _axes(plan).items()
     }
 
 
-def _ranks(members: list[int]) -> str:
+def _ranks(members: Sequence[int]) -> str:
     """Ranks of a group, in words: all of a few, the ends of more."""
     few = len(members) <= 8
     return "ranks " + (
@@ -146,37 +182,70 @@ def _connect(group: dist.ProcessGroup, device: torch.device) -> None:
     dist.all_reduce(torch.zeros(1, device=device), group=group)
 
 
+def _by_stage(axis: MeshAxis, plan: ResolvedPlan) -> MeshAxis:
+    """The pipeline axis, of one place a stage where stages have replicas of their own."""
+    if not (sizes := plan.strategy.pipeline.replicas):
+        return axis
+    tokens = plan_stage_tokens(plan)
+    shards = len(tokens[0]) // sizes[0]
+    replicas = tuple(
+        tuple(StageReplica(r, part, i % shards) for i, (r, part) in enumerate(zip(ranks, parts)))
+        for ranks, parts in zip(_split(axis.ranks, [*map(len, tokens)]), tokens)
+    )
+    rank = axis.ranks[axis.index]
+    by_stage = [[replica.rank for replica in stage] for stage in replicas]
+    index = next(i for i, ranks in enumerate(by_stage) if rank in ranks)
+    first = tuple(rank if i == index else ranks[0] for i, ranks in enumerate(by_stage))
+    return replace(axis, size=len(sizes), index=index, ranks=first, replicas=replicas)
+
+
+def _split(ranks: Sequence[int], sizes: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    """Consecutive parts of these sizes."""
+    ends = list(accumulate(sizes))
+    return tuple(tuple(ranks[end - size : end]) for size, end in zip(sizes, ends))
+
+
 def _connect_pairs(
     plan: ResolvedPlan,
     axis: MeshAxis,
     pipelines: list[list[int]],
-    device: torch.device,
     joining: Callable[[str], None],
+    device: torch.device,
 ) -> MeshAxis:
     """Connect every two pipeline ranks that send to each other, both ways; the axis with the
-    process groups of those pairs that have their own.
+    process groups of those pairs that have their own. Where stages have replicas, a pair is all
+    replicas of two stages.
 
     NCCL connects two ranks at their first transfer, and blocks both hosts until both are there: in
     the first step one would wait for the other's whole forward.
     """
     deadline = timedelta(seconds=plan.telemetry.timeout_seconds)
+    sizes = [len(axis.ranks_at(index)) for index in range(axis.size)]
     groups: dict[int, dist.ProcessGroup] = {}
     for pair in transfer_pairs(plan):
         if axis.index in pair:
-            joining(f"the pipeline transfers of {_ranks([axis.ranks[index] for index in pair])}")
+            both = [rank for index in pair for rank in axis.ranks_at(index)]
+            joining(f"the pipeline transfers of {_ranks(both)}")
         if pair_groups(plan):
-            members = [[ranks[index] for index in pair] for ranks in pipelines]
             made, _ = dist.new_subgroups_by_enumeration(
-                members, timeout=deadline, group_desc="pipeline transfers"
+                [_at(pair, _split(ranks, sizes)) for ranks in pipelines],
+                timeout=deadline,
+                group_desc="pipeline transfers",
             )
             if made is not None:
                 _connect(made, device)
                 groups[pair[axis.index == pair[0]]] = made
         if axis.index in pair:
             peer = pair[axis.index == pair[0]]
-            sent, received = torch.zeros(1, device=device), torch.zeros(1, device=device)
-            exchange(sent, received, axis.ranks[peer], groups.get(peer, axis.group))
+            for rank in axis.ranks_at(peer):
+                sent, received = torch.zeros(1, device=device), torch.zeros(1, device=device)
+                exchange(sent, received, rank, groups.get(peer, axis.group))
     return replace(axis, pair_groups=groups)
+
+
+def _at(pair: tuple[int, int], by_stage: Sequence[Sequence[int]]) -> list[int]:
+    """The ranks at two places of a pipeline."""
+    return [rank for index in pair for rank in by_stage[index]]
 
 
 def exchange(x: Tensor, into: Tensor, peer: int, group: dist.ProcessGroup | None) -> None:
@@ -210,10 +279,42 @@ def _device_mesh(axes: list[MeshAxis], tensor: MeshAxis, device: torch.device) -
     )
 
 
-def _axes(plan: ResolvedPlan) -> dict[str, tuple[Tensor, str]]:
-    """Axis -> (its groups of ranks [groups, size], the plan's axis that it is reported under)."""
+def _axes(plan: ResolvedPlan) -> dict[str, tuple[list[list[int]], str]]:
+    """Axis -> (its groups of ranks, the plan's axis that it is reported under).
+
+    Where stages have replicas of their own, each stage is a mesh, one after the other, and a group
+    of the pipeline axis has the replicas of all stages.
+    """
+    replicas = plan.strategy.pipeline.replicas
+    if not replicas:
+        found = _block_axes(plan, plan.sizes, 0)
+        return {name: (groups.tolist(), reported) for name, (groups, reported) in found.items()}
+    each = plan.sizes["tensor"] * plan.sizes["context"]
+    blocks = [
+        _block_axes(plan, plan.sizes | {"data": size, "pipeline": 1}, each * sum(replicas[:stage]))
+        for stage, size in enumerate(replicas)
+    ]
+    merged = {
+        name: ([group for block in blocks for group in block[name][0].tolist()], reported)
+        for name, (_, reported) in blocks[0].items()
+    }
+    pipelines = zip(*(block["pipeline"][0].tolist() for block in blocks))
+    whole = [list(chain.from_iterable(stages)) for stages in pipelines]
+    return merged | {"pipeline": (whole, "pipeline")}
+
+
+def _block_axes(
+    plan: ResolvedPlan, sizes: dict[str, int], first: int
+) -> dict[str, tuple[Tensor, str]]:
+    """Axis -> (its groups of ranks [groups, size], the plan's axis that it is reported under), of
+    the mesh of these sizes that starts at rank `first`.
+
+    Where stages have replicas of their own, a group of the pipeline axis has the ranks of a stage
+    between which a microbatch is split.
+    """
     s = plan.strategy
-    sizes = {**plan.sizes}
+    sizes = {**sizes}
+    world = math.prod(sizes.values())
     grid = s.tensor.size if isinstance(s.tensor.size, list) else []
     sub_axes = dict(zip(GRID_AXES, grid)) or dict(reversed(_operators(plan).items()))
     grid_axes, sizes = tuple(sub_axes), sizes | sub_axes
@@ -222,7 +323,7 @@ def _axes(plan: ResolvedPlan) -> dict[str, tuple[Tensor, str]]:
         for name in s.placement
         for part in (grid_axes if name == "tensor" and grid_axes else (name,))
     ]
-    ranks = torch.arange(plan.world_size).view([sizes[name] for name in reversed(order)])
+    ranks = torch.arange(first, first + world).view([sizes[name] for name in reversed(order)])
 
     def along(*names: str) -> Tensor:
         """Groups of the ranks that differ on `names` only, the first named varying fastest."""
@@ -238,7 +339,9 @@ def _axes(plan: ResolvedPlan) -> dict[str, tuple[Tensor, str]]:
     shard = replicas.shape[1] if s.data.shard == "all" else s.data.shard
     expert = s.expert.size
     expert_replicas = _strided(replicas, expert)
-    found = {name: (along(name), name) for name in ("context", "data", "pipeline")}
+    found = {name: (along(name), name) for name in ("context", "data")}
+    split = ("tensor", "data") if s.tensor.sequence else ("data",)
+    found["pipeline"] = (along(*(split if s.pipeline.replicas else ("pipeline",))), "pipeline")
     ulysses = s.context.num_ulysses_ranks
     found |= {
         "context.ring": (_strided(found["context"][0], ulysses), "context"),

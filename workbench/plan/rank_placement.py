@@ -8,11 +8,12 @@ as in Megatron-LM's `tp-cp-ep-dp-pp` order.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.schema import AXES
+from workbench.plan.stage_replicas import overlaps, plan_stage_tokens
 
 TrafficReach = Literal["node", "network", "racks"]
 """How far an axis goes: over a node's own links, between nodes, between racks."""
@@ -56,26 +57,55 @@ def leaves_node(plan: ResolvedPlan, axis: str) -> bool:
 
 def first_ranks_of_stages(plan: ResolvedPlan) -> list[int]:
     """The first rank of each pipeline stage."""
-    if replicas := _unequal_replicas(plan):
+    if replicas := plan.strategy.pipeline.replicas:
         each = plan.sizes["tensor"] * plan.sizes["context"]
         return [each * sum(replicas[:stage]) for stage in range(len(replicas))]
     return [stage * _pipeline_stride(plan) for stage in range(plan.sizes["pipeline"])]
 
 
+def stage_of(plan: ResolvedPlan, rank: int) -> int:
+    """The pipeline rank of global rank `rank`."""
+    return first_ranks_of_stages(plan).index(representative_ranks(plan)[rank])
+
+
 def representative_ranks(plan: ResolvedPlan) -> dict[int, int]:
-    """Rank -> the first rank of its pipeline stage, which does the same work."""
-    if _unequal_replicas(plan):
+    """Rank -> the first rank of its pipeline stage, which does the same work; where replicas of a
+    stage share a microbatch unevenly, the first has the most of it.
+    """
+    if plan.strategy.pipeline.replicas:
         starts = first_ranks_of_stages(plan)
         return {rank: starts[bisect_right(starts, rank) - 1] for rank in range(plan.world_size)}
     stride, stages = _pipeline_stride(plan), plan.sizes["pipeline"]
     return {rank: rank // stride % stages * stride for rank in range(plan.world_size)}
 
 
+def equal_ranks(plan: ResolvedPlan) -> dict[int, int]:
+    """Rank -> the first rank that makes the same calls: `representative_ranks`, but for stages with
+    replicas of their own, of which those are alike that exchange as many tokens with as many
+    peers.
+    """
+    if not plan.strategy.pipeline.replicas:
+        return representative_ranks(plan)
+    first: dict[object, int] = {}
+    return {rank: first.setdefault(work, rank) for rank, work in enumerate(_replica_work(plan))}
+
+
+def _replica_work(plan: ResolvedPlan) -> Iterator[tuple[object, ...]]:
+    """What each rank in turn does: its stage, its tokens of a microbatch, and how many of them
+    it shares with each replica of the stages beside.
+    """
+    parts, split = plan_stage_tokens(plan), plan.strategy.tensor.sequence
+    for stage, replicas in enumerate(plan.strategy.pipeline.replicas or []):
+        beside = [parts[i] for i in (stage - 1, stage + 1) if 0 <= i < len(parts)]
+        sizes = plan.sizes | {"data": replicas}
+        strides = axis_strides(plan.strategy.placement, sizes)
+        for rank in range(strides["pipeline"]):
+            at = {axis: rank // strides[axis] % sizes[axis] for axis in ("tensor", "data")}
+            place = at["data"] * sizes["tensor"] + at["tensor"] if split else at["data"]
+            own = parts[stage][place]
+            shared = tuple(tuple(b - a for _, (a, b) in overlaps(own, x)) for x in beside)
+            yield stage, own[1] - own[0], shared
+
+
 def _pipeline_stride(plan: ResolvedPlan) -> int:
     return int(axis_strides(plan.strategy.placement, plan.sizes)["pipeline"])
-
-
-def _unequal_replicas(plan: ResolvedPlan) -> list[int]:
-    """Replicas of each stage where they differ; then stages stand one after the other."""
-    replicas = plan.strategy.pipeline.replicas or []
-    return replicas if len(set(replicas)) > 1 else []

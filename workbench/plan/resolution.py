@@ -211,15 +211,15 @@ def _even_nodes(gpus: int, most: int) -> int:
 
 
 def _training(written: dict[str, Any], strategy: dict[str, Any], gpus: int) -> dict[str, Any]:
-    """The batch filled in: a micro-batch of one sequence, or as many as a tensor grid splits it
-    into.
+    """The batch filled in: a micro-batch of one sequence, or as many as a tensor grid or the
+    replicas of a stage split it into.
     """
     result, tensor = dict(written), strategy.get("tensor", {})
     if (parts := legal_sizes.token_parts(tensor.get("algorithm", "1d"), tensor.get("size", 1))) > 1:
         result.setdefault("micro_batch", parts)
-    batch = MICROBATCHES_A_RANK * gpus * result.get("micro_batch", 1)
     if replicas := strategy.get("pipeline", {}).get("replicas"):
-        batch *= math.lcm(*replicas)
+        result.setdefault("micro_batch", max(replicas))
+    batch = MICROBATCHES_A_RANK * gpus * result.get("micro_batch", 1)
     result.setdefault("global_batch", max(LEAST_BATCH, batch))
     return result
 

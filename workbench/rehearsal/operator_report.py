@@ -20,7 +20,7 @@ from workbench.costmodel.inputs.rank_workload import workload
 from workbench.costmodel.rates.constants import Constants
 from workbench.costmodel.step_time import compute_seconds_by_rank, step_time
 from workbench.errors import PlanError
-from workbench.parallel.mesh import mesh_ranks
+from workbench.plan.rank_placement import stage_of
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.planner.calibrated_plan import with_calibration
 
@@ -54,7 +54,7 @@ def operator_report(plan: ResolvedPlan, counted: Mapping[int, Counter[Operator]]
             ),
         }
         if estimated is not None:
-            own = estimated[mesh_ranks(plan, rank)["pipeline"].index(rank)]
+            own = estimated[stage_of(plan, rank)]
             summary["estimated_compute_seconds"] = own
             summary["difference"] = own / summary["compute_seconds"] - 1
         ranks.append(summary)

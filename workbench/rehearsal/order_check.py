@@ -155,8 +155,8 @@ def trace(plan: ResolvedPlan, rank: int) -> list[Call]:
         model = python_model(plan)
         with fake_tensors():
             session, _ = build_session(plan, mesh, model)
-            t = plan.training
-            shape = (plan.num_microbatches, t.micro_batch, t.sequence_length)
+            share, length = session.share, plan.training.sequence_length
+            shape = (share.microbatches, share.sequences, length)
             batch = [torch.zeros(shape, dtype=torch.long, device=recorder.device) for _ in range(2)]
             with recorder.recording():
                 # ZeRO-3 gathers in the order that its first step found.

@@ -15,7 +15,7 @@ from workbench.costmodel.compute.operator_roofline import Operator
 from workbench.engine.measure.step_sampler import StepSampler
 from workbench.models.python_model import build_python_model
 from workbench.parallel.mesh import Mesh, build_mesh
-from workbench.plan.rank_placement import representative_ranks
+from workbench.plan.rank_placement import equal_ranks
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.rules.supported import require
 from workbench.plan.schema import Plan
@@ -40,7 +40,8 @@ def rehearse(
     allow_code: bool = False,
     operators: bool = False,
 ) -> Profile:
-    """Peak memory by category and every collective of `ranks`; default: one rank a pipeline stage.
+    """Peak memory by category and every collective of `ranks`; default: one of each
+    pipeline stage, and of its replicas that share a microbatch unevenly.
 
     With `operators` also every computing operator, in `notes`.
 
@@ -52,7 +53,7 @@ def rehearse(
     """
     plan = plan.resolve()
     require(plan, "rehearse", allow_code)
-    representative = representative_ranks(plan)
+    representative = equal_ranks(plan)
     chosen = sorted(set(representative.values()) if ranks is None else set(ranks))
     for rank in chosen:
         if not 0 <= rank < plan.world_size:
@@ -175,12 +176,12 @@ def _steps(
     """What was seen of the steps of a rank, which holds the tokens of so many `microbatches`; the
     peak of building its session, by category. Operators of the last step are added to `traces`.
     """
-    device, t, model = rehearsed_device(plan.gpu.device), plan.training, python_model(plan)
+    device, model = rehearsed_device(plan.gpu.device), python_model(plan)
     found = []
     with fake_tensors() as mode:
         with without_cached_results(mode):
             session, building = build_session(plan, mesh, model)
-        shape = (microbatches, t.micro_batch, t.sequence_length)
+        shape = (microbatches, session.share.sequences, plan.training.sequence_length)
         batch = [torch.zeros(shape, dtype=torch.long, device=device) for _ in range(2)]
         for step in range(STEPS):
             found.append(StepSampler(session, None))

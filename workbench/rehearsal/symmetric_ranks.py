@@ -18,8 +18,10 @@ peer has an index of its own.
 
 def rank_class(plan: ResolvedPlan, rank: int) -> tuple[int, ...]:
     """What decides a rank's calls: its place in the pipeline, and on a tensor grid, whose ranks
-    send to different peers.
+    send to different peers. Where stages have replicas of their own, each is a class.
     """
+    if plan.strategy.pipeline.replicas:
+        return (rank,)
     axes = mesh_ranks(plan, rank)
     names = ["pipeline"]
     if plan.strategy.tensor.algorithm != "1d" or plan.strategy.operators:

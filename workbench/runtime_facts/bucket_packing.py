@@ -50,3 +50,11 @@ def padded_numel(tensors: Iterable[int], shard_ranks: int) -> int:
         shard_ranks: Number of shards.
     """
     return aligned_numel(-(-sum(map(aligned_numel, tensors)) // shard_ranks)) * shard_ranks
+
+
+def shard_parts(numel: int, ranks: int) -> list[tuple[int, int]]:
+    """[start, stop) of a tensor that is a bucket of its own, of each of `ranks` shards; their
+    padding left out.
+    """
+    length = padded_numel([numel], ranks) // ranks
+    return [(min(numel, i * length), min(numel, (i + 1) * length)) for i in range(ranks)]

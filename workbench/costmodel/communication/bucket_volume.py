@@ -96,12 +96,21 @@ def _replica_ranks(w: Workload, bucket: PackedBucket, rank: int) -> int:
 def bucket_collectives(w: Workload, rank: int) -> Counter[BucketCollective]:
     """Collectives of gradients and parameters in a step, on one pipeline rank, with counts."""
     found: Counter[BucketCollective] = Counter()
+    w = _with_shards_of(w, rank)
     for stage in rank_buckets(w, rank):
         for row, times in _reductions(w, stage, rank):
             found[row] += times
         for row, times in _gathers(w, stage):
             found[row] += times
     return found
+
+
+def _with_shards_of(w: Workload, rank: int) -> Workload:
+    """`w` with the shard group of one pipeline rank, where stages have replicas of their own."""
+    if not w.fixed.replicas:
+        return w
+    shard = float(np.asarray(w.searched.shard)[rank])
+    return replace(w, searched=replace(w.searched, shard=shard))
 
 
 def _reductions(

@@ -5,7 +5,9 @@ Axes, kinds and actions are named as a run's telemetry names them.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
+from itertools import zip_longest
 
 import numpy as np
 
@@ -19,6 +21,8 @@ from workbench.costmodel.communication.float8_volume import float8_collectives
 from workbench.costmodel.communication.grid_volume import grid_collectives
 from workbench.costmodel.inputs.config import Array, Number
 from workbench.costmodel.inputs.rank_workload import Workload
+from workbench.plan.stage_replicas import overlaps, stage_tokens
+from workbench.runtime_facts.bucket_packing import shard_parts
 
 STEP_SCALARS_BYTES = 12.0
 """Loss, squared gradient norm and stop flag: three fp32 numbers that all ranks all-reduce once a
@@ -226,7 +230,7 @@ def _load_balance_calls(w: Workload, times: Number, again: Number) -> list[Colle
     moe = w.shape.moe
     if moe is None or moe.auxiliary_loss == 0:
         return []
-    size, c = w.searched.micro_batch * moe.experts * float(w.upcast_bytes), w.searched.context
+    size, c = w.sequences * moe.experts * float(w.upcast_bytes), w.searched.context
     return [
         CollectiveCall("context", "all_reduce", c, "fp32", size, often, action)
         for often, action in ((times, "F"), (again, "B"))
@@ -238,18 +242,77 @@ def _pipeline_calls(w: Workload) -> list[CollectiveCall]:
     p, dtype = w.pipeline, w.dtype
     if p == 1:
         return []
-    boundary = w.residual_bytes
-    out = w.microbatches * (w.zeros + w.num_boundary_transfers)
-    ends = w.zeros + float(w.shape.tied) * abs(w.has_embedding - w.has_head)
-    table = np.ceil(w.table_params / (w.searched.shard if w.zero else 1)) * w.gradient_element_bytes
-    return [
-        CollectiveCall("pipeline", kind, p, kind_dtype, size, count, "P2P")
-        for size, count, kind_dtype in (
-            (boundary, out, dtype),
-            (table, ends, gradient_dtype_name(w)),
-        )
+    group = sum(w.fixed.replicas) * w.sequence_parallel or p
+    found = [
+        (kind, dtype, size, count)
+        for size, count in _boundary_transfers(w)
         for kind in ("send", "recv")
     ]
+    gradient = gradient_dtype_name(w)
+    found += [(kind, gradient, size, count) for kind, size, count in _tied_transfers(w)]
+    return [
+        CollectiveCall("pipeline", kind, group, dtype, size, count, "P2P")
+        for kind, dtype, size, count in found
+    ]
+
+
+def _tied_transfers(w: Workload) -> Iterator[tuple[str, Number, Number]]:
+    """(kind, bytes, times a step) of a tied weight's gradient between both ends: the whole of it,
+    or a rank's shard, which is smaller or larger than the other end's where both have other
+    replicas.
+    """
+    ends = w.zeros + float(w.shape.tied) * abs(w.has_embedding - w.has_head)
+    table = w.table_params * w.gradient_element_bytes
+    if not w.fixed.replicas:
+        shard = w.searched.shard if w.zero else 1
+        size = np.ceil(w.table_params / shard) * w.gradient_element_bytes
+        yield from (("send", size, ends), ("recv", size, ends))
+    elif not w.zero:
+        first, last = w.fixed.replicas[0], w.fixed.replicas[-1]
+        other = np.where(w.has_embedding > 0, last, first)
+        yield "send", table, ends * np.ceil(other / w.data)
+        yield "recv", table, ends
+    else:
+        yield from _tied_shards(w, ends)
+
+
+def _tied_shards(w: Workload, ends: Number) -> Iterator[tuple[str, Number, Number]]:
+    """The same where ZeRO shards it over other numbers of replicas at both ends: what the first
+    shards of each end share with the other's.
+    """
+    numel = int(np.max(w.table_params))
+    replicas = [w.fixed.replicas[0], w.fixed.replicas[-1]]
+    shards = [shard_parts(numel, size) for size in replicas]
+    for here, at in enumerate((w.has_embedding, w.has_head)):
+        for _, (start, stop) in overlaps(shards[here][0], shards[1 - here]):
+            size = (stop - start) * w.gradient_element_bytes
+            yield from (("send", size, ends * at), ("recv", size, ends * at))
+
+
+def _boundary_transfers(w: Workload) -> Iterator[tuple[Number, Number]]:
+    """(bytes, times a step) of what a rank sends across its stage's boundaries, and receives.
+
+    Where stages have replicas of their own, the first rank of a stage exchanges with every rank of
+    a neighboring stage the tokens that both have.
+    """
+    if not w.fixed.replicas:
+        yield w.residual_bytes, w.microbatches * (w.zeros + w.num_boundary_transfers)
+        return
+    one = w.hidden_activation_bytes / w.tokens
+    length = w.fixed.sequence_length // int(w.searched.context)
+    parts = stage_tokens(
+        int(w.searched.micro_batch), length, w.fixed.replicas, int(w.sequence_parallel)
+    )
+    for side in (-1, 1):
+        shared = [
+            [stop - start for _, (start, stop) in overlaps(own[0], parts[stage + side])]
+            if 0 <= stage + side < len(parts)
+            else []
+            for stage, own in enumerate(parts)
+        ]
+        for sizes in zip_longest(*shared, fillvalue=0):
+            pieces = np.array(sizes, dtype=float)
+            yield one * pieces, w.microbatches * (pieces > 0)
 
 
 def _data_calls(w: Workload) -> list[CollectiveCall]:

@@ -175,7 +175,7 @@ def _ulysses_bytes(w: Workload) -> MovedBytes:
     """
     e = w.element_bytes
     joined = w.q_width + w.kv_head_repeats * (w.k_width + w.v_width)
-    several = 2 * e * (w.searched.micro_batch > 1)
+    several = 2 * e * (w.sequences > 1)
     found = moved_by([2 * e, 2 * e, several], [2 * e, 2 * e, several]).wide(w.tokens * joined)
     found += moved_by([2 * e, several], [2 * e, several]).wide(w.tokens * w.o_width)
     return found.times(1.0 * (w.ulysses > 1))

@@ -175,7 +175,7 @@ def model_flops(w: Workload) -> Number:
         + w.has_head * w.shape.mtp_layers * (head_flops(w) + prediction_gemm(w).flops)
     )
     each = passes * gemms + 3 * w.layers * attention_flops(w)
-    flops: Number = (w.rank_multiplicity * w.data * each).sum(axis=0)
+    flops: Number = (w.rank_multiplicity * w.busy_replicas * each).sum(axis=0)
     return flops
 
 

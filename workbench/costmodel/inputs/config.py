@@ -230,7 +230,6 @@ def searched_config(plan: ResolvedPlan) -> SearchedConfig:
     """Build the searched part of a resolved plan: the one candidate that it is."""
     s, sizes = plan.strategy, plan.sizes
     recomputed, kept_after = recomputed_layers_of(plan)
-    replicas = sizes["data"] * sizes["context"]
     mean = plan.world_size / (sizes["tensor"] * sizes["context"] * sizes["pipeline"])
     return SearchedConfig(
         tensor=sizes["tensor"],
@@ -239,7 +238,7 @@ def searched_config(plan: ResolvedPlan) -> SearchedConfig:
         grid=tensor_grid(plan),
         micro_batch=plan.training.micro_batch,
         sequence=float(s.tensor.sequence),
-        shard=replicas if s.data.shard == "all" else s.data.shard,
+        shard=_replica_shards(plan) if s.data.shard == "all" else s.data.shard,
         offload_optimizer=float(s.data.offload != "none"),
         offload_parameters=float(s.data.offload == "parameters"),
         reduce_microbatch=float(s.data.reduce == "microbatch"),
@@ -252,6 +251,15 @@ def searched_config(plan: ResolvedPlan) -> SearchedConfig:
         layers_after_recomputed=kept_after,
         strides=axis_strides(s.placement, sizes | {"data": mean}),
     )
+
+
+def _replica_shards(plan: ResolvedPlan) -> Number:
+    """Ranks that hold the same parameters; by pipeline rank where stages have replicas of their
+    own.
+    """
+    sizes, replicas = plan.sizes, plan.strategy.pipeline.replicas
+    data = np.array(replicas, dtype=float) if replicas else sizes["data"]
+    return data * sizes["context"]
 
 
 def gradient_dtype_bytes(dtype: str, parameter: int) -> int:

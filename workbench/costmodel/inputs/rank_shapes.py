@@ -27,6 +27,8 @@ class RankShapes:
     """Number of data-parallel ranks, context ranks not counted."""
     microbatches: Number
     """Number of microbatches of a step."""
+    sequences: Number
+    """Sequences of one microbatch that a rank has a part of."""
     tokens: Number
     """Tokens of one microbatch on one rank."""
     tiling: TensorTiling
@@ -131,6 +133,13 @@ class RankShapes:
     def residual_bytes(self) -> Number:
         """Bytes of one residual-stream activation, sharded under sequence parallelism."""
         return self.hidden_activation_bytes / self.sequence_parallel
+
+    @property
+    def busy_replicas(self) -> Number:
+        """Data-parallel ranks, each counted by its share of the sequences that the first has."""
+        if not self.fixed.replicas:
+            return self.data
+        return np.asarray(self.searched.micro_batch / self.sequences)
 
     @property
     def table_params(self) -> Number:

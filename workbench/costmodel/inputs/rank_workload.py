@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -70,19 +69,18 @@ def assemble_workload(
     shape, blocks = s.shape, tensor_tiling(s.algorithm, k)
     data = s.world_size / (k.tensor * k.context * s.pipeline)
     layers, dense = stage_layers(s)
-    at, parts = ranks.astype(int), data
-    if s.replicas:  # stages share microbatches; each splits them over its own replicas
-        data, parts = np.array(s.replicas, dtype=float)[at], float(math.lcm(*s.replicas))
-    microbatches = s.global_batch / (k.micro_batch * parts)
+    at, sequences = ranks.astype(int), k.micro_batch
+    microbatches = s.global_batch / (k.micro_batch * data)
+    if s.replicas:  # those of a stage share each microbatch; the first has the most of it
+        data, microbatches = np.array(s.replicas, dtype=float)[at], s.global_batch / k.micro_batch
+        sequences = np.ceil(k.micro_batch / data)
     return Workload(
         fixed=s,
         searched=k,
         data=data,
         microbatches=microbatches,
-        tokens=k.micro_batch
-        * s.sequence_length
-        / (k.context * blocks.token_parts)
-        * (parts / data if s.replicas else 1.0),
+        sequences=sequences,
+        tokens=sequences * s.sequence_length / (k.context * blocks.token_parts),
         tiling=blocks,
         hidden_per_rank=shape.hidden / blocks.hidden_parts,
         weight_in_dim=shape.hidden / blocks.in_dim_parts,

@@ -163,7 +163,7 @@ def _persistent(w: Workload, s: ModelStates) -> tuple[MemoryByCategory, MemoryBy
     targets of a step, and workspaces of grouped GEMMs.
     """
     k = w.searched
-    sequences = w.microbatches * k.micro_batch
+    sequences = w.microbatches * w.sequences
     states_ = {"optimizer": s.optimizer, "master": s.master}
     device: MemoryByCategory = {"parameters": s.parameters * (1 - k.offload_parameters)}
     device["gradients"] = s.gradients * (

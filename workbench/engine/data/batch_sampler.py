@@ -2,9 +2,9 @@
 
 Training text is cut into sequences of `sequence_length` inputs (and one more token, the last
 target). Sample g of the run is element g mod n of a pseudo-random permutation of the n sequences,
-with another permutation every epoch. A step takes the next `global_batch` samples; data coordinate
-d takes the d-th contiguous part of them, cut into microbatches in order. The parts of all
-coordinates, concatenated, are the batch of one device.
+with another permutation every epoch. A step takes the next `global_batch` samples, of which each
+rank takes its share (`plan.stage_replicas`): all data coordinates, or all replicas of a stage, have
+together the batch of one device.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from workbench.engine.data.tokenized_corpus import Tokens
+    from workbench.plan.stage_replicas import BatchShare
 
 ROUNDS = 6
 
@@ -61,16 +62,14 @@ def _mix(value: np.ndarray) -> np.ndarray:
 
 
 class BatchSampler:
-    """Batches of one data coordinate.
+    """Batches of one rank.
 
     Args:
         tokens: As `tokenized_corpus.load` returns them.
         sequence_length: Inputs per sequence.
-        global_batch: Sequences per step, over all data coordinates.
-        micro_batch: Sequences per microbatch.
+        global_batch: Sequences per step, over all ranks.
+        share: Which of them are this rank's, by microbatch.
         seed: Selects the permutations.
-        data_index: This data coordinate.
-        data_size: Number of data coordinates.
 
     Raises:
         ValueError: The text is shorter than one sequence; names the field.
@@ -81,20 +80,14 @@ class BatchSampler:
         tokens: Tokens,
         sequence_length: int,
         global_batch: int,
-        micro_batch: int,
+        share: BatchShare,
         seed: int = 0,
-        data_index: int = 0,
-        data_size: int = 1,
     ) -> None:
-        assert global_batch % (micro_batch * data_size) == 0, (global_batch, micro_batch, data_size)
-        assert 0 <= data_index < data_size, (data_index, data_size)
         self.tokens = tokens
         self.sequence_length = sequence_length
         self.global_batch = global_batch
-        self.micro_batch = micro_batch
         self.seed = seed
-        self.share = global_batch // data_size
-        self.offset = data_index * self.share
+        self.samples = np.array(share.samples())
         self.num_sequences = self._sequences(tokens.train, "training text")
 
     def _sequences(self, text: np.ndarray, what: str) -> int:
@@ -116,14 +109,13 @@ class BatchSampler:
         """Inputs and targets of `step` (from 0).
 
         Returns:
-            Two int64 tensors [num_microbatches, micro_batch, sequence_length].
+            Two int64 tensors [microbatches, sequences, sequence_length].
         """
         return self.take(self.sample_index(step))
 
     def take(self, sample: int) -> tuple[Tensor, Tensor]:
-        """This coordinate's part of the global batch from sample index `sample`, as `batch`."""
-        samples = np.arange(sample + self.offset, sample + self.offset + self.share)
-        return self._gather(self.tokens.train, self.order(samples))
+        """This rank's part of the global batch from sample index `sample`, as `batch`."""
+        return self._gather(self.tokens.train, self.order(sample + self.samples))
 
     def order(self, samples: np.ndarray) -> np.ndarray:
         """Sequence number of each global sample index."""
@@ -144,15 +136,13 @@ class BatchSampler:
         Held-out text that is too short wraps around.
         """
         count = self._sequences(self.tokens.holdout, "held-out text")
-        first = batch * self.global_batch + self.offset
-        return self._gather(self.tokens.holdout, np.arange(first, first + self.share) % count)
+        samples = batch * self.global_batch + self.samples
+        return self._gather(self.tokens.holdout, samples % count)
 
     def _gather(self, text: np.ndarray, sequences: np.ndarray) -> tuple[Tensor, Tensor]:
         length = self.sequence_length
-        rows = np.stack([text[s * length : s * length + length + 1] for s in sequences]).astype(
-            np.int64
-        )
-        rows = rows.reshape(-1, self.micro_batch, length + 1)
+        flat = [text[s * length : s * length + length + 1] for s in sequences.flat]
+        rows = np.stack(flat).astype(np.int64).reshape(*sequences.shape, length + 1)
         # torch.tensor copies into torch's own memory, where an allocator count sees it; from_numpy
         # would not.
         return torch.tensor(rows[..., :-1]), torch.tensor(rows[..., 1:])

@@ -290,7 +290,7 @@ def compare_with_reference(
     session = _verification_session(plan, mesh, device, dtype)
     recorder = _Recorder(session)
     losses = [
-        session.step(i, *_share(plan, session, batch, device), recorder).loss
+        session.step(i, *_share(session, batch, device), recorder).loss
         for i, batch in enumerate(batches)
     ]
     weights, layouts = session.part.store.values, session.part.store.layouts
@@ -329,16 +329,11 @@ def _verification_session(
 
 
 def _share(
-    plan: ResolvedPlan, session: Session, batch: tuple[Tensor, Tensor], device: torch.device
+    session: Session, batch: tuple[Tensor, Tensor], device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """This data coordinate's microbatches of a batch, [num_microbatches, micro_batch, T]."""
-    data = session.mesh["data"]
-    tokens, targets = (
-        x.chunk(data.size)[data.index]
-        .unflatten(0, (plan.num_microbatches, plan.training.micro_batch))
-        .to(device)
-        for x in batch
-    )
+    """This rank's sequences of a batch, [num_microbatches, B, T]."""
+    share = torch.tensor(session.share.samples())
+    tokens, targets = (x[share].to(device) for x in batch)
     return tokens, targets
 
 

@@ -12,12 +12,11 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from workbench.parallel.mesh import MeshAxis
-from workbench.parallel.pipeline.stage_transfers import start_recv, start_send
+from workbench.parallel.pipeline.stage_transfers import Transfer, start_recv, start_send
 from workbench.parallel.pipeline.zero_bubble import (
     DeferredWeightGrad,
     SplitBackward,
@@ -43,8 +42,8 @@ class MicrobatchState:
     """Where backward starts: the loss, or the edge into the graph of an output."""
     output_gradients: dict[StageMicrobatch, Tensor] = field(default_factory=dict)
     deferred: dict[StageMicrobatch, list[DeferredWeightGrad]] = field(default_factory=dict)
-    receiving: dict[Action, dist.Work] = field(default_factory=dict)
-    sending: list[tuple[dist.Work, Tensor, Action]] = field(default_factory=list)
+    receiving: dict[Action, Transfer] = field(default_factory=dict)
+    sending: list[tuple[Transfer, Tensor, Action]] = field(default_factory=list)
     loss: Tensor | None = None
 
 
@@ -77,7 +76,7 @@ class ScheduleExecutor:
         stages: Stage -> its module.
         axis: The pipeline axis.
         empty_boundary: Makes an empty tensor of the shape that crosses a stage boundary,
-            [micro_batch, T, D].
+            [B, T, D].
         hooks: What is called on the store of gradients.
         unsplit: The head, whose backward is never split: its output gradient, of the vocabulary's
             width, would have to be kept until W. An embedding that shares the head's weight on
@@ -116,7 +115,8 @@ class ScheduleExecutor:
         """Run the row once: forward and backward of all microbatches, gradients reduced.
 
         Args:
-            tokens_MBT: [microbatches, micro_batch, T]; read by the first stage.
+            tokens_MBT: [microbatches, B, T], this rank's sequences of each microbatch; read by the
+                first stage.
             targets_MBT: The same shape; read by the last stage.
             scale: What each microbatch's summed loss is multiplied by before backward.
             observe: Entered around each action.

@@ -90,8 +90,10 @@ def tensor_reduction_axes(
     }
 
 
-def boundary_shape(plan: ResolvedPlan) -> tuple[int, int, int]:
-    """Shape of what a rank sends to the next pipeline stage: its part of a microbatch [B, T, D]."""
+def boundary_shape(plan: ResolvedPlan, sequences: int) -> tuple[int, int, int]:
+    """Shape of what a rank sends to the next pipeline stage: its part of the `sequences` of a
+    microbatch that its data-parallel coordinate has, [B, T, D].
+    """
     t, tensor = plan.training, plan.strategy.tensor
     if plan.code:  # a single stage, which sends nothing
         return 0, 0, 0
@@ -100,7 +102,7 @@ def boundary_shape(plan: ResolvedPlan) -> tuple[int, int, int]:
         tokens //= tensor.ranks
     side = 1 if isinstance(tensor.size, int) else tensor.size[0]
     return (
-        t.micro_batch // token_parts(tensor.algorithm, tensor.size),
+        sequences // token_parts(tensor.algorithm, tensor.size),
         tokens,
         plan.shape.hidden // side,
     )

@@ -171,8 +171,8 @@ def _schedule(plan: ResolvedPlan) -> Iterator[Problem]:
 
 
 def _replicas(plan: ResolvedPlan) -> Iterator[Problem]:
-    """Stages replicated unequally (DAPPLE): whole stages of one chunk, plain data parallelism
-    within each.
+    """Stages with replicas of their own (DAPPLE): whole stages of one chunk, ZeRO-1 at most within
+    each.
     """
     s, ranks, sizes = plan.strategy, plan.strategy.pipeline.replicas, plan.sizes
     if ranks is None:
@@ -185,23 +185,34 @@ def _replicas(plan: ResolvedPlan) -> Iterator[Problem]:
             f"{s.pipeline.size} numbers that add up to {left} = {plan.world_size} GPUs / (tensor "
             f"{sizes['tensor']} x context {sizes['context']})",
         )
-    if len(set(ranks)) == 1:
-        return
-    last = s.placement[-1]
-    needs = (
-        ("pipeline.chunks", s.pipeline.chunks, 1),
-        ("data.zero", s.data.zero, 0),
-        ("expert.size", s.expert.size, 1),
-        ("placement", last, "pipeline"),
+    if plan.training.micro_batch < max(ranks):
+        stage = ranks.index(max(ranks))
+        yield Problem(
+            "training.micro_batch",
+            f"is {plan.training.micro_batch}, but the {max(ranks)} replicas of stage {stage} share "
+            f"the sequences of a microbatch; legal: {max(ranks)} or more",
+        )
+    needs: tuple[tuple[str, object, tuple[object, ...]], ...] = (
+        ("pipeline.chunks", s.pipeline.chunks, (1,)),
+        ("tensor.algorithm", s.tensor.algorithm, ("1d",)),
+        ("data.zero", s.data.zero, (0, 1)),
+        ("data.shard", s.data.shard, ("all",)),
+        ("data.offload", s.data.offload, ("none",)),
+        ("expert.size", s.expert.size, (1,)),
     )
-    for field, value, legal_value in needs:
-        if value != legal_value:
-            what = f"ends with {value}" if field == "placement" else f"is {value}"
+    for field, value, legal in needs:
+        if value not in legal:
             yield Problem(
                 f"strategy.{field}",
-                f"{what}, but stages are replicated {ranks} times; legal: {legal_value}"
-                f"{' last' if field == 'placement' else ''}, or equal replicas",
+                f"is {value}, but each stage has replicas of its own, {ranks}; legal: "
+                f"{' or '.join(map(str, legal))}, or no pipeline.replicas",
             )
+    if s.placement[-1] != "pipeline":
+        yield Problem(
+            "strategy.placement",
+            f"ends with {s.placement[-1]}, but each stage has replicas of its own, {ranks}; legal: "
+            "pipeline last, or no pipeline.replicas",
+        )
 
 
 def _batches(plan: ResolvedPlan, microbatches: list[int]) -> str:

@@ -39,6 +39,12 @@ def _axes(plan: ResolvedPlan) -> Iterator[Problem]:
             "shards what fp8 does not scale together; legal with strategy.precision fp8: none, "
             "with strategy.tensor.size ranks",
         )
+    if s.pipeline.replicas:
+        yield Problem(
+            "strategy.pipeline.replicas",
+            f"is {s.pipeline.replicas}, whose parts of a microbatch fp8 does not scale together; "
+            "legal with strategy.precision fp8: none",
+        )
     schedule = SCHEDULES.get(s.pipeline.schedule)
     if s.pipeline.size > 1 and (schedule is None or schedule.splits_backward):
         legal = ", ".join(name for name, each in SCHEDULES.items() if not each.splits_backward)

@@ -79,7 +79,6 @@ def _kernels_of_code(plan: Plan) -> list[Problem]:
 ENGINE_LIMITS: tuple[tuple[str, Callable[[ResolvedPlan], Any], tuple[Any, ...]], ...] = (
     ("strategy.data.overlap", lambda p: p.strategy.data.overlap, (True,)),
     ("strategy.stack", lambda p: p.strategy.stack, ("workbench",)),
-    ("strategy.pipeline.replicas", lambda p: p.strategy.pipeline.replicas, (None,)),
     ("strategy.pipeline.partition", _stage_without_layers, (None,)),
     ("training.optimizer.moments", lambda p: p.training.optimizer.moments, ("fp32", "bf16")),
     ("training.dropout", _split_dropout, (0.0,)),

@@ -90,8 +90,8 @@ class Pipeline(Frozen):
     )
     replicas: list[Ranks] | None = Field(
         None,
-        description="Replicas of each stage (DAPPLE), in all gpus / (tensor x context); estimated "
-        "only.",
+        description="Replicas of each stage, which share a microbatch (DAPPLE); in all gpus / "
+        "(tensor x context).",
     )
 
 
@@ -174,15 +174,14 @@ class Strategy(Frozen):
 def axis_sizes(strategy: Strategy, world: int) -> dict[str, int]:
     """Ranks along each axis, in `AXES` order; data takes what the others leave over.
 
-    Where stages are replicated unequally, `data` is the least number that all of
-    `pipeline.replicas` divide: into so many parts of `micro_batch` sequences a microbatch falls,
-    and a stage's replicas share them evenly.
+    With `pipeline.replicas` there is no data axis of one size, and `data` is 1: the replicas of a
+    stage share the sequences of every microbatch.
     """
     s = strategy
     others = s.tensor.ranks * s.context.size * s.pipeline.size
     return {
         "tensor": s.tensor.ranks,
         "context": s.context.size,
-        "data": math.lcm(*(s.pipeline.replicas or [max(1, world // others)])),
+        "data": 1 if s.pipeline.replicas else max(1, world // others),
         "pipeline": s.pipeline.size,
     }
