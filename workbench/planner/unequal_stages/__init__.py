@@ -1,0 +1,1 @@
+"""Stages that are cut, replicated and placed each by itself (DAPPLE, 2007.01045)."""
