@@ -1,0 +1,106 @@
+"""Layer profiles as files: read, written, refused by row and column."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from workbench.errors import PlanError
+from workbench.plan.model.layer_profile import read_layer_profile, write_layer_profile
+
+HEAD = (
+    "model,profile_batch,index,node,layer,forward_ms,backward_ms,activation_bytes,"
+    "parameter_bytes,inputs\n"
+)
+SKIP = [
+    "m,4,0,a,input,0.5,0,100,0,",
+    "m,4,1,b,first,1,2,200,40,a",
+    "m,4,2,c,second,2,4,300,80,b a",
+    "m,4,3,d,third,1,1,400,0,c b",
+]
+"""Four layers; the first is read by the next two, the second by the two after it."""
+Write = Callable[..., Path]
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Write:
+    def written(*rows: str, head: str = HEAD) -> Path:
+        path = tmp_path / "layers.csv"
+        path.write_text(head + "".join(f"{row}\n" for row in rows))
+        return path
+
+    return written
+
+
+def test_sums_of_times_and_sizes(write: Write) -> None:
+    profile = read_layer_profile(write(*SKIP))
+    assert (profile.model, profile.profile_batch) == ("m", 4)
+    assert profile.forward == pytest.approx((0, 0.0005, 0.0015, 0.0035, 0.0045))
+    assert profile.backward == pytest.approx((0, 0, 0.002, 0.006, 0.007))
+    assert profile.parameters == (0, 0, 40, 120, 120)
+
+
+def test_each_output_that_a_later_layer_reads_crosses_a_cut_once(write: Write) -> None:
+    profile = read_layer_profile(write(*SKIP))
+    assert profile.crossing[1:4] == (100, 100 + 200, 200 + 300)
+    assert profile.crossing[0] == profile.crossing[4] == 0
+
+
+def test_a_layer_that_reads_a_later_row_waits_for_it(write: Write) -> None:
+    profile = read_layer_profile(write(SKIP[0], SKIP[2], SKIP[1], SKIP[3]))
+    assert [layer.node for layer in profile.layers] == ["a", "b", "c", "d"]
+
+
+def test_what_is_written_is_read_again(write: Write, tmp_path: Path) -> None:
+    profile = read_layer_profile(write(*SKIP))
+    write_layer_profile(profile, tmp_path / "again.csv")
+    assert read_layer_profile(tmp_path / "again.csv") == profile
+
+
+def changed(column: int, value: str) -> list[str]:
+    cells = SKIP[2].split(",")
+    cells[column] = value
+    return [*SKIP[:2], ",".join(cells), SKIP[3]]
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "said"),
+    [
+        (5, "-1", "row 4, forward_ms: is -1; legal: a number from 0"),
+        (5, "", "row 4, forward_ms: is missing"),
+        (6, "fast", "row 4, backward_ms: is 'fast'; legal: a number from 0"),
+        (6, "nan", "row 4, backward_ms: is nan"),
+        (7, "inf", "row 4, activation_bytes: is inf"),
+        (8, "-0.5", "row 4, parameter_bytes: is -0.5"),
+        (9, "b x", "row 4, inputs: 'x' is no node of this model"),
+        (3, "b", "row 4, node: 'b' stands twice"),
+        (1, "8", "profile_batch: is 4, 8; legal: one whole number from 1"),
+        (9, "d", "inputs: 'c' reads what reads it"),
+        (0, "other", "holds several models; name one of m, other"),
+    ],
+)
+def test_a_wrong_cell_is_refused_by_row_and_column(
+    write: Write, column: int, value: str, said: str
+) -> None:
+    with pytest.raises(PlanError) as refused:
+        read_layer_profile(write(*changed(column, value)))
+    assert said in str(refused.value)
+
+
+def test_all_wrong_cells_are_named(write: Write) -> None:
+    rows = [row.replace(",200,", ",-2,").replace(",300,", ",,") for row in SKIP]
+    with pytest.raises(PlanError, match=r"row 3, activation_bytes[\s\S]*row 4, activation_bytes"):
+        read_layer_profile(write(*rows))
+
+
+def test_files_without_layers_or_columns_are_refused(write: Write, tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match="holds no layers"):
+        read_layer_profile(write())
+    with pytest.raises(PlanError, match="lacks the columns index, node"):
+        read_layer_profile(write("m,4", head="model,profile_batch\n"))
+    with pytest.raises(PlanError, match="cannot be read"):
+        read_layer_profile(tmp_path / "none.csv")
+    with pytest.raises(PlanError, match="does not hold 'x'; legal: m"):
+        read_layer_profile(write(*SKIP), "x")

@@ -1,0 +1,75 @@
+"""A pipeline of unequally replicated stages and what it is predicted to cost."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from workbench.plan.model.layer_profile import LayerProfile
+from workbench.planner.unequal_stages.latency import latency
+from workbench.planner.unequal_stages.memory import WARM_UPS, in_flight, peak_bytes, with_transfers
+from workbench.planner.unequal_stages.simulated import simulated
+from workbench.planner.unequal_stages.stage_times import (
+    Batch,
+    Stage,
+    StageTimes,
+    one_device_seconds,
+    stage_times,
+)
+from workbench.planner.unequal_stages.topology import Topology
+
+
+@dataclass(frozen=True)
+class UnequalPlan:
+    """Stages, the warm-up policy that is faster for them, and seconds of a step."""
+
+    stages: tuple[Stage, ...]
+    warm_up: str
+    in_flight: tuple[int, ...]
+    """Microbatches by stage."""
+    times: StageTimes
+    seconds: float
+    """In closed form."""
+    memory: float
+    """Bytes of the fullest device."""
+    batch: Batch
+    one_device: float
+    """Seconds of the compute on one device."""
+
+    @cached_property
+    def simulated(self) -> float:
+        """Seconds of a step by the simulator."""
+        held = with_transfers(self.in_flight)
+        return simulated(self.times, held, self.batch.microbatches).makespan
+
+    @property
+    def replicas(self) -> tuple[int, ...]:
+        """Devices by stage."""
+        return tuple(stage.replicas for stage in self.stages)
+
+    @property
+    def speed_up(self) -> float:
+        """Over one device, by the simulator."""
+        return self.one_device / self.simulated
+
+
+def evaluate(
+    profile: LayerProfile, stages: Sequence[Stage], topology: Topology, batch: Batch
+) -> UnequalPlan | None:
+    """The plan of `stages` with the faster warm-up policy, PA where they are equal since it keeps
+    less; None where a stage fits no microbatch, or has more replicas than that has sequences.
+    """
+    if not all(batch.takes(stage.replicas) for stage in stages):
+        return None
+    times = stage_times(profile, stages, topology, batch)
+    found: list[UnequalPlan] = []
+    for warm_up in WARM_UPS:
+        held = in_flight(profile, stages, topology, batch, warm_up)
+        if held is None:
+            return None
+        seconds = latency(times, with_transfers(held), batch.microbatches).seconds
+        memory = peak_bytes(profile, stages, held, batch)
+        one = one_device_seconds(profile, batch)
+        found.append(UnequalPlan(tuple(stages), warm_up, held, times, seconds, memory, batch, one))
+    return min(found, key=lambda plan: plan.seconds)
