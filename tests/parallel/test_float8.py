@@ -99,7 +99,7 @@ def _scales_of_rank(plan: ResolvedPlan, rank: int) -> Scales:
     Float8Layer.scale_of = recorded  # type: ignore[method-assign]
     device = torch.device("cpu")
     session = _verification_session(plan, build_mesh(plan, rank), device, torch.float64)
-    session.step(0, *_share(plan, session, next(random_batches(plan)), device))
+    session.step(0, *_share(session, next(random_batches(plan)), device))
     return found
 
 

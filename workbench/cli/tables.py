@@ -115,6 +115,7 @@ def plan_table(full: ResolvedPlan) -> Grid:
         "axes": " x ".join(f"{axis} {size}" for axis, size in full.sizes.items()),
         "ZeRO": f"{s.data.zero}, offload {s.data.offload}",
         "pipeline": f"{s.pipeline.schedule}, layers per stage {s.pipeline.partition}"
+        + (f", replicas of each {s.pipeline.replicas}" if s.pipeline.replicas else "")
         if s.pipeline.size > 1
         else "–",
         "precision": f"{s.precision}, gradients {s.gradient_dtype}, recompute {s.recompute}, "

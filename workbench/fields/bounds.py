@@ -107,7 +107,7 @@ Teraflops = Annotated[float, RATE, Most(10**7, "ten times the fastest wafer publ
 Microseconds = Annotated[NonNegativeFloat, Most(10**9, "1,000 s")]
 Milliseconds = Annotated[NonNegativeFloat, Most(10**6, "1,000 s")]
 PositiveMicroseconds = Annotated[PositiveFloat, Most(10**9, "1,000 s")]
-UnitShare = Annotated[PositiveFloat, Most(1, "it is part of a whole")]
+UnitShare = Annotated[float, Field(gt=0, ge=1e-6), Most(1, "it is part of a whole")]
 Share = Annotated[NonNegativeFloat, Most(10**6, "an error beyond it says nothing of the machine")]
 Watts = Annotated[NonNegativeFloat, Most(10**6, "1 MW, ten times the hungriest wafer published")]
 PRICE = Most(10**6, "a million USD an hour")

@@ -242,7 +242,8 @@ def _pipeline_calls(w: Workload) -> list[CollectiveCall]:
     p, dtype = w.pipeline, w.dtype
     if p == 1:
         return []
-    group = sum(w.fixed.replicas) * w.sequence_parallel or p
+    replicas = w.fixed.replicas
+    group: Number = sum(replicas) * w.sequence_parallel if replicas else p
     found = [
         (kind, dtype, size, count)
         for size, count in _boundary_transfers(w)

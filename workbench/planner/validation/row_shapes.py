@@ -86,7 +86,7 @@ def row_shape(row: MeasuredRow) -> Shape:
     published = entry.shape if entry else None
     moe = _moe_fields(row, published)
     more = {**_attention_fields(row, published), **({"moe": moe} if moe else {})}
-    if published is not None:
+    if published is not None and not shape_words.names_biases(row.arch):
         more["biases"] = published.biases
     more["mtp_layers"] = int(shape_words.predicts_further_token(row))
     return _build_shape(

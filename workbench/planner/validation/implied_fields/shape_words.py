@@ -19,6 +19,8 @@ UNSUPPORTED_ARCHITECTURES = (
     ),
 )
 """(reason, words that give it away): models that no `Shape` of ours describes."""
+QKV_BIASES = r"qkv.?bias|qwen2"
+"""Words of biases of queries, keys and values alone, which Qwen 2 has."""
 MLA_WIDTHS = (
     ("kv_rank", r"kv[-_ ]lora[-_ ]rank"),
     ("q_rank", r"\bq[-_ ]lora[-_ ]rank"),
@@ -113,6 +115,11 @@ def mla_in_words(row: MeasuredRow) -> dict[str, int] | None:
     return found if {field for field, _ in MLA_WIDTHS} - {"q_rank"} <= set(found) else None
 
 
+def names_biases(arch: str) -> bool:
+    """Whether a row says which biases its model has; else a published model's own count."""
+    return "bias" in arch.lower() or re.search(QKV_BIASES, arch.lower()) is not None
+
+
 def block_style(arch: str, gated: bool) -> dict[str, Any]:
     """Norms, positions and biases: those of GPT without a gate, of Llama with one, but for what
     `arch` says.
@@ -128,7 +135,7 @@ def block_style(arch: str, gated: bool) -> dict[str, Any]:
         if "relu" in arch
         else "gelu"
     )
-    if re.search(r"qkv.?bias|qwen2", arch):
+    if re.search(QKV_BIASES, arch):
         biases = "qkv"
     elif re.search(r"no bias|without bias|bias.?free", arch):
         biases = "none"
