@@ -47,6 +47,13 @@ def test_the_schema_reads_every_plan_it_has_read() -> None:
     assert list(differences(json.loads(record.SCHEMA.read_text()), record.schema())) == []
 
 
+@pytest.mark.parametrize("verb", ["estimate", "explain", "search"])
+def test_no_answer_was_recorded_where_there_was_none(verb: str) -> None:
+    for path in sorted((record.RECORDED / verb).glob("*.json")):
+        recorded = json.loads(path.read_text())
+        assert recorded["exit_code"] in (0, 1) and recorded["answer"], path.name
+
+
 def test_every_recorded_answer_has_its_case() -> None:
     files = set(record.RECORDED.rglob("*.json"))
     assert files == {record.path_of(case) for case in cases()} | {record.REFUSALS, record.SCHEMA}
