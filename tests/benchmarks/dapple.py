@@ -33,7 +33,12 @@ from workbench.planner.unequal_stages import (
     search_stages,
 )
 from workbench.planner.unequal_stages.latency import latency
-from workbench.planner.unequal_stages.memory import WARM_UPS, in_flight, peak_bytes, with_transfers
+from workbench.planner.unequal_stages.memory import (
+    WARM_UPS,
+    peak_bytes,
+    stages_in_flight,
+    with_transfers,
+)
 from workbench.planner.unequal_stages.simulated import simulated, simulated_gpipe
 from workbench.planner.unequal_stages.stage_times import one_device_seconds, stage_times
 from workbench.planner.unequal_stages.transitions import placed
@@ -265,7 +270,7 @@ def _errors(warm_up: str, each: int) -> list[tuple[float, float]]:
         stages = drawn.stages(draw, layers, topology, 8)
         batch = Batch(each * len(stages), draw.randint(16, 64))
         times = stage_times(profile, stages, topology, batch)
-        held = with_transfers(in_flight(profile, stages, topology, batch, warm_up) or ())
+        held = with_transfers(stages_in_flight(profile, stages, topology, batch, warm_up) or ())
         known = latency(times, held, batch.microbatches)
         truth = simulated(times, held, batch.microbatches).makespan
         found.append((100 * (1 - known.seconds / truth), 100 * (1 - known.pivots_only / truth)))

@@ -90,6 +90,20 @@ def test_unequal_replicas_keep_the_pipeline_outermost() -> None:
     assert {one.order[-1] for one in rank_placements(plan)} == {"pipeline"}
 
 
+def test_replicas_of_stages_are_placed_inside_or_outside_of_tensor_ranks() -> None:
+    plan = racked(
+        4,
+        **{
+            "strategy.pipeline.size": 2,
+            "strategy.pipeline.replicas": [48, 16],
+            "strategy.tensor.size": 2,
+        },
+    )
+    inner = {[axis for axis in one.order if axis != "context"][0] for one in rank_placements(plan)}
+    assert inner == {"tensor", "data"}
+    assert {one.order[-1] for one in rank_placements(plan)} == {"pipeline"}
+
+
 def test_one_rank_has_one_placement() -> None:
     (only,) = rank_placements(Plan.of("tiny", gpu="h100-sxm-80gb", gpus=1))
     assert only.reason == "one rank moves nothing"

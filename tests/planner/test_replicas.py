@@ -15,6 +15,7 @@ from workbench.plan.rules.supported import unsupported
 from workbench.plan.schema import Plan
 from workbench.planner import estimate
 from workbench.profile import Profile
+from workbench.runs.launch.free_memory import least_bytes
 
 
 def dapple(replicas: list[int] | None, stages: int = 2, gpus: int = 16, **changes: Any) -> Plan:
@@ -37,13 +38,13 @@ def peaks(profile: Profile) -> dict[int, int]:
 @pytest.mark.parametrize("zero", [0, 1])
 def test_equal_replicas_are_the_plain_plan(schedule: str, zero: int) -> None:
     changes = {"strategy__pipeline__schedule": schedule, "strategy__data__zero": zero}
-    plain, told = (
+    plain, shared = (
         estimate(dapple(r, 4, 16, **changes, training__micro_batch=size))
         for r, size in ((None, 2), ([4, 4, 4, 4], 8))
     )
-    assert told.step_seconds == pytest.approx(plain.step_seconds, rel=1e-12)
-    assert told.notes["time"] == pytest.approx(plain.notes["time"], rel=1e-12)
-    assert peaks(told) == peaks(plain)
+    assert shared.step_seconds == pytest.approx(plain.step_seconds, rel=1e-12)
+    assert shared.notes["time"] == pytest.approx(plain.notes["time"], rel=1e-12)
+    assert peaks(shared) == peaks(plain)
     ours, theirs = (
         sorted(
             (rank, axis, kind, size, count)
@@ -52,7 +53,7 @@ def test_equal_replicas_are_the_plain_plan(schedule: str, zero: int) -> None:
             )
             if axis != "pipeline"
         )
-        for p in (told, plain)
+        for p in (shared, plain)
     )
     assert ours == theirs
     sent = [
@@ -61,7 +62,7 @@ def test_equal_replicas_are_the_plain_plan(schedule: str, zero: int) -> None:
             for rank, kind in product(range(0, 16, 4), ("send", "recv"))
             for at in [(p.collectives["rank"] == rank) & (p.collectives.kind == kind)]
         }
-        for p in (told, plain)
+        for p in (shared, plain)
     ]
     assert sent[0] == sent[1]
 
@@ -81,8 +82,8 @@ def test_each_stage_splits_the_same_microbatch_over_its_own_replicas() -> None:
 
 
 def test_work_is_conserved() -> None:
-    told, plain = estimate(dapple([12, 4])), estimate(dapple(None))
-    flops = [p.notes["model_flops_utilisation"] * p.step_seconds for p in (told, plain)]
+    shared, plain = estimate(dapple([12, 4])), estimate(dapple(None))
+    flops = [p.notes["model_flops_utilisation"] * p.step_seconds for p in (shared, plain)]
     assert flops[0] == pytest.approx(flops[1], rel=1e-12)
 
 
@@ -141,3 +142,11 @@ def test_fp8_scales_no_shared_microbatch() -> None:
 @pytest.mark.parametrize("verb", ["run", "rehearse"])
 def test_it_runs(verb: Any) -> None:
     assert unsupported(dapple([12, 4]).resolve(), verb) == []
+
+
+def test_the_least_memory_divides_what_the_replicas_of_a_stage_shard() -> None:
+    whole, sharded = (
+        least_bytes(dapple([12, 4], strategy__data__zero=zero).resolve()) for zero in (0, 1)
+    )
+    assert sharded < whole
+    assert dapple([12, 4]).resolve().most_replicas == 12

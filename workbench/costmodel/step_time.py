@@ -163,22 +163,8 @@ def _durations(
     hidden = {"F": work.forward, "B": work.backward}
     idle = {"F": work.idle_forward, "B": work.idle_backward}
     attention = {"F": k.attention.forward, "B": k.attention.backward}
-    # GEMMs split into chunks overlap the bytes of tensor-parallel collectives, not their latency.
-    # While the GPU waits for its host, all of it is hidden except the network's latency: hosts of
-    # different nodes are late at different times.
-    tensor, crosses_nodes = (
-        wires["tensor"],
-        w.tensor * w.searched.strides["tensor"] > w.fixed.gpus_per_node,
-    )
-    bytes_link = {
-        "tensor": AxisLink(
-            tensor.bandwidth / (1 - c.tensor_overlap),
-            tensor.latency * (1 - crosses_nodes),
-            tensor.measured,
-        )
-    }
-    latency_link = {"tensor": AxisLink(math.inf, tensor.latency * crosses_nodes)}
-    over_nodes = bool(np.any(crosses_nodes))
+    tensor = wires["tensor"]
+    bytes_link, latency_link = _tensor_links(w, tensor, c)
     exposed: dict[str, dict[str, Array]] = {}
     for action in ("F", "B"):
 
@@ -193,7 +179,7 @@ def _durations(
         tensor_calls = alike_calls(every, "tensor", action)
         exposed[action] = {
             "tensor_comm": np.maximum(0.0, over(bytes_link, tensor_calls) - idle[action])
-            + (over(latency_link, tensor_calls) if over_nodes else 0.0),
+            + (over(latency_link, tensor_calls) if latency_link else 0.0),
             "pipeline_comm": _boundary_seconds(w, wires, c, action),
         }
         if w.fixed.has_context_parallel:
@@ -228,6 +214,26 @@ def _durations(
         idle=np.asarray(work.idle_forward + work.idle_backward),
         communication={name: exposed["F"][name] + exposed["B"][name] for name in exposed["F"]},
     )
+
+
+def _tensor_links(
+    w: Workload, tensor: AxisLink, c: Constants
+) -> tuple[dict[str, AxisLink], dict[str, AxisLink]]:
+    """The tensor axis' link by what hides its collectives; the second is empty inside nodes.
+
+    GEMMs split into chunks overlap the bytes of tensor-parallel collectives, not their latency.
+    While the GPU waits for its host, all of it is hidden except the network's latency: hosts of
+    different nodes are late at different times.
+    """
+    crosses_nodes = w.tensor * w.searched.strides["tensor"] > w.fixed.gpus_per_node
+    moved = AxisLink(
+        tensor.bandwidth / (1 - c.tensor_overlap),
+        tensor.latency * (1 - crosses_nodes),
+        tensor.measured,
+    )
+    if not np.any(crosses_nodes):
+        return {"tensor": moved}, {}
+    return {"tensor": moved}, {"tensor": AxisLink(math.inf, tensor.latency * crosses_nodes)}
 
 
 def _behind_weight_gradients(

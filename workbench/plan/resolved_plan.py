@@ -111,6 +111,12 @@ class ResolvedPlan(Plan):
         return axis_sizes(self.strategy, self.world_size)
 
     @property
+    def most_replicas(self) -> int:
+        """Ranks that hold the same parameters, context ranks included; of the stage with most."""
+        sizes = self.sizes
+        return max(self.strategy.pipeline.replicas or [sizes["data"]]) * sizes["context"]
+
+    @property
     def deterministic_kernels(self) -> bool:
         """Whether kernels add in one order every time: where the plan asks for it, and where ranks
         of a GPU grid compute what an operator strategy replicates. Nothing adds up or compares

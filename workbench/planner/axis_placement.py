@@ -78,15 +78,13 @@ def rank_placements(plan: Plan) -> list[AxisPlacement]:
 
 
 def _distinct_orders(full: ResolvedPlan) -> list[tuple[Axis, ...]]:
-    """As written, then every other; axes of one rank go outermost, but a pipeline of unequal
-    replicas stays there.
+    """As written, then every other; axes of one rank go outermost, but a pipeline whose
+    stages have replicas of their own stays there.
     """
     written, replicas = tuple(full.strategy.placement), full.strategy.pipeline.replicas or []
-    long = [axis for axis in written if full.sizes[axis] > 1]
+    long = [axis for axis in written if full.sizes[axis] > 1 or (replicas and axis == "data")]
     short = tuple(axis for axis in AXES if axis not in long)
-    orders = [
-        order for order in permutations(long) if len(set(replicas)) < 2 or order[-1] == "pipeline"
-    ]
+    orders = [order for order in permutations(long) if not replicas or order[-1] == "pipeline"]
     return [written, *(short + order for order in orders if order != tuple(long))]
 
 

@@ -9,7 +9,7 @@ from itertools import combinations, product
 
 from tests.planner.unequal_stages import drawn
 from workbench.plan.model.layer_profile import LayerProfile
-from workbench.planner.unequal_stages.memory import activation_bytes, state_bytes
+from workbench.planner.unequal_stages.memory import activation_bytes, stage_state_bytes
 from workbench.planner.unequal_stages.plan import UnequalPlan, evaluate
 from workbench.planner.unequal_stages.search import search_stages
 from workbench.planner.unequal_stages.stage_times import Batch, Stage
@@ -30,7 +30,7 @@ def instance(seed: int) -> Instance:
         batch = replace(batch, optimizer_factor=4.0)
         whole = Stage(0, layers, (1,))
         share = draw.uniform(0.4, 1.5)
-        size = state_bytes(profile, whole, batch) + activation_bytes(profile, whole, batch)
+        size = stage_state_bytes(profile, whole, batch) + activation_bytes(profile, whole, batch)
         topology = replace(topology, memory=share * size)
     return profile, topology, batch
 

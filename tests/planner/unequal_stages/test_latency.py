@@ -10,7 +10,7 @@ import pytest
 
 from tests.planner.unequal_stages import drawn
 from workbench.planner.unequal_stages.latency import latency
-from workbench.planner.unequal_stages.memory import in_flight, with_transfers
+from workbench.planner.unequal_stages.memory import stages_in_flight, with_transfers
 from workbench.planner.unequal_stages.simulated import simulated, simulated_gpipe
 from workbench.planner.unequal_stages.stage_times import StageTimes, stage_times
 
@@ -31,7 +31,7 @@ def errors(warm_up: str) -> tuple[list[float], list[float]]:
         stages = drawn.stages(draw, layers, topology, 8)
         batch = drawn.batch(draw, len(stages), topology.world_size)
         times = stage_times(profile, stages, topology, batch)
-        held = with_transfers(in_flight(profile, stages, topology, batch, warm_up))
+        held = with_transfers(stages_in_flight(profile, stages, topology, batch, warm_up))
         known = latency(times, held, batch.microbatches)
         truth = simulated(times, held, batch.microbatches).makespan
         for errors_, seconds in zip(found, (known.seconds, known.pivots_only)):

@@ -13,7 +13,7 @@ from tests.planner.unequal_stages import brute_force, drawn
 from workbench.errors import PlanError
 from workbench.plan.model.layer_profile import Layer, LayerProfile
 from workbench.planner.unequal_stages import Batch, Stage, Topology, evaluate, search_stages
-from workbench.planner.unequal_stages.memory import in_flight, most_in_flight, with_transfers
+from workbench.planner.unequal_stages.memory import most_in_flight, stages_in_flight, with_transfers
 from workbench.planner.unequal_stages.stage_times import stage_times
 from workbench.planner.unequal_stages.topology import POLICIES, place
 from workbench.planner.unequal_stages.transitions import counts_of
@@ -81,14 +81,14 @@ def test_warm_up_policies_and_memory() -> None:
     profile = chain(*[(1.0, 1.0, 10.0, 5.0)] * 3)
     stages = [Stage(i, i + 1, (1,)) for i in range(3)]
     batch, large = Batch(12, 1, optimizer_factor=4.0), Topology(1, 3, 1.0, 1.0, 1.0)
-    assert in_flight(profile, stages, large, batch, "PA") == (3, 2, 1)
-    assert in_flight(profile, stages, large, batch, "PB") == (5, 3, 1)
+    assert stages_in_flight(profile, stages, large, batch, "PA") == (3, 2, 1)
+    assert stages_in_flight(profile, stages, large, batch, "PB") == (5, 3, 1)
     assert with_transfers((5, 3, 1)) == (5, 4, 3, 2, 1)
     assert with_transfers((3, 2, 1)) == (3, 2, 2, 1, 1)
     small = replace(large, memory=20.0 + 20.0 * 2)  # a later stage keeps its input too
     assert [most_in_flight(profile, stage, small, batch) for stage in stages] == [4, 2, 2]
-    assert in_flight(profile, stages, small, batch, "PB") == (4, 2, 1)
-    assert in_flight(profile, stages, replace(large, memory=35.0), batch, "PA") is None
+    assert stages_in_flight(profile, stages, small, batch, "PB") == (4, 2, 1)
+    assert stages_in_flight(profile, stages, replace(large, memory=35.0), batch, "PA") is None
 
 
 def test_a_model_whose_first_half_costs_twice_takes_two_devices_for_it() -> None:
@@ -97,12 +97,12 @@ def test_a_model_whose_first_half_costs_twice_takes_two_devices_for_it() -> None
     """
     profile = chain(*[(2.0, 4.0, 1.0, 1.0)] * 3, *[(1.0, 2.0, 1.0, 1.0)] * 3)
     topology, batch = Topology(1, 3, 1e6, 1e6, 1e6), Batch(24, 6)
-    halves = evaluate(profile, [Stage(0, 3, (2,)), Stage(3, 6, (1,))], topology, batch)
+    in_two = evaluate(profile, [Stage(0, 3, (2,)), Stage(3, 6, (1,))], topology, batch)
     thirds = evaluate(profile, [Stage(i, i + 2, (1,)) for i in (0, 2, 4)], topology, batch)
-    assert halves.seconds == pytest.approx((24 + 1) * 54, rel=1e-4)
+    assert in_two.seconds == pytest.approx((24 + 1) * 54, rel=1e-4)
     assert thirds.seconds >= 24 * 72
-    assert halves.seconds < thirds.seconds
-    assert search_stages(profile, topology, batch)[0].seconds <= halves.seconds
+    assert in_two.seconds < thirds.seconds
+    assert search_stages(profile, topology, batch)[0].seconds <= in_two.seconds
 
 
 def test_what_does_not_fit_is_refused() -> None:

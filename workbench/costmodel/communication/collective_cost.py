@@ -131,7 +131,7 @@ def _shard_links(w: Workload, constants: Constants, both: AxisLink) -> dict[str,
     stride, _, outer = _inner_replicas(w)
     between = _link(w, constants, replicas / shard, stride * shard)
     alike = np.asarray(shard == replicas)
-    apart = np.where(alike, True, ~np.isinf(outer))
+    apart = alike | ~np.isinf(outer)
     return {
         "data.shard": _either(
             alike, both, _neighbors_link(w, constants, shard, both, spread=False)

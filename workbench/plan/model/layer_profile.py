@@ -17,6 +17,7 @@ from itertools import accumulate
 from pathlib import Path
 
 from workbench.errors import PlanError, Problem, refuse
+from workbench.fields.bounds import LAYERS
 from workbench.safe_io.files import read_some, replace_file, unread
 from workbench.untrusted_text import shown
 
@@ -35,8 +36,6 @@ COLUMNS = (
 FIGURES = ("forward_ms", "backward_ms", "activation_bytes", "parameter_bytes")
 MOST_BYTES = 64 * 2**20
 """Of a file: a layer takes about a hundred bytes."""
-MOST_LAYERS = 10_000
-"""As many as the planner takes of any model."""
 Row = Mapping[str, str | None]
 
 
@@ -135,8 +134,8 @@ def _of_model(
     if model is not None and model not in names:
         raise refuse("model", f"'{path}' does not hold {shown(model)}; legal: {', '.join(names)}")
     chosen = [(line, row) for line, row in rows if model in (None, row["model"])]
-    if len(chosen) > MOST_LAYERS:
-        raise refuse("model", f"'{path}' holds {len(chosen)} layers; at most {MOST_LAYERS}")
+    if len(chosen) > LAYERS.most:
+        raise refuse("model", f"'{path}' holds {len(chosen)} layers; at most {LAYERS.most}")
     return chosen
 
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from workbench.plan.model.layer_profile import LayerProfile
 from workbench.plan.stage_partition import dealt
-from workbench.planner.unequal_stages.memory import activation_bytes, state_bytes
+from workbench.planner.unequal_stages.memory import activation_bytes, stage_state_bytes
 from workbench.planner.unequal_stages.stage_times import Batch, Stage
 from workbench.planner.unequal_stages.topology import Topology
 from workbench.planner.unequal_stages.transitions import placed
@@ -59,7 +59,7 @@ def _at_once(profile: LayerProfile, topology: Topology, batch: Batch) -> float |
     """Sequences that a device with the whole model can keep for backward, None if not one."""
     whole = Stage(0, len(profile.layers), (1,))
     one = Batch(1, 1, True, batch.optimizer_factor, batch.activation_factor)
-    free = topology.memory - state_bytes(profile, whole, one)
+    free = topology.memory - stage_state_bytes(profile, whole, one)
     each = activation_bytes(profile, whole, one)
     if each > free:
         return None

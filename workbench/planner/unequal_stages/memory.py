@@ -16,7 +16,7 @@ WARM_UPS = ("PA", "PB")
 """
 
 
-def state_bytes(profile: LayerProfile, stage: Stage, batch: Batch) -> float:
+def stage_state_bytes(profile: LayerProfile, stage: Stage, batch: Batch) -> float:
     """Parameters, gradients and optimizer state of a stage."""
     size = profile.parameters[stage.end] - profile.parameters[stage.first]
     return size * batch.optimizer_factor
@@ -31,14 +31,14 @@ def activation_bytes(profile: LayerProfile, stage: Stage, batch: Batch) -> float
 
 def most_in_flight(profile: LayerProfile, stage: Stage, topology: Topology, batch: Batch) -> int:
     """Microbatches whose activations fit beside the stage's state; 0 where none does."""
-    free = topology.memory - state_bytes(profile, stage, batch)
+    free = topology.memory - stage_state_bytes(profile, stage, batch)
     each = activation_bytes(profile, stage, batch)
     if free < 0:
         return 0
     return batch.microbatches if each * batch.microbatches <= free else math.floor(free / each)
 
 
-def in_flight(
+def stages_in_flight(
     profile: LayerProfile, stages: Sequence[Stage], topology: Topology, batch: Batch, warm_up: str
 ) -> tuple[int, ...] | None:
     """Microbatches in flight by stage, or None where a stage fits none.
@@ -68,9 +68,9 @@ def with_transfers(stages: Sequence[int]) -> tuple[int, ...]:
 def peak_bytes(
     profile: LayerProfile, stages: Sequence[Stage], held: Sequence[int], batch: Batch
 ) -> float:
-    """Memory of the fullest device, `held` microbatches in flight by stage."""
+    """Largest memory of a device, `held` microbatches in flight by stage."""
     return max(
-        state_bytes(profile, stage, batch)
+        stage_state_bytes(profile, stage, batch)
         + min(count, batch.microbatches) * activation_bytes(profile, stage, batch)
         for stage, count in zip(stages, held)
     )

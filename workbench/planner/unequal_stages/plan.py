@@ -8,7 +8,12 @@ from functools import cached_property
 
 from workbench.plan.model.layer_profile import LayerProfile
 from workbench.planner.unequal_stages.latency import latency
-from workbench.planner.unequal_stages.memory import WARM_UPS, in_flight, peak_bytes, with_transfers
+from workbench.planner.unequal_stages.memory import (
+    WARM_UPS,
+    peak_bytes,
+    stages_in_flight,
+    with_transfers,
+)
 from workbench.planner.unequal_stages.simulated import simulated
 from workbench.planner.unequal_stages.stage_times import (
     Batch,
@@ -32,7 +37,7 @@ class UnequalPlan:
     seconds: float
     """In closed form."""
     memory: float
-    """Bytes of the fullest device."""
+    """Bytes of the device that needs most."""
     batch: Batch
     one_device: float
     """Seconds of the compute on one device."""
@@ -65,7 +70,7 @@ def evaluate(
     times = stage_times(profile, stages, topology, batch)
     found: list[UnequalPlan] = []
     for warm_up in WARM_UPS:
-        held = in_flight(profile, stages, topology, batch, warm_up)
+        held = stages_in_flight(profile, stages, topology, batch, warm_up)
         if held is None:
             return None
         seconds = latency(times, with_transfers(held), batch.microbatches).seconds

@@ -66,7 +66,7 @@ class Topology:
 def device_order(used: Counts, previous: Counts, policy: str, devices: int) -> list[int]:
     """Nodes of the free devices in the order in which `policy` gives them to a stage.
 
-    Equal nodes are told apart by the stage before (`previous`): its own come first.
+    Of equal nodes, those of the stage before (`previous`) come first.
     """
     nodes = sorted(range(len(used)), key=lambda n: (-used[n], -previous[n], n))
     free = [[n] * (devices - used[n]) for n in nodes]

@@ -49,7 +49,7 @@ def least_bytes(plan: ResolvedPlan) -> int:
     if plan.code:
         return 0
     data, sizes = plan.strategy.data, plan.sizes
-    shard = sizes["data"] * sizes["context"] if data.shard == "all" else int(data.shard)
+    shard = plan.most_replicas if data.shard == "all" else int(data.shard)
     whole = state_bytes(plan)
     weight = whole.parameter / (shard if data.zero == 3 else 1)
     gradient = whole.gradient / (shard if data.zero >= 2 else 1)

@@ -221,8 +221,8 @@ def _refuse_what_is_too_large(plan: ResolvedPlan) -> None:
         )
     if plan.code:  # its size is known only when it is built
         return
-    replicas = plan.sizes["data"] * plan.sizes["context"]
-    need, have = 8 * VERIFY_COPIES * (1 + replicas) * parameters(plan.shape).total, host_memory()
+    copies = VERIFY_COPIES * (1 + plan.most_replicas)
+    need, have = 8 * copies * parameters(plan.shape).total, host_memory()
     if need > have:
         raise refuse(
             "model",
