@@ -99,7 +99,7 @@ def test_replicas_of_stages_are_placed_inside_or_outside_of_tensor_ranks() -> No
             "strategy.tensor.size": 2,
         },
     )
-    inner = {[axis for axis in one.order if axis != "context"][0] for one in rank_placements(plan)}
+    inner = {next(axis for axis in one.order if axis != "context") for one in rank_placements(plan)}
     assert inner == {"tensor", "data"}
     assert {one.order[-1] for one in rank_placements(plan)} == {"pipeline"}
 

@@ -128,7 +128,8 @@ class Occupancies:
 
 def counts_of(free: Ints, used: Bools, policy: str, wanted: Ints) -> Ints:
     """Devices by node (last axis) that `policy` gives to stages of `wanted` replicas (axis 1), for
-    each row of nodes with `free` devices, those with most used first: what `place` gives, for many at once.
+    each row of nodes with `free` devices, those with most used first: what `place` gives, for many
+    at once.
     """
     early = ~used if policy == "fresh" else used
     turns = np.arange(int(free.max(initial=0)))
