@@ -33,7 +33,7 @@ MULTI = {
     ("zb-v", 2): theirs.ScheduleZBVZeroBubble,
     ("dualpipe-v", 2): theirs.ScheduleDualPipeV,
 }
-ALL = [("gpipe", 1), ("1f1b", 1), ("zb-h2", 1), *MULTI]
+ALL = [("gpipe", 1), ("1f1b", 1), ("eager-1f1b", 1), ("zb-h2", 1), *MULTI]
 
 
 def order_of(kind: type, ranks: int, microbatches: int) -> dict[int, list[Any]]:

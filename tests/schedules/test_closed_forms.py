@@ -104,7 +104,7 @@ def test_arrays_give_what_numbers_give(name: str) -> None:
 
 
 def test_a_schedule_without_a_closed_form_is_refused() -> None:
-    words = "has no closed form; there are: 1f1b, dualpipe-v"
+    words = "has no closed form; there are: 1f1b, dualpipe-v, eager-1f1b"
     with pytest.raises(ValueError, match=words):
         closed_forms.bubble("mine.csv", 4, 8, 1, 1.0, 1.0, 1.0)
     with pytest.raises(ValueError, match=words):

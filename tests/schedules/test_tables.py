@@ -207,8 +207,8 @@ def test_transfers_in_two_orders_are_found() -> None:
     [
         (
             ("zb-h9", 2, 2),
-            "'zb-h9' does not exist; there are: 1f1b, dualpipe-v, gpipe, interleaved, zb-h1, "
-            "zb-h2, zb-v",
+            "'zb-h9' does not exist; there are: 1f1b, dualpipe-v, eager-1f1b, gpipe, interleaved, "
+            "zb-h1, zb-h2, zb-v",
         ),
         (("1f1b", 0, 2), "ranks = 0"),
         (("1f1b", 2, 0), "microbatches = 0"),

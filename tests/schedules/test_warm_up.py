@@ -6,7 +6,18 @@ import random
 
 import pytest
 
-from workbench.schedules import Table, generate, in_flight, lower, validate
+from workbench.schedules import (
+    Table,
+    generate,
+    in_flight,
+    lower,
+    names,
+    simulate,
+    uniform,
+    validate,
+    warm_up,
+)
+from workbench.schedules.generators import SCHEDULES
 from workbench.schedules.one_f_one_b import row_with_warm_up
 
 
@@ -30,10 +41,65 @@ def test_policy_a_is_1f1b(ranks: int, microbatches: int) -> None:
     assert table(held, microbatches).rows == generate("1f1b", ranks, microbatches).rows
 
 
-def test_policy_b_holds_almost_twice_as_many() -> None:
+@pytest.mark.parametrize("microbatches", [1, 4, 8])
+def test_policy_b_holds_almost_twice_as_many(microbatches: int) -> None:
     """PB: K_i = 2 (S - i) - 1."""
-    assert in_flight(table([7, 5, 3, 1], 8)) == (7, 5, 3, 1)
-    assert in_flight(table([7, 5, 3, 1], 4)) == (4, 4, 3, 1)
+    eager = generate("eager-1f1b", 4, microbatches)
+    assert eager.rows == table([7, 5, 3, 1], microbatches).rows
+    assert in_flight(eager) == tuple(min(microbatches, held) for held in (7, 5, 3, 1))
+
+
+def timed(name: str, transfer: float, ranks: int = 4) -> float:
+    """Seconds of eight microbatches a rank; a forward and a backward take 1 and 2."""
+    return simulate(generate(name, ranks, 8 * ranks), uniform(ranks), transfer).makespan
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_policy_b_hides_transfers_up_to_half_of_a_microbatchs_compute(ranks: int) -> None:
+    """A transfer that takes t of a microbatch's 3 s: with PB only the first microbatch's way down
+    and back counts, 2 (S - 1) t; with PA a rank waits for each round trip, 2 t (S - 1) / S.
+    """
+    ideal, microbatches = timed("1f1b", 0.0, ranks), 8 * ranks
+    assert timed("eager-1f1b", 0.0, ranks) == ideal
+    for transfer in (0.25, 1.0, 1.5):
+        way = 2 * (ranks - 1) * transfer
+        assert timed("eager-1f1b", transfer, ranks) == pytest.approx(ideal + way)
+        assert timed("1f1b", transfer, ranks) == pytest.approx(
+            ideal + way * microbatches / ranks, rel=0.05
+        )
+    assert timed("eager-1f1b", 3.0, ranks) > ideal + 2 * (ranks - 1) * 3.0
+
+
+@pytest.mark.parametrize("name", ["1f1b", "eager-1f1b"])
+@pytest.mark.parametrize(
+    ("most", "held"),
+    [
+        ([3, 3, 3, 3], {"1f1b": (3, 3, 2, 1), "eager-1f1b": (3, 3, 3, 1)}),
+        ([2, 9, 9, 9], {"1f1b": (2, 2, 2, 1), "eager-1f1b": (2, 2, 2, 1)}),
+        ([9, 1, 9, 9], {"1f1b": (4, 1, 1, 1), "eager-1f1b": (7, 1, 1, 1)}),
+        ([99] * 4, {"1f1b": (4, 3, 2, 1), "eager-1f1b": (7, 5, 3, 1)}),
+    ],
+)
+def test_no_rank_has_more_in_flight_than_it_may_nor_than_the_one_before(
+    name: str, most: list[int], held: dict[str, tuple[int, ...]]
+) -> None:
+    assert warm_up(name, 4, most) == held[name]
+    found = generate(name, 4, 9, in_flight=most)
+    assert in_flight(found) == held[name] and not validate(lower(found))
+
+
+def test_as_many_in_flight_as_a_schedule_wants_leave_its_table() -> None:
+    assert generate("1f1b", 4, 9, in_flight=[4] * 4) == generate("1f1b", 4, 9)
+
+
+def test_other_schedules_take_no_number_in_flight() -> None:
+    bounded = [name for name in names() if SCHEDULES[name].warm_up]
+    assert bounded == ["1f1b", "eager-1f1b"]
+    with pytest.raises(ValueError, match="'gpipe' has its own .* under: 1f1b, eager-1f1b"):
+        generate("gpipe", 2, 4, in_flight=[1, 1])
+    for wrong in ([1], [1, 0], [1, 1, 1]):
+        with pytest.raises(ValueError, match=r"in_flight = \[.*\]; 2 numbers of at least 1"):
+            generate("1f1b", 2, 4, in_flight=wrong)
 
 
 def test_tables_are_legal_where_no_rank_has_more_than_the_one_before() -> None:

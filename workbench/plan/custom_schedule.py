@@ -1,5 +1,5 @@
-"""The schedule of a plan as a table: a named one, or one that a user drew, held against the plan
-that names it.
+"""The schedule of a plan as a table: a named one, its warm-up as long as the plan lets it be, or one
+that a user drew, held against the plan that names it.
 """
 
 from __future__ import annotations
@@ -16,12 +16,15 @@ from workbench.safe_io.files import known_file, unread
 from workbench.schedules import (
     Table,
     Transport,
+    bounded_names,
     executable,
     generate,
+    in_flight,
     read_csv,
     simulate,
     uniform,
     validate,
+    warm_up,
 )
 from workbench.schedules.generators import SCHEDULES
 
@@ -52,21 +55,68 @@ def drawn(plan: ResolvedPlan) -> Table | None:
     return table
 
 
+def stages_in_flight(plan: ResolvedPlan) -> tuple[int, ...] | None:
+    """Microbatches in flight by stage that a complete plan's schedule and `in_flight` allow; None
+    where the schedule is not 1F1B after a warm-up.
+    """
+    p = plan.strategy.pipeline
+    if p.schedule not in bounded_names():
+        return None
+    most = [p.in_flight] * p.size if isinstance(p.in_flight, int) else p.in_flight
+    return warm_up(p.schedule, p.size, most)
+
+
+def own_table(plan: ResolvedPlan) -> Table | None:
+    """The table of a complete plan that its schedule's name does not give: one that a user drew, or
+    one whose warm-up `in_flight` shortens. None elsewhere: closed forms hold.
+
+    Raises `PlanError` as `drawn` does.
+    """
+    p = plan.strategy.pipeline
+    if p.in_flight is None or p.size == 1:
+        return drawn(plan)
+    table = _named(plan)
+    return table if in_flight(table) != in_flight(generate(p.schedule, *_numbers(plan))) else None
+
+
+def schedule_table(plan: ResolvedPlan) -> Table:
+    """The compute of a complete plan as a table; one that a user drew may have its transfers too.
+
+    Without a pipeline a schedule has nothing to order: one stage, each microbatch forward and
+    backward. Raises `PlanError` as `drawn` does.
+    """
+    if (table := drawn(plan)) is not None:
+        return table
+    if plan.strategy.pipeline.size == 1:
+        return generate("1f1b", 1, plan.num_microbatches)
+    return _named(plan)
+
+
+def _named(plan: ResolvedPlan) -> Table:
+    p = plan.strategy.pipeline
+    held = None if p.in_flight is None else stages_in_flight(plan)
+    return generate(p.schedule, *_numbers(plan), held)
+
+
+def _numbers(plan: ResolvedPlan) -> tuple[int, int, int]:
+    """Ranks, microbatches and chunks of the pipeline."""
+    p = plan.strategy.pipeline
+    return p.size, plan.num_microbatches, p.chunks
+
+
 def executed(plan: ResolvedPlan) -> tuple[Table, list[int]]:
     """(the table that the engine runs, with its transfers; layers of each stage) of a complete
     plan.
 
-    Without a pipeline a schedule has nothing to order: one stage, each microbatch forward and
-    backward. Where gradients are sharded by the microbatch they are reduced after every backward.
+    Where gradients are sharded by the microbatch they are reduced after every backward.
     """
-    p = plan.strategy.pipeline
-    assert isinstance(p.partition, list), "complete() the plan first"
-    table, data = drawn(plan), plan.strategy.data
+    table, data, partition = (
+        schedule_table(plan),
+        plan.strategy.data,
+        plan.strategy.pipeline.partition,
+    )
     each = data.zero >= 2 and data.reduce == "microbatch"
-    if table is None and p.size == 1:
-        return executable(generate("1f1b", 1, plan.num_microbatches), each), [sum(p.partition)]
-    table = table or generate(p.schedule, p.size, plan.num_microbatches, p.chunks)
-    return executable(table, each), p.partition
+    return executable(table, each), partition if table.stages > 1 else [sum(partition)]
 
 
 def transport(gpu: GPU) -> Transport:

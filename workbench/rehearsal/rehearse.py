@@ -15,6 +15,7 @@ from workbench.costmodel.compute.operator_roofline import Operator
 from workbench.engine.measure.step_sampler import StepSampler
 from workbench.models.python_model import build_python_model
 from workbench.parallel.mesh import Mesh, build_mesh
+from workbench.plan.custom_schedule import stages_in_flight
 from workbench.plan.rank_placement import equal_ranks
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.rules.supported import require
@@ -103,16 +104,16 @@ def with_fewer_microbatches(plan: ResolvedPlan, stage: int) -> ResolvedPlan:
     """The plan with as few microbatches as show all that this stage does: its pipeline fills, runs
     and drains.
 
-    With early backward a stage holds at most `pipeline - stage` microbatches, however many there
+    With early backward a stage holds as many microbatches as its warm-up has, however many there
     are, and every further one repeats what the former did. GPipe holds them all, and is not
-    shortened; nor is ZeRO-3 with a norm behind the embedding, or of a model that is code, which
+    shortened; nor are zero-bubble schedules, nor ZeRO-3 with a norm behind the embedding, or of a model that is code, which
     backward leaves gathered for the next microbatch.
     """
     left_whole = plan.strategy.data.zero == 3 and bool(plan.code or plan.shape.embedding_norm)
-    if plan.strategy.pipeline.schedule != "1f1b" or left_whole:
+    held = stages_in_flight(plan)
+    if held is None or left_whole:
         return plan
-    enough = min(plan.num_microbatches, plan.sizes["pipeline"] - stage + STEADY)
-    return with_microbatches(plan, enough)
+    return with_microbatches(plan, min(plan.num_microbatches, held[stage] + STEADY))
 
 
 def python_model(plan: Plan) -> nn.Module | None:

@@ -1,7 +1,7 @@
 """Pipeline schedules as tables of actions: grammar, generators, lowering, validator, simulator."""
 
 from workbench.schedules.action import Action, parse_action
-from workbench.schedules.generators import generate, names
+from workbench.schedules.generators import bounded_names, generate, names, warm_up
 from workbench.schedules.lowering import executable, forwards, lower
 from workbench.schedules.simulator import (
     Deadlock,
@@ -26,6 +26,7 @@ __all__ = [
     "Table",
     "Timeline",
     "Transport",
+    "bounded_names",
     "executable",
     "forwards",
     "generate",
@@ -42,5 +43,6 @@ __all__ = [
     "uniform",
     "validate",
     "waiting",
+    "warm_up",
     "write_csv",
 ]

@@ -23,7 +23,8 @@ def bubble(
     transfers that take time, need the simulator.
 
     With n = ranks - 1 and a pipeline that fills:
-    - gpipe, 1f1b: n (F + I + W); interleaved: that / chunks (2104.04473). Both exact in the papers.
+    - gpipe, 1f1b, eager-1f1b: n (F + I + W); interleaved: that / chunks (2104.04473). All exact in
+      the papers.
     - zb-h1: n (F + I - min(F, I, W)); 2401.10241 has n (F + I - W), exact where W is the least of
       the three.
     - zb-h2: n max(F, F + I - 2W, I - F); the paper's n (F + I - 2W) is a rank's own span, with a

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 
 from workbench.schedules.dualpipe_v import DUALPIPE_V
 from workbench.schedules.gpipe import GPIPE
 from workbench.schedules.interleaved_1f1b import INTERLEAVED_1F1B
-from workbench.schedules.one_f_one_b import ONE_F_ONE_B
+from workbench.schedules.one_f_one_b import (
+    EAGER_1F1B,
+    ONE_F_ONE_B,
+    row_with_warm_up,
+    shortened_warm_up,
+)
 from workbench.schedules.pipeline_schedule import PipelineSchedule
 from workbench.schedules.table import Table
 from workbench.schedules.zero_bubble import ZB_H1, ZB_H2, ZB_V
@@ -15,6 +21,7 @@ from workbench.schedules.zero_bubble import ZB_H1, ZB_H2, ZB_V
 SCHEDULES: dict[str, PipelineSchedule] = {
     "gpipe": GPIPE,
     "1f1b": ONE_F_ONE_B,
+    "eager-1f1b": EAGER_1F1B,
     "interleaved": INTERLEAVED_1F1B,
     "zb-h1": ZB_H1,
     "zb-h2": ZB_H2,
@@ -23,13 +30,29 @@ SCHEDULES: dict[str, PipelineSchedule] = {
 }
 
 
-def generate(name: str, ranks: int, microbatches: int, chunks: int = 1) -> Table:
+def generate(
+    name: str,
+    ranks: int,
+    microbatches: int,
+    chunks: int = 1,
+    in_flight: Sequence[int] | None = None,
+) -> Table:
     """The compute-only table of the schedule `name` on `ranks` pipeline ranks, `chunks` stages on
     each.
 
     Fewer microbatches than ranks are legal but for interleaved (a multiple of the ranks) and
-    dualpipe-v (two a rank): the pipeline then never fills. Raises ValueError where the name is
-    unknown or the schedule does not take a number.
+    dualpipe-v (two a rank): the pipeline then never fills.
+
+    Args:
+        name: Of the schedule.
+        ranks: Of the pipeline.
+        microbatches: Of a step.
+        chunks: Stages of a rank.
+        in_flight: Most microbatches whose activations each rank keeps (D of 2007.01045); None: as
+            many as the schedule has. A rank after one that keeps fewer has no more than that one.
+
+    Raises:
+        ValueError: The name is unknown, or the schedule does not take a number.
     """
     if name not in SCHEDULES:
         raise ValueError(f"schedule {name!r} does not exist; there are: {', '.join(names())}")
@@ -38,7 +61,33 @@ def generate(name: str, ranks: int, microbatches: int, chunks: int = 1) -> Table
             raise ValueError(f"{what} = {value}; at least 1")
     _check_chunks(name, chunks)
     _check_microbatches(name, ranks, microbatches)
-    return _table(name, ranks, microbatches, chunks)
+    held = None if in_flight is None else warm_up(name, ranks, in_flight)
+    return _table(name, ranks, microbatches, chunks, held)
+
+
+def warm_up(name: str, ranks: int, in_flight: Sequence[int] | None = None) -> tuple[int, ...]:
+    """Microbatches in flight by rank of a schedule of `bounded_names`, `in_flight` at most.
+
+    Raises ValueError for another schedule, and where `in_flight` has no number of one or more for
+    every rank.
+    """
+    held = SCHEDULES[name].warm_up
+    if held is None:
+        raise ValueError(
+            f"schedule {name!r} has its own number of microbatches in flight; in_flight bounds it "
+            f"under: {', '.join(bounded_names())}"
+        )
+    own = tuple(held(rank, ranks) for rank in range(ranks))
+    if in_flight is None:
+        return own
+    if len(in_flight) != ranks or min(in_flight) < 1:
+        raise ValueError(f"in_flight = {list(in_flight)}; {ranks} numbers of at least 1")
+    return shortened_warm_up(own, in_flight)
+
+
+def bounded_names() -> tuple[str, ...]:
+    """Schedules whose microbatches in flight can be bounded: 1F1B after a warm-up."""
+    return tuple(name for name, schedule in SCHEDULES.items() if schedule.warm_up is not None)
 
 
 def names() -> tuple[str, ...]:
@@ -68,9 +117,16 @@ def _check_microbatches(name: str, ranks: int, microbatches: int) -> None:
 
 
 @lru_cache(maxsize=64)
-def _table(name: str, ranks: int, microbatches: int, chunks: int) -> Table:
+def _table(
+    name: str, ranks: int, microbatches: int, chunks: int, held: tuple[int, ...] | None
+) -> Table:
     schedule, stages = SCHEDULES[name], ranks * chunks
-    rows = tuple(schedule.row(rank, ranks, microbatches, chunks) for rank in range(ranks))
+    rows = tuple(
+        row_with_warm_up(rank, held[rank], microbatches)
+        if held
+        else schedule.row(rank, ranks, microbatches, chunks)
+        for rank in range(ranks)
+    )
     home = (lambda s: min(s, stages - 1 - s)) if schedule.is_v_shaped else (lambda s: s % ranks)
     return Table(
         rows, stages, microbatches, placement=tuple(home(stage) for stage in range(stages))

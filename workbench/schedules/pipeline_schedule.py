@@ -52,6 +52,10 @@ class PipelineSchedule:
     """m is at least this times p, on several ranks; 0: the pipeline need not fill."""
     pair_groups: bool = False
     """Each pair of ranks has a process group: in one, NCCL's order of transfers would cost time."""
+    warm_up: Callable[[Number, Number], Number] | None = None
+    """(rank, p) -> microbatches in flight of a rank whose row is `row_with_warm_up`; None: the rows
+    are others.
+    """
     last_rank_has_most: bool = False
     """While the pipeline fills, later ranks have more activations; elsewhere earlier ones do."""
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from workbench.costmodel.frameworks.framework_profile import FrameworkProfile, plan_profile
 from workbench.machine.hardware import GPU, Fabric
-from workbench.plan.custom_schedule import drawn, pair_groups, transport
+from workbench.plan.custom_schedule import own_table, pair_groups, transport
 from workbench.plan.model.model_shape import Shape
 from workbench.plan.optimizer_state import DTYPE_BYTES, master_bytes, moment_bytes, num_moments
 from workbench.plan.rank_placement import axis_strides
@@ -88,7 +88,9 @@ class FixedConfig:
     partition: tuple[int, ...]
     """Number of layers of each stage."""
     table: Table | None
-    """Custom schedule, where the plan names one."""
+    """The schedule, where no closed form knows it: a user's own, or one whose warm-up `in_flight`
+    shortens.
+    """
     transport: Transport
     """How the backend of the plan's device lets P2P transfers progress."""
     pair_groups: bool
@@ -200,7 +202,7 @@ def fixed_config(plan: ResolvedPlan) -> FixedConfig:
         chunks=s.pipeline.chunks,
         partition=tuple(s.pipeline.partition),
         replicas=tuple(s.pipeline.replicas or ()),
-        table=drawn(plan),
+        table=own_table(plan),
         transport=transport(plan.gpu),
         pair_groups=pair_groups(plan),
         adapter_rank=t.lora.rank if t.lora else 0,
@@ -302,7 +304,7 @@ def recomputed_layers_of(plan: ResolvedPlan) -> tuple[Array, Array]:
     """Fully recomputed layers, and layers behind the last of them, by pipeline rank."""
     pipeline, recompute = plan.strategy.pipeline, plan.strategy.recompute
     assert isinstance(pipeline.partition, list)
-    homes = stage_homes(pipeline.size, pipeline.schedule, len(pipeline.partition), drawn(plan))
+    homes = stage_homes(pipeline.size, pipeline.schedule, len(pipeline.partition), own_table(plan))
     where = np.repeat(homes, pipeline.partition)
     chosen = (
         np.isin(np.arange(len(where)), recompute)

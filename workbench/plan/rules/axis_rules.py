@@ -11,7 +11,7 @@ from workbench.plan.model.head_split import padded_heads_per_rank
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.rules import legal_sizes
 from workbench.plan.schema import AXES, Plan
-from workbench.schedules.generators import SCHEDULES
+from workbench.schedules.generators import SCHEDULES, bounded_names
 
 
 def _world(plan: ResolvedPlan) -> Iterator[Problem]:
@@ -170,6 +170,31 @@ def _schedule(plan: ResolvedPlan) -> Iterator[Problem]:
     yield Problem("training.global_batch", made + needs + legal)
 
 
+def _in_flight(plan: ResolvedPlan) -> Iterator[Problem]:
+    """Microbatches in flight can be bounded where a warm-up of forwards decides them."""
+    p, field = plan.strategy.pipeline, "strategy.pipeline.in_flight"
+    if p.in_flight is None:
+        return
+    if p.schedule not in bounded_names():
+        yield Problem(
+            field,
+            f"is {p.in_flight}, but schedule {p.schedule} keeps what its order asks for; legal: "
+            f"null, or schedule {' or '.join(bounded_names())}",
+        )
+    elif isinstance(p.in_flight, list) and len(p.in_flight) != p.size:
+        yield Problem(
+            field,
+            f"{p.in_flight} gives {len(p.in_flight)} stages; legal: {p.size} numbers, or one for "
+            "all stages",
+        )
+    if plan.strategy.stack != "workbench":
+        yield Problem(
+            field,
+            f"is {p.in_flight}, but how many {plan.strategy.stack} keeps is its own; legal: null, "
+            "or strategy.stack: workbench",
+        )
+
+
 def _replicas(plan: ResolvedPlan) -> Iterator[Problem]:
     """Stages with replicas of their own (DAPPLE): whole stages of one chunk, ZeRO-1 at most within
     each.
@@ -314,6 +339,7 @@ RULES: tuple[Callable[[ResolvedPlan], Iterator[Problem]], ...] = (
     _tensor,
     _pipeline,
     _schedule,
+    _in_flight,
     _replicas,
     _data,
     _context,

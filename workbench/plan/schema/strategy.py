@@ -77,7 +77,8 @@ class Pipeline(Frozen):
     size: Ranks = Field(1, description="Pipeline ranks.")
     schedule: str = Field(
         "1f1b",
-        description="gpipe | 1f1b | interleaved | zb-h1 | zb-h2 | zb-v | dualpipe-v | a CSV.",
+        description="gpipe | 1f1b | eager-1f1b | interleaved | zb-h1 | zb-h2 | zb-v | dualpipe-v | "
+        "a CSV.",
     )
     schedule_sha256: str | None = Field(
         None, description="Hash of the CSV; filled when a plan is resolved."
@@ -87,6 +88,11 @@ class Pipeline(Frozen):
         "balanced",
         description="Layers a stage: balanced by cost, uniform, or a list, 0 at its ends "
         "estimated only.",
+    )
+    in_flight: InFlight | list[InFlight] | None = Field(
+        None,
+        description="Most microbatches whose activations a stage keeps, of all or of each; null: "
+        "the schedule's.",
     )
     replicas: list[Ranks] | None = Field(
         None,
