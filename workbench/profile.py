@@ -213,6 +213,21 @@ class Profile:
         return float(median(seconds)) if seconds else None
 
     @property
+    def cpu_seconds(self) -> float | None:
+        """CPU seconds of a step of CPU ranks, all ranks and their threads together, where waiting
+        costs nothing: the median as for `step_seconds`; null where that is unknown.
+        """
+        if "cpu_seconds" in self.notes:
+            return float(self.notes["cpu_seconds"])
+        by_step: dict[float, list[float]] = {}
+        for step, used in self.rows("steps", "step", "cpu_seconds"):
+            if not _is_null(used):
+                by_step.setdefault(step, []).append(used)
+        sums = [sum(by_step[s]) for s in sorted(by_step) if len(by_step[s]) == self.world_size]
+        sums = sums[2:] if len(sums) > 4 else sums
+        return float(median(sums)) if sums else None
+
+    @property
     def step_interval(self) -> tuple[float, float] | None:
         """Seconds between which nine of ten steps lie, of an estimate; null elsewhere."""
         ends = self.notes.get("step_seconds_90")
@@ -269,6 +284,7 @@ class Profile:
             "run": self.run,
             "world_size": self.world_size,
             "step_seconds": self.step_seconds,
+            "cpu_seconds": self.cpu_seconds,
             "tokens_per_second": self.tokens_per_second,
             "fits": self.fits,
             **self.notes,
@@ -289,6 +305,8 @@ class Profile:
             facts["step time"] = f"{self.step_seconds:.4g} s"
         if self.step_interval is not None:
             facts["step time, 90 % interval"] = interval_text(self.step_interval)
+        if self.cpu_seconds is not None:
+            facts["CPU seconds of a step"] = f"{self.cpu_seconds:.4g} (all ranks)"
         if self.tokens_per_second is not None:
             facts["tokens/s"] = f"{self.tokens_per_second:,.0f}"
         if assumed := self.notes.get("uncalibrated"):

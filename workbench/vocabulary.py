@@ -78,6 +78,7 @@ COLUMNS: dict[str, tuple[str, ...]] = {
         "step",
         "loss",
         "seconds",
+        "cpu_seconds",
         "tokens",
         "gradient_norm",
         "learning_rate",

@@ -1,250 +1,57 @@
-"""Plans on the layer profiles that DAPPLE's authors published, beside theirs:
-`python -m tests.benchmarks.dapple [--validation FOLDER]`.
-
-Speed-ups over one device, by the simulator. The topology and what a device keeps are those of the
-authors' planner (LER0ever/HPGO, src/environment and examples/vs_pipedream.rs): 2 nodes of 8 V100 of
-16 GB; NVLink 25 GB/s, a ring for each two devices; Ethernet 1 GB/s point to point and 3 GB/s in
-collectives.
+"""Plans on the layer profiles that DAPPLE's authors published, beside theirs; the closed form's
+error against the simulator; and how long a search takes: `python -m tests.benchmarks.dapple`.
 """
 
 from __future__ import annotations
 
-import argparse
-import csv
 import random
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
 
 from tests.planner.unequal_stages import drawn
-from workbench.plan.model.layer_profile import LayerProfile, read_layer_profile
-from workbench.planner.unequal_stages import (
-    Batch,
-    Stage,
-    Topology,
-    UnequalPlan,
-    data_parallel_seconds,
-    evaluate,
-    gpipe_stages,
-    pipedream_stages,
-    search_stages,
-)
+from workbench.planner.unequal_stages import Batch, Topology, search_stages
 from workbench.planner.unequal_stages.latency import latency
-from workbench.planner.unequal_stages.memory import (
-    WARM_UPS,
-    peak_bytes,
-    stages_in_flight,
-    with_transfers,
+from workbench.planner.unequal_stages.memory import WARM_UPS, stages_in_flight, with_transfers
+from workbench.planner.unequal_stages.published_comparison import (
+    PUBLISHED_CLAIMS,
+    ComparedPlan,
+    compare_published,
+    one_way_speed_ups,
 )
-from workbench.planner.unequal_stages.simulated import simulated, simulated_gpipe
-from workbench.planner.unequal_stages.stage_times import one_device_seconds, stage_times
-from workbench.planner.unequal_stages.transitions import placed
-
-VALIDATION = Path(__file__).parents[3] / "shared/validation"
-TOPOLOGY = Topology(2, 8, 25e9, 1e9, 3e9, most_rings=4, memory=16e9)
+from workbench.planner.unequal_stages.published_plans import MODELS
+from workbench.planner.unequal_stages.simulated import simulated
+from workbench.planner.unequal_stages.stage_times import stage_times
 
 
-@dataclass(frozen=True)
-class Published:
-    """What the authors' comparison (examples/vs_pipedream.rs) says of a model."""
-
-    global_batch: int
-    microbatch: int
-    optimizer_factor: float
-    peak_per_sequence: float
-    """Bytes of activations of one sequence, all layers."""
-    offset: int
-    """Layers of the profile before the one that their plans count as 0."""
-
-
-MODELS = {
-    "VGG-19": Published(1024, 32, 2, 70e6, 1),
-    "BERT-Large": Published(128, 1, 3, 1736689664, 3),
-    "XLNet-36": Published(128, 1, 3, 1.5 * 3942774528, 2),
-    "AmoebaNet-36": Published(128, 1, 2, 1.5 * 250845152, 0),
-}
-"""Offsets by layers' names: their graphs leave out inputs, BERT's has the embeddings as layer 0,
-XLNet's has 4 before the first layer.
-"""
-APPEND = 1
-
-
-def profile_of(model: str, folder: Path) -> LayerProfile:
-    """The published profile. Its inputs take no time and no memory, as PipeDream's planner has it
-    (optimizer_graph_hierarchical.py): they are on the first stage anyway.
-    """
-    profile = read_layer_profile(folder / "dapple_profiles.csv", model)
-    layers = tuple(
-        replace(layer, forward_s=0.0, backward_s=0.0, activation_bytes=0.0)
-        if layer.name.startswith("Input")
-        else layer
-        for layer in profile.layers
+def table(model: str, whole_sequences: bool) -> None:
+    """All planners' plans for one model."""
+    shared = (
+        "whole sequences, any number of microbatches"
+        if whole_sequences
+        else "the published microbatches, shared evenly"
     )
-    return replace(profile, layers=layers)
+    print(f"{model}, global batch {MODELS[model].global_batch}: {shared}")
+    found = compare_published(model, whole_sequences)
+    for plan in found.plans:
+        _row(plan)
+    where = f"number {found.place} of the search's" if found.place else "not among the ten best"
+    print(f"  published plan: {where}{'; ' * bool(found.explained)}{found.explained}")
+    best, published = one_way_speed_ups(model, whole_sequences)
+    shown = f"{published:.2f}" if published else "does not fit"
+    print(f"  cuts counted one way: search {best:.2f}, published {shown}")
 
 
-def batch_of(model: str, profile: LayerProfile, microbatches: int, whole: bool) -> Batch:
-    """The published global batch in `microbatches`."""
-    known = MODELS[model]
-    factor = known.peak_per_sequence * profile.profile_batch / profile.activations[-1]
-    sequences = known.global_batch // microbatches
-    return Batch(microbatches, sequences, whole, known.optimizer_factor, factor)
-
-
-def their_stages(
-    model: str, planner: str, profile: LayerProfile, folder: Path
-) -> tuple[Stage, ...]:
-    """A published plan, by the names of the layers at its cuts."""
-    with open(folder / "dapple_plans.csv", newline="") as file:
-        rows = [
-            row
-            for row in csv.DictReader(file)
-            if (row["model"], row["planner"], row["verify"]) == (model, planner, "read")
-        ]
-    ends, replicas = _cuts(rows)
-    ends = [end + MODELS[model].offset for end in ends[:-1]] + [len(profile.layers)]
-    return placed(ends, replicas, [APPEND] * len(ends), TOPOLOGY)
-
-
-def _cuts(rows: Sequence[dict[str, str]]) -> tuple[list[int], list[int]]:
-    if rows[0]["stage"]:
-        return [int(row["end_index"]) for row in rows], [int(row["replicas"]) for row in rows]
-    ends = [int(word) for word in rows[0]["notes"].split() if word.isdigit()]
-    written = rows[0]["replicas"]
-    many = written.endswith("stages of 1")
-    return ends, [1] * len(ends) if many else [int(word) for word in written.split()]
-
-
-def shown_stages(profile: LayerProfile, plan: UnequalPlan) -> str:
-    """Each stage's replicas and last layer."""
-    if len(plan.stages) > 4:
-        return " : ".join(str(stage.replicas) for stage in plan.stages)
-    return " | ".join(
-        f"{stage.replicas} to {profile.layers[stage.end - 1].name}" for stage in plan.stages
-    )
-
-
-def row(name: str, profile: LayerProfile, plan: UnequalPlan | None) -> None:
-    """One line of the authors' table."""
-    if plan is None:
-        print(f"  {name:22} does not fit, or has more replicas than sequences in a microbatch")
+def _row(plan: ComparedPlan) -> None:
+    if plan.speed_up is None:
+        print(f"  {plan.planner:28} does not fit memory or the microbatch")
         return
+    ratio, memory = plan.activation_communication_ratio, plan.memory
     print(
-        f"  {name:22} {plan.speed_up:6.2f} {plan.warm_up} "
-        f"ACR {plan.times.activation_communication_ratio:5.2f} {plan.memory / 1e9:5.1f} GB  "
-        f"M {plan.batch.microbatches:3}  {shown_stages(profile, plan)}"
-    )
-
-
-def their_place(plans: Sequence[UnequalPlan], theirs: UnequalPlan | None) -> str:
-    """Where their plan stands among ours."""
-    for place, plan in enumerate(plans, start=1):
-        if theirs is not None and plan.stages == theirs.stages:
-            more = "" if place <= 3 else f"; {_difference(plans[0], theirs)}"
-            return f"their plan is number {place} of ours{more}"
-    if theirs is None:
-        return "their plan does not fit"
-    return f"their plan is not among ours; {_difference(plans[0], theirs)}"
-
-
-def _difference(ours: UnequalPlan, theirs: UnequalPlan) -> str:
-    """Terms in which two plans differ, in seconds of a step."""
-    words = []
-    for name, plan in (("ours", ours), ("theirs", theirs)):
-        both = [f + b for f, b in zip(plan.times.forward, plan.times.backward)]
-        count = plan.batch.microbatches
-        words.append(
-            f"{name}: M {count} x slowest stage {count * max(both[::2]):.3f} s, x slowest "
-            f"transfer there and back {count * max(both[1::2], default=0.0):.3f} s, way down and "
-            f"up {sum(both):.3f} s, longest all-reduce {max(plan.times.all_reduce):.3f} s, step "
-            f"{plan.simulated:.3f} s"
-        )
-    return "; ".join(words)
-
-
-def comparison(model: str, folder: Path, whole: bool) -> None:
-    """The table of one model: at the authors' number of microbatches, shared evenly; or at any,
-    of whole sequences, each planner's best.
-    """
-    profile = profile_of(model, folder)
-    known = MODELS[model]
-    most = known.global_batch // known.microbatch
-    counts = [n for n in range(1, most + 1) if most % n == 0] if whole else [most]
-    batches = [batch_of(model, profile, count, whole) for count in counts]
-    ours = [plan for batch in batches for plan in _searched(profile, batch)]
-    ours.sort(key=lambda plan: plan.simulated)
-    theirs = _best(profile, their_stages(model, "DAPPLE", profile, folder), batches)
-    shared = "whole sequences, any M" if whole else "the authors' microbatches, shared evenly"
-    print(f"{model}, global batch {known.global_batch}: {shared}")
-    row("ours", profile, ours[0])
-    row("DAPPLE's planner", profile, theirs)
-    named = {
-        "PipeDream's, published": their_stages(model, "PipeDream", profile, folder),
-        "PipeDream's, ours": pipedream_stages(profile, TOPOLOGY),
-    }
-    for name, stages in named.items():
-        row(name, profile, _best(profile, stages, batches))
-    _gpipe(profile, batches, ours[0])
-    for overlap in (False, True):
-        seconds = data_parallel_seconds(profile, TOPOLOGY, batches[0], overlap)
-        name = f"data parallel{', overlap' if overlap else ''}"
-        one = one_device_seconds(profile, batches[0])
-        print(f"  {name:22} {one / seconds:6.2f}" if seconds else f"  {name:22} does not fit")
-    print(f"  {their_place(ours[:10], theirs)}")
-    _one_way(model, folder, batches)
-
-
-def _one_way(model: str, folder: Path, batches: Sequence[Batch]) -> None:
-    """Both plans if activations crossed the network one way alone: so the authors' search for two
-    stages (orchestrate_async.rs, compute_bipartition) counts a cut, without gradients.
-    """
-    topology = replace(TOPOLOGY, network_rate=2 * TOPOLOGY.network_rate)
-    profile = profile_of(model, folder)
-    ours = [plan for batch in batches for plan in _searched(profile, batch, topology)]
-    best = max(plan.speed_up for plan in ours)
-    stages = their_stages(model, "DAPPLE", profile, folder)
-    theirs = _best(profile, stages, batches, topology)
-    shown = f"{theirs.speed_up:.2f}" if theirs else "does not fit"
-    print(f"  cuts counted one way: ours {best:.2f}, theirs {shown}")
-
-
-def _searched(
-    profile: LayerProfile, batch: Batch, topology: Topology = TOPOLOGY
-) -> list[UnequalPlan]:
-    try:
-        return search_stages(profile, topology, batch)
-    except ValueError:
-        return []
-
-
-def _best(
-    profile: LayerProfile,
-    stages: Sequence[Stage],
-    batches: Sequence[Batch],
-    topology: Topology = TOPOLOGY,
-) -> UnequalPlan | None:
-    plans = [evaluate(profile, stages, topology, batch) for batch in batches]
-    return min((p for p in plans if p is not None), key=lambda p: p.simulated, default=None)
-
-
-def _gpipe(profile: LayerProfile, batches: Sequence[Batch], ours: UnequalPlan) -> None:
-    stages = gpipe_stages(profile, TOPOLOGY)
-    found = []
-    for batch in batches:
-        times = stage_times(profile, stages, TOPOLOGY, batch)
-        held = [batch.microbatches] * len(stages)
-        memory = peak_bytes(profile, stages, held, batch)
-        seconds = simulated_gpipe(times, batch.microbatches).makespan
-        found.append((memory > TOPOLOGY.memory, seconds, memory, batch.microbatches))
-    over, seconds, memory, count = min(found)
-    speed_up = one_device_seconds(profile, batches[0]) / seconds
-    note = "  over memory" if over else ""
-    print(
-        f"  {'GPipe, straight':22} {speed_up:6.2f}    {'':9} {memory / 1e9:5.1f} GB  M {count:3}"
-        f"{note}  (ours {ours.speed_up / speed_up:.2f} x)"
+        f"  {plan.planner:28} {plan.speed_up:6.2f} {plan.warm_up:2} "
+        f"{'' if ratio is None else f'ACR {ratio:.2f}':8} "
+        f"{'' if memory is None else f'{memory / 1e9:.1f} GB':8} "
+        f"{'' if plan.microbatches is None else f'M {plan.microbatches}':6} {plan.stages}"
     )
 
 
@@ -295,13 +102,10 @@ def search_seconds() -> None:
 
 def main() -> None:
     """Print all tables."""
-    asked = argparse.ArgumentParser(description=__doc__)
-    asked.add_argument("--validation", type=Path, default=VALIDATION)
-    folder = asked.parse_args().validation
-    for whole in (False, True):
+    for whole_sequences in (False, True):
         for model in MODELS:
-            comparison(model, folder, whole)
-    print("Published: up to 3.23 x PipeDream's planner; 1.6 x GPipe's throughput, 12 % less memory")
+            table(model, whole_sequences)
+    print(PUBLISHED_CLAIMS)
     errors()
     search_seconds()
 

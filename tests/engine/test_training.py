@@ -190,6 +190,9 @@ def test_the_profile_shows_them(run: Run, expected: tuple[list[float], dict[int,
     profile = run.profile()
     assert profile.source == "measured" and set(profile.peak_bytes_by_rank) == set(range(4))
     assert profile.loss == pytest.approx(expected[0], rel=1e-5)
+    used = [seconds for (seconds,) in profile.rows("steps", "cpu_seconds")]
+    assert len(used) == 4 * len(profile.loss) and min(used) > 0
+    assert profile.cpu_seconds is not None and profile.cpu_seconds > 4 * min(used)
 
 
 def test_tensorboard_has_its_file(run: Run) -> None:

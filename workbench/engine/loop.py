@@ -148,7 +148,7 @@ class TrainingLoop:
     def _enqueue(self) -> None:
         """Enqueue the step at `index`, and count it."""
         observed = self._observed()
-        began = time.perf_counter()
+        began, cpu_began = time.perf_counter(), time.process_time()
         batch = self.feed.load(self.index)
         asked = self._asked_to_stop()
         self.meter.begin_step()
@@ -169,8 +169,11 @@ class TrainingLoop:
             self._samples[-1].counters = counters
         scalars = HostCopy(torch.stack([x for x in result if x is not None]))
         action = self.action_tracker.current
+        bytes_now = self.meter.now()
         self._under_way.append(
-            StepUnderWay(self.index, began, scalars, self.meter.now(), counters, action, timeline)
+            StepUnderWay(
+                self.index, began, cpu_began, scalars, bytes_now, counters, action, timeline
+            )
         )
         self.index += 1
 
@@ -185,10 +188,11 @@ class TrainingLoop:
 
     def _finish(self, step: StepUnderWay) -> int:
         loss, norm, stop, *scaling = self._scalars(step)
-        ended = time.perf_counter()
+        ended, cpu_ended = time.perf_counter(), time.process_time()
         if step.index == self.first and self._compiles_in_first_step:
             self._restore_deadlines()
         seconds, self._last_end = ended - max(step.began, self._last_end), ended
+        on_cpu = self.session.device.type == "cpu"
         t, scaler = self.plan.training, self.session.scaler
         scheduled = step.index - (scaler.skipped if scaler else 0)
         skipped = bool(scaler and scaling[1])
@@ -204,6 +208,8 @@ class TrainingLoop:
             "step": step.index,
             "loss": loss,
             "seconds": seconds,
+            # On a GPU steps overlap on the host, and what it does beside them is no measure of one.
+            "cpu_seconds": cpu_ended - step.cpu_began if on_cpu else None,
             "tokens": t.global_batch * t.sequence_length,
             "gradient_norm": norm,
             "learning_rate": learning_rate(scheduled, t.optimizer, t.steps),

@@ -45,6 +45,8 @@ class StepUnderWay:
     index: int
     began: float
     """time.perf_counter() when the host began with it."""
+    cpu_began: float
+    """time.process_time() then."""
     scalars: HostCopy
     bytes: int | None
     counters: StepCounters

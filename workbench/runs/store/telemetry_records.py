@@ -46,6 +46,7 @@ FIELDS: dict[str, dict[str, Check]] = {
         "step": whole,
         "loss": or_null(number),
         "seconds": number,
+        "cpu_seconds": or_null(number),
         "tokens": number,
         "gradient_norm": or_null(number),
         "learning_rate": or_null(number),
