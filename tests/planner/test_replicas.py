@@ -9,13 +9,17 @@ from typing import Any
 
 import pytest
 
+from workbench.cli.tables import stages_table
 from workbench.costmodel.inputs.rank_workload import workload
 from workbench.errors import PlanError
 from workbench.plan.rules.supported import unsupported
 from workbench.plan.schema import Plan
 from workbench.planner import estimate
+from workbench.planner.calibrated_plan import with_calibration
+from workbench.planner.explain.bottlenecks import memory_sentence
 from workbench.profile import Profile
 from workbench.runs.launch.free_memory import least_bytes
+from workbench.units import bytes_text, gib_text
 
 
 def dapple(replicas: list[int] | None, stages: int = 2, gpus: int = 16, **changes: Any) -> Plan:
@@ -77,8 +81,9 @@ def test_each_stage_splits_the_same_microbatch_over_its_own_replicas() -> None:
     ]
     profile = estimate(plan)
     reduced = profile.collectives[(profile.collectives.axis == "data")]
-    assert set(reduced.group_size) == {15} and set(reduced["rank"]) == {0}
-    assert profile.representative == {**dict.fromkeys(range(15), 0), 15: 15}
+    assert set(reduced.group_size) == {15} and set(reduced["rank"]) == {0, 1}
+    # The first replica alone sends the gradient of the tied weight.
+    assert profile.representative == {0: 0, **dict.fromkeys(range(1, 15), 1), 15: 15}
 
 
 def test_work_is_conserved() -> None:
@@ -103,6 +108,40 @@ def test_balanced_stages_give_a_stage_of_more_replicas_more_layers() -> None:
 def test_an_odd_number_of_cards_can_be_shared_out() -> None:
     profile = estimate(dapple([2, 1], 2, 3, training__global_batch=12))
     assert profile.world_size == 3 and len(peaks(profile)) == 3
+
+
+def shared_unevenly() -> Plan:
+    """Of four sequences, three replicas have 2, 1 and 1."""
+    changes = {"training__micro_batch": 4, "strategy__pipeline__partition": [16, 8, 8]}
+    return dapple([3, 1, 2], 3, 6, **changes)
+
+
+def test_each_kind_of_replica_has_rows() -> None:
+    """Rank 2 differs from rank 1 in that it sends no gradient of the tied weight."""
+    profile = estimate(shared_unevenly())
+    assert profile.representative == {rank: rank for rank in range(6)}
+    assert peaks(profile)[2] == peaks(profile)[1] < peaks(profile)[0]
+
+
+def test_a_replica_of_fewer_sequences_starts_with_its_stage_and_ends_earlier() -> None:
+    frame = estimate(shared_unevenly()).timeline
+    first, second = (frame[frame["rank"] == rank].reset_index() for rank in (0, 1))
+    for name in ("stage", "microbatch", "action", "start"):
+        assert first[name].tolist() == second[name].tolist()
+    assert ((second.end - second.start) < 0.7 * (first.end - first.start)).all()
+    assert (second.end > second.start).all()
+
+
+def test_words_about_a_stage_are_of_its_busiest_replica() -> None:
+    """Not of all its replicas together."""
+    plan = shared_unevenly()
+    profile = estimate(plan)
+    most = max(peaks(profile).values())
+    sentence = memory_sentence(with_calibration(plan.resolve())[0], profile)
+    assert gib_text(most) in sentence
+    built = stages_table(profile)
+    assert built is not None and built.row_count == 3
+    assert bytes_text(most) in map(str, built.columns[1].cells)
 
 
 @pytest.mark.parametrize(

@@ -23,26 +23,40 @@ PLANS = [
     replicated([2, 1], 2, changes={"strategy.pipeline.schedule": "gpipe"}, context=2),
     replicated([1, 3], 4, changes={"strategy.pipeline.schedule": "zb-h1"}),
 ]
-CALL = ["rank", "axis", "kind", "group_size", "dtype", "bytes", "action"]
+CALL = ["axis", "kind", "group_size", "dtype", "bytes", "action"]
 on_every_plan = pytest.mark.parametrize("plan", PLANS, ids=["dp", "zero-1", "sp", "gpipe", "zb-h1"])
 
 
-def calls(profile: Profile, step: int, ranks: set[int]) -> dict[Any, int]:
+def calls(profile: Profile, step: int, rank: int) -> dict[Any, int]:
     frame = profile.collectives
-    kept = frame[(frame.step == step) & frame["rank"].isin(ranks)]
+    kept = frame[(frame.step == step) & (frame["rank"] == rank)]
     found: dict[Any, int] = kept.groupby(CALL)["count"].sum().to_dict()
     return found
 
 
 @on_every_plan
-def test_an_estimate_is_what_the_first_replica_of_each_stage_does(plan: Plan) -> None:
+def test_an_estimate_is_what_every_rank_does(plan: Plan) -> None:
+    estimated = estimate(plan)
+    everyone = range(estimated.world_size)
+    rehearsed = rehearse(plan, ranks=everyone)
+    for rank in everyone:
+        stand_in = estimated.representative[rank]
+        assert calls(estimated, 0, stand_in) == calls(rehearsed, 1, rank), rank
+    assert estimated.peak_bytes_by_rank == pytest.approx(rehearsed.peak_bytes_by_rank, rel=0.02)
+
+
+@on_every_plan
+def test_both_instruments_show_the_same_ranks(plan: Plan) -> None:
     estimated, rehearsed = estimate(plan), rehearse(plan)
-    firsts = set(estimated.collectives["rank"])
-    assert len(firsts) == plan.strategy.pipeline.size
-    assert calls(estimated, 0, firsts) == calls(rehearsed, 1, firsts)
-    for rank in firsts:
-        peaks = (profile.peak_bytes_by_rank[rank] for profile in (estimated, rehearsed))
-        assert next(peaks) == pytest.approx(next(peaks), rel=0.02)
+    assert estimated.representative == rehearsed.representative
+    shown = set(estimated.representative.values())
+    for frame in (estimated.memory, estimated.timeline, estimated.collectives, rehearsed.memory):
+        assert set(frame["rank"]) == shown
+    assert stages(estimated) == stages(rehearsed)
+
+
+def stages(profile: Profile) -> dict[int, int]:
+    return {int(rank): int(stage) for rank, stage in profile.rows("memory", "rank", "stage")}
 
 
 @on_every_plan
@@ -58,3 +72,23 @@ def test_every_replica_is_rehearsed_that_shares_a_microbatch_otherwise() -> None
     assert profile.representative == {rank: rank for rank in range(5)}
     same = rehearse(replicated([2, 1], 4)).representative
     assert same == {0: 0, 1: 0, 2: 2}
+
+
+@pytest.mark.parametrize(("zero", "first_alike"), [(0, [0, 0, 2]), (1, [0, 1, 0])])
+def test_replicas_that_exchange_other_parts_of_a_tied_weight_differ(
+    zero: int, first_alike: list[int]
+) -> None:
+    """Although they have equal parts of a microbatch: the third of three sends its gradient to none
+    of two, and the second of three shards lies in both of two.
+    """
+    plan = replicated([3, 1, 2], 6, tied=True, changes={"strategy.data.zero": zero})
+    estimated, rehearsed = estimate(plan), rehearse(plan)
+    assert [estimated.representative[rank] for rank in range(3)] == first_alike
+    for rank in set(estimated.representative.values()):
+        assert calls(estimated, 0, rank) == calls(rehearsed, 1, rank), rank
+
+
+def test_the_estimated_compute_of_an_operator_report_is_of_the_rank() -> None:
+    report = rehearse(replicated([2, 1], 3), operators=True).notes["operators"]
+    seconds = [row["estimated_compute_seconds"] for row in report["ranks"]]
+    assert len(seconds) == 3 and seconds[1] < seconds[0]

@@ -201,15 +201,19 @@ def _host_bytes(found: Profile) -> float:
 
 
 def stages_table(found: Profile) -> Grid | None:
-    """Peak memory of each pipeline stage by category; None where there is one stage."""
-    names = ("step", "stage", "category", "bytes")
+    """Peak memory by category of each pipeline stage, on its rank with the most; None where there
+    is one stage.
+    """
+    names = ("step", "stage", "rank", "category", "bytes")
     rows = list(found.rows("memory", *names, moment="peak", tier="device"))
     last = max((step for step, *_ in rows), default=None)
-    sizes: dict[int, dict[str, float]] = {}
-    for step, stage, category, size in rows:
+    of_ranks: dict[tuple[int, int], dict[str, float]] = {}
+    for step, stage, rank, category, size in rows:
         if step == last and stage is not None and stage == stage and category != ALLOCATED:
-            of_stage = sizes.setdefault(int(stage), {})
-            of_stage[category] = max(of_stage.get(category, 0), size)
+            of_ranks.setdefault((int(stage), int(rank)), {})[category] = size
+    sizes: dict[int, dict[str, float]] = {}
+    for (stage, _), own in sorted(of_ranks.items()):
+        sizes[stage] = max(sizes.get(stage, {}), own, key=lambda x: sum(x.values()))
     if len(sizes) < 2:
         return None
     largest: dict[str, float] = {}

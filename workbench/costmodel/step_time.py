@@ -44,7 +44,7 @@ bandwidth from compute.
 
 @dataclass(frozen=True)
 class MicrobatchDurations:
-    """Seconds of one microbatch by pipeline rank, and how much of it is exposed communication."""
+    """Seconds of one microbatch by rank of the workload, and how much is exposed communication."""
 
     forward: Array
     backward: Array
@@ -103,6 +103,14 @@ def step_time(
     return StepTime(makespan + _sum(after.values()), durations, bubble, after, calls)
 
 
+def microbatch_durations(
+    w: Workload, constants: Constants, calls: list[CollectiveCall]
+) -> MicrobatchDurations:
+    """Seconds of one microbatch on each rank of `w.places`, given the collectives of a step."""
+    m = device_rates(w.fixed.gpu, w.fixed.precision, constants)
+    return _durations(w, m, measured_layer_times(w, m), calls, axis_links(w, constants))
+
+
 def model_flops_utilization(w: Workload, constants: Constants, time: StepTime) -> Number:
     """Model FLOPs utilization (MFU, 2204.02311): model FLOPs over what all GPUs could do in the
     step.
@@ -128,9 +136,11 @@ def waiting_share(w: Workload, time: StepTime) -> float:
     return float(1 - working / time.seconds)
 
 
-def compute_seconds_by_rank(w: Workload, time: StepTime) -> list[float]:
-    """Seconds of one plan's step in which each pipeline rank computes."""
-    seconds = np.broadcast_to(w.microbatches * time.durations.compute, (w.pipeline,))
+def compute_seconds_by_rank(w: Workload, constants: Constants) -> list[float]:
+    """Seconds of one plan's step in which each rank of `w.places` computes."""
+    m = device_rates(w.fixed.gpu, w.fixed.precision, constants)
+    work = measured_microbatch_compute(w, m, measured_layer_times(w, m))
+    seconds = np.broadcast_to(w.microbatches * (work.forward + work.backward), w.zeros.shape)
     return [float(one) for one in seconds]
 
 
@@ -320,7 +330,10 @@ def _boundary_seconds(
     if (
         w.fixed.replicas
     ):  # of two stages of unequal replicas, the ranks of the one with fewer move more
-        stream = np.maximum(stream, np.roll(stream, 1 if action == "F" else -1))
+        stages = np.array([place.stage for place in w.places])
+        beside = (stages + (-1 if action == "F" else 1)) % w.pipeline
+        # Ranks are in their order: the first of the stage beside has the most of its tokens.
+        stream = np.maximum(stream, np.asarray(stream)[np.searchsorted(stages, beside)])
     one = collective_seconds("recv", stream, w.pipeline, wires["pipeline"], constants)
     ends = (w.has_embedding, w.has_head) if action == "F" else (w.has_head, w.has_embedding)
     transfers = 1 - ends[0] + w.fixed.framework.model_parallel.blocking_sends * (1 - ends[1])
@@ -393,18 +406,21 @@ def _executed(table: Table) -> Table:
 
 
 def stage_durations(w: Workload, d: MicrobatchDurations) -> dict[str, list[float]]:
-    """Seconds of F, B, I and W of one plan by stage; a rank's time is divided evenly over its
-    stages.
-    """
+    """Seconds of F, B, I and W of one plan by stage."""
     s = w.fixed
+    homes = stage_homes(s.pipeline, s.schedule, len(s.partition), s.table)
+    return {kind: by_rank[homes].tolist() for kind, by_rank in action_seconds(w, d).items()}
+
+
+def action_seconds(w: Workload, d: MicrobatchDurations) -> dict[str, Array]:
+    """Seconds of an F, B, I and W by rank, whose time is divided evenly over its stages."""
     by_action = {
         "F": d.forward,
         "B": d.backward,
         "I": d.backward - d.weight_grad,
         "W": d.weight_grad,
     }
-    homes = stage_homes(s.pipeline, s.schedule, len(s.partition), s.table)
-    return {kind: (by_rank / s.chunks)[homes].tolist() for kind, by_rank in by_action.items()}
+    return {kind: by_rank / w.fixed.chunks for kind, by_rank in by_action.items()}
 
 
 def _exposed_data_comm(

@@ -8,15 +8,31 @@ as in Megatron-LM's `tp-cp-ep-dp-pp` order.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from functools import lru_cache, partial
+from typing import Any, Literal, NamedTuple
 
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.schema import AXES
-from workbench.plan.stage_replicas import overlaps, plan_stage_tokens
+from workbench.plan.stage_replicas import Part, even_parts, overlaps, own_part, plan_stage_tokens
 
 TrafficReach = Literal["node", "network", "racks"]
 """How far an axis goes: over a node's own links, between nodes, between racks."""
+
+
+class RankPlace(NamedTuple):
+    """A rank's index along the axes that decide its work.
+
+    Attributes:
+        stage: Pipeline rank.
+        replica: Data-parallel rank; where stages have replicas of their own, among those of its
+            stage.
+        tensor: Tensor-parallel rank.
+    """
+
+    stage: int
+    replica: int = 0
+    tensor: int = 0
 
 
 def axis_strides(placement: Sequence[str], sizes: Mapping[str, Any]) -> dict[str, Any]:
@@ -63,48 +79,68 @@ def first_ranks_of_stages(plan: ResolvedPlan) -> list[int]:
     return [stage * _pipeline_stride(plan) for stage in range(plan.sizes["pipeline"])]
 
 
-def stage_of(plan: ResolvedPlan, rank: int) -> int:
-    """The pipeline rank of global rank `rank`."""
-    return first_ranks_of_stages(plan).index(representative_ranks(plan)[rank])
+def rank_place(plan: ResolvedPlan, rank: int) -> RankPlace:
+    """Where global rank `rank` stands on the mesh, or on that of its stage where stages have
+    replicas of their own.
+    """
+    sizes = plan.sizes
+    stage = 0
+    if replicas := plan.strategy.pipeline.replicas:
+        starts = first_ranks_of_stages(plan)
+        stage = bisect_right(starts, rank) - 1
+        rank, sizes = rank - starts[stage], sizes | {"data": replicas[stage]}
+    strides = axis_strides(plan.strategy.placement, sizes)
+    at = {axis: rank // strides[axis] % sizes[axis] for axis in ("tensor", "data", "pipeline")}
+    return RankPlace(stage if replicas else at["pipeline"], at["data"], at["tensor"])
 
 
 def representative_ranks(plan: ResolvedPlan) -> dict[int, int]:
-    """Rank -> the first rank of its pipeline stage, which does the same work; where replicas of a
-    stage share a microbatch unevenly, the first has the most of it.
-    """
-    if plan.strategy.pipeline.replicas:
-        starts = first_ranks_of_stages(plan)
-        return {rank: starts[bisect_right(starts, rank) - 1] for rank in range(plan.world_size)}
-    stride, stages = _pipeline_stride(plan), plan.sizes["pipeline"]
-    return {rank: rank // stride % stages * stride for rank in range(plan.world_size)}
-
-
-def equal_ranks(plan: ResolvedPlan) -> dict[int, int]:
-    """Rank -> the first rank that makes the same calls: `representative_ranks`, but for stages with
-    replicas of their own, of which those are alike that exchange as many tokens with as many
-    peers.
+    """Rank -> the first rank that makes the same calls: the first of its pipeline stage. Of stages
+    with replicas of their own, those are alike that exchange as many tokens with as many peers.
     """
     if not plan.strategy.pipeline.replicas:
-        return representative_ranks(plan)
+        stride, stages = _pipeline_stride(plan), plan.sizes["pipeline"]
+        return {rank: rank // stride % stages * stride for rank in range(plan.world_size)}
+    work = lru_cache(maxsize=None)(partial(_replica_work, plan, plan_stage_tokens(plan)))
     first: dict[object, int] = {}
-    return {rank: first.setdefault(work, rank) for rank, work in enumerate(_replica_work(plan))}
+    return {
+        rank: first.setdefault(work(rank_place(plan, rank)), rank)
+        for rank in range(plan.world_size)
+    }
 
 
-def _replica_work(plan: ResolvedPlan) -> Iterator[tuple[object, ...]]:
-    """What each rank in turn does: its stage, its tokens of a microbatch, and how many of them
-    it shares with each replica of the stages beside.
+def _replica_work(
+    plan: ResolvedPlan, parts: list[list[Part]], place: RankPlace
+) -> tuple[object, ...]:
+    """What a rank of a stage with replicas of its own does: its stage, its tokens of a microbatch,
+    how many of them it shares with each replica of the stages beside, and what of a tied weight's
+    gradient.
+
+    Args:
+        plan: The plan.
+        parts: Tokens of a microbatch by stage, as `plan_stage_tokens` gives them.
+        place: Of the rank.
     """
-    parts, split = plan_stage_tokens(plan), plan.strategy.tensor.sequence
-    for stage, replicas in enumerate(plan.strategy.pipeline.replicas or []):
-        beside = [parts[i] for i in (stage - 1, stage + 1) if 0 <= i < len(parts)]
-        sizes = plan.sizes | {"data": replicas}
-        strides = axis_strides(plan.strategy.placement, sizes)
-        for rank in range(strides["pipeline"]):
-            at = {axis: rank // strides[axis] % sizes[axis] for axis in ("tensor", "data")}
-            place = at["data"] * sizes["tensor"] + at["tensor"] if split else at["data"]
-            own = parts[stage][place]
-            shared = tuple(tuple(b - a for _, (a, b) in overlaps(own, x)) for x in beside)
-            yield stage, own[1] - own[0], shared
+    own = own_part(parts, plan.strategy.pipeline.replicas or [], *place)
+    beside = [parts[i] for i in (place.stage - 1, place.stage + 1) if 0 <= i < len(parts)]
+    shared = tuple(tuple(b - a for _, (a, b) in overlaps(own, x)) for x in beside)
+    return place.stage, own[1] - own[0], shared, _tied_work(plan, place)
+
+
+def _tied_work(plan: ResolvedPlan, place: RankPlace) -> tuple[int, ...]:
+    """What a rank exchanges of a tied weight's gradient with the other end of the pipeline: how
+    often it sends all of it, or how much its shard shares with each there. Shards count as equal;
+    padding makes them differ by a few elements, as it does those of plain stages.
+    """
+    replicas = plan.strategy.pipeline.replicas or []
+    ends = {0: (replicas[0], replicas[-1]), len(replicas) - 1: (replicas[-1], replicas[0])}
+    if not plan.shape.tied or place.stage not in ends:
+        return ()
+    own, other = ends[place.stage]
+    if not plan.strategy.data.zero:
+        return (len(range(place.replica, other, own)),)
+    shards, others = even_parts(own * other, own), even_parts(own * other, other)
+    return tuple(b - a for _, (a, b) in overlaps(shards[place.replica], others))
 
 
 def _pipeline_stride(plan: ResolvedPlan) -> int:

@@ -90,6 +90,14 @@ def plan_stage_tokens(plan: ResolvedPlan) -> list[list[Part]]:
     return stage_tokens(t.micro_batch, length, s.pipeline.replicas or [], shards)
 
 
+def own_part(
+    parts: Sequence[Sequence[Part]], replicas: Sequence[int], stage: int, replica: int, tensor: int
+) -> Part:
+    """The part of a rank, of `parts` by stage as `stage_tokens` gives them."""
+    shards = len(parts[stage]) // replicas[stage]
+    return parts[stage][replica * shards + tensor % shards]
+
+
 def overlaps(own: Part, others: Sequence[Part]) -> list[tuple[int, Part]]:
     """Parts of `others` that `own` shares items with: (index, the items relative to `own`)."""
     start, stop = own

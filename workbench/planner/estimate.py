@@ -4,21 +4,33 @@ Profile.
 
 from __future__ import annotations
 
-from typing import Any
+from collections import defaultdict
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from workbench.costmodel.communication.collective_call import CollectiveCall
-from workbench.costmodel.communication.collective_volume import exact_collectives
+from workbench.costmodel.communication.collective_volume import exact_collectives, step_collectives
 from workbench.costmodel.compute.kernel_benchmarks import kernel_cost_source
 from workbench.costmodel.cpu_seconds import cpu_seconds
-from workbench.costmodel.inputs.rank_workload import workload
+from workbench.costmodel.inputs.config import Array
+from workbench.costmodel.inputs.rank_workload import Workload, workload
 from workbench.costmodel.memory.near_full import near_full_slowdown
 from workbench.costmodel.memory.peak_memory import PeakMemory, peak_memory
 from workbench.costmodel.memory.reported_memory import memory_requirement
+from workbench.costmodel.rates.constants import Constants
 from workbench.costmodel.rates.fitted_constants import measured_profile
-from workbench.costmodel.step_time import model_flops_utilization, step_time, step_time_breakdown
-from workbench.plan.rank_placement import first_ranks_of_stages, representative_ranks
+from workbench.costmodel.step_time import (
+    MicrobatchDurations,
+    StepTime,
+    action_seconds,
+    microbatch_durations,
+    model_flops_utilization,
+    step_time,
+    step_time_breakdown,
+)
+from workbench.plan.rank_placement import representative_ranks
+from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.schema import Plan
 from workbench.planner.assumed_hardware import assumed_hardware
 from workbench.planner.calibrated_plan import with_calibration
@@ -40,14 +52,18 @@ def estimate(plan: Plan) -> Profile:
     """Peak memory by category and pipeline stage, step time by part, every collective; fits, and
     else what would fit.
 
-    Completes the plan. One rank a pipeline stage stands for all ranks of that stage. Raises
+    Completes the plan. One rank a pipeline stage stands for all ranks of that stage; where stages
+    have replicas of their own, one for each kind of them, and the busiest decides the time. Raises
     `PlanError` where the plan is illegal or asks for what the planner does not model.
     """
     full, k = with_calibration(plan.resolve())
     w = workload(full)
-    live, time = peak_memory(w, k), step_time(w, k)
+    time = step_time(w, k)
     drawn, microbatches = simulated_timeline(w, time.durations)
-    starts = first_ranks_of_stages(full)
+    representative = representative_ranks(full)
+    ranks = sorted(set(representative.values()))
+    shown = _shown(full, w, k, time, ranks)
+    live = peak_memory(shown.workload, k)
     head = {"run": full.name, "source": "estimated", "step": 0}
     capacity = int(full.gpu.memory_gib * GIB)
     notes: dict[str, Any] = {
@@ -79,87 +95,110 @@ def estimate(plan: Plan) -> Profile:
         notes["timeline_microbatches"] = microbatches
     if most > capacity:
         notes["advice"] = first_fitting_change(plan, full)
-    own = [exact_collectives(w, time.calls, rank) for rank in range(w.pipeline)]
+    own = [exact_collectives(shown.workload, shown.calls, place) for place in range(len(ranks))]
     seconds = float(time.seconds)
     return Profile(
         run=full.name,
         source="estimated",
         world_size=full.world_size,
-        memory=_memory_frame(head, live, starts),
-        timeline=_timeline_frame(head, drawn, starts),
-        collectives=_collectives_frame(head, own, starts),
+        memory=_memory_frame(head, live, shown),
+        timeline=_timeline_frame(head, drawn, shown, action_seconds(w, time.durations)),
+        collectives=_collectives_frame(head, own, shown),
         steps=_steps_frame(head, seconds, _tokens_per_step(full)),
-        representative=representative_ranks(full),
+        representative=representative,
         capacity_bytes=capacity,
         notes=notes,
     )
+
+
+class _Shown(NamedTuple):
+    """The ranks that an estimate has rows of."""
+
+    ranks: list[int]
+    workload: Workload
+    calls: list[CollectiveCall]
+    durations: MicrobatchDurations
+
+    def frame(self, kind: str, head: dict[str, Any], columns: dict[str, list[Any]]) -> Columns:
+        """A frame from columns, of which `at` has each row's place among `ranks`."""
+        at = np.array(columns.pop("at"), dtype=int)
+        stages = np.array([place.stage for place in self.workload.places])
+        arrays = {name: np.array(values) for name, values in columns.items()}
+        arrays = {"stage": stages[at], **arrays, "rank": np.array(self.ranks)[at]}
+        return columns_of(kind, arrays | head, len(at))
+
+
+def _shown(
+    full: ResolvedPlan, w: Workload, k: Constants, time: StepTime, ranks: list[int]
+) -> _Shown:
+    """What `ranks` do: where they are the first of each stage, `w` and `time` have it already."""
+    if not full.strategy.pipeline.replicas:
+        return _Shown(ranks, w, time.calls, time.durations)
+    own = workload(full, ranks)
+    calls = step_collectives(own)
+    return _Shown(ranks, own, calls, microbatch_durations(own, k, calls))
 
 
 def _tokens_per_step(plan: Plan) -> int:
     return plan.training.global_batch * plan.training.sequence_length
 
 
-def _memory_frame(head: dict[str, Any], live: PeakMemory, starts: list[int]) -> Columns:
-    """A row a stage, moment and category that is not nothing; host rows at every moment, for they
+def _memory_frame(head: dict[str, Any], live: PeakMemory, shown: _Shown) -> Columns:
+    """A row a rank, moment and category that is not nothing; host rows at every moment, for they
     do not move.
     """
     columns: dict[str, list[Any]] = {
-        name: [] for name in ("stage", "moment", "tier", "category", "bytes")
+        name: [] for name in ("at", "moment", "tier", "category", "bytes")
     }
     for moment in MOMENTS:
         for tier, table in (("device", live.moments[moment]), ("host", live.host)):
             for category, sizes in table.items():
-                for stage, size in enumerate(sizes.tolist()):
+                for at, size in enumerate(sizes.tolist()):
                     if size > 0:
-                        for name, value in zip(
-                            columns, (stage, moment, tier, category, round(size))
-                        ):
+                        for name, value in zip(columns, (at, moment, tier, category, round(size))):
                             columns[name].append(value)
-    return _frame("memory", head, columns, starts)
+    return shown.frame("memory", head, columns)
 
 
-def _timeline_frame(head: dict[str, Any], simulated: Timeline | None, starts: list[int]) -> Columns:
-    intervals = simulated.intervals if simulated else ()
+def _timeline_frame(
+    head: dict[str, Any], simulated: Timeline | None, shown: _Shown, longest: dict[str, Array]
+) -> Columns:
+    """Actions of each rank as its pipeline rank was simulated, whose seconds are `longest`. A
+    replica that has fewer sequences starts when the busiest of its stage does, and ends earlier.
+    """
+    own = action_seconds(shown.workload, shown.durations)
+    of_stage = defaultdict(list)
+    for interval in simulated.intervals if simulated else ():
+        of_stage[interval.rank].append(interval)
+    rows = [
+        (at, i, longest[i.action.kind][i.rank] - own[i.action.kind][at])
+        for at, place in enumerate(shown.workload.places)
+        for i in of_stage[place.stage]
+    ]
     columns: dict[str, list[Any]] = {
-        "stage": [i.action.stage for i in intervals],
-        "microbatch": [i.action.microbatch for i in intervals],
-        "action": [i.action.kind for i in intervals],
-        "start": [i.start for i in intervals],
-        "end": [i.end for i in intervals],
+        "at": [at for at, *_ in rows],
+        "stage": [i.action.stage for _, i, _ in rows],
+        "microbatch": [i.action.microbatch for _, i, _ in rows],
+        "action": [i.action.kind for _, i, _ in rows],
+        "start": [i.start for _, i, _ in rows],
+        "end": [i.end - earlier for _, i, earlier in rows],
     }
-    return _frame("timeline", head, columns, starts, [i.rank for i in intervals])
+    return shown.frame("timeline", head, columns)
 
 
 def _collectives_frame(
-    head: dict[str, Any], calls: list[list[CollectiveCall]], starts: list[int]
+    head: dict[str, Any], calls: list[list[CollectiveCall]], shown: _Shown
 ) -> Columns:
     names = ("axis", "kind", "group_size", "dtype", "bytes", "count", "action")
-    rows = [(stage, call) for stage, own in enumerate(calls) for call in own]
+    rows = [(at, call) for at, own in enumerate(calls) for call in own]
     columns: dict[str, list[Any]] = {
         name: [getattr(call, name) for _, call in rows] for name in names
     }
     columns |= {name: [round(x) for x in columns[name]] for name in ("bytes", "count")}
-    columns["stage"] = [stage for stage, _ in rows]
-    return _frame("collectives", head, columns, starts)
+    columns["at"] = [at for at, _ in rows]
+    return shown.frame("collectives", head, columns)
 
 
 def _steps_frame(head: dict[str, Any], seconds: float, tokens: int) -> Columns:
     row = head | {"rank": 0, "seconds": seconds, "tokens": tokens, "skipped": False}
     return Columns(row, 1, lambda: frame("steps", [row]))
-
-
-def _frame(
-    kind: str,
-    head: dict[str, Any],
-    columns: dict[str, list[Any]],
-    starts: list[int],
-    homes: list[int] | None = None,
-) -> Columns:
-    """A frame from columns; ranks follow from pipeline ranks, which are the stages unless `homes`
-    says.
-    """
-    arrays = {name: np.array(values) for name, values in columns.items()}
-    ranks = {
-        "rank": np.array(starts)[np.array(arrays["stage"] if homes is None else homes, dtype=int)]
-    }
-    return columns_of(kind, arrays | ranks | head, len(columns["stage"]))

@@ -18,9 +18,8 @@ from workbench.costmodel.compute.operator_roofline import (
 )
 from workbench.costmodel.inputs.rank_workload import workload
 from workbench.costmodel.rates.constants import Constants
-from workbench.costmodel.step_time import compute_seconds_by_rank, step_time
+from workbench.costmodel.step_time import compute_seconds_by_rank
 from workbench.errors import PlanError
-from workbench.plan.rank_placement import stage_of
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.planner.calibrated_plan import with_calibration
 
@@ -39,7 +38,7 @@ def operator_report(plan: ResolvedPlan, counted: Mapping[int, Counter[Operator]]
     """
     full, constants = with_calibration(plan)
     m = device_rates(full.gpu, full.strategy.precision, constants)
-    estimated = _estimated_compute(full, constants)
+    estimated = _estimated_compute(full, constants, list(counted))
     rows: list[dict[str, Any]] = []
     ranks: list[dict[str, Any]] = []
     for rank, operators in counted.items():
@@ -54,7 +53,7 @@ def operator_report(plan: ResolvedPlan, counted: Mapping[int, Counter[Operator]]
             ),
         }
         if estimated is not None:
-            own = estimated[stage_of(plan, rank)]
+            own = estimated[rank]
             summary["estimated_compute_seconds"] = own
             summary["difference"] = own / summary["compute_seconds"] - 1
         ranks.append(summary)
@@ -67,12 +66,14 @@ def _rows(times: list[OperatorTime]) -> list[dict[str, Any]]:
     return [one.row() | {"share": one.seconds / total} for one in times]
 
 
-def _estimated_compute(plan: ResolvedPlan, constants: Constants) -> list[float] | None:
-    """Compute seconds of a step by pipeline rank; None where the planner does not cover the plan,
-    such as a model that is code.
+def _estimated_compute(
+    plan: ResolvedPlan, constants: Constants, ranks: list[int]
+) -> dict[int, float] | None:
+    """Compute seconds of a step of `ranks`; None where the planner does not cover the plan, such as
+    a model that is code.
     """
     try:
-        w = workload(plan)
+        w = workload(plan, ranks)
     except PlanError:
         return None
-    return compute_seconds_by_rank(w, step_time(w, constants))
+    return dict(zip(ranks, compute_seconds_by_rank(w, constants)))

@@ -16,7 +16,7 @@ from workbench.engine.measure.step_sampler import StepSampler
 from workbench.models.python_model import build_python_model
 from workbench.parallel.mesh import Mesh, build_mesh
 from workbench.plan.custom_schedule import stages_in_flight
-from workbench.plan.rank_placement import equal_ranks
+from workbench.plan.rank_placement import representative_ranks
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.rules.supported import require
 from workbench.plan.schema import Plan
@@ -42,19 +42,19 @@ def rehearse(
     operators: bool = False,
 ) -> Profile:
     """Peak memory by category and every collective of `ranks`; default: one of each
-    pipeline stage, and of its replicas that share a microbatch unevenly.
+    pipeline stage, and of each kind of its replicas where they share a microbatch unevenly.
 
     With `operators` also every computing operator, in `notes`.
 
     The first step's peak includes that of building the session.
 
-    Ranks of a stage do the same, so the others are represented by their stage's first. Raises
+    Ranks that do the same are represented by the first of them. Raises
     `PlanError` where the engine cannot run the plan yet, ValueError for a rank outside the world.
     `progress(done, of)` is called after each rank.
     """
     plan = plan.resolve()
     require(plan, "rehearse", allow_code)
-    representative = equal_ranks(plan)
+    representative = representative_ranks(plan)
     chosen = sorted(set(representative.values()) if ranks is None else set(ranks))
     for rank in chosen:
         if not 0 <= rank < plan.world_size:
@@ -88,10 +88,10 @@ def _notes(plan: ResolvedPlan, counted: dict[int, Counter[Operator]] | None) -> 
 
 
 def _stand_ins(representative: dict[int, int], chosen: list[int]) -> dict[int, int]:
-    """Rank -> the rehearsed rank that does the same: itself, or the first of its stage; ranks that
+    """Rank -> the rehearsed rank that does the same: itself, or the first that does; ranks that
     have none left out.
 
-    `representative` maps ranks of a stage to one of them.
+    `representative` maps ranks that do the same to one of them.
     """
     first: dict[int, int] = {}
     for rank in chosen:

@@ -48,11 +48,11 @@ class PackedBucket:
     experts: bool
 
 
-def rank_buckets(w: Workload, rank: int) -> list[list[PackedBucket]]:
+def rank_buckets(w: Workload, pipeline_rank: int) -> list[list[PackedBucket]]:
     """Buckets of every stage of a pipeline rank, in the order in which backward fills them."""
     s = w.fixed
     homes = stage_homes(s.pipeline, s.schedule, len(s.partition), s.table).tolist()
-    mine = [stage for stage, home in enumerate(homes) if home == rank]
+    mine = [stage for stage, home in enumerate(homes) if home == pipeline_rank]
     ends = {0, len(homes) - 1}
     both = ends <= set(mine)
     apart = bool(w.zero) and w.shape.tied and not both
@@ -87,41 +87,42 @@ def _shard_ranks(w: Workload, bucket: PackedBucket) -> int:
     return max(1, int(w.searched.shard) // _expert_ranks(w, bucket)) if w.zero else 1
 
 
-def _replica_ranks(w: Workload, bucket: PackedBucket, rank: int) -> int:
-    """Number of ranks that hold the same bucket; stages may be replicated unequally."""
-    replicas = np.broadcast_to(np.ravel(w.data * w.searched.context), w.fixed.pipeline)[rank]
-    return round(float(replicas)) // _expert_ranks(w, bucket)
+def _replica_ranks(w: Workload, bucket: PackedBucket) -> int:
+    """Number of ranks that hold the same bucket."""
+    return round(float(w.data * w.searched.context)) // _expert_ranks(w, bucket)
 
 
-def bucket_collectives(w: Workload, rank: int) -> Counter[BucketCollective]:
-    """Collectives of gradients and parameters in a step, on one pipeline rank, with counts."""
+def bucket_collectives(w: Workload, place: int) -> Counter[BucketCollective]:
+    """Collectives of gradients and parameters in a step with counts, on the rank at `place` among
+    `w.places`.
+    """
     found: Counter[BucketCollective] = Counter()
-    w = _with_shards_of(w, rank)
-    for stage in rank_buckets(w, rank):
-        for row, times in _reductions(w, stage, rank):
+    w = _with_replicas_at(w, place)
+    for stage in rank_buckets(w, w.places[place].stage):
+        for row, times in _reductions(w, stage):
             found[row] += times
         for row, times in _gathers(w, stage):
             found[row] += times
     return found
 
 
-def _with_shards_of(w: Workload, rank: int) -> Workload:
-    """`w` with the shard group of one pipeline rank, where stages have replicas of their own."""
+def _with_replicas_at(w: Workload, place: int) -> Workload:
+    """`w` with the replicas and shards of one of its ranks, where stages have replicas of their
+    own.
+    """
     if not w.fixed.replicas:
         return w
-    shard = float(np.asarray(w.searched.shard)[rank])
-    return replace(w, searched=replace(w.searched, shard=shard))
+    data, shard = (float(np.asarray(x)[place]) for x in (w.data, w.searched.shard))
+    return replace(w, data=data, searched=replace(w.searched, shard=shard))
 
 
-def _reductions(
-    w: Workload, stage: list[PackedBucket], rank: int
-) -> Iterator[tuple[BucketCollective, int]]:
+def _reductions(w: Workload, stage: list[PackedBucket]) -> Iterator[tuple[BucketCollective, int]]:
     hooks = "B" if w.pipeline == 1 else "REDUCE_GRAD"
     times = int(w.microbatches) if w.zero >= 2 and w.reduce_microbatch else 1
     for index, bucket in enumerate(stage):
         size, group, shard = (
             bucket.elements * float(w.gradient_element_bytes),
-            _replica_ranks(w, bucket, rank),
+            _replica_ranks(w, bucket),
             _shard_ranks(w, bucket),
         )
         yield ("data", "reduce_scatter", shard, "gradient", size, hooks), times

@@ -5,7 +5,7 @@ Axes, kinds and actions are named as a run's telemetry names them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import zip_longest
 
@@ -21,7 +21,8 @@ from workbench.costmodel.communication.float8_volume import float8_collectives
 from workbench.costmodel.communication.grid_volume import grid_collectives
 from workbench.costmodel.inputs.config import Array, Number
 from workbench.costmodel.inputs.rank_workload import Workload
-from workbench.plan.stage_replicas import overlaps, stage_tokens
+from workbench.plan.rank_placement import RankPlace
+from workbench.plan.stage_replicas import Part, overlaps, own_part, stage_tokens
 from workbench.runtime_facts.bucket_packing import shard_parts
 
 STEP_SCALARS_BYTES = 12.0
@@ -51,25 +52,25 @@ def step_collectives(w: Workload) -> list[CollectiveCall]:
 
 
 def exact_collectives(
-    w: Workload, all_calls: list[CollectiveCall], rank: int
+    w: Workload, all_calls: list[CollectiveCall], place: int
 ) -> list[CollectiveCall]:
-    """Collectives of one pipeline rank of one plan, with the engine's own bucket sizes.
+    """Collectives of one rank of one plan, with the engine's own bucket sizes.
 
     Args:
         w: Per-rank problem sizes of one plan.
         all_calls: What `step_collectives` returns.
-        rank: Pipeline rank.
+        place: Of the rank, among `w.places`.
 
     Returns:
         The calls that move bytes between at least two ranks.
     """
-    own = [_on_rank(call, rank) for call in all_calls]
+    own = [_on_rank(call, place) for call in all_calls]
     if w.fixed.framework.data_parallel.packs_buckets:
         dtypes = {"parameter": w.dtype, "gradient": gradient_dtype_name(w)}
         packed = [
             CollectiveCall(axis, kind, group, dtypes[dtype], size, float(count), action)
             for (axis, kind, group, dtype, size, action), count in bucket_volume.bucket_collectives(
-                w, rank
+                w, place
             ).items()
         ]
         own = [
@@ -78,15 +79,15 @@ def exact_collectives(
     return [call for call in own if call.group_size > 1 and call.count > 0 and call.bytes > 0]
 
 
-def _on_rank(call: CollectiveCall, rank: int) -> CollectiveCall:
+def _on_rank(call: CollectiveCall, place: int) -> CollectiveCall:
     group_size, size, count = (
-        _at(value, rank) for value in (call.group_size, call.bytes, call.count)
+        _at(value, place) for value in (call.group_size, call.bytes, call.count)
     )
     return replace(call, group_size=round(group_size), bytes=size, count=count)
 
 
-def _at(value: Number, rank: int) -> float:
-    return float(np.asarray(value)[rank] if np.ndim(value) else value)
+def _at(value: Number, place: int) -> float:
+    return float(np.asarray(value)[place] if np.ndim(value) else value)
 
 
 def _tensor_calls(w: Workload) -> list[CollectiveCall]:
@@ -271,30 +272,51 @@ def _tied_transfers(w: Workload) -> Iterator[tuple[str, Number, Number]]:
     elif not w.zero:
         first, last = w.fixed.replicas[0], w.fixed.replicas[-1]
         other = np.where(w.has_embedding > 0, last, first)
-        yield "send", table, ends * np.ceil(other / w.data)
+        replica = np.array([place.replica for place in w.places])
+        yield "send", table, ends * np.ceil((other - replica) / w.data)
         yield "recv", table, ends
     else:
-        yield from _tied_shards(w, ends)
+        for elements in _shared_with_peers(w.places, _tied_shards(w)):
+            size = elements * w.gradient_element_bytes
+            yield from (("send", size, ends), ("recv", size, ends))
 
 
-def _tied_shards(w: Workload, ends: Number) -> Iterator[tuple[str, Number, Number]]:
-    """The same where ZeRO shards it over other numbers of replicas at both ends: what the first
-    shards of each end share with the other's.
+def _tied_shards(w: Workload) -> Callable[[RankPlace], tuple[Part, list[Part]] | None]:
+    """(own shard, those of the other end) of a tied weight's gradient by rank of the first and the
+    last stage, where ZeRO shards it over other numbers of replicas at both ends.
     """
     numel = int(np.max(w.table_params))
-    replicas = [w.fixed.replicas[0], w.fixed.replicas[-1]]
-    shards = [shard_parts(numel, size) for size in replicas]
-    for here, at in enumerate((w.has_embedding, w.has_head)):
-        for _, (start, stop) in overlaps(shards[here][0], shards[1 - here]):
-            size = (stop - start) * w.gradient_element_bytes
-            yield from (("send", size, ends * at), ("recv", size, ends * at))
+    first, last = (shard_parts(numel, w.fixed.replicas[stage]) for stage in (0, -1))
+    ends = {0: (first, last), w.pipeline - 1: (last, first)}
+
+    def shards(place: RankPlace) -> tuple[Part, list[Part]] | None:
+        if place.stage not in ends:
+            return None
+        own, others = ends[place.stage]
+        return own[place.replica], others
+
+    return shards
+
+
+def _shared_with_peers(
+    places: Sequence[RankPlace], parts: Callable[[RankPlace], tuple[Part, Sequence[Part]] | None]
+) -> Iterator[Array]:
+    """Items that each rank shares with its first peer, its second and so on; 0 where it has none.
+
+    Args:
+        places: The ranks.
+        parts: (own part, parts of the peers) of a rank; None where it has no peers.
+    """
+    each = [parts(place) for place in places]
+    shared = [[b - a for _, (a, b) in overlaps(*both)] if both else [] for both in each]
+    yield from (np.array(items, float) for items in zip_longest(*shared, fillvalue=0))
 
 
 def _boundary_transfers(w: Workload) -> Iterator[tuple[Number, Number]]:
     """(bytes, times a step) of what a rank sends across its stage's boundaries, and receives.
 
-    Where stages have replicas of their own, the first rank of a stage exchanges with every rank of
-    a neighboring stage the tokens that both have.
+    Where stages have replicas of their own, a rank exchanges with every rank of a neighboring stage
+    the tokens that both have.
     """
     if not w.fixed.replicas:
         yield w.residual_bytes, w.microbatches * (w.zeros + w.num_boundary_transfers)
@@ -305,15 +327,14 @@ def _boundary_transfers(w: Workload) -> Iterator[tuple[Number, Number]]:
         int(w.searched.micro_batch), length, w.fixed.replicas, int(w.sequence_parallel)
     )
     for side in (-1, 1):
-        shared = [
-            [stop - start for _, (start, stop) in overlaps(own[0], parts[stage + side])]
-            if 0 <= stage + side < len(parts)
-            else []
-            for stage, own in enumerate(parts)
-        ]
-        for sizes in zip_longest(*shared, fillvalue=0):
-            pieces = np.array(sizes, dtype=float)
-            yield one * pieces, w.microbatches * (pieces > 0)
+
+        def beside(place: RankPlace, side: int = side) -> tuple[Part, list[Part]] | None:
+            if not 0 <= place.stage + side < len(parts):
+                return None
+            return own_part(parts, w.fixed.replicas, *place), parts[place.stage + side]
+
+        for tokens in _shared_with_peers(w.places, beside):
+            yield one * tokens, w.microbatches * (tokens > 0)
 
 
 def _data_calls(w: Workload) -> list[CollectiveCall]:

@@ -1,13 +1,14 @@
 """Configuration of the cost model: what all candidates share, and what a search varies.
 
 The same functions price one plan and millions: a quantity is a float, or an array with one entry
-per candidate. A quantity that differs between pipeline ranks has the ranks along its first axis
-and candidates along the axes behind it. NumPy's broadcasting then evaluates what depends on few
-axes once, on few elements.
+per candidate. A quantity that differs between the ranks that are evaluated has them along its first
+axis and candidates along the axes behind it. NumPy's broadcasting then evaluates what depends on
+few axes once, on few elements.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -147,7 +148,7 @@ class SearchedConfig:
     """Bytes per gradient as it is accumulated and reduced; 0: `auto`, resolved per candidate."""
     selective: Number
     recomputed_layers: Array
-    """Number of fully recomputed layers, by pipeline rank (first axis)."""
+    """Number of fully recomputed layers, by rank (first axis)."""
     layers_after_recomputed: Array
     """Number of layers behind the last recomputed one of the rank, which save all their
     activations.
@@ -228,10 +229,15 @@ def _stepped(plan: Plan) -> dict[str, float]:
     return {"step_element_bytes": element, "step_cast_bytes": element * widened}
 
 
-def searched_config(plan: ResolvedPlan) -> SearchedConfig:
-    """Build the searched part of a resolved plan: the one candidate that it is."""
-    s, sizes = plan.strategy, plan.sizes
-    recomputed, kept_after = recomputed_layers_of(plan)
+def searched_config(plan: ResolvedPlan, stages: Sequence[int]) -> SearchedConfig:
+    """Build the searched part of a resolved plan: the one candidate that it is.
+
+    Args:
+        plan: The plan.
+        stages: Pipeline ranks of the ranks that are evaluated.
+    """
+    s, sizes, at = plan.strategy, plan.sizes, np.array(stages)
+    recomputed, kept_after = (layers[at] for layers in recomputed_layers_of(plan))
     mean = plan.world_size / (sizes["tensor"] * sizes["context"] * sizes["pipeline"])
     return SearchedConfig(
         tensor=sizes["tensor"],
@@ -240,7 +246,7 @@ def searched_config(plan: ResolvedPlan) -> SearchedConfig:
         grid=tensor_grid(plan),
         micro_batch=plan.training.micro_batch,
         sequence=float(s.tensor.sequence),
-        shard=_replica_shards(plan) if s.data.shard == "all" else s.data.shard,
+        shard=_replica_shards(plan, at) if s.data.shard == "all" else s.data.shard,
         offload_optimizer=float(s.data.offload != "none"),
         offload_parameters=float(s.data.offload == "parameters"),
         reduce_microbatch=float(s.data.reduce == "microbatch"),
@@ -255,12 +261,12 @@ def searched_config(plan: ResolvedPlan) -> SearchedConfig:
     )
 
 
-def _replica_shards(plan: ResolvedPlan) -> Number:
-    """Ranks that hold the same parameters; by pipeline rank where stages have replicas of their
-    own.
+def _replica_shards(plan: ResolvedPlan, stages: NDArray[np.int64]) -> Number:
+    """Ranks that hold the same parameters as each of `stages`, where stages have replicas of their
+    own; else as any rank.
     """
     sizes, replicas = plan.sizes, plan.strategy.pipeline.replicas
-    data = np.array(replicas, dtype=float) if replicas else sizes["data"]
+    data = np.array(replicas, dtype=float)[stages] if replicas else sizes["data"]
     return data * sizes["context"]
 
 

@@ -1,7 +1,8 @@
 """Per-rank problem sizes of each candidate: widths, tokens, layers and microbatches of one rank.
 
-Floats or arrays as `config` says; what differs between pipeline ranks has them along the first
-axis. Widths are those of the widest tensor-parallel rank, to which the others are padded.
+Floats or arrays as `config` says; what differs between the ranks of `places` has them along the
+first axis: one of each pipeline stage, or several where stages have replicas of their own. Widths
+are those of the widest tensor-parallel rank, to which the others are padded.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from workbench.costmodel.inputs.config import Array, FixedConfig, Number, Search
 from workbench.costmodel.inputs.quantized_formats import FORMATS, QuantizedFormat
 from workbench.costmodel.inputs.tensor_tiling import TensorTiling
 from workbench.plan.model.model_shape import Shape, rows_of_an_expert
+from workbench.plan.rank_placement import RankPlace
 from workbench.plan.schema import STORED
 
 
@@ -23,6 +25,8 @@ class RankShapes:
 
     fixed: FixedConfig
     searched: SearchedConfig
+    places: tuple[RankPlace, ...]
+    """The ranks that are evaluated."""
     data: Number
     """Number of data-parallel ranks, context ranks not counted."""
     microbatches: Number
@@ -58,7 +62,7 @@ class RankShapes:
     """Bytes per gradient as it is accumulated and reduced."""
     reduce_microbatch: Number
     """1 where gradients are reduced after every microbatch."""
-    # by pipeline rank
+    # by rank of `places`
     rank_multiplicity: Array
     """Number of pipeline ranks that this entry stands for."""
     layers: Array
@@ -208,5 +212,5 @@ class RankShapes:
 
     @property
     def zeros(self) -> Array:
-        """Zero on every pipeline rank, for broadcasting."""
+        """Zero on every rank of `places`, for broadcasting."""
         return np.zeros_like(self.has_embedding)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -24,6 +25,7 @@ from workbench.costmodel.inputs.tensor_tiling import TensorTiling, tensor_tiling
 from workbench.plan.model.head_split import num_kv_heads, padded_heads_per_rank
 from workbench.plan.model.model_shape import Shape
 from workbench.plan.optimizer_state import DTYPE_BYTES
+from workbench.plan.rank_placement import RankPlace, first_ranks_of_stages, rank_place
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.rules.supported import require
 from workbench.schedules import closed_forms, most_losses, waiting
@@ -41,42 +43,51 @@ class Workload(RankShapes):
         return count_params(self)
 
 
-def workload(plan: ResolvedPlan) -> Workload:
+def workload(plan: ResolvedPlan, ranks: Sequence[int] | None = None) -> Workload:
     """Compute the per-rank problem sizes of a resolved plan.
+
+    Args:
+        plan: The plan.
+        ranks: Global ranks to evaluate; None: the first of each pipeline stage, of whose replicas
+            it has the most sequences. A step's time and model FLOPs are of these.
 
     Raises:
         PlanError: The plan uses a field that the cost model does not cover; the message names it.
     """
     _refuse(plan)
-    return assemble_workload(
-        fixed_config(plan),
-        searched_config(plan),
-        np.arange(plan.strategy.pipeline.size, dtype=float),
-    )
+    evaluated = first_ranks_of_stages(plan) if ranks is None else ranks
+    places = [rank_place(plan, rank) for rank in evaluated]
+    searched = searched_config(plan, [place.stage for place in places])
+    return assemble_workload(fixed_config(plan), searched, places)
 
 
 def assemble_workload(
-    s: FixedConfig, k: SearchedConfig, ranks: Array, weight: Array | None = None
+    s: FixedConfig, k: SearchedConfig, places: Sequence[RankPlace], weight: Array | None = None
 ) -> Workload:
     """Compute the per-rank problem sizes of many candidates at once.
 
     Args:
         s: What the candidates share.
         k: What differs between them; arrays broadcast against each other.
-        ranks: Pipeline ranks to evaluate, along the first axis.
-        weight: Number of ranks that each of `ranks` stands for; None: one each.
+        places: Ranks to evaluate, along the first axis.
+        weight: Number of pipeline ranks that each of `places` stands for, with an axis of length 1
+            for each axis of candidates; None: one each, of one candidate.
     """
+    if weight is None:
+        weight = np.ones(len(places))
+    ranks, replica, _ = (np.array(x, dtype=float).reshape(weight.shape) for x in zip(*places))
     shape, blocks = s.shape, tensor_tiling(s.algorithm, k)
     data = s.world_size / (k.tensor * k.context * s.pipeline)
     layers, dense = stage_layers(s)
     at, sequences = ranks.astype(int), k.micro_batch
     microbatches = s.global_batch / (k.micro_batch * data)
-    if s.replicas:  # those of a stage share each microbatch; the first has the most of it
+    if s.replicas:  # those of a stage share each microbatch; the first ones have the most of it
         data, microbatches = np.array(s.replicas, dtype=float)[at], s.global_batch / k.micro_batch
-        sequences = np.ceil(k.micro_batch / data)
+        sequences = np.ceil((k.micro_batch - replica) / data)
     return Workload(
         fixed=s,
         searched=k,
+        places=tuple(places),
         data=data,
         microbatches=microbatches,
         sequences=sequences,
@@ -90,7 +101,7 @@ def assemble_workload(
         element_bytes=DTYPE_BYTES[s.precision],
         gradient_element_bytes=_gradient_element(s, k.gradient_element_bytes, microbatches),
         reduce_microbatch=np.maximum(k.reduce_microbatch, microbatches == 1),
-        rank_multiplicity=np.ones_like(ranks, dtype=float) if weight is None else weight,
+        rank_multiplicity=weight,
         layers=layers[at],
         dense_layers=dense[at],
         has_embedding=(at == 0).astype(float),

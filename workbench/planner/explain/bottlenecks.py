@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from workbench.plan.rank_placement import leaves_node
+from workbench.plan.rank_placement import leaves_node, rank_place
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.planner.calibrated_plan import with_calibration
-from workbench.planner.explain.plan_figures import device_bytes_by_stage
+from workbench.planner.explain.plan_figures import device_bytes_by_rank
 from workbench.profile import Profile
 from workbench.units import duration_text, gib_text, percent_text, share_of_text
 
@@ -55,7 +55,7 @@ def find_bottleneck(full: ResolvedPlan, profile: Profile) -> Bottleneck:
     else a part of time.
     """
     full, _ = with_calibration(full)
-    over = max(device_bytes_by_stage(profile, "peak")) > (profile.capacity_bytes or np.inf)
+    over = max(device_bytes_by_rank(profile, "peak").values()) > (profile.capacity_bytes or np.inf)
     parts: dict[str, float] = profile.notes["time"]
     largest = max(parts, key=lambda part: parts[part])
     return Bottleneck(
@@ -65,11 +65,13 @@ def find_bottleneck(full: ResolvedPlan, profile: Profile) -> Bottleneck:
 
 def memory_sentence(full: ResolvedPlan, profile: Profile) -> str:
     """Stage, moment and category of the largest peak, and how far it is from the GPU."""
-    sums = device_bytes_by_stage(profile, "peak")
-    stage = int(np.argmax(sums))
-    peak, capacity = sums[stage], float(profile.capacity_bytes or 0)
-    category, size = _largest_category(profile, stage)
-    where = f"pipeline stage {stage} of {len(sums)}" if len(sums) > 1 else "every rank"
+    sums = device_bytes_by_rank(profile, "peak")
+    rank = max(sums, key=lambda one: sums[one])
+    peak, capacity = sums[rank], float(profile.capacity_bytes or 0)
+    category, size = _largest_category(profile, rank)
+    stages = full.strategy.pipeline.size
+    stage = rank_place(full, rank).stage
+    where = f"pipeline stage {stage} of {stages}" if stages > 1 else "every rank"
     headroom = (
         f"{gib_text(capacity - peak)} to spare"
         if peak <= capacity
@@ -81,7 +83,7 @@ def memory_sentence(full: ResolvedPlan, profile: Profile) -> str:
         else ""
     )
     return (
-        f"Memory: {where} peaks at {gib_text(peak)} {_moment_of_peak(profile, stage, peak)}, "
+        f"Memory: {where} peaks at {gib_text(peak)} {_moment_of_peak(profile, rank, peak)}, "
         f"{share_of_text(peak / capacity)} "
         f"the "
         f"{gib_text(capacity)} of {full.gpu.name} ({headroom}{near}); its largest category is "
@@ -90,38 +92,27 @@ def memory_sentence(full: ResolvedPlan, profile: Profile) -> str:
     )
 
 
-def _largest_category(profile: Profile, stage: int) -> tuple[str, float]:
-    sizes = _peak_by_category(profile, stage)
+def _largest_category(profile: Profile, rank: int) -> tuple[str, float]:
+    sizes = _peak_by_category(profile, rank)
     category = max(sizes, key=lambda name: sizes[name])
     return category, sizes[category]
 
 
-def _peak_by_category(profile: Profile, stage: int) -> dict[str, float]:
-    """Bytes by category at a stage's largest instant."""
-    rows = profile.memory
-    here = (
-        (rows.moment.to_numpy() == "peak")
-        & (rows.tier.to_numpy() == "device")
-        & (rows.stage.to_numpy() == stage)
-    )
-    return dict(
-        zip(
-            map(str, rows.category.to_numpy()[here]),
-            rows.bytes.to_numpy()[here].astype(float).tolist(),
-        )
-    )
+def _peak_by_category(profile: Profile, rank: int) -> dict[str, float]:
+    """Bytes by category at a rank's largest instant."""
+    rows = profile.rows("memory", "rank", "category", "bytes", moment="peak", tier="device")
+    return {str(category): float(size) for one, category, size in rows if one == rank}
 
 
-def _moment_of_peak(profile: Profile, stage: int, peak: float) -> str:
+def _moment_of_peak(profile: Profile, rank: int, peak: float) -> str:
     """When the peak is: without activations the optimizer's; the frames tell whether it is where
     forward ends.
     """
-    sums = device_bytes_by_stage(profile, "forward_end")
-    if stage < len(sums) and abs(sums[stage] - peak) < 1e-6 * peak:
+    if abs(device_bytes_by_rank(profile, "forward_end").get(rank, 0.0) - peak) < 1e-6 * peak:
         return "at the end of forward"
     return (
         "in backward"
-        if _peak_by_category(profile, stage).get("activations")
+        if _peak_by_category(profile, rank).get("activations")
         else "in the optimizer step"
     )
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from workbench.costmodel.inputs.rank_workload import workload
 from workbench.costmodel.memory.peak_memory import peak_memory
 from workbench.costmodel.rates.constants import Constants
@@ -158,14 +156,11 @@ def _calibrated_figures(full: ResolvedPlan, constants: Constants) -> PlanFigures
     )
 
 
-def device_bytes_by_stage(profile: Profile, moment: str) -> list[float]:
-    """Device bytes of each pipeline rank at `moment`, all categories together."""
-    rows = profile.memory
-    here = (rows.moment.to_numpy() == moment) & (rows.tier.to_numpy() == "device")
-    stages = rows.stage.to_numpy()[here].astype(int)
-    sums: list[float] = np.bincount(
-        stages, weights=rows.bytes.to_numpy()[here].astype(float)
-    ).tolist()
+def device_bytes_by_rank(profile: Profile, moment: str) -> dict[int, float]:
+    """Device bytes at `moment`, all categories together, of each rank that has rows."""
+    sums: dict[int, float] = {}
+    for rank, size in profile.rows("memory", "rank", "bytes", moment=moment, tier="device"):
+        sums[int(rank)] = sums.get(int(rank), 0.0) + float(size)
     return sums
 
 

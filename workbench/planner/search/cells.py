@@ -25,7 +25,7 @@ from workbench.costmodel.inputs.config import (
 )
 from workbench.costmodel.inputs.rank_workload import Workload, assemble_workload
 from workbench.plan.optimizer_state import DTYPE_BYTES
-from workbench.plan.rank_placement import axis_strides
+from workbench.plan.rank_placement import RankPlace, axis_strides
 from workbench.plan.stage_partition import balanced
 from workbench.planner.framework_limits import framework_limits
 from workbench.planner.search.distinct_stages import DistinctStages, distinct_stages
@@ -159,7 +159,7 @@ class Cell:
         return assemble_workload(
             self.fixed,
             knobs,
-            rows.reshape(ahead).astype(float),
+            [RankPlace(int(rank)) for rank in rows],
             self.stages.multiplicity.reshape(ahead),
         )
 
