@@ -136,11 +136,9 @@ def test_a_transfer_of_other_sequences_is_found(monkeypatch: pytest.MonkeyPatch)
 def test_a_tied_weight_that_one_replica_does_not_sum_is_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def exchange(
-        own: Tensor, theirs: Tensor, axis: MeshAxis, peer: int, sharded_numel: int | None
-    ) -> None:
-        original(own, theirs, axis, peer, sharded_numel)
-        if axis.index == 0 and axis.replicas[0][-1].rank == axis.ranks[0]:
+    def exchange(own: Tensor, theirs: Tensor, axis: MeshAxis, *of: Any) -> None:
+        original(own, theirs, axis, *of)
+        if axis.index == 1:
             theirs.zero_()
 
     original = stage_transfers._exchange_between_replicas

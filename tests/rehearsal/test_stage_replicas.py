@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from tests.parallel.test_replicas import replicated
+from tests.parallel.test_round_robin import in_turn
+from workbench.plan.rank_placement import first_ranks_of_replicas
 from workbench.plan.schema import Plan
 from workbench.planner import estimate
 from workbench.profile import Profile
@@ -22,9 +24,17 @@ PLANS = [
     replicated([1, 2], 3, tied=True, changes=SEQUENCE, tensor=2),
     replicated([2, 1], 2, changes={"strategy.pipeline.schedule": "gpipe"}, context=2),
     replicated([1, 3], 4, changes={"strategy.pipeline.schedule": "zb-h1"}),
+    in_turn([2, 1], 5, tied=True),
+    in_turn([3, 1, 2], 7, tied=True, changes=ZERO_1),
+    in_turn([1, 2], 3, tied=True, changes=SEQUENCE, tensor=2),
+    in_turn([2, 1], 11, changes={"strategy.pipeline.schedule": "gpipe"}, context=2),
+    in_turn([2, 3], 13, tied=True, changes={"strategy.pipeline.schedule": "zb-h2"}),
+    in_turn([3, 1, 2], 14, changes={"strategy.pipeline.schedule": "eager-1f1b"}),
 ]
 CALL = ["axis", "kind", "group_size", "dtype", "bytes", "action"]
-on_every_plan = pytest.mark.parametrize("plan", PLANS, ids=["dp", "zero-1", "sp", "gpipe", "zb-h1"])
+IDS = ["dp", "zero-1", "sp", "gpipe", "zb-h1"]
+TURNS = ["turns", "turns-zero-1", "turns-sp", "turns-gpipe", "turns-zb-h2", "turns-eager"]
+on_every_plan = pytest.mark.parametrize("plan", PLANS, ids=IDS + TURNS)
 
 
 def calls(profile: Profile, step: int, rank: int) -> dict[Any, int]:
@@ -50,8 +60,12 @@ def test_both_instruments_show_the_same_ranks(plan: Plan) -> None:
     estimated, rehearsed = estimate(plan), rehearse(plan)
     assert estimated.representative == rehearsed.representative
     shown = set(estimated.representative.values())
-    for frame in (estimated.memory, estimated.timeline, estimated.collectives, rehearsed.memory):
+    for frame in (estimated.memory, estimated.collectives, rehearsed.memory):
         assert set(frame["rank"]) == shown
+    in_time = shown
+    if plan.strategy.pipeline.is_round_robin:
+        in_time = set(first_ranks_of_replicas(plan.resolve()))
+    assert set(estimated.timeline["rank"]) == in_time
     assert stages(estimated) == stages(rehearsed)
 
 

@@ -237,7 +237,7 @@ def run_all(rank: int) -> list[str]:
         tensor_collectives.reduce_scatter(x, axis).add_(1)
         all_to_all(x, [1, 1], [1, 1], axis).add_(1)
         exchange_counts(torch.tensor([1, 2]), axis).tolist()
-        sum_tied_gradient(x, axis, 1 - rank)
+        sum_tied_gradient(x, axis, ([rank], [1 - rank]))
         block = grid_collectives.broadcast(x, axis, 0), grid_collectives.reduce(x.clone(), axis, 1)
         for each in grid_collectives.run_moves(*block):
             each.add_(1)

@@ -106,6 +106,7 @@ def plan_table(full: ResolvedPlan) -> Grid:
     """A resolved plan, by what decides its cost."""
     built = table(full.name, ("field", "value"))
     s, t, c = full.strategy, full.training, full.cluster
+    words = "in turn" if s.pipeline.is_round_robin else "sharing microbatches"
     rows = {
         "model": f"{full.model_name}, {full.shape.layers} layers, hidden {full.shape.hidden}"
         if not full.code
@@ -115,7 +116,7 @@ def plan_table(full: ResolvedPlan) -> Grid:
         "axes": " x ".join(f"{axis} {size}" for axis, size in full.sizes.items()),
         "ZeRO": f"{s.data.zero}, offload {s.data.offload}",
         "pipeline": f"{s.pipeline.schedule}, layers per stage {s.pipeline.partition}"
-        + (f", replicas of each {s.pipeline.replicas}" if s.pipeline.replicas else "")
+        + (f", replicas of each {s.pipeline.replicas}, {words}" if s.pipeline.replicas else "")
         if s.pipeline.size > 1
         else "–",
         "precision": f"{s.precision}, gradients {s.gradient_dtype}, recompute {s.recompute}, "

@@ -40,7 +40,7 @@ def cpu_seconds(w: Workload, constants: Constants) -> float | None:
         return None
     alone = measured.on_own_cores()
     each = np.asarray(_compute(w, replace(constants, measured=alone)) + _host(w, alone) + moved)
-    ranks = w.tensor * w.searched.context * w.busy_replicas
+    ranks = w.tensor * w.searched.context * w.busy_replicas * (w.step_microbatches / w.microbatches)
     return float((each * np.broadcast_to(ranks, each.shape)).sum())
 
 

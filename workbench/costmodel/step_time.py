@@ -33,7 +33,10 @@ from workbench.costmodel.inputs.rank_workload import Workload
 from workbench.costmodel.memory.model_states import owned_params
 from workbench.costmodel.rates.constants import Constants
 from workbench.schedules import Table, Timeline, closed_forms, executable, simulate
+from workbench.schedules.round_robin import shortened
 
+MAX_ACTIONS = 1536
+"""Most actions that are simulated; what a longer step adds only repeats."""
 RING_OVERLAP_SHARE = 0.8
 """Share of attention's time behind which ring attention hides its sends."""
 MIN_EXPOSED_SHARE = 0.15
@@ -87,11 +90,9 @@ def step_time(
     links, calls = axis_links(w, constants), step_collectives(w) if calls is None else calls
     k = layers or measured_layer_times(w, m)
     durations = _durations(w, m, k, calls, links)
-    slowest = (durations.forward + durations.backward).max(axis=0)
-    bubble = _bubble_on_shared_cores(
-        _bubble(w, durations, slowest), w.microbatches * slowest, constants.ranks_per_core
-    )
-    makespan = w.microbatches * slowest + bubble
+    busy = _longest(w, durations.forward + durations.backward)
+    bubble = _bubble_on_shared_cores(_bubble(w, durations, busy), busy, constants.ranks_per_core)
+    makespan = busy + bubble
     owned = np.asarray(sum(owned_params(w, w.param_counts)))
     after = {
         "data_comm": _exposed_data_comm(w, constants, durations, calls, links),
@@ -116,14 +117,30 @@ def model_flops_utilization(w: Workload, constants: Constants, time: StepTime) -
     step.
     """
     m = device_rates(w.fixed.gpu, w.fixed.precision, constants)
-    flops = model_flops(w) * w.microbatches * w.tensor * w.searched.context
+    flops = model_flops(w) * w.step_microbatches * w.tensor * w.searched.context
     return flops / (time.seconds * (w.fixed.world_size * m.flops))
 
 
 def longest_compute_seconds(w: Workload, time: StepTime) -> Number:
     """Seconds of the step in which the pipeline rank that computes longest computes."""
-    seconds: Number = w.microbatches * time.durations.compute.max(axis=0)
+    return _longest(w, time.durations.compute)
+
+
+def _longest(w: Workload, passes: Array) -> Number:
+    """Seconds of a step of the rank that is busiest with its microbatches, each of `passes`
+    seconds.
+    """
+    if w.fixed.in_turn:  # ranks have other numbers of them
+        return np.asarray((w.microbatches * passes).max(axis=0))
+    seconds: Number = w.microbatches * passes.max(axis=0)
     return seconds
+
+
+def _busiest(w: Workload, d: MicrobatchDurations) -> tuple[int, float]:
+    """(place of the rank of one plan that is busiest in a step, its microbatches)."""
+    passes = d.forward + d.backward
+    at = int(np.argmax(w.microbatches * passes if w.fixed.in_turn else passes))
+    return at, float(np.broadcast_to(w.microbatches, passes.shape)[at])
 
 
 def waiting_share(w: Workload, time: StepTime) -> float:
@@ -131,8 +148,8 @@ def waiting_share(w: Workload, time: StepTime) -> float:
     stage or its host.
     """
     d = time.durations
-    busiest = int(np.argmax(d.forward + d.backward))
-    working = w.microbatches * (d.compute - d.idle)[busiest]
+    busiest, microbatches = _busiest(w, d)
+    working = microbatches * (d.compute - d.idle)[busiest]
     return float(1 - working / time.seconds)
 
 
@@ -149,9 +166,9 @@ def step_time_breakdown(w: Workload, time: StepTime) -> dict[str, float]:
     `time.seconds`.
     """
     d = time.durations
-    busiest = int(np.argmax(d.forward + d.backward))
-    result = {"compute": float(w.microbatches * d.compute[busiest])}
-    result |= {k: float(w.microbatches * v[busiest]) for k, v in d.communication.items()}
+    busiest, microbatches = _busiest(w, d)
+    result = {"compute": float(microbatches * d.compute[busiest])}
+    result |= {k: float(microbatches * v[busiest]) for k, v in d.communication.items()}
     result["bubble"] = float(time.bubble)
     result |= {
         k: result.get(k, 0.0) + float(v)
@@ -327,9 +344,8 @@ def _boundary_seconds(
             "all_gather", stream, w.tensor, wires["tensor"], constants
         )
         stream = stream / (1 + (w.tensor - 1) * whole)
-    if (
-        w.fixed.replicas
-    ):  # of two stages of unequal replicas, the ranks of the one with fewer move more
+    # Of two stages whose replicas share a microbatch, the ranks of the one with fewer move more.
+    if w.fixed.replicas and not w.fixed.in_turn:
         stages = np.array([place.stage for place in w.places])
         beside = (stages + (-1 if action == "F" else 1)) % w.pipeline
         # Ranks are in their order: the first of the stage beside has the most of its tokens.
@@ -343,8 +359,9 @@ def _boundary_seconds(
     return np.asarray(seconds * exposed)
 
 
-def _bubble(w: Workload, d: MicrobatchDurations, slowest: Number) -> Number:
-    """Pipeline bubble of the slowest rank while the pipeline fills and drains, in closed form.
+def _bubble(w: Workload, d: MicrobatchDurations, busy: Number) -> Number:
+    """Pipeline bubble of the slowest rank while the pipeline fills and drains, in closed form;
+    `busy` are its other seconds.
 
     (p - 1)(F + B) under 1F1B, divided by the chunks of an interleaved schedule (2104.04473). Exact
     for equal stages (`schedules.closed_forms`). Unequal stages take the path through the slowest
@@ -354,13 +371,16 @@ def _bubble(w: Workload, d: MicrobatchDurations, slowest: Number) -> Number:
         return 0.0
     s, m = w.fixed, w.microbatches
     if s.table is not None:
-        return simulated_schedule(w, d, s.table).makespan - m * slowest
+        table = shortened(s.table, MAX_ACTIONS)
+        makespan = simulated_schedule(w, d, table).makespan
+        return whole_makespan(w, d, makespan, table.microbatches) - busy
+    slowest = (d.forward + d.backward).max(axis=0)
     if s.schedule == "gpipe":
         passes = [
             (w.rank_multiplicity * x).sum(axis=0) + (m - 1) * x.max(axis=0)
             for x in (d.forward, d.backward)
         ]
-        bubble: Number = passes[0] + passes[1] - m * slowest
+        bubble: Number = passes[0] + passes[1] - busy
         return bubble
     if not s.splits_backward:
         bubble = ((w.rank_multiplicity * (d.forward + d.backward)).sum(axis=0) - slowest) / s.chunks
@@ -398,6 +418,16 @@ def simulated_schedule(w: Workload, d: MicrobatchDurations, table: Table) -> Tim
         _executed(table), stage_durations(w, d), transport=s.transport, pair_groups=s.pair_groups
     )
     return Timeline(tuple(timeline.compute), timeline.ranks)
+
+
+def whole_makespan(
+    w: Workload, d: MicrobatchDurations, makespan: float, microbatches: int
+) -> float:
+    """Seconds of all microbatches of one plan, of which so many take `makespan`: the others at the
+    pace of the slowest stage.
+    """
+    passes = (d.forward + d.backward) / (w.data if w.fixed.in_turn else 1)
+    return makespan + (float(w.step_microbatches) - microbatches) * float(np.max(passes))
 
 
 @lru_cache(maxsize=64)
@@ -488,7 +518,7 @@ def _exposed_offload(w: Workload, constants: Constants, owned: Array, makespan: 
         owned.max(axis=0) * (w.gradient_element_bytes + w.element_bytes) * k.offload_optimizer
     )
     transferred = transferred + k.offload_parameters * (
-        2 * w.microbatches * w.param_counts.total.max(axis=0) * w.element_bytes
+        2 * w.step_microbatches * w.param_counts.total.max(axis=0) * w.element_bytes
     )
     seconds = transferred / (w.fixed.gpu.pcie_gbs * 1e9)
     exposed: Number = np.maximum(

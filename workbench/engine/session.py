@@ -26,7 +26,7 @@ from workbench.models.host_counts import CountReader, start_reading
 from workbench.parallel.apply_strategy import ParallelModel, parallelize
 from workbench.parallel.context.apply_context import local_tokens
 from workbench.parallel.layout import square_norm
-from workbench.parallel.mesh import Mesh
+from workbench.parallel.mesh import TIED_AXIS, Mesh
 from workbench.parallel.pipeline.schedule_executor import ExecutorHooks, ScheduleExecutor
 from workbench.parallel.pipeline.stage_transfers import sum_tied_gradient
 from workbench.parallel.tensor.apply_tensor import boundary_shape, counts_own_loss
@@ -193,8 +193,8 @@ class Session:
 
         Args:
             index: The step, from 0.
-            tokens_MBT: Inputs [num_microbatches, B, sequence_length], this rank's B sequences of
-                each microbatch.
+            tokens_MBT: Inputs [microbatches, B, sequence_length], this rank's B sequences of each
+                of its microbatches.
             targets_MBT: Next tokens, same shape.
             observer: Observes the actions and moments of the step.
             stop: This rank's stop request; all ranks' are summed with the loss and gradient norm,
@@ -217,9 +217,7 @@ class Session:
         # Tied embedding and head on different stages are two copies of one parameter: the sum of
         # their gradients is the gradient of both.
         if self.part.tied_across_stages is not None:
-            ends = self.executor.table.placement[0], self.executor.table.placement[-1]
-            peer = ends[1] if self.mesh["pipeline"].index == ends[0] else ends[0]
-            self._sum_tied_gradient(self.part.tied_across_stages, peer)
+            self._sum_tied_gradient(self.part.tied_across_stages)
         watch.moment("before_optimizer")
         with watch.action("CLIP", None):
             result = self._unscaled(*self._agree(loss, stop))
@@ -237,13 +235,22 @@ class Session:
         watch.moment("after_optimizer")
         return result
 
-    def _sum_tied_gradient(self, name: str, peer: int) -> None:
-        store = self.part.store
+    def _sum_tied_gradient(self, name: str) -> None:
+        store, axis = self.part.store, self.mesh["pipeline"]
         if (gradient := store.gradients.get(name)) is None:
             return  # a shard of none of it
-        whole = math.prod(replace(store.layouts[name], flat=None).local_shape)
-        sharded = self.plan.strategy.data.zero > 0
-        sum_tied_gradient(gradient, self.mesh["pipeline"], peer, whole if sharded else None)
+        if TIED_AXIS not in self.mesh.axes:
+            # Ranks with the same index of the data axis have the same shard.
+            homes = self.executor.table.placement
+            other = homes[0] if axis.index == homes[-1] else homes[-1]
+            return sum_tied_gradient(gradient, axis, ([axis.index], [other]))
+        axis, own = self.mesh[TIED_AXIS], self.mesh["replicas"].size
+        cut = own if self.first_stage == 0 else axis.size - own
+        first, last = range(cut), range(cut, axis.size)
+        numel = math.prod(replace(store.layouts[name], flat=None).local_shape)
+        sharded = numel if self.plan.strategy.data.zero else None
+        ends = (first, last) if axis.index < cut else (last, first)
+        return sum_tied_gradient(gradient, axis, ends, sharded)
 
     def _unscaled(self, loss: Tensor, norm: Tensor, stop: Tensor) -> StepResult:
         """Divide loss and norm by the loss scale, and update the scale for the next step."""

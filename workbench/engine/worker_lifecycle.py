@@ -28,6 +28,7 @@ from workbench.errors import PlanError
 from workbench.interop.launch_environment import one_node
 from workbench.machine.attached import host_cores
 from workbench.parallel.mesh import Mesh, build_mesh
+from workbench.plan.rank_placement import rank_place
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.rules.supported import require
 from workbench.plan.schema import Plan
@@ -149,8 +150,9 @@ def join_launch(plan: ResolvedPlan, run_dir: Path) -> Accelerator:
     return accelerator
 
 
-def hello_record(plan: Plan, mesh: Mesh, device: torch.device) -> dict[str, Any]:
+def hello_record(plan: ResolvedPlan, mesh: Mesh, device: torch.device) -> dict[str, Any]:
     """The first telemetry record of a rank: where it runs, with what, and its clock's offset."""
+    stage = rank_place(plan, mesh.rank).stage
     return {
         "rank": mesh.rank,
         "world_size": mesh.world_size,
@@ -163,8 +165,8 @@ def hello_record(plan: Plan, mesh: Mesh, device: torch.device) -> dict[str, Any]
         "gpu": gpu_record(device),
         "cores": host_cores(),
         "epoch_offset": time.time() - time.monotonic(),
-        "coordinates": mesh.coordinate(),
-        "stage": mesh["pipeline"].index,
+        "coordinates": mesh.coordinate() | {"pipeline": stage},
+        "stage": stage,
         "versions": {
             "python": platform.python_version(),
             "torch": torch.__version__,

@@ -21,6 +21,7 @@ from workbench.plan.stage_replicas import Part, plan_stage_tokens
 
 GRID_AXES = ("tensor.0", "tensor.1", "tensor.2")
 """Axes of a tensor grid, innermost first."""
+TIED_AXIS = "tied"
 CPU = torch.device("cpu")
 GRADIENT_GROUP_SUFFIX = " gradients"
 """Suffix of axes whose process groups only all-reduce gradients. They are separate from the axis'
@@ -35,12 +36,10 @@ class StageReplica:
     Attributes:
         rank: Global.
         tokens: Its part of the tokens of every microbatch, [B, T] in memory order.
-        shard: Of sequence parallelism, which shards the tokens of a replica; 0 without.
     """
 
     rank: int
     tokens: Part
-    shard: int
 
 
 @dataclass(frozen=True)
@@ -63,8 +62,8 @@ class MeshAxis:
     pair_groups: Mapping[int, dist.ProcessGroup] = field(default_factory=dict, compare=False)
     """Index of a peer -> the process group of the two; where none is given, they use `group`."""
     replicas: tuple[tuple[StageReplica, ...], ...] = ()
-    """Of the pipeline axis, where stages have replicas of their own: those at each index. `ranks`
-    then has the first of each, and this rank at its own index.
+    """Of the pipeline axis, where replicas of a stage share each microbatch: those at each index.
+    `ranks` then has the first of each, and this rank at its own index.
     """
 
     @property
@@ -91,6 +90,8 @@ class Mesh:
       repeated; `expert_shard` and `expert_replicate` are ZeRO's sub-axes of the latter.
     - `context.ring` and `context.ulysses`: sub-axes of `context`, around which keys and values are
       sent, and between whose neighbours heads are exchanged for tokens.
+    - `tied`, where stages have replicas of their own: `replicas` of the first stage, then those of
+      the last, which both hold a tied weight.
     - `tensor.0` to `tensor.2`: axes of a tensor grid.
     - `tensor gradients`, and one for each grid axis: where tensor ranks see different tokens and
       sum gradients.
@@ -183,13 +184,15 @@ def _connect(group: dist.ProcessGroup, device: torch.device) -> None:
 
 
 def _by_stage(axis: MeshAxis, plan: ResolvedPlan) -> MeshAxis:
-    """The pipeline axis, of one place a stage where stages have replicas of their own."""
-    if not (sizes := plan.strategy.pipeline.replicas):
+    """The pipeline axis, of one place a stage where its replicas share each microbatch; those that
+    take microbatches in turn have a place each.
+    """
+    sizes = plan.strategy.pipeline.replicas
+    if not sizes or plan.strategy.pipeline.is_round_robin:
         return axis
     tokens = plan_stage_tokens(plan)
-    shards = len(tokens[0]) // sizes[0]
     replicas = tuple(
-        tuple(StageReplica(r, part, i % shards) for i, (r, part) in enumerate(zip(ranks, parts)))
+        tuple(StageReplica(rank, part) for rank, part in zip(ranks, parts))
         for ranks, parts in zip(_split(axis.ranks, [*map(len, tokens)]), tokens)
     )
     rank = axis.ranks[axis.index]
@@ -213,8 +216,8 @@ def _connect_pairs(
     device: torch.device,
 ) -> MeshAxis:
     """Connect every two pipeline ranks that send to each other, both ways; the axis with the
-    process groups of those pairs that have their own. Where stages have replicas, a pair is all
-    replicas of two stages.
+    process groups of those pairs that have their own. Where replicas of a stage share each
+    microbatch, a pair is all replicas of two stages.
 
     NCCL connects two ranks at their first transfer, and blocks both hosts until both are there: in
     the first step one would wait for the other's whole forward.
@@ -298,9 +301,20 @@ def _axes(plan: ResolvedPlan) -> dict[str, tuple[list[list[int]], str]]:
         name: ([group for block in blocks for group in block[name][0].tolist()], reported)
         for name, (_, reported) in blocks[0].items()
     }
-    pipelines = zip(*(block["pipeline"][0].tolist() for block in blocks))
-    whole = [list(chain.from_iterable(stages)) for stages in pipelines]
-    return merged | {"pipeline": (whole, "pipeline")}
+    merged["pipeline"] = (_joined(blocks, "pipeline"), "pipeline")
+    if plan.shape.tied and len(blocks) > 1:
+        between = [
+            [rank] for block in blocks[1:-1] for rank in block["tensor"][0].flatten().tolist()
+        ]
+        ends = _joined([blocks[0], blocks[-1]], "replicas")
+        merged[TIED_AXIS] = ([*ends, *between], "pipeline")
+    return merged
+
+
+def _joined(blocks: Sequence[dict[str, tuple[Tensor, str]]], name: str) -> list[list[int]]:
+    """Groups of an axis, each with those of the same number of all `blocks`."""
+    each = zip(*(block[name][0].tolist() for block in blocks))
+    return [list(chain.from_iterable(groups)) for groups in each]
 
 
 def _block_axes(
@@ -310,7 +324,7 @@ def _block_axes(
     the mesh of these sizes that starts at rank `first`.
 
     Where stages have replicas of their own, a group of the pipeline axis has the ranks of a stage
-    between which a microbatch is split.
+    that share a microbatch, or take microbatches in turn.
     """
     s = plan.strategy
     sizes = {**sizes}
@@ -340,7 +354,8 @@ def _block_axes(
     expert = s.expert.size
     expert_replicas = _strided(replicas, expert)
     found = {name: (along(name), name) for name in ("context", "data")}
-    split = ("tensor", "data") if s.tensor.sequence else ("data",)
+    shards = s.tensor.sequence and not s.pipeline.is_round_robin
+    split = ("tensor", "data") if shards else ("data",)
     found["pipeline"] = (along(*(split if s.pipeline.replicas else ("pipeline",))), "pipeline")
     ulysses = s.context.num_ulysses_ranks
     found |= {

@@ -7,6 +7,7 @@ from __future__ import annotations
 import hashlib
 from functools import lru_cache
 from itertools import pairwise
+from math import lcm
 from pathlib import Path
 
 from workbench.errors import PlanError, refuse
@@ -21,6 +22,7 @@ from workbench.schedules import (
     generate,
     in_flight,
     read_csv,
+    round_robin,
     simulate,
     uniform,
     validate,
@@ -56,23 +58,32 @@ def drawn(plan: ResolvedPlan) -> Table | None:
 
 
 def stages_in_flight(plan: ResolvedPlan) -> tuple[int, ...] | None:
-    """Microbatches in flight by stage that a complete plan's schedule and `in_flight` allow; None
-    where the schedule is not 1F1B after a warm-up.
+    """Microbatches in flight by stage that a complete plan's schedule and `in_flight` allow, on all
+    replicas that take them in turn; None where the schedule is not 1F1B after a warm-up.
     """
     p = plan.strategy.pipeline
     if p.schedule not in bounded_names():
         return None
-    most = [p.in_flight] * p.size if isinstance(p.in_flight, int) else p.in_flight
-    return warm_up(p.schedule, p.size, most)
+    turns = p.replicas if p.is_round_robin else None
+    return warm_up(p.schedule, p.size, _most_in_flight(plan), turns)
+
+
+def _most_in_flight(plan: ResolvedPlan) -> list[int] | None:
+    """`in_flight` of a complete plan, by stage."""
+    p = plan.strategy.pipeline
+    return [p.in_flight] * p.size if isinstance(p.in_flight, int) else p.in_flight
 
 
 def own_table(plan: ResolvedPlan) -> Table | None:
-    """The table of a complete plan that its schedule's name does not give: one that a user drew, or
-    one whose warm-up `in_flight` shortens. None elsewhere: closed forms hold.
+    """The table of a complete plan that its schedule's name does not give: one that a user drew,
+    one of replicas that take turns, or one whose warm-up `in_flight` shortens. None elsewhere:
+    closed forms hold.
 
     Raises `PlanError` as `drawn` does.
     """
     p = plan.strategy.pipeline
+    if p.is_round_robin:
+        return _named(plan)
     if p.in_flight is None or p.size == 1:
         return drawn(plan)
     table = _named(plan)
@@ -87,13 +98,16 @@ def schedule_table(plan: ResolvedPlan) -> Table:
     """
     if (table := drawn(plan)) is not None:
         return table
-    if plan.strategy.pipeline.size == 1:
+    if plan.strategy.pipeline.size == 1 and not plan.strategy.pipeline.is_round_robin:
         return generate("1f1b", 1, plan.num_microbatches)
     return _named(plan)
 
 
 def _named(plan: ResolvedPlan) -> Table:
     p = plan.strategy.pipeline
+    if p.is_round_robin:
+        most = _most_in_flight(plan)
+        return round_robin(p.schedule, p.replicas or [], plan.num_microbatches, most)
     held = None if p.in_flight is None else stages_in_flight(plan)
     return generate(p.schedule, *_numbers(plan), held)
 
@@ -126,12 +140,16 @@ def transport(gpu: GPU) -> Transport:
 
 def transfer_pairs(plan: ResolvedPlan) -> list[tuple[int, int]]:
     """Pairs of pipeline ranks that send to each other, the lower first: those of neighboring
-    stages, and of the first and the last stage where they share a weight.
+    stages, and of the first and the last stage where they share a weight, on an axis of its own
+    where stages have replicas of their own.
     """
-    table, _ = executed(plan)
-    homes = table.placement
-    tied = [(homes[0], homes[-1])] if plan.shape.tied else []
-    return sorted({(min(p), max(p)) for p in [*pairwise(homes), *tied] if p[0] != p[1]})
+    table = schedule_table(plan)
+    turns = range(min(lcm(*table.replicas), table.microbatches))
+    paths = [[table.home(stage, m) for stage in range(table.stages)] for m in turns]
+    found = {pair for path in paths for pair in pairwise(path)}
+    if plan.shape.tied and not plan.strategy.pipeline.replicas:
+        found.add((table.placement[0], table.placement[-1]))
+    return sorted({(min(pair), max(pair)) for pair in found if pair[0] != pair[1]})
 
 
 def pair_groups(plan: ResolvedPlan) -> bool:
@@ -139,8 +157,11 @@ def pair_groups(plan: ResolvedPlan) -> bool:
     order of transfers of a shared group would cost more than a percent of the step.
     """
     p = plan.strategy.pipeline
-    if transport(plan.gpu) != "nccl" or p.size <= 2:
+    ranks = sum(p.replicas or []) if p.is_round_robin else p.size
+    if transport(plan.gpu) != "nccl" or ranks <= 2:
         return False
+    if p.is_round_robin:  # replicas of a stage would wait for each other's transfers
+        return True
     table = drawn(plan)
     return SCHEDULES[p.schedule].pair_groups if table is None else _held_up_in_one_group(table)
 

@@ -8,13 +8,14 @@ as in Megatron-LM's `tp-cp-ep-dp-pp` order.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
-from functools import lru_cache, partial
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
+from workbench.plan.custom_schedule import schedule_table
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.schema import AXES
-from workbench.plan.stage_replicas import Part, even_parts, overlaps, own_part, plan_stage_tokens
+from workbench.plan.stage_replicas import even_parts, overlaps, own_part, plan_stage_tokens
 
 TrafficReach = Literal["node", "network", "racks"]
 """How far an axis goes: over a node's own links, between nodes, between racks."""
@@ -28,11 +29,14 @@ class RankPlace(NamedTuple):
         replica: Data-parallel rank; where stages have replicas of their own, among those of its
             stage.
         tensor: Tensor-parallel rank.
+        holder: Among the ranks that hold the same parameters, over which ZeRO shards them: those of
+            data x context.
     """
 
     stage: int
     replica: int = 0
     tensor: int = 0
+    holder: int = 0
 
 
 def axis_strides(placement: Sequence[str], sizes: Mapping[str, Any]) -> dict[str, Any]:
@@ -90,18 +94,22 @@ def rank_place(plan: ResolvedPlan, rank: int) -> RankPlace:
         stage = bisect_right(starts, rank) - 1
         rank, sizes = rank - starts[stage], sizes | {"data": replicas[stage]}
     strides = axis_strides(plan.strategy.placement, sizes)
-    at = {axis: rank // strides[axis] % sizes[axis] for axis in ("tensor", "data", "pipeline")}
-    return RankPlace(stage if replicas else at["pipeline"], at["data"], at["tensor"])
+    at = {axis: rank // strides[axis] % sizes[axis] for axis in AXES}
+    inner, outer = sorted(("context", "data"), key=plan.strategy.placement.index)
+    holder = at[inner] + sizes[inner] * at[outer]
+    return RankPlace(stage if replicas else at["pipeline"], at["data"], at["tensor"], holder)
 
 
 def representative_ranks(plan: ResolvedPlan) -> dict[int, int]:
     """Rank -> the first rank that makes the same calls: the first of its pipeline stage. Of stages
-    with replicas of their own, those are alike that exchange as many tokens with as many peers.
+    with replicas of their own, those are alike that exchange as many tokens with as many peers, or
+    take as many microbatches in the same order.
     """
     if not plan.strategy.pipeline.replicas:
         stride, stages = _pipeline_stride(plan), plan.sizes["pipeline"]
         return {rank: rank // stride % stages * stride for rank in range(plan.world_size)}
-    work = lru_cache(maxsize=None)(partial(_replica_work, plan, plan_stage_tokens(plan)))
+    own = _turns_of(plan) if plan.strategy.pipeline.is_round_robin else _share_of(plan)
+    work = lru_cache(maxsize=None)(lambda place: (place.stage, own(place), _tied_work(plan, place)))
     first: dict[object, int] = {}
     return {
         rank: first.setdefault(work(rank_place(plan, rank)), rank)
@@ -109,22 +117,35 @@ def representative_ranks(plan: ResolvedPlan) -> dict[int, int]:
     }
 
 
-def _replica_work(
-    plan: ResolvedPlan, parts: list[list[Part]], place: RankPlace
-) -> tuple[object, ...]:
-    """What a rank of a stage with replicas of its own does: its stage, its tokens of a microbatch,
-    how many of them it shares with each replica of the stages beside, and what of a tied weight's
-    gradient.
+def first_ranks_of_replicas(plan: ResolvedPlan) -> list[int]:
+    """The first rank of each replica of each stage, in the order of both."""
+    first: dict[tuple[int, ...], int] = {}
+    for rank in range(plan.world_size):
+        first.setdefault(rank_place(plan, rank)[:2], rank)
+    return [first[key] for key in sorted(first)]
 
-    Args:
-        plan: The plan.
-        parts: Tokens of a microbatch by stage, as `plan_stage_tokens` gives them.
-        place: Of the rank.
+
+def _turns_of(plan: ResolvedPlan) -> Callable[[RankPlace], object]:
+    """What a rank does whose stage's replicas take microbatches in turn: the order of its actions,
+    whatever their microbatches.
     """
-    own = own_part(parts, plan.strategy.pipeline.replicas or [], *place)
-    beside = [parts[i] for i in (place.stage - 1, place.stage + 1) if 0 <= i < len(parts)]
-    shared = tuple(tuple(b - a for _, (a, b) in overlaps(own, x)) for x in beside)
-    return place.stage, own[1] - own[0], shared, _tied_work(plan, place)
+    table = schedule_table(plan)
+    kinds = [tuple(action.kind for action in row) for row in table.rows]
+    return lambda place: kinds[table.placement[place.stage] + place.replica]
+
+
+def _share_of(plan: ResolvedPlan) -> Callable[[RankPlace], object]:
+    """What a rank does whose stage's replicas share every microbatch: its tokens of one, and how
+    many of them it shares with each replica of the stages beside.
+    """
+    parts, replicas = plan_stage_tokens(plan), plan.strategy.pipeline.replicas or []
+
+    def share(place: RankPlace) -> object:
+        own = own_part(parts, replicas, place.stage, place.replica, place.tensor)
+        beside = [parts[i] for i in (place.stage - 1, place.stage + 1) if 0 <= i < len(parts)]
+        return own[1] - own[0], *(tuple(b - a for _, (a, b) in overlaps(own, x)) for x in beside)
+
+    return share
 
 
 def _tied_work(plan: ResolvedPlan, place: RankPlace) -> tuple[int, ...]:
@@ -136,11 +157,11 @@ def _tied_work(plan: ResolvedPlan, place: RankPlace) -> tuple[int, ...]:
     ends = {0: (replicas[0], replicas[-1]), len(replicas) - 1: (replicas[-1], replicas[0])}
     if not plan.shape.tied or place.stage not in ends:
         return ()
-    own, other = ends[place.stage]
+    own, other = (count * plan.sizes["context"] for count in ends[place.stage])
     if not plan.strategy.data.zero:
-        return (len(range(place.replica, other, own)),)
+        return (len(range(place.holder, other, own)),)
     shards, others = even_parts(own * other, own), even_parts(own * other, other)
-    return tuple(b - a for _, (a, b) in overlaps(shards[place.replica], others))
+    return tuple(b - a for _, (a, b) in overlaps(shards[place.holder], others))
 
 
 def _pipeline_stride(plan: ResolvedPlan) -> int:

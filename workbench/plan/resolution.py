@@ -217,7 +217,8 @@ def _training(written: dict[str, Any], strategy: dict[str, Any], gpus: int) -> d
     result, tensor = dict(written), strategy.get("tensor", {})
     if (parts := legal_sizes.token_parts(tensor.get("algorithm", "1d"), tensor.get("size", 1))) > 1:
         result.setdefault("micro_batch", parts)
-    if replicas := strategy.get("pipeline", {}).get("replicas"):
+    pipeline = strategy.get("pipeline", {})
+    if (replicas := pipeline.get("replicas")) and pipeline.get("distribution") != "round_robin":
         result.setdefault("micro_batch", max(replicas))
     batch = MICROBATCHES_A_RANK * gpus * result.get("micro_batch", 1)
     result.setdefault("global_batch", max(LEAST_BATCH, batch))

@@ -1,5 +1,6 @@
-"""Which sequences of a step a rank takes: whole microbatches of its data-parallel share, or its
-part of every microbatch where each pipeline stage has replicas of its own (DAPPLE, 2007.01045).
+"""Which sequences of a step a rank takes: whole microbatches of its data-parallel share, or where
+each pipeline stage has replicas of its own its part of every microbatch (split; DAPPLE, 2007.01045)
+or some of the microbatches (round robin; PipeDream, SOSP'19).
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ Part = tuple[int, int]
 
 
 class BatchShare(NamedTuple):
-    """A rank's sequences of a global batch: `sequences` of each microbatch.
+    """A rank's sequences of a global batch: `sequences` of each of its microbatches.
 
     Attributes:
-        first: Index in the global batch of its first sequence of microbatch 0.
+        first: Index in the global batch of the first sequence of its first microbatch.
         stride: From a microbatch's first sequence to the next one's.
         sequences: In each microbatch.
-        microbatches: Of a step.
+        microbatches: Of a step, those that it takes.
     """
 
     first: int
@@ -37,8 +38,11 @@ class BatchShare(NamedTuple):
 
 def batch_share(plan: ResolvedPlan, replica: int, replicas: int) -> BatchShare:
     """The share of data-parallel index `replica` of `replicas`, those of its stage."""
-    t, microbatches = plan.task, plan.num_microbatches
-    if plan.strategy.pipeline.replicas:
+    t, microbatches, pipeline = plan.task, plan.num_microbatches, plan.strategy.pipeline
+    if pipeline.is_round_robin:
+        own = len(range(replica, microbatches, replicas))
+        return BatchShare(replica * t.micro_batch, replicas * t.micro_batch, t.micro_batch, own)
+    if pipeline.replicas:
         start, stop = even_parts(t.micro_batch, replicas)[replica]
         return BatchShare(start, t.micro_batch, stop - start, microbatches)
     return data_share(t.global_batch, t.micro_batch, replica, replicas)

@@ -29,7 +29,7 @@ from workbench.costmodel.step_time import (
     step_time,
     step_time_breakdown,
 )
-from workbench.plan.rank_placement import representative_ranks
+from workbench.plan.rank_placement import first_ranks_of_replicas, representative_ranks
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.schema import Plan
 from workbench.planner.assumed_hardware import assumed_hardware
@@ -63,6 +63,9 @@ def estimate(plan: Plan) -> Profile:
     representative = representative_ranks(full)
     ranks = sorted(set(representative.values()))
     shown = _shown(full, w, k, time, ranks)
+    in_time = shown
+    if w.fixed.in_turn:  # which do the same, but not at the same time
+        in_time = _shown(full, w, k, time, first_ranks_of_replicas(full))
     live = peak_memory(shown.workload, k)
     head = {"run": full.name, "source": "estimated", "step": 0}
     capacity = int(full.gpu.memory_gib * GIB)
@@ -91,7 +94,7 @@ def estimate(plan: Plan) -> Profile:
         notes["kernels"] = kernel_cost_source(full.gpu, full.strategy.kernels)
     if full.shape.unmodelled:
         notes["not_modelled"] = full.shape.unmodelled
-    if microbatches < w.microbatches:
+    if microbatches < w.step_microbatches:
         notes["timeline_microbatches"] = microbatches
     if most > capacity:
         notes["advice"] = first_fitting_change(plan, full)
@@ -102,7 +105,7 @@ def estimate(plan: Plan) -> Profile:
         source="estimated",
         world_size=full.world_size,
         memory=_memory_frame(head, live, shown),
-        timeline=_timeline_frame(head, drawn, shown, action_seconds(w, time.durations)),
+        timeline=_timeline_frame(head, drawn, in_time, action_seconds(w, time.durations)),
         collectives=_collectives_frame(head, own, shown),
         steps=_steps_frame(head, seconds, _tokens_per_step(full)),
         representative=representative,
@@ -166,14 +169,14 @@ def _timeline_frame(
     """Actions of each rank as its pipeline rank was simulated, whose seconds are `longest`. A
     replica that has fewer sequences starts when the busiest of its stage does, and ends earlier.
     """
-    own = action_seconds(shown.workload, shown.durations)
-    of_stage = defaultdict(list)
+    own, table_row = action_seconds(shown.workload, shown.durations), shown.workload.fixed.table_row
+    of_row = defaultdict(list)
     for interval in simulated.intervals if simulated else ():
-        of_stage[interval.rank].append(interval)
+        of_row[interval.rank].append(interval)
     rows = [
-        (at, i, longest[i.action.kind][i.rank] - own[i.action.kind][at])
+        (at, i, longest[i.action.kind][place.stage] - own[i.action.kind][at])
         for at, place in enumerate(shown.workload.places)
-        for i in of_stage[place.stage]
+        for i in of_row[table_row(place)]
     ]
     columns: dict[str, list[Any]] = {
         "at": [at for at, *_ in rows],

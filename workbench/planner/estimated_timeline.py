@@ -5,12 +5,16 @@ durations.
 from __future__ import annotations
 
 from workbench.costmodel.inputs.rank_workload import Workload
-from workbench.costmodel.step_time import MicrobatchDurations, StepTime, simulated_schedule
+from workbench.costmodel.step_time import (
+    MAX_ACTIONS,
+    MicrobatchDurations,
+    StepTime,
+    simulated_schedule,
+    whole_makespan,
+)
 from workbench.schedules import Timeline, generate
 from workbench.schedules.generators import SCHEDULES
-
-MAX_ACTIONS = 1536
-"""Most actions that are simulated; what a longer step adds only repeats."""
+from workbench.schedules.round_robin import shortened
 
 
 def simulated_timeline(w: Workload, d: MicrobatchDurations) -> tuple[Timeline | None, int]:
@@ -18,9 +22,10 @@ def simulated_timeline(w: Workload, d: MicrobatchDurations) -> tuple[Timeline | 
     slowly.
     """
     s = w.fixed
-    whole = int(w.microbatches)
     if s.table is not None:
-        return simulated_schedule(w, d, s.table), whole
+        table = shortened(s.table, MAX_ACTIONS)
+        return simulated_schedule(w, d, table), table.microbatches
+    whole = int(w.microbatches)
     turn = w.pipeline if SCHEDULES[s.schedule].needs_multiple_of_ranks else 1
     microbatches = min(whole, MAX_ACTIONS // (2 * w.pipeline * s.chunks) // turn * turn)
     if microbatches < min(whole, 2 * w.pipeline):
@@ -39,6 +44,5 @@ def simulated_step_seconds(
     """
     if drawn is None:
         return None
-    pace = float((time.durations.forward + time.durations.backward).max())
-    makespan = drawn.makespan + (float(w.microbatches) - microbatches) * pace
+    makespan = whole_makespan(w, time.durations, drawn.makespan, microbatches)
     return makespan + sum(float(part) for part in time.after.values())

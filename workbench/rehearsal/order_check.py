@@ -92,7 +92,8 @@ def check_order(
 
 def _with_few_microbatches(plan: ResolvedPlan) -> ResolvedPlan:
     """The plan with as many microbatches as fill its pipeline and repeat its pattern."""
-    enough = 2 * plan.strategy.pipeline.size
+    p = plan.strategy.pipeline
+    enough = 2 * (sum(p.replicas or []) if p.is_round_robin else p.size)
     if plan.num_microbatches <= enough or drawn(plan) is not None:  # a table has its number
         return plan
     return with_microbatches(plan, enough)

@@ -13,10 +13,11 @@ from torch import nn
 
 from workbench.costmodel.compute.operator_roofline import Operator
 from workbench.engine.measure.step_sampler import StepSampler
+from workbench.engine.session import rank_share
 from workbench.models.python_model import build_python_model
 from workbench.parallel.mesh import Mesh, build_mesh
 from workbench.plan.custom_schedule import stages_in_flight
-from workbench.plan.rank_placement import representative_ranks
+from workbench.plan.rank_placement import rank_place, representative_ranks
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.rules.supported import require
 from workbench.plan.schema import Plan
@@ -113,7 +114,12 @@ def with_fewer_microbatches(plan: ResolvedPlan, stage: int) -> ResolvedPlan:
     held = stages_in_flight(plan)
     if held is None or left_whole:
         return plan
-    return with_microbatches(plan, min(plan.num_microbatches, held[stage] + STEADY))
+    enough = held[stage] + STEADY
+    if plan.strategy.pipeline.is_round_robin:  # every replica has one, those of a stage as many
+        replicas = plan.strategy.pipeline.replicas or []
+        own = max(-(-held[stage] // replicas[stage]) + STEADY, -(-max(replicas) // replicas[stage]))
+        enough = own * replicas[stage]
+    return with_microbatches(plan, min(plan.num_microbatches, enough))
 
 
 def python_model(plan: Plan) -> nn.Module | None:
@@ -136,39 +142,38 @@ def _rehearse_rank(
     """Two steps of one rank; operators of the second are `counted`, where they are asked for."""
     with fake_world(rank, plan.world_size):
         mesh = build_mesh(plan, rank)
-        few = with_fewer_microbatches(plan, mesh["pipeline"].index)
+        few = with_fewer_microbatches(plan, rank_place(plan, rank).stage)
+        seen, of = (rank_share(each, mesh).microbatches for each in (few, plan))
         traces: list[OperatorTrace] | None = None if counted is None else []
-        samplers, building = _steps(few, mesh, plan.num_microbatches, traces)
+        samplers, building = _steps(few, mesh, of, traces)
         if counted is not None and traces:
-            counted[rank] = traces[-1].of_step(few.num_microbatches, plan.num_microbatches)
-        calls = _calls_of_whole_steps(plan, mesh, samplers)
+            counted[rank] = traces[-1].of_step(seen, of)
+        calls = _calls_of_whole_steps(few, mesh, samplers, of)
         for step, (sampler, rows) in enumerate(zip(samplers, calls)):
             head = {"run": plan.name, "source": "rehearsed", "rank": rank, "step": step}
-            seen = sampler.memory_rows()
-            seen = with_building(seen, building, sampler.stage) if step == 0 else seen
-            memory += [head | row for row in seen]
+            held = sampler.memory_rows()
+            held = with_building(held, building, sampler.stage) if step == 0 else held
+            memory += [head | row for row in held]
             collectives += [head | row for row in rows]
 
 
 def _calls_of_whole_steps(
-    plan: ResolvedPlan, mesh: Mesh, samplers: Sequence[StepSampler]
+    few: ResolvedPlan, mesh: Mesh, samplers: Sequence[StepSampler], of: int
 ) -> list[list[dict[str, Any]]]:
-    """Collectives of each whole step, from `samplers` that saw a few of its microbatches.
+    """Collectives of each whole step, from `samplers` that saw a `few` of the `of` microbatches
+    that the rank takes.
 
     Below ZeRO-2 the action of a call says whether microbatches repeat it; beyond, what one
     microbatch more adds.
     """
-    few, of = (
-        with_fewer_microbatches(plan, mesh["pipeline"].index).num_microbatches,
-        plan.num_microbatches,
-    )
-    if plan.strategy.data.zero < 2:
-        return [sampler.collective_rows(few, of) for sampler in samplers]
+    seen = rank_share(few, mesh).microbatches
+    if few.strategy.data.zero < 2:
+        return [sampler.collective_rows(seen, of) for sampler in samplers]
     calls = [sampler.collective_rows() for sampler in samplers]
-    if few == of:
+    if seen == of:
         return calls
-    longer, _ = _steps(with_microbatches(plan, few + 1), mesh, of)
-    return [grown(rows, more.collective_rows(), of - few) for rows, more in zip(calls, longer)]
+    longer, _ = _steps(with_microbatches(few, seen + 1), mesh, of)
+    return [grown(rows, more.collective_rows(), of - seen) for rows, more in zip(calls, longer)]
 
 
 def _steps(

@@ -3,6 +3,7 @@
 from workbench.schedules.action import Action, parse_action
 from workbench.schedules.generators import bounded_names, generate, names, warm_up
 from workbench.schedules.lowering import executable, forwards, lower
+from workbench.schedules.round_robin import round_robin
 from workbench.schedules.simulator import (
     Deadlock,
     Interval,
@@ -37,6 +38,7 @@ __all__ = [
     "names",
     "parse_action",
     "read_csv",
+    "round_robin",
     "send_ends",
     "simulate",
     "table_of",

@@ -65,11 +65,17 @@ def generate(
     return _table(name, ranks, microbatches, chunks, held)
 
 
-def warm_up(name: str, ranks: int, in_flight: Sequence[int] | None = None) -> tuple[int, ...]:
-    """Microbatches in flight by rank of a schedule of `bounded_names`, `in_flight` at most.
+def warm_up(
+    name: str,
+    ranks: int,
+    in_flight: Sequence[int] | None = None,
+    replicas: Sequence[int] | None = None,
+) -> tuple[int, ...]:
+    """Microbatches in flight by stage of a schedule of `bounded_names`, `in_flight` at most on a
+    rank. Where `replicas` of a stage take them in turn, all of these have as many together.
 
     Raises ValueError for another schedule, and where `in_flight` has no number of one or more for
-    every rank.
+    every stage.
     """
     held = SCHEDULES[name].warm_up
     if held is None:
@@ -77,12 +83,13 @@ def warm_up(name: str, ranks: int, in_flight: Sequence[int] | None = None) -> tu
             f"schedule {name!r} has its own number of microbatches in flight; in_flight bounds it "
             f"under: {', '.join(bounded_names())}"
         )
-    own = tuple(held(rank, ranks) for rank in range(ranks))
+    each = replicas or [1] * ranks
+    own = held(each)
     if in_flight is None:
         return own
     if len(in_flight) != ranks or min(in_flight) < 1:
         raise ValueError(f"in_flight = {list(in_flight)}; {ranks} numbers of at least 1")
-    return shortened_warm_up(own, in_flight)
+    return shortened_warm_up(own, [most * count for most, count in zip(in_flight, each)])
 
 
 def bounded_names() -> tuple[str, ...]:

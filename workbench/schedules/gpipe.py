@@ -13,4 +13,9 @@ def gpipe_row(rank: int, ranks: int, microbatches: int, chunks: int) -> Row:
     return tuple(forwards + [Action(rank, "B", m) for m in range(microbatches)])
 
 
-GPIPE = PipelineSchedule(gpipe_row, unsplit_bubble, lambda rank, p, m, chunks: m + 0 * rank)
+GPIPE = PipelineSchedule(
+    gpipe_row,
+    unsplit_bubble,
+    lambda rank, p, m, chunks: m + 0 * rank,
+    lambda stage, replicas, m: gpipe_row(stage, len(replicas), m, 1),
+)

@@ -5,6 +5,7 @@ reduction.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from workbench.schedules.action import RECVS, SENDS, Action, matching
 from workbench.schedules.simulator import simulate, uniform
@@ -56,7 +57,7 @@ def forwards(table: Table) -> Table:
 
 
 def _with_rows(table: Table, rows: list[list[Action]]) -> Table:
-    return Table(tuple(map(tuple, rows)), table.stages, table.microbatches, table.placement)
+    return replace(table, rows=tuple(map(tuple, rows)))
 
 
 def transfer_after(table: Table, action: Action) -> Action | None:
@@ -64,7 +65,7 @@ def transfer_after(table: Table, action: Action) -> Action | None:
     if action.kind not in ("F", "I", "B"):
         return None
     to, kind = (action.stage + 1, "SEND_F") if action.kind == "F" else (action.stage - 1, "SEND_B")
-    if not 0 <= to < table.stages or table.placement[to] == table.placement[action.stage]:
+    if not _crosses_ranks(table, action, to):
         return None
     return Action(action.stage, kind, action.microbatch)
 
@@ -76,9 +77,16 @@ def transfer_before(table: Table, action: Action) -> Action | None:
     source, kind = (
         (action.stage - 1, "RECV_F") if action.kind == "F" else (action.stage + 1, "RECV_B")
     )
-    if not 0 <= source < table.stages or table.placement[source] == table.placement[action.stage]:
+    if not _crosses_ranks(table, action, source):
         return None
     return Action(action.stage, kind, action.microbatch)
+
+
+def _crosses_ranks(table: Table, action: Action, other: int) -> bool:
+    """Whether the microbatch of an action is on another rank at stage `other`."""
+    if not 0 <= other < table.stages:
+        return False
+    return table.home(other, action.microbatch) != table.home(action.stage, action.microbatch)
 
 
 def _in_order_of_sends(table: Table) -> list[list[Action]]:
@@ -101,7 +109,7 @@ def _in_order_of_sends(table: Table) -> list[list[Action]]:
             rows[rank] += [*arriving[rank], send]
             arriving[rank].clear()
             receive = matching(send)
-            arriving[table.placement[receive.stage]].append(receive)
+            arriving[table.home(receive.stage, receive.microbatch)].append(receive)
     return rows
 
 
@@ -135,8 +143,8 @@ def disorder(table: Table) -> list[str]:
 
 
 def _peer(table: Table, action: Action) -> int:
-    stage = matching(action).stage
-    return table.placement[stage] if 0 <= stage < table.stages else -1
+    other = matching(action)
+    return table.home(other.stage, other.microbatch) if 0 <= other.stage < table.stages else -1
 
 
 def _with_reduction(row: list[Action], each: bool) -> list[Action]:

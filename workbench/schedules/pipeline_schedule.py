@@ -12,7 +12,7 @@ tests.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any
@@ -37,6 +37,10 @@ class PipelineSchedule:
     """(p, m, chunks, F, I, W) -> seconds beyond one rank's work (`closed_forms.bubble`)."""
     in_flight: Callable[[Number, Number, Number, Number], Number]
     """(rank, p, m, chunks) -> most chunks with activations (`closed_forms.in_flight`)."""
+    replicated_row: Callable[[int, Sequence[int], int], Row] | None = None
+    """(stage, replicas of each stage, m) -> what the replicas of a stage do that take its
+    microbatches in turn (`round_robin`); None: no table.
+    """
     min_chunks: int = 1
     max_chunks: int | None = 1
     """None: any number."""
@@ -52,9 +56,9 @@ class PipelineSchedule:
     """m is at least this times p, on several ranks; 0: the pipeline need not fill."""
     pair_groups: bool = False
     """Each pair of ranks has a process group: in one, NCCL's order of transfers would cost time."""
-    warm_up: Callable[[Number, Number], Number] | None = None
-    """(rank, p) -> microbatches in flight of a rank whose row is `row_with_warm_up`; None: the rows
-    are others.
+    warm_up: Callable[[Sequence[int]], tuple[int, ...]] | None = None
+    """Replicas of each stage that take turns -> microbatches in flight by stage, whose rows are
+    `row_with_warm_up`; None: the rows are others.
     """
     last_rank_has_most: bool = False
     """While the pipeline fills, later ranks have more activations; elsewhere earlier ones do."""

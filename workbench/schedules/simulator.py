@@ -158,7 +158,8 @@ def in_flight(table: Table) -> tuple[int, ...]:
 def in_flight_by_stage(table: Table) -> tuple[int, ...]:
     """Most microbatches whose activations a stage holds at once, by stage."""
     return tuple(
-        _most_held(table.rows[table.placement[stage]], {stage}) for stage in range(table.stages)
+        max(_most_held(table.rows[home], {stage}) for home in table.homes(stage))
+        for stage in range(table.stages)
     )
 
 
@@ -188,11 +189,17 @@ def _waiting(row: Row) -> int:
     return -largest[1]
 
 
-def most_losses(table: Table) -> int:
-    """Most microbatches of the last stage whose loss has not run backward yet."""
+def most_losses(table: Table) -> tuple[int, ...]:
+    """Most microbatches of the last stage whose loss has not run backward yet, by rank; 0 on ranks
+    without that stage.
+    """
+    return tuple(_most_losses(row, table.stages - 1) for row in table.rows)
+
+
+def _most_losses(row: Row, stage: int) -> int:
     held = most = 0
-    for action in table.rows[table.placement[-1]]:
-        if action.stage == table.stages - 1:
+    for action in row:
+        if action.stage == stage:
             held += (action.kind == "F") - (action.kind in ("B", "I"))
             most = max(most, held)
     return most
@@ -242,7 +249,7 @@ def _walk(
         for need in needs(action, table.stages):
             while need not in done:
                 yield None
-            away = need[1] != action.stage and table.placement[need[1]] != rank
+            away = need[1] != action.stage and table.home(*need[1:]) != rank
             start = max(start, done[need] + p2p if away else done[need])
         now = start + seconds_of(durations, action)
         done["I" if action.kind == "B" else action.kind, action.stage, action.microbatch] = now
@@ -290,8 +297,8 @@ class _Clock:
     def _stream(self, rank: int, action: Action) -> object:
         if self.transport == "gloo":
             return action
-        stage = matching(action).stage
-        return self.table.placement[stage] if self.pair_groups else "all"
+        other = matching(action)
+        return self.table.home(other.stage, other.microbatch) if self.pair_groups else "all"
 
     def run(self) -> Timeline:
         progress = True
@@ -336,7 +343,7 @@ class _Clock:
                 return None
             latest = self.free[rank].get("all", 0.0)
         for need in needs(action, self.table.stages):
-            if self.table.placement[need[1]] != rank:
+            if self.table.home(*need[1:]) != rank:
                 need = ("RECV_F" if need[0] == "F" else "RECV_B", action.stage, action.microbatch)
             when = self.done.get(need)
             if when is None:
@@ -354,7 +361,7 @@ class _Clock:
 
     def _run_transfer(self, rank: int, stream: object, action: Action) -> bool:
         other = matching(action)
-        peer = self.table.placement[other.stage]
+        peer = self.table.home(other.stage, other.microbatch)
         theirs = self._stream(peer, other)
         queue = self.queues[peer].get(theirs)
         if not queue or queue[0][0] != other:

@@ -21,7 +21,11 @@ class Table:
     stages: int
     microbatches: int
     placement: tuple[int, ...]
-    """Stage -> the pipeline rank that holds it."""
+    """Stage -> the pipeline rank that holds it; the first of its `replicas`."""
+    replicas: tuple[int, ...] = ()
+    """Consecutive pipeline ranks that hold each stage and take its microbatches in turn; empty: one
+    each.
+    """
 
     @property
     def ranks(self) -> int:
@@ -40,9 +44,19 @@ class Table:
         """Whether any backward comes in two halves."""
         return any(action.kind == "W" for row in self.rows for action in row)
 
+    def homes(self, stage: int) -> range:
+        """The pipeline ranks that hold a stage."""
+        first = self.placement[stage]
+        return range(first, first + (self.replicas[stage] if self.replicas else 1))
+
+    def home(self, stage: int, microbatch: int | None) -> int:
+        """The pipeline rank that runs a microbatch of a stage."""
+        first = self.placement[stage]
+        return first + (microbatch or 0) % self.replicas[stage] if self.replicas else first
+
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """Stages that `rank` holds, ascending."""
-        return tuple(stage for stage, home in enumerate(self.placement) if home == rank)
+        return tuple(stage for stage in range(self.stages) if rank in self.homes(stage))
 
     def __str__(self) -> str:
         return "\n".join(" ".join(map(str, row)) for row in self.rows)

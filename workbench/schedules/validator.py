@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
 from workbench.schedules.action import COMPUTE, WHOLE_STAGE, Action, matching
 from workbench.schedules.lowering import disorder, transfer_after, transfer_before
@@ -37,10 +38,9 @@ def _strangers(table: Table) -> list[str]:
                     f"rank {rank}: {action} names stage {action.stage}; stages are "
                     f"0..{table.stages - 1}"
                 )
-            elif table.placement[action.stage] != rank:
-                home = table.placement[action.stage]
+            elif rank not in (homes := _homes(table, action)):
                 problems.append(
-                    f"rank {rank}: {action} belongs to rank {home}, which holds stage "
+                    f"rank {rank}: {action} belongs to rank {homes[0]}, which holds stage "
                     f"{action.stage}"
                 )
             elif (
@@ -53,12 +53,20 @@ def _strangers(table: Table) -> list[str]:
     return problems
 
 
+def _homes(table: Table, action: Action) -> Sequence[int]:
+    """Ranks on which an action may stand: those of its stage, or the one of its microbatch."""
+    if action.kind in WHOLE_STAGE:
+        return table.homes(action.stage)
+    return (table.home(action.stage, action.microbatch),)
+
+
 def _incomplete(table: Table) -> list[str]:
     count = Counter(a for row in table.rows for a in row)
     problems = [
         f"{a} stands {n} times"
         for a, n in sorted(count.items(), key=lambda x: str(x[0]))
-        if n > 1 and a.kind not in ("UNSHARD", "RESHARD")
+        if n > (len(_homes(table, a)) if a.stage < table.stages else 1)
+        and a.kind not in ("UNSHARD", "RESHARD")
     ]
     for stage in range(table.stages):
         for m in range(table.microbatches):

@@ -4,7 +4,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from workbench.schedules.action import Action
+from workbench.schedules.one_f_one_b import replicated_warm_up
 from workbench.schedules.pipeline_schedule import (
     Number,
     Paths,
@@ -21,14 +24,27 @@ def zb_h1_row(rank: int, ranks: int, microbatches: int, chunks: int) -> Row:
     """ZB-H1 (torch calls it ZB1P): 1F1B's forwards, at most `ranks` in
     flight.
     """
-    return _split(rank, microbatches, warm_up=ranks - 1 - rank, delay=rank)
+    return _replicated_h1_row(rank, [1] * ranks, microbatches)
 
 
 def zb_h2_row(rank: int, ranks: int, microbatches: int, chunks: int) -> Row:
     """ZB-H2: twice the forwards ahead, so that no rank idles; at most `2 ranks -
     1` in flight.
     """
-    return _split(rank, microbatches, warm_up=2 * (ranks - 1 - rank), delay=2 * rank)
+    return _replicated_h2_row(rank, [1] * ranks, microbatches)
+
+
+def _replicated_h1_row(stage: int, replicas: Sequence[int], microbatches: int) -> Row:
+    """Forwards as under 1F1B; a replica computes weight gradients `stage` of its own microbatches
+    late.
+    """
+    late, ahead = stage * replicas[stage], replicated_warm_up(replicas)[stage] - 1
+    return _split(stage, microbatches, warm_up=ahead, delay=late)
+
+
+def _replicated_h2_row(stage: int, replicas: Sequence[int], microbatches: int) -> Row:
+    late, ahead = stage * replicas[stage], replicated_warm_up(replicas)[stage] - 1
+    return _split(stage, microbatches, warm_up=2 * ahead, delay=2 * late)
 
 
 def _split(rank: int, microbatches: int, warm_up: int, delay: int) -> Row:
@@ -141,6 +157,7 @@ ZB_H1 = PipelineSchedule(
     zb_h1_row,
     _zb_h1_bubble,
     lambda rank, p, m, chunks: smaller(m, p) + 0 * rank,
+    _replicated_h1_row,
     splits_backward=True,
     deferred_per_rank=1,
 )
@@ -148,6 +165,7 @@ ZB_H2 = PipelineSchedule(
     zb_h2_row,
     _zb_h2_bubble,
     lambda rank, p, m, chunks: smaller(m, 2 * p - 1) + 0 * rank,
+    _replicated_h2_row,
     splits_backward=True,
     deferred_per_rank=2,
 )

@@ -107,13 +107,17 @@ def bucket_collectives(w: Workload, place: int) -> Counter[BucketCollective]:
 
 
 def _with_replicas_at(w: Workload, place: int) -> Workload:
-    """`w` with the replicas and shards of one of its ranks, where stages have replicas of their
-    own.
+    """`w` with the replicas, shards and microbatches of one of its ranks, where stages have
+    replicas of their own.
     """
     if not w.fixed.replicas:
         return w
-    data, shard = (float(np.asarray(x)[place]) for x in (w.data, w.searched.shard))
-    return replace(w, data=data, searched=replace(w.searched, shard=shard))
+    data, shard, microbatches = (
+        float(np.broadcast_to(x, w.zeros.shape)[place])
+        for x in (w.data, w.searched.shard, w.microbatches)
+    )
+    searched = replace(w.searched, shard=shard)
+    return replace(w, data=data, microbatches=microbatches, searched=searched)
 
 
 def _reductions(w: Workload, stage: list[PackedBucket]) -> Iterator[tuple[BucketCollective, int]]:

@@ -243,19 +243,28 @@ def _pipeline_calls(w: Workload) -> list[CollectiveCall]:
     p, dtype = w.pipeline, w.dtype
     if p == 1:
         return []
-    replicas = w.fixed.replicas
-    group: Number = sum(replicas) * w.sequence_parallel if replicas else p
+    group, ends = _pipeline_groups(w)
     found = [
-        (kind, dtype, size, count)
+        (kind, group, dtype, size, count)
         for size, count in _boundary_transfers(w)
         for kind in ("send", "recv")
     ]
     gradient = gradient_dtype_name(w)
-    found += [(kind, gradient, size, count) for kind, size, count in _tied_transfers(w)]
+    found += [(kind, ends, gradient, size, count) for kind, size, count in _tied_transfers(w)]
     return [
-        CollectiveCall("pipeline", kind, group, dtype, size, count, "P2P")
-        for kind, dtype, size, count in found
+        CollectiveCall("pipeline", kind, size_of_group, dtype, size, count, "P2P")
+        for kind, size_of_group, dtype, size, count in found
     ]
+
+
+def _pipeline_groups(w: Workload) -> tuple[Number, Number]:
+    """Ranks of the group of transfers between stages, and of that of a tied weight's gradient."""
+    if not (replicas := w.fixed.replicas):
+        return w.pipeline, w.pipeline
+    ends = (replicas[0] + replicas[-1]) * w.searched.context
+    if w.fixed.in_turn:
+        return 2 if w.fixed.pair_groups else sum(replicas), ends
+    return sum(replicas) * w.sequence_parallel, ends
 
 
 def _tied_transfers(w: Workload) -> Iterator[tuple[str, Number, Number]]:
@@ -271,9 +280,10 @@ def _tied_transfers(w: Workload) -> Iterator[tuple[str, Number, Number]]:
         yield from (("send", size, ends), ("recv", size, ends))
     elif not w.zero:
         first, last = w.fixed.replicas[0], w.fixed.replicas[-1]
-        other = np.where(w.has_embedding > 0, last, first)
-        replica = np.array([place.replica for place in w.places])
-        yield "send", table, ends * np.ceil((other - replica) / w.data)
+        context = w.searched.context
+        other = context * np.where(w.has_embedding > 0, last, first)
+        holder = np.array([place.holder for place in w.places])
+        yield "send", table, ends * np.ceil((other - holder) / (w.data * context))
         yield "recv", table, ends
     else:
         for elements in _shared_with_peers(w.places, _tied_shards(w)):
@@ -285,15 +295,15 @@ def _tied_shards(w: Workload) -> Callable[[RankPlace], tuple[Part, list[Part]] |
     """(own shard, those of the other end) of a tied weight's gradient by rank of the first and the
     last stage, where ZeRO shards it over other numbers of replicas at both ends.
     """
-    numel = int(np.max(w.table_params))
-    first, last = (shard_parts(numel, w.fixed.replicas[stage]) for stage in (0, -1))
+    numel, context = int(np.max(w.table_params)), int(w.searched.context)
+    first, last = (shard_parts(numel, w.fixed.replicas[stage] * context) for stage in (0, -1))
     ends = {0: (first, last), w.pipeline - 1: (last, first)}
 
     def shards(place: RankPlace) -> tuple[Part, list[Part]] | None:
         if place.stage not in ends:
             return None
         own, others = ends[place.stage]
-        return own[place.replica], others
+        return own[place.holder], others
 
     return shards
 
@@ -315,10 +325,10 @@ def _shared_with_peers(
 def _boundary_transfers(w: Workload) -> Iterator[tuple[Number, Number]]:
     """(bytes, times a step) of what a rank sends across its stage's boundaries, and receives.
 
-    Where stages have replicas of their own, a rank exchanges with every rank of a neighboring stage
-    the tokens that both have.
+    Where replicas of a stage share each microbatch, a rank exchanges with every rank of a
+    neighboring stage the tokens that both have.
     """
-    if not w.fixed.replicas:
+    if not w.fixed.replicas or w.fixed.in_turn:
         yield w.residual_bytes, w.microbatches * (w.zeros + w.num_boundary_transfers)
         return
     one = w.hidden_activation_bytes / w.tokens
@@ -331,7 +341,8 @@ def _boundary_transfers(w: Workload) -> Iterator[tuple[Number, Number]]:
         def beside(place: RankPlace, side: int = side) -> tuple[Part, list[Part]] | None:
             if not 0 <= place.stage + side < len(parts):
                 return None
-            return own_part(parts, w.fixed.replicas, *place), parts[place.stage + side]
+            own = own_part(parts, w.fixed.replicas, place.stage, place.replica, place.tensor)
+            return own, parts[place.stage + side]
 
         for tokens in _shared_with_peers(w.places, beside):
             yield one * tokens, w.microbatches * (tokens > 0)

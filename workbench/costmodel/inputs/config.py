@@ -20,7 +20,7 @@ from workbench.machine.hardware import GPU, Fabric
 from workbench.plan.custom_schedule import own_table, pair_groups, transport
 from workbench.plan.model.model_shape import Shape
 from workbench.plan.optimizer_state import DTYPE_BYTES, master_bytes, moment_bytes, num_moments
-from workbench.plan.rank_placement import axis_strides
+from workbench.plan.rank_placement import RankPlace, axis_strides
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.schema import NARROW, Plan
 from workbench.schedules import Table, Transport
@@ -89,8 +89,8 @@ class FixedConfig:
     partition: tuple[int, ...]
     """Number of layers of each stage."""
     table: Table | None
-    """The schedule, where no closed form knows it: a user's own, or one whose warm-up `in_flight`
-    shortens.
+    """The schedule, where no closed form knows it: a user's own, one whose warm-up `in_flight`
+    shortens, or one of replicas that take turns.
     """
     transport: Transport
     """How the backend of the plan's device lets P2P transfers progress."""
@@ -108,6 +108,19 @@ class FixedConfig:
     """Whether both residual branches of a layer apply dropout, with masks that backward draws
     again.
     """
+
+    @property
+    def in_turn(self) -> bool:
+        """Whether the replicas of a stage take microbatches in turn (PipeDream, SOSP'19), each by a
+        row of its own of `table`.
+        """
+        return self.table is not None and bool(self.table.replicas)
+
+    def table_row(self, place: RankPlace) -> int:
+        """The row of the schedule's table that a rank's actions are in."""
+        if self.table is None or not self.table.replicas:
+            return place.stage
+        return self.table.homes(place.stage)[place.replica]
 
     @property
     def splits_backward(self) -> bool:
@@ -296,9 +309,10 @@ def stage_homes(
     """Pipeline rank of every stage, `[stages]`.
 
     Interleaved stages wrap around the ranks; V-shaped schedules run back up through them (zero
-    bubble V, 2401.10241), so that rank 0 holds the first and the last stage.
+    bubble V, 2401.10241), so that rank 0 holds the first and the last stage. Replicas that take
+    turns count as one rank.
     """
-    if table is not None:
+    if table is not None and not table.replicas:
         return np.array(table.placement)
     stage = np.arange(stages)
     ranks = stage % pipeline

@@ -30,7 +30,7 @@ class RankShapes:
     data: Number
     """Number of data-parallel ranks, context ranks not counted."""
     microbatches: Number
-    """Number of microbatches of a step."""
+    """Number of microbatches of a step that a rank takes."""
     sequences: Number
     """Sequences of one microbatch that a rank has a part of."""
     tokens: Number
@@ -139,8 +139,19 @@ class RankShapes:
         return self.hidden_activation_bytes / self.sequence_parallel
 
     @property
+    def step_microbatches(self) -> Number:
+        """Microbatches of a step that a stage takes, with all its `busy_replicas`."""
+        if not self.fixed.in_turn:
+            return self.microbatches
+        return self.fixed.global_batch / self.searched.micro_batch
+
+    @property
     def busy_replicas(self) -> Number:
-        """Data-parallel ranks, each counted by its share of the sequences that the first has."""
+        """Data-parallel ranks that compute a microbatch, each counted by its share of the sequences
+        that the first has.
+        """
+        if self.fixed.in_turn:
+            return 1.0
         if not self.fixed.replicas:
             return self.data
         return np.asarray(self.searched.micro_batch / self.sequences)

@@ -75,14 +75,19 @@ def assemble_workload(
     """
     if weight is None:
         weight = np.ones(len(places))
-    ranks, replica, _ = (np.array(x, dtype=float).reshape(weight.shape) for x in zip(*places))
+    ranks, replica, *_ = (np.array(x, dtype=float).reshape(weight.shape) for x in zip(*places))
     shape, blocks = s.shape, tensor_tiling(s.algorithm, k)
     data = s.world_size / (k.tensor * k.context * s.pipeline)
     layers, dense = stage_layers(s)
-    at, sequences = ranks.astype(int), k.micro_batch
+    at, rows, sequences = ranks.astype(int), ranks, k.micro_batch
     microbatches = s.global_batch / (k.micro_batch * data)
-    if s.replicas:  # those of a stage share each microbatch; the first ones have the most of it
+    if s.replicas:
         data, microbatches = np.array(s.replicas, dtype=float)[at], s.global_batch / k.micro_batch
+    # Of what the replicas of a stage share, microbatches or their sequences, the first have most.
+    if s.in_turn:
+        microbatches = np.ceil((microbatches - replica) / data)
+        rows = np.array([s.table_row(place) for place in places])
+    elif s.replicas:
         sequences = np.ceil((k.micro_batch - replica) / data)
     return Workload(
         fixed=s,
@@ -107,9 +112,9 @@ def assemble_workload(
         has_embedding=(at == 0).astype(float),
         has_head=(at == _last_rank(s)).astype(float),
         num_boundary_transfers=num_boundary_transfers(s)[at],
-        microbatches_in_flight=microbatches_in_flight(s, microbatches, ranks),
-        deferred_microbatches=deferred_microbatches(s, microbatches, ranks),
-        losses_in_flight=losses_in_flight(s, microbatches),
+        microbatches_in_flight=microbatches_in_flight(s, microbatches, rows),
+        deferred_microbatches=deferred_microbatches(s, microbatches, rows),
+        losses_in_flight=losses_in_flight(s, microbatches, rows),
     )
 
 
@@ -214,10 +219,11 @@ def deferred_microbatches(s: FixedConfig, microbatches: Number, rank: Array) -> 
     )
 
 
-def losses_in_flight(s: FixedConfig, microbatches: Number) -> Number:
+def losses_in_flight(s: FixedConfig, microbatches: Number, rank: Array) -> Number:
     """Microbatches of the last stage between loss and backward: one, or all under GPipe."""
     if s.table is not None:
-        return float(most_losses(s.table))
+        losses: Array = np.asarray(most_losses(s.table), dtype=float)[rank.astype(int)]
+        return losses
     return microbatches if s.schedule == "gpipe" and s.pipeline > 1 else 1.0
 
 

@@ -60,7 +60,7 @@ class ExecutorHooks:
     accumulate_product: Callable[[nn.Parameter, Tensor, Tensor], None]
     """The same of a weight, by the factors of its gradient."""
     before_forward: Callable[[int], None] = lambda microbatch: None
-    """The next forward is of this microbatch."""
+    """The next forward is of this one of the rank's microbatches."""
     sends_end: Mapping[Action, int] | None = None
     """Send -> index in the row of the action at which it is waited for, at the latest: by then the
     simulated schedule has it over. None: works say when they are completed, as NCCL's do; gloo's
@@ -101,6 +101,9 @@ class ScheduleExecutor:
         row = table.rows[axis.index]
         self.row = row
         self.evaluation_row = forwards(table).rows[axis.index]
+        own = sorted({action.microbatch or 0 for action in self.evaluation_row})
+        self.places = {microbatch: place for place, microbatch in enumerate(own)}
+        """Microbatch -> which of this rank's it is."""
         self.last_backwards = set(_last_backward_actions(row))
         self.split_keys = {_key(action) for action in row if action.kind == "I"}
         self.state = MicrobatchState()
@@ -115,8 +118,8 @@ class ScheduleExecutor:
         """Run the row once: forward and backward of all microbatches, gradients reduced.
 
         Args:
-            tokens_MBT: [microbatches, B, T], this rank's sequences of each microbatch; read by the
-                first stage.
+            tokens_MBT: [microbatches, B, T], this rank's sequences of each of its microbatches;
+                read by the first stage.
             targets_MBT: The same shape; read by the last stage.
             scale: What each microbatch's summed loss is multiplied by before backward.
             observe: Entered around each action.
@@ -174,15 +177,16 @@ class ScheduleExecutor:
         scale: float | Tensor | None,
     ) -> None:
         stage, microbatch = key = _key(action)
-        x = tokens[microbatch] if stage == 0 else self._stage_input(key, state)
-        self.hooks.before_forward(microbatch)
+        place = self.places[microbatch]
+        x = tokens[place] if stage == 0 else self._stage_input(key, state)
+        self.hooks.before_forward(place)
         with self._split_context(key, state):
-            y = self.stages[stage](x, targets[microbatch])
+            y = self.stages[stage](x, targets[place])
         if stage == self.table.stages - 1:
             y = y if scale is None else y * scale
             state.loss = y.detach() if state.loss is None else state.loss + y.detach()
         # The next stage may be on this rank (V schedules): its input needs no transfer.
-        elif self.table.placement[stage + 1] == self.axis.index:
+        elif self.table.home(stage + 1, microbatch) == self.axis.index:
             state.inputs[stage + 1, microbatch] = y.detach()
         else:
             state.outputs[key] = y.detach()
@@ -247,17 +251,18 @@ class ScheduleExecutor:
     def _outgoing(self, action: Action, state: MicrobatchState) -> tuple[Tensor, int]:
         stage, microbatch = key = _key(action)
         if action.kind == "SEND_F":
-            return state.outputs.pop(key), self.table.placement[stage + 1]
-        return state.output_gradients.pop((stage - 1, microbatch)), self.table.placement[stage - 1]
+            return state.outputs.pop(key), self.table.home(stage + 1, microbatch)
+        gradient = state.output_gradients.pop((stage - 1, microbatch))
+        return gradient, self.table.home(stage - 1, microbatch)
 
     def _incoming(self, action: Action, state: MicrobatchState) -> tuple[Tensor, int]:
         x = self.empty_boundary()
         stage, microbatch = _key(action)
         if action.kind == "RECV_F":
             state.inputs[stage, microbatch] = x
-            return x, self.table.placement[stage - 1]
+            return x, self.table.home(stage - 1, microbatch)
         state.output_gradients[stage, microbatch] = x
-        return x, self.table.placement[stage + 1]
+        return x, self.table.home(stage + 1, microbatch)
 
     def _wait_receive(self, receive: Action, x: Tensor, state: MicrobatchState) -> Tensor:
         # Waited for as late as possible: when `x` is read, not when it is received.

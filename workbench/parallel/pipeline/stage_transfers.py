@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from workbench.parallel.mesh import MeshAxis, StageReplica, exchange
+from workbench.parallel.mesh import MeshAxis
 from workbench.plan.stage_replicas import overlaps
 from workbench.runtime_facts.bucket_packing import shard_parts
 
@@ -34,7 +34,7 @@ class Transfer:
 def start_send(x: Tensor, peer: int, axis: MeshAxis) -> Transfer:
     """Start to send `x` to `peer`, an index on `axis`; the handle to wait for.
 
-    `x` [B, T, D] are this rank's tokens of a microbatch; where stages have replicas of their own,
+    `x` [B, T, D] are this rank's tokens of a microbatch; where the replicas of a stage share it,
     each rank of `peer` gets those that it has too (split and concatenate, 2007.01045).
     """
     return _start(dist.isend, x, peer, axis)
@@ -66,9 +66,12 @@ def _shared(x: Tensor, peer: int, axis: MeshAxis) -> list[tuple[int, Tensor]]:
 
 
 def sum_tied_gradient(
-    gradient: Tensor, axis: MeshAxis, peer: int, sharded_numel: int | None = None
+    gradient: Tensor,
+    axis: MeshAxis,
+    ends: tuple[Sequence[int], Sequence[int]],
+    sharded_numel: int | None = None,
 ) -> None:
-    """Add the gradient of a tied weight that `peer`, an index on `axis`, has to this rank's, in
+    """Add the gradient of a tied weight that the other end of the pipeline has to this rank's, in
     place.
 
     The first and the last stage each hold a copy of the weight (embedding and head). Both add the
@@ -76,41 +79,38 @@ def sum_tied_gradient(
 
     Args:
         gradient: This rank's, or its shard.
-        axis: The pipeline axis.
-        peer: The other of the two stages.
-        sharded_numel: Elements of the whole gradient, where replicas of a stage shard it.
+        axis: One that has the ranks of both stages.
+        ends: Indices on `axis` of the ranks of this rank's stage that hold what it holds, and of
+            those of the other stage.
+        sharded_numel: Elements of the unsharded gradient, where the ranks of a stage shard it.
     """
     theirs = torch.empty_like(gradient)
-    if not axis.replicas:
-        exchange(gradient, theirs, axis.ranks[peer], axis.pair_groups.get(peer, axis.group))
-    else:
-        _exchange_between_replicas(gradient.view(-1), theirs.view(-1), axis, peer, sharded_numel)
+    _exchange_between_replicas(gradient.view(-1), theirs.view(-1), axis, ends, sharded_numel)
     gradient.add_(theirs)
 
 
 def _exchange_between_replicas(
-    own: Tensor, theirs: Tensor, axis: MeshAxis, peer: int, sharded_numel: int | None
+    own: Tensor,
+    theirs: Tensor,
+    axis: MeshAxis,
+    ends: tuple[Sequence[int], Sequence[int]],
+    sharded_numel: int | None,
 ) -> None:
     """Send `own` and fill `theirs`: shards by what they share; of whole gradients, which all
     replicas of a stage have, each gets that of one replica.
     """
-    replicas, peers = ([one.rank for one in _alike(axis, i)] for i in (axis.index, peer))
-    place, size = replicas.index(axis.ranks[axis.index]), len(replicas)
-    group = axis.pair_groups.get(peer, axis.group)
+    replicas, peers = ends
+    place, size = list(replicas).index(axis.index), len(replicas)
     if sharded_numel is None:
-        sends = [(rank, own) for at, rank in enumerate(peers) if at % size == place]
+        sends = [(peer, own) for at, peer in enumerate(peers) if at % size == place]
         receives = [(peers[place % len(peers)], theirs)]
     else:
         mine, others = (shard_parts(sharded_numel, ranks) for ranks in (size, len(peers)))
         found = overlaps(mine[place], others)
         sends = [(peers[i], own[start:stop]) for i, (start, stop) in found]
         receives = [(peers[i], theirs[start:stop]) for i, (start, stop) in found]
-    ops = [dist.P2POp(dist.isend, x, rank, group) for rank, x in sends]
-    ops += [dist.P2POp(dist.irecv, x, rank, group) for rank, x in receives]
+    group = axis.pair_groups.get(peers[0], axis.group)
+    ops = [dist.P2POp(dist.isend, x, axis.ranks[peer], group) for peer, x in sends]
+    ops += [dist.P2POp(dist.irecv, x, axis.ranks[peer], group) for peer, x in receives]
     for work in dist.batch_isend_irecv(ops):
         work.wait()
-
-
-def _alike(axis: MeshAxis, index: int) -> list[StageReplica]:
-    """The ranks at `index` that hold what this rank's place of its replica holds."""
-    return [one for one in axis.replicas[index] if one.shard == axis.own_replica.shard]

@@ -12,6 +12,7 @@ from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.rules import legal_sizes
 from workbench.plan.schema import AXES, Plan
 from workbench.schedules.generators import SCHEDULES, bounded_names
+from workbench.schedules.round_robin import takers
 
 
 def _world(plan: ResolvedPlan) -> Iterator[Problem]:
@@ -210,12 +211,13 @@ def _replicas(plan: ResolvedPlan) -> Iterator[Problem]:
             f"{s.pipeline.size} numbers that add up to {left} = {plan.world_size} GPUs / (tensor "
             f"{sizes['tensor']} x context {sizes['context']})",
         )
-    if plan.training.micro_batch < max(ranks):
+    if s.pipeline.distribution == "split" and plan.training.micro_batch < max(ranks):
         stage = ranks.index(max(ranks))
         yield Problem(
             "training.micro_batch",
             f"is {plan.training.micro_batch}, but the {max(ranks)} replicas of stage {stage} share "
-            f"the sequences of a microbatch; legal: {max(ranks)} or more",
+            f"the sequences of a microbatch; legal: {max(ranks)} or more, or "
+            "pipeline.distribution: round_robin",
         )
     needs: tuple[tuple[str, object, tuple[object, ...]], ...] = (
         ("pipeline.chunks", s.pipeline.chunks, (1,)),
@@ -237,6 +239,35 @@ def _replicas(plan: ResolvedPlan) -> Iterator[Problem]:
             "strategy.placement",
             f"ends with {s.placement[-1]}, but each stage has replicas of its own, {ranks}; legal: "
             "pipeline last, or no pipeline.replicas",
+        )
+
+
+def _distribution(plan: ResolvedPlan) -> Iterator[Problem]:
+    """Replicas of a stage that take microbatches in turn: they need a schedule for it, and a
+    microbatch each.
+    """
+    p, field = plan.strategy.pipeline, "strategy.pipeline.distribution"
+    if p.distribution == "split":
+        return
+    if p.replicas is None:
+        yield Problem(
+            field,
+            "is round_robin, but no stage has replicas of its own; legal: split, or "
+            "pipeline.replicas",
+        )
+        return
+    if p.schedule not in takers():
+        yield Problem(
+            field,
+            f"is round_robin, which schedule {p.schedule} has no order for; legal: split, or "
+            f"schedule {', '.join(takers())}",
+        )
+    if plan.num_microbatches < (most := max(p.replicas)):
+        yield Problem(
+            "training.global_batch",
+            f"{plan.training.global_batch} makes {plan.num_microbatches} microbatches, but the "
+            f"{most} replicas of stage {p.replicas.index(most)} take one each in turn; legal: at "
+            f"least {_batches(plan, [most])}, or pipeline.distribution: split",
         )
 
 
@@ -341,6 +372,7 @@ RULES: tuple[Callable[[ResolvedPlan], Iterator[Problem]], ...] = (
     _schedule,
     _in_flight,
     _replicas,
+    _distribution,
     _data,
     _context,
     _expert,

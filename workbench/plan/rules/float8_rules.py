@@ -39,11 +39,11 @@ def _axes(plan: ResolvedPlan) -> Iterator[Problem]:
             "shards what fp8 does not scale together; legal with strategy.precision fp8: none, "
             "with strategy.tensor.size ranks",
         )
-    if s.pipeline.replicas:
+    if s.pipeline.replicas and not s.pipeline.is_round_robin:
         yield Problem(
             "strategy.pipeline.replicas",
             f"is {s.pipeline.replicas}, whose parts of a microbatch fp8 does not scale together; "
-            "legal with strategy.precision fp8: none",
+            "legal with strategy.precision fp8: none, or pipeline.distribution: round_robin",
         )
     schedule = SCHEDULES.get(s.pipeline.schedule)
     if s.pipeline.size > 1 and (schedule is None or schedule.splits_backward):

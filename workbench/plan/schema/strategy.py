@@ -96,9 +96,18 @@ class Pipeline(Frozen):
     )
     replicas: list[Ranks] | None = Field(
         None,
-        description="Replicas of each stage, which share a microbatch (DAPPLE); in all gpus / "
+        description="Replicas of each stage, which share its work (DAPPLE); in all gpus / "
         "(tensor x context).",
     )
+    distribution: Literal["split", "round_robin"] = Field(
+        "split",
+        description="What replicas of a stage share: each microbatch, or microbatches in turn.",
+    )
+
+    @property
+    def is_round_robin(self) -> bool:
+        """Whether the replicas of a stage take microbatches in turn."""
+        return self.replicas is not None and self.distribution == "round_robin"
 
 
 class Context(Frozen):
@@ -181,7 +190,7 @@ def axis_sizes(strategy: Strategy, world: int) -> dict[str, int]:
     """Ranks along each axis, in `AXES` order; data takes what the others leave over.
 
     With `pipeline.replicas` there is no data axis of one size, and `data` is 1: the replicas of a
-    stage share the sequences of every microbatch.
+    stage share every microbatch, or take them in turn.
     """
     s = strategy
     others = s.tensor.ranks * s.context.size * s.pipeline.size

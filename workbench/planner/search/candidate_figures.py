@@ -49,7 +49,8 @@ class CandidateFigures:
         """
         if self._flops is None:
             w = workload(plan.resolve())
-            self._flops = float(model_flops(w) * w.microbatches * w.tensor * w.searched.context)
+            ranks = w.tensor * w.searched.context
+            self._flops = float(model_flops(w) * w.step_microbatches * ranks)
         setting = self.space.fixed_configs[0]
         return self._flops / (seconds * gpus * peak_flops(setting.gpu, setting.precision))
 
