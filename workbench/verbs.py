@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from workbench.lab.comparison.compare import Comparison
     from workbench.lab.live.dashboard import Dashboard
     from workbench.machine.calibration_file import Calibration
+    from workbench.plan.model.layer_profile import LayerProfile
     from workbench.plan.schema import Plan
     from workbench.planner.autoshard import OperatorPlan
     from workbench.planner.explain import Explanation
@@ -35,6 +36,7 @@ __all__ = [
     "import_config",
     "list_runs",
     "operators",
+    "profile_layers",
     "rehearse",
     "report",
     "run",
@@ -103,7 +105,7 @@ def operators(
     memory_gib: float | None = None,
     sequences: int | None = None,
 ) -> OperatorPlan:
-    """Choose how each operator is sharded: the exact optimum, and why.
+    """Choose how each operator is sharded: the optimum, and why.
 
     What is split and communicated, with its cost. Every figure is estimated.
 
@@ -132,6 +134,7 @@ def search(
     deadline_days: float | None = None,
     tokens: float | None = None,
     risk: float = 0.05,
+    progress: Callable[[str], None] = lambda words: None,
 ) -> SearchResult:
     """Search the best strategies for a model on given GPUs.
 
@@ -141,12 +144,14 @@ def search(
     Args:
         plan: A plan, or the path of a plan file.
         objective: What is least: time (of a step), cost, energy or gpus.
-        space: default, wide, or vast for kernels, tensor grids and buckets too.
+        space: default, wide, or vast for kernels, tensor grids and buckets too; unequal for stages
+            that are cut and replicated each by itself (DAPPLE, 2007.01045).
         top: Plans to return.
         where: Conditions such as `strategy.tensor.size<=8` or `peak_gib<60`.
         deadline_days: Keep plans that train `tokens` within so many days.
         tokens: Tokens to train on, for days and cost.
         risk: Largest probability of running out of memory.
+        progress: Called with words about what a search of stages is at.
 
     Raises:
         PlanError: An argument means nothing; a search that finds nothing is no error.
@@ -162,6 +167,7 @@ def search(
         deadline_days=deadline_days,
         tokens=tokens,
         risk=risk,
+        progress=progress,
     )
 
 
@@ -301,7 +307,7 @@ def weights(
     to: str | Path,
     progress: Callable[[int, int, str], None] | None = None,
 ) -> dict[str, Any]:
-    """Export the weights of a checkpoint under Hugging Face's names.
+    """Export a checkpoint's weights under Hugging Face's names.
 
     Bit for bit. For Llama-style models; works in a child process, tensor by tensor. A plan starts
     from the folder where its `model` and `checkpoint.load` name it.
@@ -435,10 +441,47 @@ def calibrate(
         PlanError: The file cannot be written, or a run has no measured steps.
         ChildError: Measuring fails.
     """
-    from workbench.runs.launch import calibrate
+    from workbench.runs.measure import calibrate
 
     found = [attach(run, root=root) if isinstance(run, str | Path) else run for run in runs]
     return calibrate.calibrate_file(None if path is None else Path(path), seconds, found, progress)
+
+
+def profile_layers(
+    plan: Plan | str | Path,
+    path: str | Path,
+    *,
+    seconds: float = 20.0,
+    allow_code: bool = False,
+    progress: Callable[[float, float, str], None] | None = None,
+) -> LayerProfile:
+    """Measure the layers of a plan's model into a layer profile.
+
+    Forward and backward time, output, kept activations and parameters of each block, on one
+    attached device, with the plan's micro-batch, sequence length, precision, kernels and
+    recomputation; its parallelism does not matter. The file is a model itself (`model: layers.csv`)
+    that can be estimated and searched (DAPPLE, 2007.01045).
+
+    Args:
+        plan: A plan, or the path of a plan file.
+        path: CSV file to write.
+        seconds: How long to repeat passes, beside starting torch and warming up.
+        allow_code: Build and run a model that is given as Python. Its blocks are the entries of its
+            lists and `nn.Sequential`s, and its other submodules; what runs between two belongs to
+            the one before, a block called twice is summed.
+        progress: Called with (seconds done, seconds in all, what).
+
+    Returns:
+        The layer profile; `source` says on what it was measured.
+
+    Raises:
+        PlanError: The plan is illegal, cannot run on one device here, or has a block that cannot be
+            timed; or the file cannot be written.
+        ChildError: Measuring fails.
+    """
+    from workbench.runs.measure import profile_layers
+
+    return profile_layers.profile_layers(_plan(plan), Path(path), seconds, allow_code, progress)
 
 
 def export(plan: Plan | str | Path, folder: str | Path) -> list[Path]:

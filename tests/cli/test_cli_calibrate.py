@@ -12,7 +12,7 @@ from tests.costmodel.test_calibrated import made
 from workbench import cli
 from workbench.machine import calibration_file
 from workbench.machine.calibration_file import Calibration, Scale
-from workbench.runs.launch import calibrate as measure
+from workbench.runs.measure import calibrate as measure
 
 
 @pytest.fixture

@@ -77,6 +77,16 @@ def test_a_search_refuses_a_strategy_and_says_how_to_keep_one(ask: Ask) -> None:
     assert code == 2 and "--strategy: is 'zero-3'" in err and "--where strategy.data.zero=3" in err
 
 
+def test_a_search_of_unequal_stages_shows_other_planners(ask: Ask) -> None:
+    words = ["search", *TINY, "--top", "1", "--space", "unequal"]
+    code, out, _ = ask(*words)
+    assert code == 0 and "latency model" in out and "PipeDream's planner" in out
+    code, out, _ = ask(*words, "--json")
+    found = json.loads(out)
+    assert code == 0 and found["top"][0]["stages"]["speed_up"] > 0
+    assert [one["source"] for one in found["baselines"]] == ["estimated"] * 5
+
+
 def _broken() -> None:
     raise RuntimeError("no\x1b[2J\nsecond line")
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from workbench.lab import charts
-from workbench.planner.search import result_tables
+from workbench.planner.search.results import result_tables
 
 from . import synthetic
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from workbench.errors import PlanError
-from workbench.plan.model.layer_profile import read_layer_profile, write_layer_profile
+from workbench.plan.model.layer_profile_csv import read_layer_profile, write_layer_profile
 
 HEAD = (
     "model,profile_batch,index,node,layer,forward_ms,backward_ms,activation_bytes,"

@@ -16,7 +16,7 @@ from workbench.machine.calibration_file import Calibration, Scale
 from workbench.plan.schema import Plan
 from workbench.planner import estimate
 from workbench.profile import Profile, frame
-from workbench.runs.launch import calibrate
+from workbench.runs.measure import calibrate
 from workbench.runs.run import Run
 
 

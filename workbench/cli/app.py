@@ -57,6 +57,7 @@ COMMANDS: dict[str, dict[str, Command]] = {
         "explain": Command("explain"),
         "operators": Command("operators"),
         "calibrate": Command("calibrate"),
+        "profile-layers": Command("profile_layers"),
         "validate": Command("validate"),
     },
     "Instruments": {
@@ -84,8 +85,8 @@ COMMANDS: dict[str, dict[str, Command]] = {
 }
 """Family -> command -> where it is; `--help` lists them in this order."""
 _BY_NAME = {name: command for family in COMMANDS.values() for name, command in family.items()}
-_FUNCTIONS = {"import": "import_config"}
-"""Command -> its function and verb, where the name is a keyword of Python."""
+_FUNCTIONS = {"import": "import_config", "profile-layers": "profile_layers"}
+"""Command -> its function and verb, where the name is none in Python."""
 
 
 def help_text(name: str) -> str:

@@ -24,7 +24,8 @@ PlanFile = Annotated[
     Path | None, typer.Argument(metavar="[PLAN]", help="Plan file; or choose with the options.")
 ]
 Model = Annotated[
-    str | None, typer.Option("--model", help="Model of `workbench models`, or a config.json.")
+    str | None,
+    typer.Option("--model", help="Model of `workbench models`, a config.json or layers.csv."),
 ]
 Gpu = Annotated[
     str | None, typer.Option("--gpu", help="GPU of `workbench gpus`; local: what is attached.")

@@ -55,6 +55,31 @@ class Status:
         self.bar.stop()
 
 
+class SecondsBar:
+    """Seconds measured of those asked for: a bar in a terminal, lines elsewhere."""
+
+    def __init__(self, seconds: float) -> None:
+        columns = (TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn())
+        self.bar = Progress(
+            *columns, console=console(stderr=True), transient=True, disable=not sys.stderr.isatty()
+        )
+        self.task = self.bar.add_task("starting", total=seconds)
+        self.last_line = 0.0
+
+    def __enter__(self) -> SecondsBar:
+        self.bar.start()
+        return self
+
+    def __call__(self, done: float, of: float, words: str) -> None:
+        self.bar.update(self.task, completed=done, total=of, description=words)
+        if self.bar.disable and time.monotonic() - self.last_line > LINE_SECONDS:
+            self.last_line = time.monotonic()
+            print(f"{words}, {done:.0f} of {of:.0f} s", file=sys.stderr, flush=True)
+
+    def __exit__(self, *_: object) -> None:
+        self.bar.stop()
+
+
 def follow(run: Run, words: str = "") -> State:
     """Wait for the end of `run`, and show its steps and loss; `words` name the run."""
     columns = (

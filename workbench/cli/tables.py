@@ -24,6 +24,10 @@ NOTE_LABELS = {
     "cannot": "the framework cannot do this",
     "step_seconds_90": "step time, 90 % interval",
     "simulated_step_seconds": "step time, simulated",
+    "closed_form_seconds": "step time, closed form",
+    "one_device_seconds": "step on one device",
+    "speed_up": "speed-up over one device",
+    "activation_communication_ratio": "activation-communication ratio (ACR)",
     "uncalibrated": "times are from",
     "assumed_hardware": "the GPU's description leaves out",
     "timeline_microbatches": "microbatches drawn in the timeline",
@@ -108,9 +112,7 @@ def plan_table(full: ResolvedPlan) -> Grid:
     s, t, c = full.strategy, full.training, full.cluster
     words = "in turn" if s.pipeline.is_round_robin else "sharing microbatches"
     rows = {
-        "model": f"{full.model_name}, {full.shape.layers} layers, hidden {full.shape.hidden}"
-        if not full.code
-        else f"{full.model_name} (code), vocabulary {full.vocab}",
+        "model": _model_text(full),
         "cluster": f"{c.nodes} node(s) x {c.gpus_per_node} {full.gpu.name}, fabric "
         f"{full.fabric.name}",
         "axes": " x ".join(f"{axis} {size}" for axis, size in full.sizes.items()),
@@ -126,11 +128,21 @@ def plan_table(full: ResolvedPlan) -> Grid:
         "training": f"{t.steps} steps of {t.optimizer.name}, learning rate "
         f"{t.optimizer.learning_rate:g}",
     }
-    if not full.code and full.shape.unmodelled:
+    if not (full.code or full.profiled) and full.shape.unmodelled:
         rows["not modelled"] = f"{full.shape.unmodelled}: planned without, and refused by run"
     for field, value in rows.items():
         built.add_row(field, value)
     return built
+
+
+def _model_text(full: ResolvedPlan) -> str:
+    if full.code:
+        return f"{full.model_name} (code), vocabulary {full.vocab}"
+    if full.profiled:
+        profile = full.layer_profile
+        batch = f"{len(profile.layers)} layers, measured with {profile.profile_batch} sequences"
+        return f"{full.model_name} (layer profile {full.profiled.layer_profile}), {batch}"
+    return f"{full.model_name}, {full.shape.layers} layers, hidden {full.shape.hidden}"
 
 
 def estimate_table(full: ResolvedPlan, found: Profile) -> list[Grid | None]:

@@ -112,6 +112,18 @@ def microbatch_durations(
     return _durations(w, m, measured_layer_times(w, m), calls, axis_links(w, constants))
 
 
+def stage_passes(w: Workload, constants: Constants) -> tuple[Array, Array]:
+    """Seconds of (a forward, a backward) of one microbatch by pipeline rank, without its transfers
+    to and from other stages.
+    """
+    links, d = axis_links(w, constants), microbatch_durations(w, constants, step_collectives(w))
+    forward, backward = (
+        np.asarray(seconds - _boundary_seconds(w, links, constants, action))
+        for seconds, action in ((d.forward, "F"), (d.backward, "B"))
+    )
+    return forward, backward
+
+
 def model_flops_utilization(w: Workload, constants: Constants, time: StepTime) -> Number:
     """Model FLOPs utilization (MFU, 2204.02311): model FLOPs over what all GPUs could do in the
     step.

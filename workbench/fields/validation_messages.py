@@ -32,6 +32,9 @@ _SAYS = {
     "invalid_key": "text, as every key is",
 }
 
+MODELS = {"PythonModel": "python", "ProfiledModel": "layer_profile", "Shape": "hidden"}
+"""What a plan's `model` may be -> the field by which it is known; a shape where it has none."""
+
 
 def plan_error(
     error: ValidationError, written: Mapping[str, Any], root: type[BaseModel]
@@ -87,9 +90,10 @@ def _path(loc: tuple[int | str, ...], data: Any, kind: str) -> tuple[list[str], 
 def _meant(branch: str, data: Any) -> bool:
     """Whether the branch of a union is the one that `data` was written for."""
     if not isinstance(data, Mapping):
-        return branch not in ("Shape", "PythonModel", "GPU", "Fabric")
-    if branch in ("Shape", "PythonModel"):
-        return (branch == "PythonModel") == ("python" in data)
+        return branch not in (*MODELS, "GPU", "Fabric")
+    if branch in MODELS:
+        named = [name for name, field in MODELS.items() if field in data]
+        return branch == (named or ["Shape"])[0]
     return branch in ("GPU", "Fabric", "Mla", "Moe")
 
 

@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from workbench.errors import refuse
+from workbench.errors import PlanError, refuse
 from workbench.interop.launch_environment import (
     FORMER_NAMES,
     OTHER_LAUNCH,
@@ -25,6 +25,7 @@ from workbench.interop.launch_environment import (
     one_node,
 )
 from workbench.plan.resolved_plan import ResolvedPlan
+from workbench.plan.rules.layer_profile_rules import not_runnable
 from workbench.plan.schema import Plan
 from workbench.safe_io import yaml_files
 
@@ -87,6 +88,8 @@ def export(plan: Plan, folder: str | Path) -> list[Path]:
     cannot be written.
     """
     full, folder = plan.pin(), Path(folder)
+    if full.profiled:
+        raise PlanError(not_runnable(full, "launch"))
     _refuse_another_run(full, folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)

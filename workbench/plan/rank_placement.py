@@ -154,6 +154,8 @@ def _tied_work(plan: ResolvedPlan, place: RankPlace) -> tuple[int, ...]:
     padding makes them differ by a few elements, as it does those of plain stages.
     """
     replicas = plan.strategy.pipeline.replicas or []
+    if plan.profiled:
+        return ()
     ends = {0: (replicas[0], replicas[-1]), len(replicas) - 1: (replicas[-1], replicas[0])}
     if not plan.shape.tied or place.stage not in ends:
         return ()

@@ -18,23 +18,28 @@ from workbench.plan.catalog import catalog, huggingface_config
 from workbench.plan.custom_schedule import schedule_sha256
 from workbench.plan.model import python_model_file
 from workbench.plan.model.attention_kernel import decided_attention
+from workbench.plan.model.layer_profile import LayerProfile
+from workbench.plan.model.layer_profile_file import layer_profile, pinned_profile, profiled_model
 from workbench.plan.model.model_shape import Shape
 from workbench.plan.preset_sizes import resolve_sizes, splits_nothing
-from workbench.plan.resolved_plan import ResolvedPlan
+from workbench.plan.resolved_plan import NO_SHAPE, ResolvedPlan
 from workbench.plan.rules import calibration_rules, check, legal_sizes, python_model_rules
 from workbench.plan.schema import (
     STORED,
     Cluster,
     Plan,
     Precision,
+    ProfiledModel,
     PythonModel,
     Strategy,
     axis_sizes,
     build_plan,
     written_fields,
 )
-from workbench.plan.stage_partition import partition
+from workbench.plan.stage_partition import partition, profile_partition
 
+USUAL_LENGTH = 2048
+"""Default tokens of a sequence, where the model takes as many."""
 LEAST_BATCH = 8
 MICROBATCHES_A_RANK = 4
 """Default global batch: enough microbatches for a pipeline as long as the job to keep its bubble
@@ -46,16 +51,17 @@ def resolve(plan: Plan) -> ResolvedPlan:
     """`plan` with every default filled and every name looked up. Raises `PlanError` naming all that
     is illegal.
     """
-    shape = None if plan.code else model_shape(plan.model)
+    model = _model(plan)
+    shape = model if isinstance(model, Shape) else None
     gpu, fabric = _hardware(plan.cluster)
     cluster = _cluster(plan.cluster, gpu, fabric)
     written = written_fields(plan)
-    sequence = written.get("training", {}).get(
-        "sequence_length", min(2048, shape.max_positions if shape else 2048)
-    )
+    sequence = written.get("training", {}).get("sequence_length", _usual_length(model))
     asked = with_preset(plan.strategy)
-    if shape is None:
-        python_model_rules.refuse_rules(asked)
+    if isinstance(model, PythonModel):
+        python_model_rules.refuse_rules(asked, "code", "ddp, zero-1 to zero-3")
+    elif isinstance(model, ProfiledModel):
+        python_model_rules.refuse_rules(asked, "a layer profile", "ddp")
     where = (shape, cluster["gpus"], cluster["gpus_per_node"], sequence)
     strategy = resolve_sizes(asked, *where)
     if why := splits_nothing(asked, strategy, *where):
@@ -66,8 +72,6 @@ def resolve(plan: Plan) -> ResolvedPlan:
     training = _training(
         {"sequence_length": sequence, **written.get("training", {})}, strategy, cluster["gpus"]
     )
-    model = plan.code or shape
-    assert model is not None
     filled = build_plan(
         {
             **written,
@@ -77,7 +81,7 @@ def resolve(plan: Plan) -> ResolvedPlan:
             "strategy": strategy,
         }
     )
-    result = _decided(filled, shape, gpu)
+    result = _decided(filled, model, gpu)
     problems = [
         *check.problems(result),
         *calibration_rules.calibration_problems(result, local=plan.cluster.gpu == "local"),
@@ -115,6 +119,8 @@ def pin(plan: Plan) -> ResolvedPlan:
         changes |= {"strategy.pipeline.schedule": _absolute(table)}
         changes |= {"strategy.pipeline.schedule_sha256": schedule_sha256(table)}
     pinned = {"model.sha256": python_model_file.pinned(full.code).sha256} if full.code else {}
+    if full.profiled:
+        changes |= {"model.layer_profile": _absolute(full.profiled.layer_profile)}
     changes |= {"checkpoint.load": load and _absolute(load)}
     return full.with_fields(**changes, **pinned)
 
@@ -123,7 +129,22 @@ def _absolute(path: str) -> str:
     return os.path.abspath(os.path.expanduser(path))
 
 
-def model_shape(model: str | Shape | PythonModel) -> Shape:
+def _model(plan: Plan) -> Shape | PythonModel | ProfiledModel:
+    """What the plan's `model` names, looked up; a layer profile by its hash."""
+    if plan.code:
+        return plan.code
+    profiled = profiled_model(plan.model)
+    return pinned_profile(profiled) if profiled else model_shape(plan.model)
+
+
+def _usual_length(model: Shape | PythonModel | ProfiledModel) -> int:
+    """Sequence length of a plan that does not say it; a layer profile's own."""
+    if isinstance(model, ProfiledModel):
+        return layer_profile(model).sequence_length or USUAL_LENGTH
+    return min(USUAL_LENGTH, model.max_positions) if isinstance(model, Shape) else USUAL_LENGTH
+
+
+def model_shape(model: str | Shape | PythonModel | ProfiledModel) -> Shape:
     """The shape that a plan's `model` means: itself, a catalog entry, or a Hugging Face
     config.json.
     """
@@ -135,6 +156,9 @@ def model_shape(model: str | Shape | PythonModel) -> Shape:
             f"'{model.python}' is code, so its shape is not known; legal: a catalog name, a "
             "shape, a config.json",
         )
+    if profiled := profiled_model(model):
+        raise refuse("model", f"'{profiled.layer_profile}' {NO_SHAPE}")
+    assert isinstance(model, str)
     if model in catalog.models():
         return catalog.models()[model].shape
     if model.endswith(".json") or os.path.isdir(model):
@@ -225,20 +249,26 @@ def _training(written: dict[str, Any], strategy: dict[str, Any], gpus: int) -> d
     return result
 
 
-def _decided(plan: Plan, shape: Shape | None, gpu: GPU) -> ResolvedPlan:
-    """`plan` with `auto` values decided and every field written out; `shape` is None for code."""
+def _decided(plan: Plan, model: Shape | PythonModel | ProfiledModel, gpu: GPU) -> ResolvedPlan:
+    """`plan` with `auto` values decided and every field written out."""
+    shape = model if isinstance(model, Shape) else None
+    profile = layer_profile(model) if isinstance(model, ProfiledModel) else None
     data, asked = plan.model_dump(), plan.strategy
     strategy, pipeline = data["strategy"], data["strategy"]["pipeline"]
-    strategy["precision"] = _precision(asked.precision, gpu)
+    strategy["precision"] = _precision(asked.precision, gpu, profile)
     strategy["gradient_dtype"] = _gradient_dtype(plan, strategy["precision"])
     if shape and asked.attention == "auto" and asked.stack == "workbench":
         strategy["attention"] = decided_attention(gpu, strategy["precision"], shape)
     stages = asked.pipeline.size * asked.pipeline.chunks
     length = plan.task.sequence_length
     rule = pipeline["partition"]
-    found = partition(shape, rule, stages, length, pipeline["replicas"]) if shape else [1]
+    found: str | list[int] = [1]
+    if shape:
+        found = partition(shape, rule, stages, length, pipeline["replicas"])
+    elif profile:
+        found = profile_partition(profile, rule, stages, _pace(plan, stages))
     pipeline["partition"] = found if isinstance(found, list) else []
-    data["name"] = plan.name or _name(plan, shape, gpu)
+    data["name"] = plan.name or _name(plan, model, gpu)
     full = ResolvedPlan.model_validate(data)
     return full if isinstance(found, list) else _unpartitioned(full, rule)
 
@@ -250,17 +280,31 @@ def _unpartitioned(plan: ResolvedPlan, rule: str) -> ResolvedPlan:
     return plan.model_copy(update={"strategy": strategy})
 
 
-def _name(plan: Plan, shape: Shape | None, gpu: GPU) -> str:
-    model = shape.name if shape else str(plan.code and plan.code.python).rpartition(":")[2]
+def _pace(plan: Plan, stages: int) -> list[int] | None:
+    """Sequences of a microbatch that the busiest replica of each stage has; None where all stages
+    have as many.
+    """
+    replicas = plan.strategy.pipeline.replicas
+    if replicas is None or len(replicas) != stages:
+        return None
+    return [-(-plan.task.micro_batch // count) for count in replicas]
+
+
+def _name(plan: Plan, model: Shape | PythonModel | ProfiledModel, gpu: GPU) -> str:
+    name = model.python.rpartition(":")[2] if isinstance(model, PythonModel) else model.name
     asked = plan.strategy
     kernels = "" if asked.kernels == "eager" else f", {asked.kernels}"
-    return f"{model} on {plan.world_size} {gpu.name}, {asked.preset or 'custom'}{kernels}"
+    return f"{name} on {plan.world_size} {gpu.name}, {asked.preset or 'custom'}{kernels}"
 
 
-def _precision(asked: Precision, gpu: GPU) -> str:
-    """`auto`: bf16 where the GPU has it, else fp16; fp32 on CPU ranks, which emulate 16 bits."""
+def _precision(asked: Precision, gpu: GPU, profile: LayerProfile | None) -> str:
+    """`auto`: bf16 where the GPU has it, else fp16; fp32 on CPU ranks, which emulate 16 bits; of a
+    layer profile its own, fp32 where it says none, as published ones.
+    """
     if asked != "auto":
         return asked
+    if profile:
+        return profile.precision or "fp32"
     if gpu.device == "cpu":
         return "fp32"
     return next((dtype for dtype in ("bf16", "fp16") if dtype in gpu.tflops), "fp32")

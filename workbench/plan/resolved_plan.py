@@ -7,12 +7,21 @@ from typing import Any, Literal
 
 from workbench.errors import refuse
 from workbench.machine.hardware import GPU, Fabric
+from workbench.plan.model import layer_profile_file
+from workbench.plan.model.layer_profile import LayerProfile
 from workbench.plan.model.model_shape import Shape
 from workbench.plan.plan_data import changed
 from workbench.plan.schema.cluster import Cluster
+from workbench.plan.schema.profiled_model import ProfiledModel
 from workbench.plan.schema.python_model import PythonModel
 from workbench.plan.schema.strategy import Pipeline, Strategy, axis_sizes
 from workbench.plan.schema.written_plan import Plan
+
+NO_SHAPE = (
+    "is a layer profile, whose layers have times and sizes but no shape; legal: to estimate and "
+    "search it; for all else a catalog name, a shape, a config.json, Python"
+)
+"""What is said of a layer profile where a shape is needed."""
 
 
 class ResolvedCluster(Cluster):
@@ -41,7 +50,7 @@ class ResolvedStrategy(Strategy):
 class ResolvedPlan(Plan):
     """One experiment, as every instrument takes it; made by `Plan.resolve` alone."""
 
-    model: Shape | PythonModel
+    model: Shape | PythonModel | ProfiledModel
     cluster: ResolvedCluster
     strategy: ResolvedStrategy
 
@@ -57,6 +66,7 @@ class ResolvedPlan(Plan):
             self.cluster.calibration_sha256,
             self.strategy.pipeline.schedule_sha256,
             self.code and self.code.sha256,
+            self.profiled and self.profiled.sha256,
         )
         return any(named)
 
@@ -69,7 +79,9 @@ class ResolvedPlan(Plan):
 
     @property
     def shape(self) -> Shape:
-        """The model's shape. Raises `PlanError` where the model is code, which has none."""
+        """The model's shape. Raises `PlanError` where the model is code or a layer profile, which
+        have none.
+        """
         if isinstance(self.model, PythonModel):
             raise refuse(
                 "model.python",
@@ -77,7 +89,28 @@ class ResolvedPlan(Plan):
                 "it (estimates, search, presets that split layers); legal: rehearse, verify and "
                 "run, or a catalog name, a shape, a config.json",
             )
+        if isinstance(self.model, ProfiledModel):
+            raise refuse("model", f"'{self.model.layer_profile}' {NO_SHAPE}")
         return self.model
+
+    @property
+    def profiled(self) -> ProfiledModel | None:
+        """The model, where a layer profile is all that is known of it."""
+        return self.model if isinstance(self.model, ProfiledModel) else None
+
+    @property
+    def layer_profile(self) -> LayerProfile:
+        """The layers of a model that is a layer profile. Raises `PlanError` where it is none, or
+        where its file has changed.
+        """
+        if self.profiled is None:
+            raise refuse("model", f"{self.model_name} is no layer profile; legal: a .csv")
+        return layer_profile_file.layer_profile(self.profiled)
+
+    @property
+    def num_layers(self) -> int:
+        """Layers that stages share. Raises `PlanError` where the model is code."""
+        return len(self.layer_profile.layers) if self.profiled else self.shape.layers
 
     @property
     def vocab(self) -> int:
@@ -87,6 +120,8 @@ class ResolvedPlan(Plan):
     @property
     def model_name(self) -> str:
         """What the model is called."""
+        if self.profiled:
+            return self.profiled.name or self.profiled.layer_profile
         return self.code.python if self.code else self.shape.name
 
     @property

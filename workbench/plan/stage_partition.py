@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import accumulate, pairwise
 
+from workbench.plan.model.layer_profile import LayerProfile
 from workbench.plan.model.model_shape import Shape
 from workbench.plan.model.parameter_count import block_matrices, prediction_matrices
 
@@ -30,16 +32,13 @@ def balanced(
     """Blocks of each of `stages` stages, so that the costliest stage costs least; the head weighs
     on the last.
 
-    A stage shares its cost between its `replicas` (DAPPLE, 2007.01045); blocks then count as their
-    mean.
-
-    Of equal ways the later stages take more blocks: under 1F1B earlier stages hold more
-    microbatches in flight.
+    A stage shares its cost between its `replicas` (DAPPLE, 2007.01045). Of equal ways the later
+    stages take more blocks: under 1F1B earlier stages hold more microbatches in flight.
     """
     assert 1 <= stages <= shape.layers, "legality is checked before"
     embedding, blocks, head = costs(shape, sequence)
     if replicas is not None:
-        return _shared(sum(blocks) / len(blocks), shape.layers, embedding, head, replicas)
+        return dealt(blocks, stages, embedding, head, [1 / count for count in replicas])
     if len(set(blocks)) > 1:
         return dealt(blocks, stages, embedding, head)
     counts, load = (
@@ -55,30 +54,25 @@ def balanced(
     return counts
 
 
-def _shared(
-    block: float, blocks: int, first: float, last: float, replicas: Sequence[int]
+def dealt(
+    blocks: list[float],
+    stages: int,
+    first: float = 0.0,
+    last: float = 0.0,
+    parts: Sequence[float] | None = None,
 ) -> list[int]:
-    """Each of equal blocks to the stage whose replicas it leaves with least to do."""
-    counts, load = [1] * len(replicas), [block] * len(replicas)
-    load[0] += first
-    load[-1] += last
-    for _ in range(blocks - len(replicas)):
-        stage = min(range(len(replicas)), key=lambda s: ((load[s] + block) / replicas[s], -s))
-        counts[stage] += 1
-        load[stage] += block
-    return counts
-
-
-def dealt(blocks: list[float], stages: int, first: float = 0.0, last: float = 0.0) -> list[int]:
     """Consecutive blocks a stage whose costliest stage costs least: dynamic programming over cut
     points, exact.
 
     `blocks` are costs, estimated or measured, of each block in order; `first` and `last` weigh on
-    the end stages. Of equal ways the one that leaves earlier stages fewer blocks.
+    the end stages; of a stage's cost its part counts, all of it by default. Of equal ways the one
+    that leaves earlier stages fewer blocks.
     """
     assert 1 <= stages <= len(blocks), "at least a block a stage"
     count, sums = len(blocks), [0.0, *accumulate(blocks)]
-    best = [sums[end] + first + (last if stages == 1 else 0.0) for end in range(count + 1)]
+    parts = parts or [1.0] * stages
+    alone = last if stages == 1 else 0.0
+    best = [parts[0] * (sums[end] + first + alone) for end in range(count + 1)]
     cuts: list[list[int]] = []
     for stage in range(1, stages):
         extra, cut = last if stage == stages - 1 else 0.0, [0] * (count + 1)
@@ -86,11 +80,10 @@ def dealt(blocks: list[float], stages: int, first: float = 0.0, last: float = 0.
         # What comes before costs more with every block, the stage less: the crossing only moves on.
         at = stage
         for end in range(stage + 1, count - (stages - 1 - stage) + 1):
-            while at + 1 < end and _larger(best, sums, at + 1, end, extra) < _larger(
-                best, sums, at, end, extra
-            ):
+            larger = partial(_larger, best, sums, end=end, extra=extra, part=parts[stage])
+            while at + 1 < end and larger(at + 1) < larger(at):
                 at += 1
-            now[end], cut[end] = _larger(best, sums, at, end, extra), at
+            now[end], cut[end] = larger(at), at
         best = now
         cuts.append(cut)
     ends = [count]
@@ -100,9 +93,11 @@ def dealt(blocks: list[float], stages: int, first: float = 0.0, last: float = 0.
     return [after - before for before, after in pairwise(ends)]
 
 
-def _larger(best: list[float], sums: list[float], at: int, end: int, extra: float) -> float:
+def _larger(
+    best: list[float], sums: list[float], at: int, end: int, extra: float, part: float
+) -> float:
     """The costlier of the stages before block `at` and the one from there to `end`."""
-    return max(best[at], sums[end] - sums[at] + extra)
+    return max(best[at], part * (sums[end] - sums[at] + extra))
 
 
 def partition(
@@ -122,4 +117,28 @@ def partition(
             replicas if replicas and len(replicas) == stages and len(set(replicas)) > 1 else None
         )
         return balanced(shape, stages, sequence, unequal)
-    return [shape.layers // stages] * stages if shape.layers % stages == 0 else wanted
+    return _uniform(shape.layers, stages)
+
+
+def _uniform(layers: int, stages: int) -> str | list[int]:
+    return [layers // stages] * stages if layers % stages == 0 else "uniform"
+
+
+def profile_partition(
+    profile: LayerProfile, wanted: str | list[int], stages: int, parts: Sequence[float] | None
+) -> str | list[int]:
+    """As `partition`, by the times of a layer profile.
+
+    Args:
+        profile: The layers.
+        wanted: What the plan says.
+        stages: Of the pipeline.
+        parts: How much of a stage's cost its busiest replica has; None: of all stages as much.
+    """
+    layers = profile.layers
+    if isinstance(wanted, list) or stages > len(layers):
+        return wanted
+    if wanted == "balanced":
+        costs = [layer.forward_s + layer.backward_s for layer in layers]
+        return dealt(costs, stages, parts=parts)
+    return _uniform(len(layers), stages)

@@ -5,9 +5,8 @@ Profile.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator
 from typing import Any, NamedTuple
-
-import numpy as np
 
 from workbench.costmodel.communication.collective_call import CollectiveCall
 from workbench.costmodel.communication.collective_volume import exact_collectives, step_collectives
@@ -16,7 +15,7 @@ from workbench.costmodel.cpu_seconds import cpu_seconds
 from workbench.costmodel.inputs.config import Array
 from workbench.costmodel.inputs.rank_workload import Workload, workload
 from workbench.costmodel.memory.near_full import near_full_slowdown
-from workbench.costmodel.memory.peak_memory import PeakMemory, peak_memory
+from workbench.costmodel.memory.peak_memory import peak_memory
 from workbench.costmodel.memory.reported_memory import memory_requirement
 from workbench.costmodel.rates.constants import Constants
 from workbench.costmodel.rates.fitted_constants import measured_profile
@@ -34,13 +33,21 @@ from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.schema import Plan
 from workbench.planner.assumed_hardware import assumed_hardware
 from workbench.planner.calibrated_plan import with_calibration
+from workbench.planner.estimated_frames import (
+    ShownRanks,
+    collectives_frame,
+    memory_frame,
+    steps_frame,
+    timeline_frame,
+)
 from workbench.planner.estimated_timeline import simulated_step_seconds, simulated_timeline
 from workbench.planner.framework_limits import broken_limits
 from workbench.planner.memory_advice import first_fitting_change
+from workbench.planner.profiled_models.estimate_on_profile import estimate_on_profile
 from workbench.planner.published_steps import beyond_published, published_beside
 from workbench.planner.step_interval import step_seconds_interval
-from workbench.profile import MOMENTS, Columns, Profile, columns_of, frame
-from workbench.schedules import Timeline
+from workbench.profile import Profile
+from workbench.schedules import Interval, Timeline
 from workbench.units import GIB
 
 UNCALIBRATED_NOTE = "assumed figures, not calibrated: `workbench calibrate` measures this machine"
@@ -56,7 +63,10 @@ def estimate(plan: Plan) -> Profile:
     have replicas of their own, one for each kind of them, and the busiest decides the time. Raises
     `PlanError` where the plan is illegal or asks for what the planner does not model.
     """
-    full, k = with_calibration(plan.resolve())
+    full = plan.resolve()
+    if full.profiled:
+        return estimate_on_profile(plan, full)
+    full, k = with_calibration(full)
     w = workload(full)
     time = step_time(w, k)
     drawn, microbatches = simulated_timeline(w, time.durations)
@@ -99,15 +109,15 @@ def estimate(plan: Plan) -> Profile:
     if most > capacity:
         notes["advice"] = first_fitting_change(plan, full)
     own = [exact_collectives(shown.workload, shown.calls, place) for place in range(len(ranks))]
-    seconds = float(time.seconds)
+    seconds, longest = float(time.seconds), action_seconds(w, time.durations)
     return Profile(
         run=full.name,
         source="estimated",
         world_size=full.world_size,
-        memory=_memory_frame(head, live, shown),
-        timeline=_timeline_frame(head, drawn, in_time, action_seconds(w, time.durations)),
-        collectives=_collectives_frame(head, own, shown),
-        steps=_steps_frame(head, seconds, _tokens_per_step(full)),
+        memory=memory_frame(head, live.moments, live.host, shown.ranks),
+        timeline=timeline_frame(head, _timeline(drawn, in_time, longest), in_time.ranks),
+        collectives=collectives_frame(head, own, shown.ranks),
+        steps=steps_frame(head, seconds, full),
         representative=representative,
         capacity_bytes=capacity,
         notes=notes,
@@ -115,20 +125,12 @@ def estimate(plan: Plan) -> Profile:
 
 
 class _Shown(NamedTuple):
-    """The ranks that an estimate has rows of."""
+    """The ranks that an estimate has rows of, and what they do."""
 
-    ranks: list[int]
+    ranks: ShownRanks
     workload: Workload
     calls: list[CollectiveCall]
     durations: MicrobatchDurations
-
-    def frame(self, kind: str, head: dict[str, Any], columns: dict[str, list[Any]]) -> Columns:
-        """A frame from columns, of which `at` has each row's place among `ranks`."""
-        at = np.array(columns.pop("at"), dtype=int)
-        stages = np.array([place.stage for place in self.workload.places])
-        arrays = {name: np.array(values) for name, values in columns.items()}
-        arrays = {"stage": stages[at], **arrays, "rank": np.array(self.ranks)[at]}
-        return columns_of(kind, arrays | head, len(at))
 
 
 def _shown(
@@ -136,36 +138,19 @@ def _shown(
 ) -> _Shown:
     """What `ranks` do: where they are the first of each stage, `w` and `time` have it already."""
     if not full.strategy.pipeline.replicas:
-        return _Shown(ranks, w, time.calls, time.durations)
+        return _Shown(_with_stages(ranks, w), w, time.calls, time.durations)
     own = workload(full, ranks)
     calls = step_collectives(own)
-    return _Shown(ranks, own, calls, microbatch_durations(own, k, calls))
+    return _Shown(_with_stages(ranks, own), own, calls, microbatch_durations(own, k, calls))
 
 
-def _tokens_per_step(plan: Plan) -> int:
-    return plan.training.global_batch * plan.training.sequence_length
+def _with_stages(ranks: list[int], w: Workload) -> ShownRanks:
+    return ShownRanks(ranks, [place.stage for place in w.places])
 
 
-def _memory_frame(head: dict[str, Any], live: PeakMemory, shown: _Shown) -> Columns:
-    """A row a rank, moment and category that is not nothing; host rows at every moment, for they
-    do not move.
-    """
-    columns: dict[str, list[Any]] = {
-        name: [] for name in ("at", "moment", "tier", "category", "bytes")
-    }
-    for moment in MOMENTS:
-        for tier, table in (("device", live.moments[moment]), ("host", live.host)):
-            for category, sizes in table.items():
-                for at, size in enumerate(sizes.tolist()):
-                    if size > 0:
-                        for name, value in zip(columns, (at, moment, tier, category, round(size))):
-                            columns[name].append(value)
-    return shown.frame("memory", head, columns)
-
-
-def _timeline_frame(
-    head: dict[str, Any], simulated: Timeline | None, shown: _Shown, longest: dict[str, Array]
-) -> Columns:
+def _timeline(
+    simulated: Timeline | None, shown: _Shown, longest: dict[str, Array]
+) -> Iterator[tuple[int, Interval]]:
     """Actions of each rank as its pipeline rank was simulated, whose seconds are `longest`. A
     replica that has fewer sequences starts when the busiest of its stage does, and ends earlier.
     """
@@ -173,35 +158,7 @@ def _timeline_frame(
     of_row = defaultdict(list)
     for interval in simulated.intervals if simulated else ():
         of_row[interval.rank].append(interval)
-    rows = [
-        (at, i, longest[i.action.kind][place.stage] - own[i.action.kind][at])
-        for at, place in enumerate(shown.workload.places)
-        for i in of_row[table_row(place)]
-    ]
-    columns: dict[str, list[Any]] = {
-        "at": [at for at, *_ in rows],
-        "stage": [i.action.stage for _, i, _ in rows],
-        "microbatch": [i.action.microbatch for _, i, _ in rows],
-        "action": [i.action.kind for _, i, _ in rows],
-        "start": [i.start for _, i, _ in rows],
-        "end": [i.end - earlier for _, i, earlier in rows],
-    }
-    return shown.frame("timeline", head, columns)
-
-
-def _collectives_frame(
-    head: dict[str, Any], calls: list[list[CollectiveCall]], shown: _Shown
-) -> Columns:
-    names = ("axis", "kind", "group_size", "dtype", "bytes", "count", "action")
-    rows = [(at, call) for at, own in enumerate(calls) for call in own]
-    columns: dict[str, list[Any]] = {
-        name: [getattr(call, name) for _, call in rows] for name in names
-    }
-    columns |= {name: [round(x) for x in columns[name]] for name in ("bytes", "count")}
-    columns["at"] = [at for at, _ in rows]
-    return shown.frame("collectives", head, columns)
-
-
-def _steps_frame(head: dict[str, Any], seconds: float, tokens: int) -> Columns:
-    row = head | {"rank": 0, "seconds": seconds, "tokens": tokens, "skipped": False}
-    return Columns(row, 1, lambda: frame("steps", [row]))
+    for at, place in enumerate(shown.workload.places):
+        for i in of_row[table_row(place)]:
+            earlier = longest[i.action.kind][place.stage] - own[i.action.kind][at]
+            yield at, Interval(i.rank, i.action, i.start, i.end - earlier)

@@ -20,11 +20,14 @@ from workbench.planner.plan_changes import (
     more_gpus,
     one_field_changes,
 )
+from workbench.planner.profiled_models.planned_stages import planned_stages
 from workbench.units import GIB
 
 
 def plan_peak_bytes(full: ResolvedPlan) -> int:
     """Peak memory of a resolved plan: the maximum over its ranks."""
+    if full.profiled:
+        return round(max(planned_stages(full).peak_bytes))
     here, constants = with_calibration(full)
     return round(float(peak_memory(workload(here), constants).peak.max()))
 

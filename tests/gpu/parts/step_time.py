@@ -19,7 +19,7 @@ from workbench.parallel.mesh import build_mesh
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.schema import Plan
 from workbench.planner import estimate
-from workbench.runs.launch.calibrate import calibrate_file
+from workbench.runs.measure.calibrate import calibrate_file
 
 TOLERANCE = 0.25
 STEPS, SKIPPED = 10, 3

@@ -10,11 +10,11 @@ from itertools import combinations, product
 from tests.planner.unequal_stages import drawn
 from workbench.plan.model.layer_profile import LayerProfile
 from workbench.planner.unequal_stages.memory import activation_bytes, stage_state_bytes
+from workbench.planner.unequal_stages.placements import POLICIES, placed
 from workbench.planner.unequal_stages.plan import UnequalPlan, evaluate
 from workbench.planner.unequal_stages.search import search_stages
 from workbench.planner.unequal_stages.stage_times import Batch, Stage
-from workbench.planner.unequal_stages.topology import POLICIES, Topology
-from workbench.planner.unequal_stages.transitions import placed
+from workbench.planner.unequal_stages.topology import Counts, Topology
 
 Instance = tuple[LayerProfile, Topology, Batch]
 
@@ -33,6 +33,19 @@ def instance(seed: int) -> Instance:
         size = stage_state_bytes(profile, whole, batch) + activation_bytes(profile, whole, batch)
         topology = replace(topology, memory=share * size)
     return profile, topology, batch
+
+
+def one_by_one(used: Counts, previous: Counts, policy: str, replicas: int, devices: int) -> Counts:
+    """What `place` gives, device by device."""
+    nodes = sorted(range(len(used)), key=lambda n: (-used[n], -previous[n], n))
+    free = {n: devices - used[n] for n in nodes}
+    given = dict.fromkeys(nodes, 0)
+    for _ in range(replicas):
+        left = [n for n in nodes if given[n] < free[n]]
+        early = [n for n in left if bool(used[n]) != (policy == "fresh")] or left
+        turn = min(early, key=lambda n: given[n]) if policy == "scatter" else early[0]
+        given[turn] += 1
+    return tuple(given[n] for n in range(len(used)))
 
 
 def _ordered_sums(total: int) -> Iterator[tuple[int, ...]]:
@@ -73,7 +86,7 @@ def _slowest(
 ) -> float:
     both = [f + b for f, b in zip(profile.forward, profile.backward)]
     return batch.microbatches * max(
-        batch.of_profile(count, profile) * (both[end] - both[first])
+        float(batch.of_profile(count, profile)) * (both[end] - both[first])
         for count, first, end in zip(replicas, bounds, bounds[1:])
     )
 

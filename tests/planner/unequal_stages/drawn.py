@@ -5,8 +5,9 @@ from __future__ import annotations
 import random
 
 from workbench.plan.model.layer_profile import Layer, LayerProfile
+from workbench.planner.unequal_stages.placements import POLICIES, place
 from workbench.planner.unequal_stages.stage_times import Batch, Stage
-from workbench.planner.unequal_stages.topology import POLICIES, Topology, place
+from workbench.planner.unequal_stages.topology import Topology
 
 
 def profile(draw: random.Random, layers: int, batch: int = 1) -> LayerProfile:

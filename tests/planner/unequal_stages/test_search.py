@@ -6,7 +6,6 @@ import random
 import time
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
 from tests.planner.unequal_stages import brute_force, drawn
@@ -14,9 +13,8 @@ from workbench.errors import PlanError
 from workbench.plan.model.layer_profile import Layer, LayerProfile
 from workbench.planner.unequal_stages import Batch, Stage, Topology, evaluate, search_stages
 from workbench.planner.unequal_stages.memory import most_in_flight, stages_in_flight, with_transfers
+from workbench.planner.unequal_stages.placements import POLICIES, place
 from workbench.planner.unequal_stages.stage_times import stage_times
-from workbench.planner.unequal_stages.topology import POLICIES, place
-from workbench.planner.unequal_stages.transitions import counts_of
 
 TWO_NODES = Topology(2, 4, 100.0, 10.0, 20.0, most_rings=2)
 
@@ -40,17 +38,16 @@ def test_three_policies_on_a_node_in_use() -> None:
     assert place((0, 0, 0), (0, 0, 0), "scatter", 3, 4) == (1, 1, 1)
 
 
-def test_many_placements_at_once_are_the_same() -> None:
+def test_placements_are_those_of_one_device_after_another() -> None:
     draw = random.Random(0)
     for _ in range(100):
         nodes, devices = draw.randint(1, 4), draw.randint(1, 6)
-        counts = sorted(draw.choice([0, devices, draw.randint(0, devices)]) for _ in range(nodes))
-        used, wanted = np.array([counts[::-1]]), np.arange(1, nodes * devices + 1)
+        used = tuple(draw.choice([0, devices, draw.randint(0, devices)]) for _ in range(nodes))
+        before = tuple(draw.randint(0, count) for count in used)
         for policy in POLICIES:
-            found = counts_of(devices - used, used > 0, policy, wanted)[0]
-            for replicas in range(1, nodes * devices - sum(counts) + 1):
-                alone = place(tuple(counts[::-1]), (0,) * nodes, policy, replicas, devices)
-                assert tuple(found[replicas - 1]) == alone
+            for replicas in range(1, nodes * devices - sum(used) + 1):
+                alone = brute_force.one_by_one(used, before, policy, replicas, devices)
+                assert place(used, before, policy, replicas, devices) == alone
 
 
 def test_all_reduce_and_transfer_by_hand() -> None:

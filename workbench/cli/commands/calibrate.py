@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import sys
-import time
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from workbench import verbs
 from workbench.cli import tables
 from workbench.cli.options import Json, Root, emit
-from workbench.cli.progress import LINE_SECONDS
-from workbench.cli.terminal import Grid, console
+from workbench.cli.progress import SecondsBar
+from workbench.cli.terminal import Grid
 from workbench.costmodel.rates.measured_curves import MeasuredCurves
 from workbench.machine.calibration_file import KINDS, Calibration, Scale
 
@@ -39,7 +36,7 @@ def calibrate(
     root: Root = None,
     json: Json = False,
 ) -> None:
-    with _Bar(seconds) as bar:
+    with SecondsBar(seconds) as bar:
         found = verbs.calibrate(output, seconds=seconds, runs=source or (), root=root, progress=bar)
     use = f"{output} written; a plan uses it with --set cluster.calibration={output}"
     emit(
@@ -47,31 +44,6 @@ def calibrate(
         {"path": str(output), **_answer(found)},
         lambda: [_table(found), _doubts(found), _fitted(found.scale), use],
     )
-
-
-class _Bar:
-    """Seconds measured of those asked for: a bar in a terminal, lines elsewhere."""
-
-    def __init__(self, seconds: float) -> None:
-        columns = (TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn())
-        self.bar = Progress(
-            *columns, console=console(stderr=True), transient=True, disable=not sys.stderr.isatty()
-        )
-        self.task = self.bar.add_task("starting", total=seconds)
-        self.last_line = 0.0
-
-    def __enter__(self) -> _Bar:
-        self.bar.start()
-        return self
-
-    def __call__(self, done: float, of: float, words: str) -> None:
-        self.bar.update(self.task, completed=done, total=of, description=words)
-        if self.bar.disable and time.monotonic() - self.last_line > LINE_SECONDS:
-            self.last_line = time.monotonic()
-            print(f"{words}, {done:.0f} of {of:.0f} s", file=sys.stderr, flush=True)
-
-    def __exit__(self, *_: object) -> None:
-        self.bar.stop()
 
 
 def _answer(found: Calibration) -> dict[str, Any]:

@@ -52,7 +52,7 @@ def plan(
     lines = [] if output else [text.rstrip()]
     if output is not None:
         data["path"] = str(output)
-    if isinstance(plan.model, str) and plan.model not in catalog.models():
+    if isinstance(plan.model, str) and plan.model not in catalog.models() and not full.profiled:
         made = huggingface_config.account(plan.model)
         data["config"] = asdict(made)
         lines.append("\n".join([f"{plan.model}:", *(f"  {line}" for line in made.lines())]))

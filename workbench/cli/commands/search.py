@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -12,11 +14,12 @@ from workbench import verbs
 from workbench.cli import tables
 from workbench.cli.options import Json, emit, plan_without_strategy
 from workbench.cli.output_files import write_whole
-from workbench.cli.progress import Status
+from workbench.cli.progress import LINE_SECONDS, Status
 from workbench.cli.terminal import Grid
 from workbench.errors import refuse
 from workbench.plan.schema import Plan
-from workbench.planner.search import OBJECTIVES, Candidate, SearchResult, result_tables
+from workbench.planner.search import OBJECTIVES, Candidate, SearchResult
+from workbench.planner.search.results import result_tables
 
 Wanted = Annotated[
     str, typer.Option("--objective", help=f"What to make least: {', '.join(OBJECTIVES)}.")
@@ -26,7 +29,8 @@ Size = Annotated[
     str,
     typer.Option(
         "--space",
-        help="default; wide: more schedules and sharding; vast: kernels, grids, buckets too.",
+        help="default; wide: more schedules and sharding; vast: kernels, grids, buckets too; "
+        "unequal: stages cut and replicated each by itself.",
     ),
 ]
 Where = Annotated[
@@ -60,7 +64,7 @@ def search(
     output: Output = None,
     json: Json = False,
 ) -> None:
-    with Status("searching"):
+    with Status("searching") as status:
         found = verbs.search(
             plan,
             objective,
@@ -70,6 +74,7 @@ def search(
             deadline_days=deadline,
             tokens=tokens,
             risk=risk,
+            progress=_at_intervals(status),
         )
     if output is not None:
         if not found.top:
@@ -79,8 +84,27 @@ def search(
     emit(json, found.to_json() if json else None, lambda: _shown(found))
 
 
+def _at_intervals(status: Status) -> Callable[[str], None]:
+    """`status` as often as a terminal redraws, or a log wants a line; a short search has none."""
+    last, pause = time.monotonic(), 0.1 if sys.stderr.isatty() else LINE_SECONDS
+
+    def say(words: str) -> None:
+        nonlocal last
+        if time.monotonic() - last > pause:
+            last = time.monotonic()
+            status(words)
+
+    return say
+
+
 def _shown(found: SearchResult) -> list[Grid | str]:
     grids = [_table(found, title, rows) for title, rows in result_tables.search_tables(found)]
+    if found.baselines:
+        heads = result_tables.BASELINE_HEADS
+        others = tables.table(result_tables.BASELINE_TITLE, heads, heads[1:-1])
+        for one in found.baselines:
+            others.add_row(*result_tables.baseline_row(one))
+        grids.append(others)
     return [*grids, result_tables.search_text(found)]
 
 

@@ -15,7 +15,7 @@ from workbench.lab import palette
 from workbench.lab.charts import chart_data
 from workbench.lab.live.figure import Figure, vega_spec
 from workbench.planner.search import Candidate, SearchResult
-from workbench.planner.search.strategy_summary import strategy_summary
+from workbench.planner.search.results.strategy_summary import strategy_summary
 from workbench.units import GIB, digits, time_unit
 
 GPU_MEMORY_SHOWN_FROM = 0.6

@@ -103,7 +103,7 @@ def _grid(plan: ResolvedPlan) -> Iterator[Problem]:
 
 
 def _pipeline(plan: ResolvedPlan) -> Iterator[Problem]:
-    pipeline, layers = plan.strategy.pipeline, plan.shape.layers
+    pipeline, layers = plan.strategy.pipeline, plan.num_layers
     stages = pipeline.size * pipeline.chunks
     if isinstance(pipeline.partition, list) and len(pipeline.partition) == stages:
         yield from _partition(pipeline.partition, stages, layers)
@@ -111,7 +111,7 @@ def _pipeline(plan: ResolvedPlan) -> Iterator[Problem]:
         yield Problem(
             "strategy.pipeline.size",
             f"{pipeline.size} x chunks {pipeline.chunks} = {stages} stages, but "
-            f"{plan.shape.name} has {layers} layers; "
+            f"{plan.model_name} has {layers} layers; "
             f"legal sizes: 1 to {layers // pipeline.chunks}",
         )
     elif not isinstance(pipeline.partition, list):  # "uniform" stays where it has no answer
@@ -381,3 +381,5 @@ RULES: tuple[Callable[[ResolvedPlan], Iterator[Problem]], ...] = (
 """Every rule of this file; each takes a complete plan."""
 WITHOUT_SHAPE: tuple[Callable[[ResolvedPlan], Iterator[Problem]], ...] = (_world, _data, _placement)
 """Those that ask nothing of the model."""
+OF_LAYERS = (*WITHOUT_SHAPE, _pipeline, _schedule, _in_flight, _replicas)
+"""Those that ask for no more than its layers."""

@@ -13,7 +13,7 @@ from workbench.errors import PlanError, Problem
 from workbench.plan.model.attention_kernel import attention_kernels, is_aligned
 from workbench.plan.model.model_shape import Shape
 from workbench.plan.resolved_plan import ResolvedPlan
-from workbench.plan.rules import axis_rules, legal_sizes, python_model_rules
+from workbench.plan.rules import axis_rules, layer_profile_rules, legal_sizes, python_model_rules
 from workbench.plan.schema import NARROW, STORED, Plan
 
 BYTES = 256
@@ -31,7 +31,7 @@ def check(plan: Plan) -> list[Problem]:
 
 def problems(plan: ResolvedPlan) -> list[Problem]:
     """All that is illegal in a plan whose names are looked up and defaults filled."""
-    broken = [*([] if plan.code else _shape(plan)), *_cluster(plan)]
+    broken = [*(_shape(plan) if isinstance(plan.model, Shape) else []), *_cluster(plan)]
     if broken:
         return broken  # sizes mean nothing on a shape or a cluster that cannot exist
     rules = (
@@ -53,6 +53,8 @@ def problems(plan: ResolvedPlan) -> list[Problem]:
             _training,
             _corpus,
         )
+    if plan.profiled:
+        rules = (*axis_rules.OF_LAYERS, *layer_profile_rules.RULES, _batch, _precision, _training)
     return [problem for rule in rules for problem in rule(plan)]
 
 

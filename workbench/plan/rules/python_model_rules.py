@@ -13,14 +13,16 @@ from workbench.plan.schema import Plan
 ALLOW = "--allow-code (allow_code=True in a notebook)"
 
 
-def refuse_rules(strategy: Mapping[str, Any]) -> None:
-    """Raise `PlanError` where a strategy as plain data leaves a size to the model's shape."""
-    found, said = [], "follows from a model's shape, and code has none"
+def refuse_rules(strategy: Mapping[str, Any], model: str, presets: str) -> None:
+    """Raise `PlanError` where a strategy as plain data leaves a size to the shape of a `model` that
+    has none; `presets` are those that leave none.
+    """
+    found, said = [], f"follows from a model's shape, and {model} has none"
     for axis in ("tensor", "context", "pipeline", "expert"):
         if (size := strategy.get(axis, {}).get("size")) in SIZE_RULES:
             what = (
                 f"is '{size}', which {said}; legal: a number, or a preset of data parallelism "
-                f"(ddp, zero-1 to zero-3)"
+                f"({presets})"
             )
             found.append(Problem(f"strategy.{axis}.size", what))
     if found:

@@ -14,7 +14,13 @@ from typing import Any, Literal
 from workbench.errors import PlanError, Problem
 from workbench.plan.catalog import catalog
 from workbench.plan.resolved_plan import ResolvedPlan
-from workbench.plan.rules import float8_rules, legal_sizes, operator_rules, python_model_rules
+from workbench.plan.rules import (
+    float8_rules,
+    layer_profile_rules,
+    legal_sizes,
+    operator_rules,
+    python_model_rules,
+)
 from workbench.plan.schema import Plan
 from workbench.schedules.generators import SCHEDULES
 
@@ -156,6 +162,8 @@ def _lacking(plan: ResolvedPlan, verb: Verb) -> list[Problem]:
         "rehearse": ENGINE_LIMITS,
         "run": (*ENGINE_LIMITS, *RUN_LIMITS),
     }[verb]
+    if plan.profiled and verb != "estimate":
+        return [layer_profile_rules.not_runnable(plan, verb)]
     if plan.code and verb == "estimate":
         knows = f"'{plan.code.python}' is code, whose cost no closed form knows"
         what = f"{knows}; legal: rehearse or run it, with {python_model_rules.ALLOW}"

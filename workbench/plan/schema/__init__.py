@@ -3,6 +3,7 @@ here.
 """
 
 from workbench.plan.schema.cluster import Cluster
+from workbench.plan.schema.profiled_model import ProfiledModel
 from workbench.plan.schema.python_model import PythonModel
 from workbench.plan.schema.run_settings import Checkpoint, Corpus, Telemetry
 from workbench.plan.schema.strategy import (
@@ -41,6 +42,7 @@ __all__ = [
     "Pipeline",
     "Plan",
     "Precision",
+    "ProfiledModel",
     "PythonModel",
     "Strategy",
     "Task",

@@ -18,6 +18,7 @@ from workbench.fields.validation_messages import plan_error
 from workbench.plan.model.model_shape import Shape
 from workbench.plan.plan_data import changed, load_data, parse_data
 from workbench.plan.schema.cluster import Cluster
+from workbench.plan.schema.profiled_model import ProfiledModel
 from workbench.plan.schema.python_model import PythonModel
 from workbench.plan.schema.run_settings import Checkpoint, Corpus, Telemetry
 from workbench.plan.schema.strategy import Strategy
@@ -34,8 +35,8 @@ class Plan(Frozen):
 
     version: Literal[1] = Field(1, description="Schema version.")
     name: str = Field("", description="What people call it; default: model, GPUs, strategy.")
-    model: str | Shape | PythonModel = Field(
-        description="Catalog name, config.json path, inline shape, or Python."
+    model: str | Shape | PythonModel | ProfiledModel = Field(
+        description="Catalog name, config.json, layer profile (CSV), inline shape, or Python."
     )
     cluster: Cluster = Field(description="GPUs and wiring.")
     strategy: Strategy = Field(default_factory=Strategy, description="How the work is split.")

@@ -21,7 +21,7 @@ from workbench.planner.calibrated_plan import with_calibration
 from workbench.schedules.generators import SCHEDULES
 from workbench.units import GIB
 
-SPACES = ("default", "wide", "vast")
+SPACES = ("default", "wide", "vast", "unequal")
 
 PLACEMENTS = {
     "default": (tuple(AXES),),
@@ -118,9 +118,9 @@ def search_space(plan: Plan, kind: str = "default", worlds: tuple[int, ...] = ()
     `worlds`: numbers of GPUs to try; default the plan's own.
     """
     worlds = worlds or (plan.cluster.gpus,)
-    bases = {world: _neutral_plan(plan, world) for world in worlds}
+    bases = {world: neutral_plan(plan, world) for world in worlds}
     measured = [with_calibration(base)[0] for base in bases.values()]
-    base, batch = bases[max(worlds)], _global_batch(plan, max(worlds))
+    base, batch = bases[max(worlds)], wanted_global_batch(plan, max(worlds))
     shape, most, wide = base.shape, max(worlds), kind != "default"
     sequence, node = base.training.sequence_length, int(base.cluster.gpus_per_node or 1)
     tensor = tuple(
@@ -153,7 +153,7 @@ def search_space(plan: Plan, kind: str = "default", worlds: tuple[int, ...] = ()
     )
 
 
-def _neutral_plan(plan: Plan, world: int) -> ResolvedPlan:
+def neutral_plan(plan: Plan, world: int) -> ResolvedPlan:
     """The plan completed with a strategy and a batch that are legal whatever they are: both are
     knobs.
     """
@@ -184,7 +184,7 @@ def plan_on_gpus(base: Plan, setting: FixedConfig, pipeline: int = 1) -> Resolve
     ).resolve()
 
 
-def _global_batch(plan: Plan, world: int) -> int:
+def wanted_global_batch(plan: Plan, world: int) -> int:
     """Sequences a step: as written, or the default for these GPUs."""
     written = plan.model_dump(exclude_unset=True).get("training", {})
     return int(written.get("global_batch", max(LEAST_BATCH, MICROBATCHES_A_RANK * world)))
@@ -254,11 +254,26 @@ def candidate_plan(space: SearchSpace, choice: dict[str, Any]) -> Plan:
         "gradient_dtype": choice["gradient"],
         "kernels": choice["kernels"],
     }
+    on = {name: choice[name] for name in ("world_size", "gpus_per_node")}
+    return plan_with_strategy(space, strategy, choice["micro_batch"], **on)
+
+
+def plan_with_strategy(
+    space: SearchSpace,
+    strategy: dict[str, Any],
+    micro_batch: int,
+    *,
+    world_size: int,
+    gpus_per_node: int,
+) -> Plan:
+    """The plan that was asked for with another strategy, written out where it is not at its
+    default.
+    """
     asked = space.asked
     kept = asked.strategy.model_dump(include=KEPT_STRATEGY_FIELDS, exclude_unset=True)
     wired = asked.cluster.model_dump(include={"gpu", "fabric", "calibration"}, exclude_unset=True)
-    cluster = wired | {"gpus": choice["world_size"], "gpus_per_node": choice["gpus_per_node"]}
-    batch = {"training.global_batch": space.batch, "training.micro_batch": choice["micro_batch"]}
+    cluster = wired | {"gpus": world_size, "gpus_per_node": gpus_per_node}
+    batch = {"training.global_batch": space.batch, "training.micro_batch": micro_batch}
     name = {"name": ""} if asked.name else {}
     return asked.replace(**name, cluster=cluster, strategy=kept | _non_default(strategy), **batch)
 

@@ -17,7 +17,7 @@ from workbench.planner.plan_conditions import Condition
 from workbench.planner.search.cell_evaluation import CellEvaluator, EvaluatedCell
 from workbench.planner.search.cells import Cell, search_cells
 from workbench.planner.search.constraints import RESULT_FIELDS, narrow_space
-from workbench.planner.search.pareto_front import BestCandidates, Retries, expected_seconds
+from workbench.planner.search.results.pareto_front import BestCandidates, Retries, expected_seconds
 from workbench.planner.search.search_space import SearchSpace, plan_on_gpus
 from workbench.planner.training_cost import watts_per_gpu
 from workbench.units import GIB
@@ -63,7 +63,7 @@ def scan_space(
         for c in conditions:
             fits = fits & c.holds(_constrained_result(held.cell, e, c.field, retries))
         seen.feasible += held.count(fits)
-        seen.best.take(held.cell, e, fits, partial(_objective_score, cell.fixed, objective))
+        seen.best.take(held.cell, e, fits, partial(objective_score, cell.fixed, objective))
     return seen
 
 
@@ -95,7 +95,10 @@ def _constrained_result(cell: Cell, e: EvaluatedCell, field: str, retries: Retri
     return e.seconds if field == "seconds" else tokens / e.seconds
 
 
-def _objective_score(s: FixedConfig, objective: str, seconds: Array, compute: Array) -> Array:
+def objective_score(s: FixedConfig, objective: str, seconds: Array, compute: Array) -> Array:
+    """What the objective ranks by, of steps of `seconds` in which the busiest rank computes for
+    `compute`; less is better.
+    """
     if objective == "time":
         return seconds
     if objective == "gpus":

@@ -5,6 +5,7 @@ straight split, and data parallelism.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,9 +13,9 @@ from numpy.typing import NDArray
 from workbench.plan.model.layer_profile import LayerProfile
 from workbench.plan.stage_partition import dealt
 from workbench.planner.unequal_stages.memory import activation_bytes, stage_state_bytes
-from workbench.planner.unequal_stages.stage_times import Batch, Stage
+from workbench.planner.unequal_stages.placements import APPEND, placed
+from workbench.planner.unequal_stages.stage_times import Batch, Stage, exposed_all_reduce
 from workbench.planner.unequal_stages.topology import Topology
-from workbench.planner.unequal_stages.transitions import placed
 
 Array = NDArray[np.float64]
 
@@ -24,7 +25,7 @@ def gpipe_stages(profile: LayerProfile, topology: Topology) -> tuple[Stage, ...]
     costs = [layer.forward_s + layer.backward_s for layer in profile.layers]
     count = min(len(costs), topology.world_size)
     ends = np.cumsum(dealt(costs, count)).tolist()
-    return placed(ends, [1] * count, [1] * count, topology)
+    return placed(ends, [1] * count, [APPEND] * count, topology)
 
 
 def data_parallel_seconds(
@@ -42,25 +43,21 @@ def data_parallel_seconds(
     at_once = _at_once(profile, topology, batch)
     if at_once is None:
         return None
-    per_byte = topology.all_reduce_per_byte((topology.devices,) * topology.nodes)
+    per_byte = float(topology.all_reduce_per_byte([topology.devices] * topology.nodes))
+    per_byte *= batch.gradient_factor
     compute = sequences / profile.profile_batch * (profile.forward[-1] + profile.backward[-1])
     if not overlap:
         return compute + per_byte * profile.parameters[-1]
     part = min(at_once, sequences) / profile.profile_batch
-    now, reduced = compute - part * profile.backward[-1], 0.0
-    for layer in reversed(profile.layers):
-        now += part * layer.backward_s
-        if layer.parameter_bytes:
-            reduced = max(reduced, now) + per_byte * layer.parameter_bytes
-    return max(now, reduced)
+    return compute + exposed_all_reduce(profile, part, per_byte)
 
 
 def _at_once(profile: LayerProfile, topology: Topology, batch: Batch) -> float | None:
     """Sequences that a device with the whole model can keep for backward, None if not one."""
-    whole = Stage(0, len(profile.layers), (1,))
-    one = Batch(1, 1, True, batch.optimizer_factor, batch.activation_factor)
-    free = topology.memory - stage_state_bytes(profile, whole, one)
-    each = activation_bytes(profile, whole, one)
+    whole = Stage(0, len(profile.layers), (topology.devices,) * topology.nodes)
+    one_each = replace(batch, microbatches=1, sequences=topology.world_size)
+    free = topology.memory - float(stage_state_bytes(profile, whole, one_each))
+    each = float(activation_bytes(profile, whole, one_each))
     if each > free:
         return None
     return free // each if each and math.isfinite(free) else math.inf

@@ -1,8 +1,9 @@
 """A step of unequal stages in closed form: warm-up, steady and ending phase (DAPPLE, 2007.01045,
-section 4.2), as the longest of paths through the schedule, so that it is never above the simulator.
+section 4), as the longest of paths through the schedule, so that it is never above the simulator.
 
-The paper chooses one pivot stage, whose work never waits in the steady phase, and adds forwards
-before it, backwards and all-reduces after it. Here every stage is the pivot once, and so is every
+The paper chooses one pivot stage Q, whose work is taken never to wait in the steady phase: warm-up
+is the forwards down to Q, the steady phase M - 1 of its passes, the ending phase the backwards from
+Q up with the stages' all-reduces. Here every stage is the pivot once, and so is every
 run of neighbours x..y: stage x may start a forward K_x microbatches after the one whose backward
 has come back to it, and y then runs backward for one that went down K_y - 1 earlier, so that a
 round trip of the run advances K_x - K_y + 1 microbatches. One stage is a run that advances one; the
@@ -54,14 +55,18 @@ def _run_ends(forward: Array, backward: Array, held: Array, microbatches: int) -
     down = np.cumsum(forward)
     # The first backward waits for the warm-up's forwards, and for a microbatch from the last stage.
     filled = down + (held - 1) * np.maximum.accumulate(forward)
-    start = np.maximum(filled, down + beyond)
-    steady = start + _steady(both, held, microbatches)
-    last_forward = np.where(held < microbatches, steady, filled)
-    for stage in range(1, len(forward)):
-        last_forward[stage] = max(last_forward[stage], last_forward[stage - 1] + forward[stage])
-    drained = _drained(steady, backward, held)
-    found: Array = np.maximum(drained, last_forward + beyond + backward)
+    steady = np.maximum(filled, down + beyond) + _steady(both, held, microbatches)
+    last_forward = _one_after_another(np.where(held < microbatches, steady, filled), forward)
+    found: Array = np.maximum(_drained(steady, backward, held), last_forward + beyond + backward)
     return found
+
+
+def _one_after_another(ends: Array, forward: Array) -> Array:
+    """`ends` of forwards, each after that of the stage before."""
+    ends = ends.copy()
+    for stage in range(1, len(ends)):
+        ends[stage] = max(ends[stage], ends[stage - 1] + forward[stage])
+    return ends
 
 
 def _steady(both: Array, held: Array, microbatches: int) -> Array:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from itertools import pairwise
 
+import numpy as np
+
 from workbench.plan.model.layer_profile import LayerProfile
-from workbench.planner.unequal_stages.stage_times import Batch, Stage
-from workbench.planner.unequal_stages.topology import Topology
+from workbench.planner.unequal_stages.stage_times import Batch, Cut, Stage, cuts
+from workbench.planner.unequal_stages.topology import Floats, Ints, Topology
 
 WARM_UPS = ("PA", "PB")
 """DAPPLE's policies: stage i of S starts S - i forwards before its first backward (PA), or
@@ -16,26 +17,36 @@ WARM_UPS = ("PA", "PB")
 """
 
 
-def stage_state_bytes(profile: LayerProfile, stage: Stage, batch: Batch) -> float:
-    """Parameters, gradients and optimizer state of a stage."""
-    size = profile.parameters[stage.end] - profile.parameters[stage.first]
-    return size * batch.optimizer_factor
+def stage_state_bytes(profile: LayerProfile, stage: Cut, batch: Batch) -> Floats:
+    """Parameters, gradients and optimizer state of a replica of a stage."""
+    sums = np.array(profile.parameters)
+    each = batch.optimizer_factor + batch.sharded_factor / np.asarray(stage.replicas)
+    found: Floats = (sums[stage.end] - sums[stage.first]) * each
+    return found
 
 
-def activation_bytes(profile: LayerProfile, stage: Stage, batch: Batch) -> float:
-    """What the busiest replica keeps of one microbatch for backward: its input and all outputs."""
-    kept = profile.activations[stage.end] - profile.activations[stage.first]
-    kept += profile.crossing[stage.first]
-    return kept * batch.activation_factor * batch.of_profile(stage.replicas, profile)
+def activation_bytes(profile: LayerProfile, stage: Cut, batch: Batch) -> Floats:
+    """What the busiest replica keeps of one microbatch for backward."""
+    sums = np.array(profile.kept)
+    kept = sums[stage.end] - sums[stage.first] + np.array(profile.kept_input)[stage.first]
+    found: Floats = kept * batch.activation_factor * batch.of_profile(stage.replicas, profile)
+    return found
 
 
-def most_in_flight(profile: LayerProfile, stage: Stage, topology: Topology, batch: Batch) -> int:
+def most_in_flight(profile: LayerProfile, stage: Cut, topology: Topology, batch: Batch) -> Ints:
     """Microbatches whose activations fit beside the stage's state; 0 where none does."""
     free = topology.memory - stage_state_bytes(profile, stage, batch)
     each = activation_bytes(profile, stage, batch)
-    if free < 0:
-        return 0
-    return batch.microbatches if each * batch.microbatches <= free else math.floor(free / each)
+    most = np.full_like(each, batch.microbatches)
+    fitting = np.divide(free, each, out=most, where=each * batch.microbatches > free)
+    found: Ints = np.where(free < 0, 0, fitting).astype(np.int64)
+    return found
+
+
+def policy_in_flight(stages: int, warm_up: str) -> tuple[int, ...]:
+    """Microbatches in flight by stage that a warm-up policy wants."""
+    after = range(stages, 0, -1)
+    return tuple(after if warm_up == "PA" else (2 * k - 1 for k in after))
 
 
 def stages_in_flight(
@@ -45,12 +56,10 @@ def stages_in_flight(
 
     None has more than the stage before it, from which it could not get them.
     """
-    found: list[int] = []
-    for i, stage in enumerate(stages):
-        after = len(stages) - i
-        wanted = after if warm_up == "PA" else 2 * after - 1
-        found.append(min(wanted, most_in_flight(profile, stage, topology, batch), *found[-1:]))
-    return tuple(found) if found[-1] else None
+    wanted = policy_in_flight(len(stages), warm_up)
+    fitting = most_in_flight(profile, cuts(stages), topology, batch)
+    found = np.minimum.accumulate(np.minimum(wanted, fitting))
+    return tuple(found.tolist()) if found[-1] else None
 
 
 def with_transfers(stages: Sequence[int]) -> tuple[int, ...]:
@@ -69,8 +78,6 @@ def peak_bytes(
     profile: LayerProfile, stages: Sequence[Stage], held: Sequence[int], batch: Batch
 ) -> float:
     """Largest memory of a device, `held` microbatches in flight by stage."""
-    return max(
-        stage_state_bytes(profile, stage, batch)
-        + min(count, batch.microbatches) * activation_bytes(profile, stage, batch)
-        for stage, count in zip(stages, held)
-    )
+    each = activation_bytes(profile, cuts(stages), batch)
+    kept = np.minimum(held, batch.microbatches) * each
+    return float((stage_state_bytes(profile, cuts(stages), batch) + kept).max())

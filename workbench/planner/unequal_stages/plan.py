@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+
+import numpy as np
 
 from workbench.plan.model.layer_profile import LayerProfile
 from workbench.planner.unequal_stages.latency import latency
@@ -23,6 +25,9 @@ from workbench.planner.unequal_stages.stage_times import (
     stage_times,
 )
 from workbench.planner.unequal_stages.topology import Topology
+
+Policies = Callable[[int], Sequence[str]]
+"""Number of stages -> warm-up policies that a plan of so many may have."""
 
 
 @dataclass(frozen=True)
@@ -59,17 +64,26 @@ class UnequalPlan:
         return self.one_device / self.simulated
 
 
+def all_policies(stages: int) -> Sequence[str]:
+    """The warm-up policies of a pipeline of so many stages."""
+    return WARM_UPS if stages > 1 else WARM_UPS[:1]
+
+
 def evaluate(
-    profile: LayerProfile, stages: Sequence[Stage], topology: Topology, batch: Batch
+    profile: LayerProfile,
+    stages: Sequence[Stage],
+    topology: Topology,
+    batch: Batch,
+    policies: Sequence[str] = WARM_UPS,
 ) -> UnequalPlan | None:
-    """The plan of `stages` with the faster warm-up policy, PA where they are equal since it keeps
+    """The plan of `stages` with the fastest warm-up policy, PA where they are equal since it keeps
     less; None where a stage fits no microbatch, or has more replicas than that has sequences.
     """
-    if not all(batch.takes(stage.replicas) for stage in stages):
+    if not batch.takes(np.array([stage.replicas for stage in stages])).all():
         return None
     times = stage_times(profile, stages, topology, batch)
     found: list[UnequalPlan] = []
-    for warm_up in WARM_UPS:
+    for warm_up in policies:
         held = stages_in_flight(profile, stages, topology, batch, warm_up)
         if held is None:
             return None
@@ -77,4 +91,4 @@ def evaluate(
         memory = peak_bytes(profile, stages, held, batch)
         one = one_device_seconds(profile, batch)
         found.append(UnequalPlan(tuple(stages), warm_up, held, times, seconds, memory, batch, one))
-    return min(found, key=lambda plan: plan.seconds)
+    return min(found, key=lambda plan: plan.seconds, default=None)

@@ -8,17 +8,24 @@ complete plans are then evaluated in closed form, and the best of those in the s
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
+
+import numpy as np
 
 from workbench.errors import refuse
 from workbench.plan.model.layer_profile import LayerProfile
 from workbench.plan.stage_partition import dealt
-from workbench.planner.unequal_stages.plan import UnequalPlan, evaluate
-from workbench.planner.unequal_stages.prefixes import complete_plans
+from workbench.planner.unequal_stages.next_stage import Extension
+from workbench.planner.unequal_stages.placements import POLICIES, placed
+from workbench.planner.unequal_stages.plan import Policies, UnequalPlan, all_policies, evaluate
+from workbench.planner.unequal_stages.prefixes import Prefixes, best, joined, no_stages, stages_of
 from workbench.planner.unequal_stages.stage_times import Batch, Stage
-from workbench.planner.unequal_stages.topology import POLICIES, Topology
-from workbench.planner.unequal_stages.transitions import placed
+from workbench.planner.unequal_stages.topology import Topology
+from workbench.planner.unequal_stages.transitions import Occupancies
 
 SIMULATED = 10
 """Plans that the simulator ranks."""
@@ -47,47 +54,89 @@ def search_stages(
 
     Raises `PlanError` where no plan fits memory.
     """
-    effort = effort or Effort()
-    plans = _evaluated(profile, _simple(profile, topology), topology, batch)
-    for layer in effort.layers:
-        limit = min((plan.seconds for plan in plans), default=float("inf")) * NEAR
-        found = complete_plans(profile, topology, batch, effort.prefixes, layer, limit)
-        plans += _evaluated(profile, found[: effort.plans], topology, batch)
+    plans = near_best(profile, topology, batch, effort or Effort())
     if not plans:
         raise refuse(
             "strategy.pipeline.replicas",
             f"no stages on {topology.world_size} devices fit {topology.memory:g} bytes of memory "
             f"with microbatches of {batch.sequences} sequences",
         )
-    return ranked(plans)
+    return sorted(plans[:SIMULATED], key=lambda plan: plan.simulated)
 
 
-def ranked(plans: Sequence[UnequalPlan]) -> list[UnequalPlan]:
-    """The best in closed form, each once, by the simulator."""
-    once = {plan.stages: plan for plan in plans}
-    best = sorted(once.values(), key=lambda plan: plan.seconds)[:SIMULATED]
-    return sorted(best, key=lambda plan: plan.simulated)
-
-
-def _evaluated(
-    profile: LayerProfile, candidates: Iterable[tuple[Stage, ...]], topology: Topology, batch: Batch
+def near_best(
+    profile: LayerProfile,
+    topology: Topology,
+    batch: Batch,
+    effort: Effort,
+    limit: float = math.inf,
+    policies: Policies = all_policies,
+    occupancies: Occupancies | None = None,
 ) -> list[UnequalPlan]:
-    plans = [evaluate(profile, stages, topology, batch) for stages in candidates]
-    return [plan for plan in plans if plan is not None]
+    """Plans that use every device, each once, the best in closed form first; none where memory or
+    `limit` allows none.
+
+    Args:
+        profile: Layers.
+        topology: Devices, links and memory.
+        batch: What a step trains on.
+        effort: How much is kept.
+        limit: Seconds of a step, of which a plan may take `NEAR` times as many.
+        policies: Warm-up policies that a number of stages may have.
+        occupancies: Of devices as many, from searches before.
+    """
+    occupancies, most = occupancies or Occupancies(topology), limit * NEAR
+
+    def evaluated(candidates: Iterable[tuple[Stage, ...]]) -> list[UnequalPlan]:
+        plans = (evaluate(profile, one, topology, batch, policies(len(one))) for one in candidates)
+        return [plan for plan in plans if plan is not None and plan.seconds <= most]
+
+    plans = evaluated(_simple(profile, topology))
+    for layer in effort.layers:
+        limit = min([limit, *(plan.seconds for plan in plans)])
+        extension = Extension(profile, topology, occupancies, batch, limit * NEAR)
+        plans += evaluated(_complete(extension, effort.prefixes, layer)[: effort.plans])
+    once = {plan.stages: plan for plan in plans}
+    return sorted(once.values(), key=lambda plan: plan.seconds)
+
+
+def _complete(extension: Extension, each: int, most: int) -> list[tuple[Stage, ...]]:
+    """Stages of the plans on all devices that the search comes to, the best by pivot paths first.
+
+    `each` prefixes are kept of a layer and occupancy, `most` of a layer.
+    """
+    layers = len(extension.profile.layers)
+    kept: dict[int, Prefixes] = {}
+    waiting: list[list[Prefixes]] = [[] for _ in range(layers + 1)]
+    waiting[0].append(no_stages())
+    for layer in range(layers + 1):
+        if waiting[layer]:
+            kept[layer] = best(joined(waiting[layer]), each, most)
+            waiting[layer] = []
+            if layer < layers:
+                for end, found in extension.extend(layer, kept[layer]):
+                    waiting[end].append(found)
+    if layers not in kept:
+        return []
+    order = np.argsort(kept[layers].bound, kind="stable").tolist()
+    return [stages_of(kept, layers, i, extension.topology) for i in order]
 
 
 def _simple(profile: LayerProfile, topology: Topology) -> list[tuple[Stage, ...]]:
     """Data parallelism and pipelines of equally replicated stages, to measure others against."""
-    costs = [layer.forward_s + layer.backward_s for layer in profile.layers]
+    costs = tuple(layer.forward_s + layer.backward_s for layer in profile.layers)
     world = topology.world_size
-    found = []
+    found: dict[tuple[Stage, ...], None] = {}
     for count in range(1, min(len(costs), world) + 1):
         if world % count:
             continue
-        ends, end = [], 0
-        for layers in dealt(costs, count):
-            end += layers
-            ends.append(end)
         for policy in range(len(POLICIES)):
-            found.append(placed(ends, [world // count] * count, [policy] * count, topology))
-    return found
+            each = [world // count] * count
+            found[placed(_even_ends(costs, count), each, [policy] * count, topology)] = None
+    return list(found)
+
+
+@lru_cache(maxsize=256)
+def _even_ends(costs: tuple[float, ...], stages: int) -> tuple[int, ...]:
+    """Layers before which stages end, the costliest costing least."""
+    return tuple(accumulate(dealt(list(costs), stages)))

@@ -6,12 +6,17 @@ of the result compute, 1, 3, 5 ... transfer.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 from workbench.plan.model.layer_profile import LayerProfile
-from workbench.planner.unequal_stages.topology import Counts, Topology
+from workbench.planner.unequal_stages.topology import Counts, Floats, Ints, Topology
+
+Numbers = int | Ints
 
 
 @dataclass(frozen=True)
@@ -28,6 +33,35 @@ class Stage:
         return sum(self.counts)
 
 
+class Cut(Protocol):
+    """A stage, or many: whole numbers, or arrays that broadcast against each other."""
+
+    @property
+    def first(self) -> Numbers:
+        """Its first layer."""
+
+    @property
+    def end(self) -> Numbers:
+        """The layer before which it ends."""
+
+    @property
+    def replicas(self) -> Numbers:
+        """Devices that share each microbatch."""
+
+
+class Cuts(NamedTuple):
+    """Stages as arrays."""
+
+    first: Ints
+    end: Ints
+    replicas: Ints
+
+
+def cuts(stages: Sequence[Stage]) -> Cuts:
+    """Stages of a pipeline as arrays, `[stages]`."""
+    return Cuts(*np.array([(one.first, one.end, one.replicas) for one in stages]).T)
+
+
 @dataclass(frozen=True)
 class Batch:
     """What a step trains on, and what a device keeps of it."""
@@ -42,16 +76,22 @@ class Batch:
     optimizer_factor: float = 1.0
     """Bytes of parameters, gradients and optimizer state for each byte of parameters."""
     activation_factor: float = 1.0
-    """Bytes kept for backward for each byte that a layer puts out."""
+    """Bytes kept for backward for each byte that a layer keeps in its profile."""
+    gradient_factor: float = 1.0
+    """Bytes that are reduced for each byte of parameters."""
+    sharded_factor: float = 0.0
+    """Bytes of optimizer state for each byte of parameters that the replicas of a stage share
+    evenly (ZeRO-1), beside those of `optimizer_factor`.
+    """
 
-    def takes(self, replicas: int) -> bool:
+    def takes(self, replicas: Numbers) -> NDArray[np.bool_]:
         """Whether each of `replicas` has something to do."""
-        return not self.whole_sequences or replicas <= self.sequences
+        return np.asarray((np.asarray(replicas) <= self.sequences) | (not self.whole_sequences))
 
-    def of_profile(self, replicas: int, profile: LayerProfile) -> float:
+    def of_profile(self, replicas: Numbers, profile: LayerProfile) -> Floats:
         """How much of a profiled pass the busiest of `replicas` does for one microbatch."""
-        part = self.sequences / replicas
-        return (math.ceil(part) if self.whole_sequences else part) / profile.profile_batch
+        part = self.sequences / np.asarray(replicas)
+        return (np.ceil(part) if self.whole_sequences else part) / profile.profile_batch
 
 
 @dataclass(frozen=True)
@@ -78,32 +118,49 @@ def stage_times(
     profile: LayerProfile, stages: Sequence[Stage], topology: Topology, batch: Batch
 ) -> StageTimes:
     """Seconds of every stage and transfer of the pipeline `stages`."""
-    forward: list[float] = []
-    backward: list[float] = []
-    reduced: list[float] = []
-    for before, stage in zip([None, *stages[:-1]], stages):
-        if before is not None:
-            seconds = transfer_seconds(profile, before, stage, topology, batch)
-            forward.append(seconds)
-            backward.append(seconds)  # the gradient of an activation is as large
-            reduced.append(0.0)
-        part = batch.of_profile(stage.replicas, profile)
-        forward.append(part * (profile.forward[stage.end] - profile.forward[stage.first]))
-        backward.append(part * (profile.backward[stage.end] - profile.backward[stage.first]))
-        size = profile.parameters[stage.end] - profile.parameters[stage.first]
-        reduced.append(size * topology.all_reduce_per_byte(stage.counts))
-    return StageTimes(tuple(forward), tuple(backward), tuple(reduced))
+    counts, (first, end, replicas) = np.array([stage.counts for stage in stages]), cuts(stages)
+    part = batch.of_profile(replicas, profile)
+    forward, backward, size = (
+        sums[end] - sums[first]
+        for sums in map(np.array, (profile.forward, profile.backward, profile.parameters))
+    )
+    reduce = batch.gradient_factor * size * topology.all_reduce_per_byte(counts)
+    passes = batch.sequences / profile.profile_batch
+    crossing = passes * np.array(profile.crossing)[first[1:]]
+    transfer = crossing * topology.transfer_per_byte(counts[:-1], counts[1:])
+    return StageTimes(
+        _with_transfers(part * forward, transfer),
+        # The gradient of an activation is as large.
+        _with_transfers(part * backward, transfer),
+        _with_transfers(reduce, 0 * transfer),
+    )
 
 
-def transfer_seconds(
-    profile: LayerProfile, before: Stage, after: Stage, topology: Topology, batch: Batch
-) -> float:
-    """Seconds that one microbatch's activations take between two stages."""
-    size = profile.crossing[after.first] * batch.sequences / profile.profile_batch
-    return size * topology.transfer_per_byte(before.counts, after.counts)
+def _with_transfers(stages: Floats, transfers: Floats) -> tuple[float, ...]:
+    """Stages in turn with the transfers between them."""
+    found = np.zeros(len(stages) + len(transfers))
+    found[::2], found[1::2] = stages, transfers
+    return tuple(found.tolist())
 
 
 def one_device_seconds(profile: LayerProfile, batch: Batch) -> float:
     """Seconds of a step's compute on one device, of which a speed-up counts."""
     passes = batch.microbatches * batch.sequences / profile.profile_batch
     return passes * (profile.forward[-1] + profile.backward[-1])
+
+
+def exposed_all_reduce(profile: LayerProfile, part: float, per_byte: float) -> float:
+    """Seconds of all-reduces after the last backward of all layers, of which each starts as soon
+    as its layer has run backward, one after the other.
+
+    Args:
+        profile: The layers.
+        part: Profiled passes of that backward.
+        per_byte: Seconds of an all-reduce for each byte of parameters.
+    """
+    now = reduced = 0.0
+    for layer in reversed(profile.layers):
+        now += part * layer.backward_s
+        if layer.parameter_bytes:
+            reduced = max(reduced, now) + per_byte * layer.parameter_bytes
+    return max(0.0, reduced - now)

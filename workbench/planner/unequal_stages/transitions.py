@@ -7,18 +7,15 @@ one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-from workbench.planner.unequal_stages.stage_times import Stage
-from workbench.planner.unequal_stages.topology import POLICIES, Topology, place
+from workbench.planner.unequal_stages.placements import POLICIES, counts_of
+from workbench.planner.unequal_stages.topology import Floats, Ints, Topology
 
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
-Bools = NDArray[np.bool_]
+MOST_SIZES = 64
+"""Numbers of replicas that are tried for a stage."""
 
 
 @dataclass(frozen=True)
@@ -41,11 +38,20 @@ class Transitions:
         return Transitions(*(getattr(self, name)[index] for name in self.__dataclass_fields__))
 
 
+def stage_sizes(devices: int) -> Ints:
+    """Numbers of replicas that a stage may have: all, but of many devices multiples of the least
+    number that leaves `MOST_SIZES` of them.
+    """
+    step = next(n for n in range(1, devices + 1) if devices % n == 0 and devices // n <= MOST_SIZES)
+    return np.arange(step, devices + 1, step)
+
+
 class Occupancies:
     """Occupancies that prefixes have, by key, and the transitions from them."""
 
     def __init__(self, topology: Topology) -> None:
         self.topology = topology
+        self.sizes = stage_sizes(topology.world_size)
         self._radix = topology.devices + 1
         empty = np.zeros((1, topology.nodes), dtype=np.int64)
         self._known: dict[int, Ints] = {}
@@ -87,8 +93,8 @@ class Occupancies:
             policy,
             after,
             self.keys(after),
-            self._all_reduce(counts, replicas),
-            self._transfer(before[origin], counts, replicas),
+            self.topology.all_reduce_per_byte(counts),
+            self._transfer(before[origin], counts),
         )
         bounds = np.searchsorted(origin, np.arange(len(keys) + 1))
         for key, first, end in zip(keys, bounds, bounds[1:]):
@@ -97,7 +103,7 @@ class Occupancies:
     def _ways(self, used: Ints) -> tuple[Ints, Ints, Ints]:
         """Devices by node of every placement after each row of `used`, which row, which policy."""
         free = self.topology.devices - used
-        wanted = np.arange(1, self.topology.world_size + 1)
+        wanted = self.sizes
         each = [counts_of(free, used > 0, policy, wanted) for policy in POLICIES]
         possible = wanted <= free.sum(axis=1)[:, None]
         new = [possible]
@@ -107,66 +113,9 @@ class Occupancies:
         origin, which, at = np.nonzero(np.stack(new, axis=1))
         return np.stack(each, axis=1)[origin, which, at], origin, which
 
-    def _all_reduce(self, counts: Ints, replicas: Ints) -> Floats:
-        """`Topology.all_reduce_per_byte` of every row."""
-        moved = 2 * (replicas - 1) / replicas
-        rings = np.clip(replicas // 2, 1, self.topology.most_rings)
-        inside = counts.max(axis=1) == replicas
-        rate = np.where(inside, self.topology.device_rate * rings, self.topology.collective_rate)
-        found: Floats = moved / rate
+    def _transfer(self, before: Ints, counts: Ints) -> Floats:
+        """Seconds for each byte from the stage before; 0 where there is none."""
+        follows = before.any(axis=1)
+        found = np.zeros(len(counts))
+        found[follows] = self.topology.transfer_per_byte(before[follows], counts[follows])
         return found
-
-    def _transfer(self, before: Ints, counts: Ints, replicas: Ints) -> Floats:
-        """`Topology.transfer_per_byte` of every row; 0 where no stage stands before."""
-        senders = np.maximum(before.sum(axis=1), 1)
-        leaves = np.abs(before / senders[:, None] - counts / replicas[:, None]).max(axis=1)
-        local = ((before > 0) & (counts > 0)).any(axis=1)
-        piece = np.where(local, np.maximum(1 / senders, 1 / replicas), 0.0)
-        seconds = np.maximum(leaves / self.topology.network_rate, piece / self.topology.device_rate)
-        return np.where(before.any(axis=1), seconds, 0.0)
-
-
-def counts_of(free: Ints, used: Bools, policy: str, wanted: Ints) -> Ints:
-    """Devices by node (last axis) that `policy` gives to stages of `wanted` replicas (axis 1), for
-    each row of nodes with `free` devices, those with most used first: what `place` gives, for many
-    at once.
-    """
-    early = ~used if policy == "fresh" else used
-    turns = np.arange(int(free.max(initial=0)))
-    order = np.where(
-        early[:, :, None],
-        _places(np.where(early, free, 0), turns, policy),
-        _places(np.where(early, 0, free), turns, policy)
-        + np.where(early, free, 0).sum(axis=1)[:, None, None],
-    )
-    order = np.where(turns < free[:, :, None], order, len(wanted))
-    given = order[:, None, :, :] < wanted[None, :, None, None]
-    found: Ints = given.sum(axis=3)
-    return found
-
-
-def _places(free: Ints, turns: Ints, policy: str) -> Ints:
-    """Place in the order of a node's first, second ... device: node by node, or one of each in
-    turn.
-    """
-    if policy != "scatter":
-        found: Ints = (np.cumsum(free, axis=1) - free)[:, :, None] + turns
-        return found
-    has_more = free[:, :, None] > turns
-    earlier = np.minimum(free[:, :, None], turns).sum(axis=1, keepdims=True)
-    ahead: Ints = earlier + np.cumsum(has_more, axis=1) - has_more
-    return ahead
-
-
-def placed(
-    ends: Sequence[int], replicas: Sequence[int], policies: Sequence[int], topology: Topology
-) -> tuple[Stage, ...]:
-    """Stages that end before layers `ends`, each on devices as its policy gives them."""
-    used = before = (0,) * topology.nodes
-    first, stages = 0, []
-    for end, count, policy in zip(ends, replicas, policies):
-        before = place(used, before, POLICIES[policy], count, topology.devices)
-        used = tuple(a + b for a, b in zip(used, before))
-        stages.append(Stage(first, end, before))
-        first = end
-    return tuple(stages)

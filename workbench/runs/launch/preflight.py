@@ -58,13 +58,13 @@ def preflight(
         PlanError: The plan is illegal.
     """
     full = plan.resolve()
-    found = attached()
+    found, cannot = attached(), unsupported(full, "run", allow_code)
     asked = [*gpu_problems(full, found), *missing_compiler(full.strategy.kernels, full.gpu.device)]
     asked += missing_torchao(full.strategy.precision)
     asked += [*_corpus(full), *_checkpoint(full), *_root(default_root(root)), *_port(port)]
-    if not asked and not force:
+    if not cannot and not asked and not force:
         asked += [*_memory(full, found), *_disk(full, default_root(root))]
-    return [*unsupported(full, "run", allow_code), *asked]
+    return [*cannot, *asked]
 
 
 def gpu_problems(plan: ResolvedPlan, found: Attached) -> list[Problem]:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from workbench.planner.search.strategy_summary import strategy_summary
+from workbench.planner.search.results.strategy_summary import by_stage, strategy_summary
 from workbench.planner.table_text import aligned_lines, captioned_html_table
 from workbench.units import days_text, gib_text, interval_text, seconds_text
 from workbench.untrusted_text import escaped
 
 if TYPE_CHECKING:
-    from workbench.planner.search.search import Candidate, SearchResult
+    from workbench.planner.search.results.search_result import Candidate, SearchResult
+    from workbench.planner.search.results.stage_figures import StageBaseline, StageFigures
 
 CANDIDATE_HEADS = (
     "step time",
@@ -24,6 +25,19 @@ CANDIDATE_HEADS = (
     "GPUs",
     "strategy",
 )
+STAGE_HEADS = ("microbatches", "latency model", "ACR", "speed-up")
+"""Of the unequal space: the step by DAPPLE's latency model, the activation-communication ratio, and
+the compute of one GPU over the step.
+"""
+BASELINE_HEADS = (
+    "planner",
+    "step time",
+    "speed-up",
+    "states, activations",
+    "microbatches",
+    "replicas",
+)
+BASELINE_TITLE = "Other planners on the layers of the first plan, by the latency model (estimated)"
 OPTIONAL_HEADS = ("tokens/s", "published")
 """What a narrow table leaves out first."""
 SHOWN_SLOWDOWN = 1.01
@@ -43,12 +57,19 @@ def search_text(found: SearchResult) -> str:
         less += (
             f"for fewer GPUs wait less for one another; --where gpus={found.gpus} keeps them all.\n"
         )
-    rate = (
-        less
-        + f"{found.candidates:,} legal plans in {found.seconds:.2f} s ({found.rate:,.0f} a second)"
-    )
-    lines = [f"{rate}, {found.feasible:,} meet every condition", *published_lines(found)]
-    return "\n".join([*lines, *filter(None, (found.assumed, found.empty))])
+    lines = [f"{less}{_searched(found)}", *published_lines(found)]
+    return "\n".join([*lines, *found.notes, *filter(None, (found.assumed, found.empty))])
+
+
+def _searched(found: SearchResult) -> str:
+    if found.of_stages:
+        return (
+            f"{found.candidates:,} combinations of tensor size, recomputation and microbatches in "
+            f"{found.seconds:.2f} s; {found.feasible:,} plans of the best stages estimated that "
+            f"meet every condition"
+        )
+    rate = f"{found.seconds:.2f} s ({found.rate:,.0f} a second)"
+    return f"{found.candidates:,} legal plans in {rate}, {found.feasible:,} meet every condition"
 
 
 def published_lines(found: SearchResult) -> list[str]:
@@ -87,21 +108,38 @@ def thin_front(front: Sequence[Candidate], most: int = MAX_FRONT_ROWS) -> Sequen
 
 
 def table_heads(found: SearchResult) -> tuple[str, ...]:
-    """Headings: with days and cost where tokens were asked for."""
-    return (
-        (*CANDIDATE_HEADS[:-1], "time", "cost", CANDIDATE_HEADS[-1])
-        if found.tokens
-        else CANDIDATE_HEADS
-    )
+    """Headings: with days and cost where tokens were asked for, and what is known of stages."""
+    more = STAGE_HEADS if found.of_stages else ()
+    bill = ("time", "cost") if found.tokens else ()
+    return (*CANDIDATE_HEADS[:-1], *more, *bill, CANDIDATE_HEADS[-1])
 
 
 def table_row(found: SearchResult, one: Candidate) -> tuple[str, ...]:
     """One row under `table_heads`."""
     figures, bill = candidate_cells(one), found.bill(one)
+    more = _stage_cells(one.stages) if one.stages else ()
     if not bill:
-        return figures
+        return (*figures[:-1], *more, figures[-1])
     price = "–" if bill["dollars"] is None else f"${bill['dollars']:,.0f}"
-    return (*figures[:-1], days_text(bill["days"] or 0.0), price, figures[-1])
+    return (*figures[:-1], *more, days_text(bill["days"] or 0.0), price, figures[-1])
+
+
+def _stage_cells(stages: StageFigures) -> tuple[str, ...]:
+    ratio = stages.activation_communication_ratio
+    seconds, speed_up = seconds_text(stages.latency_seconds), f"{stages.speed_up:.1f}x"
+    return str(stages.microbatches), seconds, f"{ratio:.2f}", speed_up
+
+
+def baseline_row(one: StageBaseline) -> tuple[str, ...]:
+    """One row under `BASELINE_HEADS`."""
+    return (
+        one.name,
+        "does not fit" if one.seconds is None else seconds_text(one.seconds),
+        "–" if one.speed_up is None else f"{one.speed_up:.1f}x",
+        "–" if one.memory_bytes is None else gib_text(one.memory_bytes),
+        "–" if one.microbatches is None else str(one.microbatches),
+        by_stage(one.replicas),
+    )
 
 
 def candidate_cells(one: Candidate) -> tuple[str, ...]:
@@ -110,11 +148,11 @@ def candidate_cells(one: Candidate) -> tuple[str, ...]:
     retries = f" x{one.slowdown:.2f}" if one.slowdown >= SHOWN_SLOWDOWN else ""
     return (
         f"{seconds_text(one.seconds)}{retries}",
-        interval_text(one.interval),
+        interval_text(one.interval) if one.interval else "–",
         gib_text(one.peak_bytes),
-        f"{one.risk:.1%}",
+        "–" if one.risk is None else f"{one.risk:.1%}",
         f"{rate:,.0f}",
-        f"{one.mfu:.1%}{' above' if one.promise else ''}",
+        "–" if one.mfu is None else f"{one.mfu:.1%}{' above' if one.promise else ''}",
         "–" if best is None else f"{best:.1%}",
         str(one.plan.world_size),
         strategy_summary(one.plan),
@@ -127,6 +165,9 @@ def search_result_text(found: SearchResult) -> str:
     for title, plans in search_tables(found):
         rows = [table_heads(found), *(table_row(found, one) for one in plans)]
         lines += [title, *aligned_lines(rows, left=len(rows[0]) - 1), ""]
+    if found.baselines:
+        rows = [BASELINE_HEADS, *map(baseline_row, found.baselines)]
+        lines += [BASELINE_TITLE, *aligned_lines(rows, left=0), ""]
     return "\n".join([*lines, search_text(found)])
 
 
@@ -136,4 +177,7 @@ def as_html(found: SearchResult) -> str:
         captioned_html_table(title, table_heads(found), (table_row(found, one) for one in plans))
         for title, plans in search_tables(found)
     )
+    if found.baselines:
+        rows = map(baseline_row, found.baselines)
+        shown += captioned_html_table(BASELINE_TITLE, BASELINE_HEADS, rows)
     return shown + "".join(f"<p>{escaped(line)}</p>" for line in search_text(found).split("\n"))

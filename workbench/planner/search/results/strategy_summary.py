@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import groupby
+
 from workbench.plan.schema import Plan, Tensor, axis_sizes
 
 
@@ -10,12 +13,17 @@ def strategy_summary(plan: Plan) -> str:
     board.
     """
     s, t, sizes = plan.strategy, plan.training, axis_sizes(plan.strategy, plan.world_size)
-    words = [f"{_tensor(s.tensor)}{'s' if s.tensor.sequence else ''}", f"d{sizes['data']}"]
+    replicas = s.pipeline.replicas
+    data = f"replicas {by_stage(replicas)}" if replicas else f"d{sizes['data']}"
+    words = [f"{_tensor(s.tensor)}{'s' if s.tensor.sequence else ''}", data]
     if sizes["context"] > 1:
         words.insert(1, f"c{sizes['context']}")
     if sizes["pipeline"] > 1:
         chunks = f"x{s.pipeline.chunks}" if s.pipeline.schedule == "interleaved" else ""
         words.append(f"p{sizes['pipeline']} {s.pipeline.schedule}{chunks}")
+        words += [f"layers {by_stage(p)}" for p in [s.pipeline.partition] if isinstance(p, list)]
+    if held := s.pipeline.in_flight:
+        words.append(f"in flight {by_stage([held] if isinstance(held, int) else held)}")
     if s.expert.size > 1:
         words.append(f"e{s.expert.size}")
     words += [f"micro {t.micro_batch}", f"zero {s.data.zero}"]
@@ -26,6 +34,15 @@ def strategy_summary(plan: Plan) -> str:
     if s.kernels != "eager":
         words.append(f"{s.kernels} kernels")
     return " · ".join(words)
+
+
+def by_stage(numbers: Sequence[int]) -> str:
+    """A number a stage, `4:8:8`; more than two alike in a row as `8x3`."""
+    runs = [(number, len(list(each))) for number, each in groupby(numbers)]
+    return ":".join(
+        f"{number}x{count}" if count > 2 else ":".join([str(number)] * count)
+        for number, count in runs
+    )
 
 
 def _tensor(tensor: Tensor) -> str:

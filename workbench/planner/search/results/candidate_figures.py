@@ -5,7 +5,7 @@ published.
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 from workbench.costmodel.compute.kernel_rates import peak_flops
 from workbench.costmodel.compute.roofline import model_flops
@@ -17,8 +17,43 @@ from workbench.costmodel.rates.fitted_constants import measured_profile
 from workbench.plan.schema import Plan
 from workbench.planner.calibrated_plan import with_calibration
 from workbench.planner.published_steps import published_beside
+from workbench.planner.search.results.search_result import Candidate
 from workbench.planner.search.search_space import SearchSpace
 from workbench.units import GIB
+
+
+class Figures(Protocol):
+    """What is said of the candidates of one search."""
+
+    largest_peak_bytes: float
+    """That a candidate may have."""
+
+    def candidate(
+        self, plan: Plan, seconds: float, peak: float, score: float, **more: Any
+    ) -> Candidate:
+        """A plan of the space with what is said of it; `more` is of its kind of search."""
+
+    def slowdown(self, peak: float) -> float:
+        """Expected multiple of the step time by the allocator's retries."""
+
+
+class ProfileFigures:
+    """Of plans on a layer profile, of which neither FLOPs nor what the allocator does are known."""
+
+    def __init__(self, space: SearchSpace) -> None:
+        self.tokens = space.batch * space.base.training.sequence_length
+        self.largest_peak_bytes = float(int(space.base.gpu.memory_gib * GIB))
+
+    def candidate(
+        self, plan: Plan, seconds: float, peak: float, score: float, **more: Any
+    ) -> Candidate:
+        """A plan of the space with what is said of it; `more` is of its kind of search."""
+        unknown: dict[str, Any] = {"risk": None, "mfu": None}
+        return Candidate(plan, seconds, peak, score, self.tokens, **unknown, **more)
+
+    def slowdown(self, peak: float) -> float:
+        """None is known."""
+        return 1.0
 
 
 class CandidateFigures:
@@ -26,9 +61,28 @@ class CandidateFigures:
 
     def __init__(self, space: SearchSpace) -> None:
         self.space, self.stack = space, space.base.strategy.stack
+        self.largest_peak_bytes = space.largest_peak_bytes
         self.capacity = space.base.gpu.memory_gib * GIB
         self._flops: float | None = None
         self._published: dict[int, dict[str, Any]] = {}
+
+    def candidate(
+        self, plan: Plan, seconds: float, peak: float, score: float, **more: Any
+    ) -> Candidate:
+        """A plan of the space with what is said of it; `more` is of its kind of search."""
+        gpus = plan.world_size
+        return Candidate(
+            plan,
+            seconds,
+            peak,
+            score,
+            step_tokens=self.space.batch * self.space.base.training.sequence_length,
+            risk=self.risk(peak),
+            slowdown=self.slowdown(peak),
+            mfu=self.utilization(plan, seconds, gpus),
+            published=self.published(gpus),
+            **more,
+        )
 
     @cached_property
     def constants(self) -> Constants:

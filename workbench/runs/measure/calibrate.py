@@ -66,7 +66,7 @@ def calibrate_file(
     progress: Progress | None = None,
 ) -> Calibration:
     """Measure, or learn from `runs`, and write the result to `path`; see `workbench.calibrate`."""
-    _writable(path)
+    refuse_unwritable(path)
     base = _base(path, runs) if runs else None
     found = calibrate(seconds, progress) if base is None else base
     found = learn(found, runs) if runs else found
@@ -83,8 +83,8 @@ def _base(path: Path | None, runs: Sequence[Run]) -> Calibration | None:
     return None if named is None else read_calibration(named)
 
 
-def _writable(path: Path | None) -> None:
-    """Refuse a file that could not be written, before a minute of measuring."""
+def refuse_unwritable(path: Path | None) -> None:
+    """Refuse a file that could not be written, before measuring takes its time."""
     if path is None:
         return
     device = path.exists() and not path.is_file()  # or a folder: neither is to be replaced

@@ -1,0 +1,1 @@
+"""Times and sizes of the blocks of a plan's model, measured on one device."""

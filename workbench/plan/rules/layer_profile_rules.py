@@ -1,0 +1,83 @@
+"""Legality of a plan whose model is a layer profile: what its times and sizes can say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from workbench.errors import Problem
+from workbench.plan.resolved_plan import ResolvedPlan
+from workbench.plan.schema import Plan
+
+SCHEDULES = ("gpipe", "1f1b", "eager-1f1b")
+"""Schedules whose stages run each microbatch's backward at once, as it was measured."""
+
+
+def not_runnable(plan: ResolvedPlan, verb: str) -> Problem:
+    """That a layer profile cannot run or be rehearsed."""
+    path = plan.profiled and plan.profiled.layer_profile
+    what = f"'{path}' is a layer profile, which has no code to {verb}; legal: to estimate and "
+    return Problem("model", what + "search it, or the model that it was measured of")
+
+
+def _one_device(plan: Plan) -> Iterator[Problem]:
+    """What would change the layers' own times or sizes, which are those that were measured."""
+    s, training = plan.strategy, plan.training
+    needs: tuple[tuple[str, object, tuple[object, ...]], ...] = (
+        ("strategy.tensor.size", s.tensor.ranks, (1,)),
+        ("strategy.tensor.algorithm", s.tensor.algorithm, ("1d",)),
+        ("strategy.tensor.sequence", s.tensor.sequence, (False,)),
+        ("strategy.context.size", s.context.size, (1,)),
+        ("strategy.expert.size", s.expert.size, (1,)),
+        ("strategy.expert.tensor", s.expert.tensor, (None,)),
+        ("strategy.operators", s.operators, ({},)),
+        ("strategy.pipeline.chunks", s.pipeline.chunks, (1,)),
+        ("strategy.pipeline.distribution", s.pipeline.distribution, ("split",)),
+        ("strategy.pipeline.schedule", s.pipeline.schedule, SCHEDULES),
+        ("strategy.data.zero", s.data.zero, (0,)),
+        ("strategy.recompute", s.recompute or "none", ("none",)),
+        ("strategy.attention", s.attention, ("auto",)),
+        ("strategy.kernels", s.kernels, ("eager",)),
+        ("strategy.stack", s.stack, ("workbench",)),
+        ("training.dropout", training.dropout, (0.0,)),
+        ("training.lora", "set" if training.lora else None, (None,)),
+        ("cluster.calibration", plan.cluster.calibration, (None,)),
+    )
+    for field, value, legal in needs:
+        if value not in legal:
+            names = " or ".join("null" if one is None else str(one) for one in legal)
+            yield Problem(
+                field,
+                f"is {value}, and a layer profile has the times and sizes that were measured; "
+                f"legal: {names}",
+            )
+
+
+def _as_measured(plan: ResolvedPlan) -> Iterator[Problem]:
+    """What the profile says of its own measurement."""
+    profile, path = plan.layer_profile, plan.profiled and plan.profiled.layer_profile
+    for field, value, measured in (
+        ("training.sequence_length", plan.training.sequence_length, profile.sequence_length),
+        ("strategy.precision", plan.strategy.precision, profile.precision),
+    ):
+        if measured not in (None, value):
+            yield Problem(
+                field, f"is {value}, and '{path}' was measured with {measured}; legal: {measured}"
+            )
+
+
+def _stages(plan: ResolvedPlan) -> Iterator[Problem]:
+    """Embedding and head are layers like others here: no stage holds one beside its layers."""
+    counts = plan.strategy.pipeline.partition
+    if isinstance(counts, list) and 0 in counts:
+        yield Problem(
+            "strategy.pipeline.partition",
+            f"gives stage {counts.index(0)} of {len(counts)} no layer; legal: a layer or more",
+        )
+
+
+RULES: tuple[Callable[[ResolvedPlan], Iterator[Problem]], ...] = (
+    _one_device,
+    _as_measured,
+    _stages,
+)
+"""Rules for models that are layer profiles; each takes a complete plan."""

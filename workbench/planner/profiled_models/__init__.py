@@ -1,0 +1,1 @@
+"""Plans whose model is a layer profile: their stages, seconds and estimate."""

@@ -1,0 +1,139 @@
+"""Why a search found nothing, and what to change."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from workbench.costmodel.memory.reported_memory import probability_of_running_out
+from workbench.fields.bounds import RANKS
+from workbench.plan.schema import Plan
+from workbench.planner.framework_limits import framework_limits
+from workbench.planner.plan_conditions import Condition
+from workbench.planner.search.constraints import condition_words, searched_values
+from workbench.planner.search.search_space import SearchSpace, search_space
+from workbench.planner.search.space_scan import SearchStats, scan_space
+from workbench.units import GIB
+
+DOUBLINGS = 5
+"""Of the GPUs, that are tried for a deadline."""
+
+
+@dataclass(frozen=True)
+class Left:
+    """What a search with fewer conditions finds: how many plans, and the fastest of them."""
+
+    feasible: int
+    seconds: float
+    peak_bytes: float
+
+
+Look = Callable[[Sequence[Condition]], Left | None]
+"""A search under some conditions; None where it finds nothing."""
+
+
+def look_in(space: SearchSpace) -> Look:
+    """The search of a space of which every plan is evaluated."""
+
+    def look(conditions: Sequence[Condition]) -> Left | None:
+        left = scan_space(space, conditions, "time", 1)
+        if not left.feasible:
+            return None
+        best = left.best.top[0]
+        return Left(left.feasible, best.seconds, best.peak)
+
+    return look
+
+
+def which_condition(space: SearchSpace, constraints: Sequence[Condition], look: Look) -> str:
+    """Which condition emptied a search, and what would be found without it; "" where none did."""
+    for number, c in enumerate(constraints):
+        if left := look([*constraints[:number], *constraints[number + 1 :]]):
+            fastest = (
+                f"the fastest takes {left.seconds:.3g} s a step and "
+                f"{left.peak_bytes / GIB:.1f} GiB (estimated)"
+            )
+            of = ", ".join(condition_words(searched_values(space, c)))
+            values = f" (searched: {of})" if of else ""
+            return (
+                f"no plan meets '{c.text}'{values}; without it {left.feasible:,} do, {fastest}"
+                f"{limit_words(space, c.field)}"
+            )
+    if len(constraints) > 1 and (left := look(())):
+        quoted = ", ".join(f"'{c.text}'" for c in constraints)
+        return f"no plan meets {quoted} together; without them {left.feasible:,} do"
+    return ""
+
+
+def why_none_fits(space: SearchSpace, seen: SearchStats) -> str:
+    """Why no plan of a space is feasible, whatever the conditions."""
+    gpu, s = space.fixed_configs[0].gpu, space.fixed_configs[0]
+    if not seen.candidates:
+        return (
+            f"no combination of axes divides {s.world_size} GPUs and a batch of {s.global_batch} "
+            f"sequences; change cluster.gpus or training.global_batch{limit_words(space)}"
+        )
+    least, stack = seen.least_peak_bytes, space.base.strategy.stack
+    chance = probability_of_running_out(least, gpu.memory_gib * GIB, stack)
+    riskier = f" allow --risk {math.ceil(100 * chance) / 100:g}," if chance < 0.5 else ""
+    return (
+        f"no plan fits {gpu.name} of {gpu.memory_gib:.1f} GiB with a chance of running out of "
+        f"memory of at most {space.risk:.0%}: the smallest of {seen.candidates:,} peaks at "
+        f"{least / GIB:.1f} GiB, a chance of {chance:.0%} (estimated);{riskier} change "
+        f"cluster.gpu, cluster.gpus, the sequence length or the model"
+    )
+
+
+def why_no_stages_fit(space: SearchSpace) -> str:
+    """The same of the unequal space, of which none may be feasible because none fits."""
+    gpu, s = space.fixed_configs[0].gpu, space.fixed_configs[0]
+    return (
+        f"no stages on {s.world_size} {gpu.name} of {gpu.memory_gib:.1f} GiB fit the model and "
+        f"microbatches of a batch of {s.global_batch} sequences with a chance of running out of "
+        f"memory of at most {space.risk:.0%} (estimated); change cluster.gpus, the sequence "
+        f"length or the model, or search --space default, which shards more{limit_words(space)}"
+    )
+
+
+def limit_words(space: SearchSpace, field: str = "") -> str:
+    """What the framework cannot do about a field, or at all."""
+    limits = framework_limits(space.base.strategy.stack)
+    named = [
+        str(limit)
+        for limit in limits
+        if not field
+        or any(c.field.rpartition(".")[0] == field.rpartition(".")[0] for c in limit.when)
+    ]
+    return "".join(f"; {words}" for words in named)
+
+
+def deadline_constraint(space: SearchSpace, days: float, tokens: float) -> Condition:
+    """The longest step that trains the tokens in time."""
+    longest = days * 86400 * space.batch * space.base.training.sequence_length / tokens
+    return Condition(f"deadline of {days:g} days", "expected_seconds", "<=", longest)
+
+
+def deadline_advice(
+    plan: Plan, whole: SearchSpace, others: Sequence[Condition], days: float, tokens: float
+) -> str:
+    """The days of the fastest plan, and the first doubling of the GPUs that is in time; "" where no
+    plan is left.
+    """
+    left = scan_space(whole, others, "time", 1)
+    if not left.feasible:
+        return ""
+    takes = left.best.top[0].expected / deadline_constraint(whole, days, tokens).value * days
+    needs = f"; it needs {takes:,.3g} days for {tokens:g} tokens"
+    for more in range(1, DOUBLINGS + 1):
+        gpus = plan.cluster.gpus * 2**more
+        more_gpus = plan.replace(**{"cluster.gpus": gpus, "cluster.nodes": None})
+        space = replace(search_space(more_gpus), risk=whole.risk)
+        limit = deadline_constraint(space, days, tokens)
+        if (
+            gpus <= RANKS.most
+            and (found := scan_space(space, [*others, limit], "time", 1)).feasible
+        ):
+            in_time = found.best.top[0].expected / limit.value * days
+            return f"{needs}; {gpus:,} GPUs would do, in {in_time:,.3g} days (estimated)"
+    return f"{needs}; {2**DOUBLINGS} times the GPUs would not do either (estimated)"

@@ -1,0 +1,136 @@
+"""The best stages of every combination of a space by DAPPLE's latency model (2007.01045), those
+that a plan can say: ranks in the order of the stages.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from workbench.planner.search.search_space import SearchSpace
+from workbench.planner.search.unequal.combinations import Combination
+from workbench.planner.search.unequal.unequal_space import SCHEDULES
+from workbench.planner.unequal_stages.memory import WARM_UPS
+from workbench.planner.unequal_stages.placements import APPEND, placed
+from workbench.planner.unequal_stages.plan import Policies, UnequalPlan, evaluate
+from workbench.planner.unequal_stages.search import Effort, near_best
+from workbench.planner.unequal_stages.transitions import Occupancies
+
+MARGIN = 1.05
+"""Combinations and stages are dropped that take longer than so many times the least seconds known:
+the latency model is not what ranks plans in the end.
+"""
+QUICK = Effort(prefixes=2, layers=(4,), plans=20)
+"""What is kept of every combination."""
+CLOSE = Effort()
+"""What is kept of the best."""
+CLOSELY = 6
+"""Combinations that are looked at once more."""
+EACH = 12
+"""Plans of a combination that go on."""
+Progress = Callable[[int, int], None]
+"""Called with (combinations done, of)."""
+
+
+@dataclass(frozen=True)
+class StagedPlan:
+    """Stages on contiguous ranks."""
+
+    combination: Combination
+    stages: UnequalPlan
+
+    @property
+    def seconds(self) -> float:
+        """Of a step, by the latency model."""
+        return self.stages.seconds
+
+
+@dataclass(frozen=True)
+class StagesScan:
+    """What was found on one number of GPUs, the best first."""
+
+    plans: tuple[StagedPlan, ...]
+    combinations: int
+    fitting: int
+    """Combinations of which some stages fit and meet the conditions."""
+    placed_better: StagedPlan | None
+    """The best on ranks that are not contiguous, where it is faster than all that are."""
+
+
+def allowed_policies(space: SearchSpace) -> Policies:
+    """The warm-up policies that the schedules of a space leave to each number of stages."""
+    legal = {(name, size) for name, _, size in space.schedules}
+
+    def policies(stages: int) -> Sequence[str]:
+        known = WARM_UPS if stages > 1 else WARM_UPS[:1]
+        return [one for one in known if (SCHEDULES[one], stages) in legal]
+
+    return policies
+
+
+def scan_stages(
+    combinations: Sequence[Combination], policies: Policies, progress: Progress
+) -> StagesScan:
+    """The best stages of `combinations`, least bound first, all of one number of GPUs."""
+    scan = _Scan(policies)
+    for done, one in enumerate(combinations):
+        progress(done, len(combinations))
+        if one.least_seconds > scan.best * MARGIN:
+            break
+        scan.look(one, QUICK)
+    for one in sorted(scan.found, key=lambda each: scan.found[each][0].seconds)[:CLOSELY]:
+        scan.look(one, CLOSE)
+    progress(len(combinations), len(combinations))
+    plans = sorted(
+        (StagedPlan(one, plan) for one, each in scan.found.items() for plan in each[:EACH]),
+        key=lambda plan: plan.seconds,
+    )
+    better = scan.anywhere
+    if better is not None and plans and better.seconds >= plans[0].seconds:
+        better = None
+    return StagesScan(tuple(plans), len(combinations), len(scan.found), better)
+
+
+class _Scan:
+    """Plans by combination, and the best seconds known."""
+
+    def __init__(self, policies: Policies) -> None:
+        self.policies = policies
+        self.found: dict[Combination, list[UnequalPlan]] = {}
+        self.best = math.inf
+        self.anywhere: StagedPlan | None = None
+        self._occupancies: dict[tuple[int, int], Occupancies] = {}
+
+    def look(self, one: Combination, effort: Effort) -> None:
+        """Search the stages of a combination."""
+        topology, batch = one.topology, one.batch
+        size = (topology.nodes, topology.devices)
+        known = self._occupancies.setdefault(size, Occupancies(topology))
+        plans = near_best(
+            one.layers.profile, topology, batch, effort, self.best * MARGIN, self.policies, known
+        )
+        if plans and (self.anywhere is None or plans[0].seconds < self.anywhere.seconds):
+            self.anywhere = StagedPlan(one, plans[0])
+        if contiguous := self._contiguous(one, [*plans, *self.found.get(one, [])]):
+            self.found[one] = contiguous
+            self.best = min(self.best, contiguous[0].seconds)
+
+    def _contiguous(self, one: Combination, plans: Iterable[UnequalPlan]) -> list[UnequalPlan]:
+        """The same cuts and replicas on ranks in the order of the stages, each once."""
+        found: dict[object, UnequalPlan | None] = {}
+        for plan in plans:
+            ends = tuple(stage.end for stage in plan.stages)
+            if (key := (ends, plan.replicas)) not in found:
+                found[key] = self._in_order(one, plan, ends)
+        kept = [plan for plan in found.values() if plan is not None]
+        return sorted(kept, key=lambda plan: plan.seconds)
+
+    def _in_order(
+        self, one: Combination, plan: UnequalPlan, ends: Sequence[int]
+    ) -> UnequalPlan | None:
+        stages = placed(ends, plan.replicas, [APPEND] * len(ends), one.topology)
+        if stages == plan.stages:
+            return plan
+        profile, policies = one.layers.profile, self.policies(len(ends))
+        return evaluate(profile, stages, one.topology, one.batch, policies)

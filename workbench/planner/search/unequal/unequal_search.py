@@ -1,0 +1,130 @@
+"""The search of the unequal space: stages by DAPPLE's latency model, the best of them as plans that
+are estimated and ranked as those of every other space.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields
+
+from workbench.costmodel.inputs.config import FixedConfig
+from workbench.planner.plan_conditions import Condition
+from workbench.planner.search.constraints import RESULT_FIELDS, narrow_space
+from workbench.planner.search.results.candidate_figures import (
+    CandidateFigures,
+    Figures,
+    ProfileFigures,
+)
+from workbench.planner.search.results.search_result import Candidate
+from workbench.planner.search.results.stage_figures import StageBaseline
+from workbench.planner.search.search_space import SearchSpace
+from workbench.planner.search.unequal.baselines import PUBLISHED, baselines
+from workbench.planner.search.unequal.combinations import Combinations
+from workbench.planner.search.unequal.estimates import Estimates
+from workbench.planner.search.unequal.stages_scan import (
+    StagedPlan,
+    StagesScan,
+    allowed_policies,
+    scan_stages,
+)
+from workbench.units import GIB
+
+ESTIMATED = 60
+"""Stages, the best by the latency model, whose plans are estimated."""
+SAID = 0.001
+"""Gain of another placement from which on it is said."""
+Progress = Callable[[str], None]
+"""Called with words about what is being done."""
+
+
+@dataclass(frozen=True)
+class UnequalFound:
+    """What a search of the unequal space found, best first."""
+
+    candidates: tuple[Candidate, ...]
+    combinations: int
+    fitting: int
+    """Combinations of tensor size, recomputation and microbatches of which some stages fit."""
+    baselines: tuple[StageBaseline, ...]
+    """Other planners on the layers of the first candidate."""
+    notes: tuple[str, ...]
+
+
+def search_unequal(
+    whole: SearchSpace, constraints: Sequence[Condition], objective: str, progress: Progress
+) -> UnequalFound:
+    """The plans of a space that meet the conditions, best first."""
+    space = narrow_space(whole, constraints)
+    results = [c for c in constraints if c.field in RESULT_FIELDS]
+    beside: Figures = ProfileFigures(whole) if whole.base.profiled else CandidateFigures(whole)
+    combinations = Combinations(space, _largest_peak(beside, results))
+    estimates = Estimates(space, beside, objective, results)
+    scans = []
+    for setting in space.fixed_configs if _has_values(space) else ():
+        scans.append(_scan(combinations, setting, progress))
+        progress(f"estimating plans on {setting.world_size} GPUs")
+        estimates.take(scans[-1].plans[:ESTIMATED], combinations.one_gpu_seconds(setting))
+    order = sorted(estimates.found, key=lambda found: _rank(found[0]))
+    first = order[0][1] if order else None
+    return UnequalFound(
+        tuple(one for one, _ in order),
+        sum(scan.combinations for scan in scans),
+        sum(scan.fitting for scan in scans),
+        _baselines(combinations, first) if first else (),
+        tuple(_notes(scans)) if first else (),
+    )
+
+
+def _baselines(combinations: Combinations, first: StagedPlan) -> tuple[StageBaseline, ...]:
+    return baselines(first, combinations.one_gpu_seconds(first.combination.setting))
+
+
+def _notes(scans: Sequence[StagesScan]) -> Iterator[str]:
+    """What was published, and placements that no plan can say."""
+    yield PUBLISHED
+    for scan in scans:
+        if (other := scan.placed_better) and scan.plans:
+            faster = 1 - other.seconds / scan.plans[0].seconds
+            if faster < SAID:
+                continue
+            counts = " | ".join(" ".join(map(str, one.counts)) for one in other.stages.stages)
+            yield (
+                f"on ranks that are not contiguous stages would be {faster:.1%} faster than the "
+                f"best by the latency model (estimated); a plan cannot place them: replicas by "
+                f"node of each stage {counts}"
+            )
+
+
+def _rank(one: Candidate) -> tuple[float, float, float]:
+    """What the objective says; of equals the latency model, which knows what overlaps."""
+    assert one.stages is not None
+    return one.score, one.stages.latency_seconds, one.peak_bytes
+
+
+def _has_values(space: SearchSpace) -> bool:
+    """Whether the conditions leave every knob a value."""
+    return all(getattr(space, field.name) != () for field in fields(space))
+
+
+def _largest_peak(beside: Figures, results: Sequence[Condition]) -> float:
+    """Bytes that a rank may peak at: by the risk, and by conditions on the peak."""
+    peaks = [c for c in results if c.field == "peak_gib" and c.operator in ("<", "<=")]
+    return min([beside.largest_peak_bytes, *(float(c.value) * GIB for c in peaks)])
+
+
+def _scan(combinations: Combinations, setting: FixedConfig, progress: Progress) -> StagesScan:
+    def say(done: int, of: int) -> None:
+        progress(f"stages on {setting.world_size} GPUs, {done} of {of} combinations")
+
+    say(0, 1)
+    policies = allowed_policies(combinations.space)
+    return scan_stages(combinations.on(setting), policies, say)
+
+
+def pareto(found: Sequence[Candidate]) -> tuple[Candidate, ...]:
+    """Those that no other beats in both expected time and peak, fastest first."""
+    kept: list[Candidate] = []
+    for one in sorted(found, key=lambda each: (each.expected_seconds, each.peak_bytes)):
+        if not kept or one.peak_bytes < kept[-1].peak_bytes:
+            kept.append(one)
+    return tuple(kept)
