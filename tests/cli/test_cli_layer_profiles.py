@@ -129,9 +129,9 @@ def test_a_layer_profile_does_not_run(
 @pytest.mark.parametrize(
     ("old", "new", "cell"),
     [
-        ("20,40", "-20,40", "row 2, forward_ms: is -20; legal: a number from 0"),
+        ("20,40", "-20,40", "row 2, forward_ms: is '-20'; legal: a number from 0"),
         ("10,20", "10,", "row 3, backward_ms: is missing; legal: a number from 0"),
-        (",1000,4000,a", ",1000,nan,a", "row 3, parameter_bytes: is nan"),
+        (",1000,4000,a", ",1000,nan,a", "row 3, parameter_bytes: is 'nan'"),
         ("4000,a", "4000,x", "row 3, inputs: 'x' is no node of this model"),
         (LAYERS, "model,layer\n", "lacks the columns profile_batch"),
     ],

@@ -134,7 +134,7 @@ def test_blocks_take_their_time_and_what_follows_them(stream: FakeStream) -> Non
     assert backward == {"tokens": 0, "blocks.0": 35, "blocks.1": 41, "head": 302}
 
 
-def test_readers_of_one_tensor_are_told_apart_and_calls_summed(stream: FakeStream) -> None:
+def test_readers_of_one_tensor_are_distinguished_and_calls_summed(stream: FakeStream) -> None:
     _, forward, backward = seconds(Shared(stream), NUMBERS)
     assert forward == {"first": 2, "second": 2, "last": 3}
     assert backward == {"first": 20, "second": 20, "last": 30}

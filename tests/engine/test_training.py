@@ -186,6 +186,28 @@ def test_stages_of_unequal_replicas_train_as_one_process(
     assert losses(half) == pytest.approx(expected[0][HALF:], rel=1e-5)
 
 
+def test_replicas_in_turn_train_as_one_process(
+    home: Path, run: Run, expected: tuple[list[float], dict[int, float]]
+) -> None:
+    """Two replicas of the first stage take whole microbatches of two sequences; the second half
+    goes on from a run on other ranks.
+    """
+    replicas = {"strategy.pipeline.size": 2, "strategy.pipeline.replicas": [2, 1]}
+    replicas |= {"strategy.pipeline.distribution": "round_robin"}
+    turns = plan(home, "dapple", 3, **replicas)
+    whole = finished(start(turns, root=home / "runs"))
+    for rank in range(3):
+        assert losses(whole, rank) == pytest.approx(expected[0], rel=1e-5)
+        found = {r["step"]: r["loss"] for r in of(whole, "evaluation", rank)}
+        assert found == pytest.approx(expected[1], rel=1e-5)
+    assert [r["stage"] for r in of(whole, "hello")] == [0, 0, 1]
+    for rank, microbatches in enumerate(([0, 2], [1, 3], [0, 1, 2, 3])):
+        (timeline,) = (r["rows"] for r in of(whole, "timeline", rank) if r["step"] == 2)
+        assert [r["microbatch"] for r in timeline if r["action"] == "F"] == microbatches
+    half = finished(start(turns, root=home / "runs", resume=checkpoints(run)[0]))
+    assert losses(half) == pytest.approx(expected[0][HALF:], rel=1e-5)
+
+
 def test_the_profile_shows_them(run: Run, expected: tuple[list[float], dict[int, float]]) -> None:
     profile = run.profile()
     assert profile.source == "measured" and set(profile.peak_bytes_by_rank) == set(range(4))

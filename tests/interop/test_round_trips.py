@@ -144,6 +144,7 @@ optimizers = st.fixed_dictionaries(
 )
 SCHEDULES = [
     ("1f1b", 1),
+    ("eager-1f1b", 1),
     ("gpipe", 1),
     ("zb-h1", 1),
     ("interleaved", 2),

@@ -39,6 +39,7 @@ from workbench.models import Transformer
 from workbench.plan.rules.supported import unsupported
 from workbench.plan.schema import Plan
 from workbench.rehearsal.order_check import check_order
+from workbench.schedules import bounded_names
 
 Choice = dict[str, Any]
 """Name of a dimension -> its value."""
@@ -57,7 +58,11 @@ SPACE: dict[str, tuple[Any, ...]] = {
         if n % (t * c * p) == 0
     ),
     "algorithm": ("1d", "2d", "2.5d", "3d"),
-    "schedule": ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe-v"),
+    "schedule": (
+        *("gpipe", "1f1b", "eager-1f1b", "interleaved"),
+        *("zb-h1", "zb-h2", "zb-v", "dualpipe-v"),
+    ),
+    "in_flight": (None, 1, 2),
     "zero": (0, 1, 2, 3),
     "sequence": (False, True),
     "context": ("ring", "ulysses", "usp"),
@@ -71,6 +76,7 @@ SPACE: dict[str, tuple[Any, ...]] = {
     "tied": (False, True),
     "microbatches": (2, 4, 8),
     "replicas": ("equal", "most first", "most last"),
+    "distribution": ("split", "round_robin"),
     "placement": (
         ("tensor", "context", "data", "pipeline"),
         ("pipeline", "data", "context", "tensor"),
@@ -82,6 +88,7 @@ CHUNKS = {"interleaved": 2, "zb-v": 2, "dualpipe-v": 2}
 GRIDS = {"2d": {4: [2, 2]}, "2.5d": {4: [2, 2, 1], 8: [2, 2, 2]}, "3d": {8: [2, 2, 2]}}
 IDLE = {
     "schedule": (lambda c: c["mesh"][2] == 1, "1f1b"),
+    "in_flight": (lambda c: c["mesh"][2] == 1 or c["schedule"] not in bounded_names(), None),
     "context": (lambda c: c["mesh"][1] == 1, "ring"),
     "sequence": (lambda c: c["mesh"][0] == 1, False),
     "algorithm": (lambda c: c["mesh"][0] == 1, "1d"),
@@ -91,6 +98,7 @@ IDLE = {
     "expert": (lambda c: c["model"] != "moe", 1),
     "microbatches": (lambda c: c["mesh"][2] == 1, 3),
     "replicas": (lambda c: c["mesh"][2] == 1 or c["mesh"][3] == 1, "equal"),
+    "distribution": (lambda c: c["replicas"] == "equal", "split"),
 }
 """Dimension -> (when it has no effect, the one value that it then has). Without stages,
 microbatches only accumulate: a first, a last and one between.
@@ -126,7 +134,9 @@ def plan_of(choice: Choice) -> Plan | None:
                 "size": pipeline,
                 "schedule": choice["schedule"],
                 "chunks": chunks,
+                "in_flight": choice["in_flight"],
                 "replicas": replicas,
+                "distribution": choice["distribution"],
             },
             "data": {
                 "zero": choice["zero"],

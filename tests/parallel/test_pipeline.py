@@ -28,13 +28,14 @@ from workbench.schedules import Action, Table, validate, write_csv
 CHUNKS = {
     "gpipe": 1,
     "1f1b": 1,
+    "eager-1f1b": 1,
     "interleaved": 2,
     "zb-h1": 1,
     "zb-h2": 1,
     "zb-v": 2,
     "dualpipe-v": 2,
 }
-SPLIT_OR_CHUNKED = [name for name in CHUNKS if name not in ("gpipe", "1f1b")]
+SPLIT_OR_CHUNKED = [name for name in CHUNKS if name not in ("gpipe", "1f1b", "eager-1f1b")]
 
 
 def scheduled(
@@ -85,7 +86,17 @@ def test_fp32(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "microbatches"), [("1f1b", 2), ("gpipe", 1), ("zb-h1", 3), ("zb-h2", 1), ("zb-v", 2)]
+    ("name", "most"),
+    [("eager-1f1b", None), ("eager-1f1b", [4, 2, 2, 1]), ("1f1b", 1), ("1f1b", [9, 2, 9, 9])],
+)
+def test_warm_ups(name: str, most: int | list[int] | None) -> None:
+    changes = {"strategy.pipeline.in_flight": most}
+    assert_equal_to_one_device(verify(scheduled(name, pipeline=4, tied=True, changes=changes)))
+
+
+@pytest.mark.parametrize(
+    ("name", "microbatches"),
+    [("1f1b", 2), ("eager-1f1b", 3), ("gpipe", 1), ("zb-h1", 3), ("zb-h2", 1), ("zb-v", 2)],
 )
 def test_fewer_microbatches_than_ranks(name: str, microbatches: int) -> None:
     assert_equal_to_one_device(
@@ -203,7 +214,7 @@ def test_a_broken_table_is_refused_with_its_place(rows: str, said: str, tmp_path
         scheduled(str(path), chunks=1, microbatches=2).resolve()
 
 
-@pytest.mark.parametrize("name", ["1f1b", *SPLIT_OR_CHUNKED])
+@pytest.mark.parametrize("name", ["1f1b", "eager-1f1b", *SPLIT_OR_CHUNKED])
 def test_evaluation_with_several_stages_a_rank(name: str) -> None:
     found = scheduled(name, tied=True).resolve()
     text = torch.randint(257, (8, 17), generator=torch.Generator().manual_seed(0))

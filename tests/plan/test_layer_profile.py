@@ -68,12 +68,13 @@ def changed(column: int, value: str) -> list[str]:
 @pytest.mark.parametrize(
     ("column", "value", "said"),
     [
-        (5, "-1", "row 4, forward_ms: is -1; legal: a number from 0"),
+        (5, "-1", "row 4, forward_ms: is '-1'; legal: a number from 0"),
         (5, "", "row 4, forward_ms: is missing"),
         (6, "fast", "row 4, backward_ms: is 'fast'; legal: a number from 0"),
-        (6, "nan", "row 4, backward_ms: is nan"),
-        (7, "inf", "row 4, activation_bytes: is inf"),
-        (8, "-0.5", "row 4, parameter_bytes: is -0.5"),
+        (6, "nan", "row 4, backward_ms: is 'nan'"),
+        (7, "inf", "row 4, activation_bytes: is 'inf'"),
+        (7, "1e300", "row 4, activation_bytes: is '1e300'; legal: a number from 0 to 1e+18"),
+        (8, "-0.5", "row 4, parameter_bytes: is '-0.5'"),
         (9, "b x", "row 4, inputs: 'x' is no node of this model"),
         (3, "b", "row 4, node: 'b' stands twice"),
         (1, "8", "profile_batch: is 4, 8; legal: one whole number from 1"),
@@ -93,6 +94,40 @@ def test_all_wrong_cells_are_named(write: Write) -> None:
     rows = [row.replace(",200,", ",-2,").replace(",300,", ",,") for row in SKIP]
     with pytest.raises(PlanError, match=r"row 3, activation_bytes[\s\S]*row 4, activation_bytes"):
         read_layer_profile(write(*rows))
+
+
+def test_what_was_measured_and_kept_is_written_again(write: Write, tmp_path: Path) -> None:
+    head = HEAD.strip() + ",kept_bytes,sequence_length,precision,source\n"
+    known = [f"{row},{size},128,bf16,on a CPU" for row, size in zip(SKIP, (500, "", 700, 0))]
+    profile = read_layer_profile(write(*known, head=head))
+    assert (profile.sequence_length, profile.precision, profile.source) == (128, "bf16", "on a CPU")
+    assert profile.kept == (0, 500, 500 + 200, 1400, 1400)
+    assert profile.kept_input[1:] == (profile.crossing[1], 0, 0, 0)
+    write_layer_profile(profile, tmp_path / "again.csv")
+    assert read_layer_profile(tmp_path / "again.csv") == profile
+    assert "second" in profile._repr_html_() and "on a CPU" in profile._repr_html_()
+
+
+@pytest.mark.parametrize(
+    ("cells", "said"),
+    [
+        ("-1,128,fp32,x", "row 4, kept_bytes: is '-1'"),
+        (",64,fp32,x", "sequence_length: is 64, 128; legal: one whole number from 1"),
+        (",128,bf16,x", "row 4, precision: is 'bf16', above 'fp32'"),
+        (",128,fp32,y", "row 4, source: is 'y', above 'x'"),
+    ],
+)
+def test_wrong_further_cells_are_refused(write: Write, cells: str, said: str) -> None:
+    head = HEAD.strip() + ",kept_bytes,sequence_length,precision,source\n"
+    rows = [f"{row},{cells if i == 2 else ',128,fp32,x'}" for i, row in enumerate(SKIP)]
+    with pytest.raises(PlanError) as refused:
+        read_layer_profile(write(*rows, head=head))
+    assert said in str(refused.value)
+
+
+def test_layers_without_any_time_are_refused(write: Write) -> None:
+    with pytest.raises(PlanError, match="forward_ms: is 0 on every row; legal: above 0 on one"):
+        read_layer_profile(write("m,4,0,a,input,0,0,100,0,"))
 
 
 def test_files_without_layers_or_columns_are_refused(write: Write, tmp_path: Path) -> None:

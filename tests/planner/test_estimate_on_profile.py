@@ -107,11 +107,31 @@ def test_transfers_and_all_reduces_are_those_of_the_stages(file: Path) -> None:
     ]
 
 
+def test_a_replica_with_fewer_sequences_keeps_less_and_ends_earlier(file: Path) -> None:
+    """Three sequences over two replicas: two and one, of the 2 that a profiled pass has."""
+    found = estimate(written(file, 3, {"size": 2, "replicas": [2, 1]}, micro_batch=3))
+    kept = [bytes_at_peak(found, rank)["activations"] for rank in range(3)]
+    assert kept == [2 * 2e6, 2e6, 3e6 * 3 / 2]  # in flight 2, 2 and 1; the last its input too
+    first = found.timeline[(found.timeline.action == "F") & (found.timeline.microbatch == 0)]
+    assert (first.end - first.start).tolist() == pytest.approx([0.04, 0.02, 0.03])
+    assert found.fits and len(found.peak_bytes_by_rank) == 3
+
+
 def test_equal_replicas_are_a_data_axis(file: Path) -> None:
     shared = estimate(written(file, 4, {"size": 2, "replicas": [2, 2]}))
     plain = estimate(written(file, 4, {"size": 2}, micro_batch=2))
     assert shared.step_seconds == pytest.approx(plain.step_seconds)
     assert shared.peak_bytes_by_rank == plain.peak_bytes_by_rank
+
+
+def test_stages_lie_where_their_ranks_do(file: Path) -> None:
+    cluster = {"gpu": GPU, "gpus": 8, "gpus_per_node": 4}
+    plan = written(file, 8, {"size": 2}, micro_batch=1).replace(cluster=cluster)
+    outermost = planned_stages(plan.resolve()).stages
+    assert [stage.counts for stage in outermost] == [(4, 0), (0, 4)]
+    order = ["tensor", "context", "pipeline", "data"]
+    innermost = planned_stages(plan.replace(**{"strategy.placement": order}).resolve()).stages
+    assert [stage.counts for stage in innermost] == [(2, 2), (2, 2)]
 
 
 def test_gpipe_keeps_every_microbatch(file: Path) -> None:
@@ -150,6 +170,13 @@ def test_a_long_step_goes_on_at_its_pace(file: Path) -> None:
     )
     assert long.step_seconds == pytest.approx(2 * short.step_seconds, rel=1e-3)
     assert long.notes["timeline_microbatches"] < 20_000
+
+
+def test_a_stage_that_holds_nothing_fits(tmp_path: Path) -> None:
+    """The last layers of a published profile, labels and loss, have neither parameters nor size."""
+    write_layer_profile(layers((0.1, 0.2, 0, MB), (0.1, 0.2, 0, 0)), tmp_path / "layers.csv")
+    found = estimate(written(tmp_path / "layers.csv", 2, {"size": 2}))
+    assert found.fits and found.peak_bytes_by_rank == {0: 4e6, 1: 0}
 
 
 def test_advice_is_a_smaller_micro_batch(tmp_path: Path) -> None:

@@ -5,20 +5,30 @@ what it gains.
 from __future__ import annotations
 
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from workbench.cli.tables import stages_table
+from workbench.costmodel.communication.collective_volume import step_collectives
+from workbench.costmodel.inputs.config import named_table
 from workbench.costmodel.inputs.rank_workload import workload
+from workbench.costmodel.step_time import (
+    microbatch_durations,
+    simulated_makespan,
+    simulated_schedule,
+)
 from workbench.errors import PlanError
 from workbench.plan.rules.supported import unsupported
 from workbench.plan.schema import Plan
+from workbench.plan.stage_replicas import batch_share
 from workbench.planner import estimate
 from workbench.planner.calibrated_plan import with_calibration
 from workbench.planner.explain.bottlenecks import memory_sentence
 from workbench.profile import Profile
 from workbench.runs.launch.free_memory import least_bytes
+from workbench.schedules import generate, write_csv
 from workbench.units import bytes_text, gib_text
 
 
@@ -32,6 +42,9 @@ def dapple(replicas: list[int] | None, stages: int = 2, gpus: int = 16, **change
         asked["strategy.pipeline.replicas"] = replicas
     set = asked | {key.replace("__", "."): value for key, value in changes.items()}
     return Plan.of("gpt3-6.7b", gpu="h100-sxm-80gb", gpus=gpus, strategy="dapple", set=set)
+
+
+IN_TURN = {"strategy__pipeline__distribution": "round_robin"}
 
 
 def peaks(profile: Profile) -> dict[int, int]:
@@ -162,15 +175,73 @@ def test_words_about_a_stage_are_of_its_busiest_replica() -> None:
             "strategy.placement",
         ),
         ([15, 1], {"training__global_batch": 32}, "training.global_batch"),
+        (
+            [12, 4],
+            {**IN_TURN, "training__micro_batch": 1, "training__global_batch": 11},
+            "training.global_batch",
+        ),
+        (None, IN_TURN, "strategy.pipeline.distribution"),
         ([12, 4], {"strategy__tensor__size": 2}, "strategy.pipeline.replicas"),
     ],
 )
 def test_what_cannot_be_is_refused_by_name(
-    replicas: list[int], changes: dict[str, Any], field: str
+    replicas: list[int] | None, changes: dict[str, Any], field: str
 ) -> None:
     with pytest.raises(PlanError) as error:
         dapple(replicas, **changes).resolve()
     assert [problem.field for problem in error.value.problems] == [field]
+
+
+def test_a_drawn_schedule_has_no_turns(tmp_path: Path) -> None:
+    write_csv(generate("1f1b", 2, 16), tmp_path / "own.csv")
+    drawn = {"strategy__pipeline__schedule": str(tmp_path / "own.csv"), **IN_TURN}
+    with pytest.raises(PlanError, match=r"distribution: .* legal: split, or schedule gpipe, 1f1b"):
+        dapple([15, 1], **drawn).resolve()
+
+
+@pytest.mark.parametrize("microbatches", [3, 4, 7])
+def test_replicas_in_turn_have_each_microbatch_once(microbatches: int) -> None:
+    batch = {"training__micro_batch": 2, "training__global_batch": 2 * microbatches}
+    plan = dapple([3, 1], gpus=4, **IN_TURN, **batch).resolve()
+    shares = [batch_share(plan, replica, 3).samples() for replica in range(3)]
+    for m in range(microbatches):
+        assert shares[m % 3][m // 3] == [2 * m, 2 * m + 1]
+    assert sum(map(len, shares)) == microbatches
+
+
+def test_a_long_step_goes_on_at_the_pace_of_what_was_simulated() -> None:
+    """Also where in_flight leaves replicas idle, and under GPipe."""
+    batch = {"training__micro_batch": 1, "training__global_batch": 450}
+    for changes in (
+        {},
+        {"strategy__pipeline__in_flight": 1},
+        {"strategy__pipeline__schedule": "gpipe"},
+        {"strategy__pipeline__schedule": "zb-h1"},
+    ):
+        plan, constants = with_calibration(
+            dapple([9, 5, 2], 3, **IN_TURN, **batch, **changes).resolve()
+        )
+        w = workload(plan)
+        d = microbatch_durations(w, constants, step_collectives(w))
+        every = simulated_schedule(w, d, named_table(w.fixed, 450)).makespan
+        assert simulated_makespan(w, d) == pytest.approx(every, rel=2e-3)
+
+
+def test_work_in_turn_is_conserved() -> None:
+    """A step has the FLOPs of one whose replicas share microbatches; each replica is drawn."""
+    turns, split = (
+        estimate(dapple([12, 4], **changes))
+        for changes in (IN_TURN | {"training__micro_batch": 1}, {"training__micro_batch": 12})
+    )
+    flops = [p.notes["model_flops_utilisation"] * p.step_seconds for p in (turns, split)]
+    assert flops[0] == pytest.approx(flops[1], rel=1e-12)
+    sizes = turns.timeline.groupby("rank").size().to_dict()
+    assert list(sizes) == list(range(16)) and sizes[0] == sizes[11] == 2 * 240 / 12
+
+
+def test_fp8_scales_a_microbatch_that_a_replica_has_alone() -> None:
+    plan = dapple([12, 4], strategy__precision="fp8", training__micro_batch=16, **IN_TURN)
+    assert unsupported(plan.resolve(), "run") == []
 
 
 def test_fp8_scales_no_shared_microbatch() -> None:

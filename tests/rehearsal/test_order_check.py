@@ -27,6 +27,7 @@ from workbench.schedules import generate, lowering, write_csv
 SCHEDULES = {
     "gpipe": 1,
     "1f1b": 1,
+    "eager-1f1b": 1,
     "interleaved": 2,
     "zb-h1": 1,
     "zb-h2": 1,

@@ -16,7 +16,7 @@ from workbench.rehearsal.rehearse import rehearse
 SCHEDULES = [
     "1f1b",
     "interleaved",
-    *(pytest.param(name, marks=pytest.mark.slow) for name in ("zb-h1", "zb-v")),
+    *(pytest.param(name, marks=pytest.mark.slow) for name in ("eager-1f1b", "zb-h1", "zb-v")),
     "dualpipe-v",
 ]
 EACH = pytest.mark.parametrize("name", SCHEDULES)

@@ -17,6 +17,7 @@ from workbench.profile import Profile
 from workbench.rehearsal.order_check import check_order
 from workbench.rehearsal.rehearse import rehearse
 
+EAGER = {"strategy.pipeline.schedule": "eager-1f1b", "strategy.pipeline.in_flight": [9, 2, 1]}
 ZERO_1, SEQUENCE = {"strategy.data.zero": 1}, {"strategy.tensor.sequence": True}
 PLANS = [
     replicated([2, 1], 3, tied=True),
@@ -24,15 +25,16 @@ PLANS = [
     replicated([1, 2], 3, tied=True, changes=SEQUENCE, tensor=2),
     replicated([2, 1], 2, changes={"strategy.pipeline.schedule": "gpipe"}, context=2),
     replicated([1, 3], 4, changes={"strategy.pipeline.schedule": "zb-h1"}),
+    replicated([1, 2, 1], 3, tied=True, microbatches=6, changes=EAGER),
     in_turn([2, 1], 5, tied=True),
     in_turn([3, 1, 2], 7, tied=True, changes=ZERO_1),
     in_turn([1, 2], 3, tied=True, changes=SEQUENCE, tensor=2),
     in_turn([2, 1], 11, changes={"strategy.pipeline.schedule": "gpipe"}, context=2),
     in_turn([2, 3], 13, tied=True, changes={"strategy.pipeline.schedule": "zb-h2"}),
-    in_turn([3, 1, 2], 14, changes={"strategy.pipeline.schedule": "eager-1f1b"}),
+    in_turn([3, 1, 2], 14, changes=EAGER),
 ]
 CALL = ["axis", "kind", "group_size", "dtype", "bytes", "action"]
-IDS = ["dp", "zero-1", "sp", "gpipe", "zb-h1"]
+IDS = ["dp", "zero-1", "sp", "gpipe", "zb-h1", "eager"]
 TURNS = ["turns", "turns-zero-1", "turns-sp", "turns-gpipe", "turns-zb-h2", "turns-eager"]
 on_every_plan = pytest.mark.parametrize("plan", PLANS, ids=IDS + TURNS)
 

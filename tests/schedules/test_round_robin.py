@@ -16,6 +16,7 @@ from workbench.schedules import (
     simulate,
     uniform,
     validate,
+    warm_up,
 )
 from workbench.schedules.round_robin import takers
 
@@ -52,15 +53,19 @@ def test_drawn_tables_are_legal_before_and_after_lowering(name: str) -> None:
 
 
 def test_as_many_are_in_flight_as_replicas_are_ahead() -> None:
-    """Of stage i the replicas from it on, dealt to its own (NOAM)."""
+    """Those of later stages (NOAM), rounded up to as many on each replica."""
+    assert warm_up("1f1b", 3, replicas=[3, 1, 2]) == (6, 3, 2)
+    assert warm_up("1f1b", 3, replicas=[1, 3, 1]) == (7, 6, 1)
     assert in_flight(round_robin("1f1b", [3, 1, 2], 24)) == (2, 2, 2, 3, 1, 1)
+    assert in_flight(round_robin("1f1b", [1, 3, 1], 24)) == (7, 2, 2, 2, 1)
     assert in_flight_by_stage(round_robin("1f1b", [3, 1, 2], 24)) == (2, 3, 1)
     assert in_flight(round_robin("eager-1f1b", [3, 1, 2], 24)) == (3, 3, 3, 5, 1, 1)
-    assert in_flight(round_robin("eager-1f1b", [3, 1, 2], 24, [1, 9, 9])) == (1, 1, 1, 3, 1, 1)
+    bound = warm_up("eager-1f1b", 3, [1, 9, 9], [3, 1, 2])
+    assert in_flight(round_robin("eager-1f1b", [3, 1, 2], 24, bound)) == (1, 1, 1, 3, 1, 1)
     assert in_flight(round_robin("gpipe", [3, 1], 4)) == (2, 1, 1, 4)
 
 
-@pytest.mark.parametrize("replicas", [[2, 1], [1, 2], [3, 1, 2]])
+@pytest.mark.parametrize("replicas", [[2, 1], [1, 2], [3, 1, 2], [1, 3, 1], [5, 4, 3, 2, 1]])
 def test_balanced_stages_lose_a_latency_and_no_more(replicas: list[int]) -> None:
     """Stages whose replicas have a microbatch done every F + B between them keep all of them busy:
     the step is what the busiest computes, and the first microbatch's way there and back.

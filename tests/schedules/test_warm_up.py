@@ -8,6 +8,7 @@ import pytest
 
 from workbench.schedules import (
     Table,
+    Transport,
     generate,
     in_flight,
     lower,
@@ -95,7 +96,7 @@ def test_as_many_in_flight_as_a_schedule_wants_leave_its_table() -> None:
 def test_other_schedules_take_no_number_in_flight() -> None:
     bounded = [name for name in names() if SCHEDULES[name].warm_up]
     assert bounded == ["1f1b", "eager-1f1b"]
-    with pytest.raises(ValueError, match="'gpipe' has its own .* under: 1f1b, eager-1f1b"):
+    with pytest.raises(ValueError, match=r"'gpipe' has its own .* under: 1f1b, eager-1f1b"):
         generate("gpipe", 2, 4, in_flight=[1, 1])
     for wrong in ([1], [1, 0], [1, 1, 1]):
         with pytest.raises(ValueError, match=r"in_flight = \[.*\]; 2 numbers of at least 1"):
@@ -110,3 +111,38 @@ def test_tables_are_legal_where_no_rank_has_more_than_the_one_before() -> None:
         assert not validate(found)
         assert not validate(lower(found))
     assert "deadlocks" in validate(table([1, 2], 4))[0]
+
+
+@pytest.mark.parametrize("transport", ["gloo", "nccl"])
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_receives_posted_early_hide_transfers_of_a_forwards_length(
+    transport: Transport, ranks: int
+) -> None:
+    """Executed, on either backend, as if each transfer were a stage of its own; posted where the
+    other schedules' receives are, they hide half of it at most.
+    """
+    drawn = generate("eager-1f1b", ranks, 8 * ranks)
+    early, late = lower(drawn, early=True), lower(drawn)
+
+    def step(table: Table, transfer: float) -> float:
+        return simulate(
+            table, uniform(ranks), transfer, transport=transport, pair_groups=True
+        ).makespan
+
+    for transfer in (0.0, 0.5, 1.0):
+        assert step(early, transfer) == simulate(drawn, uniform(ranks), transfer).makespan
+    assert step(late, 1.0) > step(early, 1.0) + 2 * ranks
+
+
+@pytest.mark.parametrize("name", names())
+def test_receives_posted_early_deadlock_no_schedule(name: str) -> None:
+    schedule = SCHEDULES[name]
+    found = lower(generate(name, 4, 8, schedule.min_chunks), early=True)
+    assert not validate(found)
+
+
+def test_a_receive_is_posted_before_the_compute_that_it_followed() -> None:
+    drawn = generate("eager-1f1b", 2, 3)
+    late, early = (" ".join(map(str, lower(drawn, early=each).rows[0])) for each in (False, True))
+    assert late.split("0SEND_F2 ")[1] == "0RECV_B0 0B0 0RECV_B1 0B1 0RECV_B2 0B2 0REDUCE_GRAD"
+    assert early.split("0SEND_F2 ")[1] == "0RECV_B0 0RECV_B1 0B0 0RECV_B2 0B1 0B2 0REDUCE_GRAD"

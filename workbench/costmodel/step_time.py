@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from math import lcm
 
 import numpy as np
 
@@ -27,13 +28,12 @@ from workbench.costmodel.compute.measured_layer import (
     measured_optimizer_seconds,
 )
 from workbench.costmodel.compute.roofline import LayerTimes, MicrobatchCompute, model_flops
-from workbench.costmodel.inputs.config import Array, Number, stage_homes
+from workbench.costmodel.inputs.config import Array, FixedConfig, Number, named_table, stage_homes
 from workbench.costmodel.inputs.layer_gemms import column_parallel_share
 from workbench.costmodel.inputs.rank_workload import Workload
 from workbench.costmodel.memory.model_states import owned_params
 from workbench.costmodel.rates.constants import Constants
-from workbench.schedules import Table, Timeline, closed_forms, executable, simulate
-from workbench.schedules.round_robin import shortened
+from workbench.schedules import Table, Timeline, closed_forms, executable, receives_early, simulate
 
 MAX_ACTIONS = 1536
 """Most actions that are simulated; what a longer step adds only repeats."""
@@ -58,6 +58,8 @@ class MicrobatchDurations:
     """Part of the compute in which the GPU waits for the host."""
     communication: dict[str, Array]
     """Part of the step (tensor_comm, context_comm, ...) -> exposed seconds of one microbatch."""
+    hidden_transfers: Array
+    """Seconds in which a microbatch is received at stage boundaries beside the rank's compute."""
 
 
 @dataclass(frozen=True)
@@ -205,6 +207,7 @@ def _durations(
     tensor = wires["tensor"]
     bytes_link, latency_link = _tensor_links(w, tensor, c)
     exposed: dict[str, dict[str, Array]] = {}
+    hides, transfers = hides_transfers(w.fixed), w.zeros
     for action in ("F", "B"):
 
         def of(axis: str, action: str = action) -> Array:
@@ -216,10 +219,13 @@ def _durations(
             return np.asarray(w.zeros + alike_seconds(calls, link, c, "tensor") / w.microbatches)
 
         tensor_calls = alike_calls(every, "tensor", action)
+        boundary = _boundary_seconds(w, wires, c, action)
+        beside = np.minimum(boundary, hidden[action]) if hides else w.zeros
+        transfers = transfers + beside
         exposed[action] = {
             "tensor_comm": np.maximum(0.0, over(bytes_link, tensor_calls) - idle[action])
             + (over(latency_link, tensor_calls) if latency_link else 0.0),
-            "pipeline_comm": _boundary_seconds(w, wires, c, action),
+            "pipeline_comm": boundary - beside,
         }
         if w.fixed.has_context_parallel:
             behind = w.layers * (RING_OVERLAP_SHARE * attention[action])
@@ -252,7 +258,15 @@ def _durations(
         compute=np.asarray(work.forward + work.backward),
         idle=np.asarray(work.idle_forward + work.idle_backward),
         communication={name: exposed["F"][name] + exposed["B"][name] for name in exposed["F"]},
+        hidden_transfers=np.asarray(transfers),
     )
+
+
+def hides_transfers(s: FixedConfig) -> bool:
+    """Whether transfers between stages run beside compute: one of each direction beside a forward
+    or a backward, where receives are posted early, and no core of a CPU has to copy them.
+    """
+    return receives_early(s.schedule) and s.transport == "nccl"
 
 
 def _tensor_links(
@@ -377,15 +391,16 @@ def _bubble(w: Workload, d: MicrobatchDurations, busy: Number) -> Number:
 
     (p - 1)(F + B) under 1F1B, divided by the chunks of an interleaved schedule (2104.04473). Exact
     for equal stages (`schedules.closed_forms`). Unequal stages take the path through the slowest
-    one, and mean stages where backward is split.
+    one, and mean stages where backward is split. Where a plan has its own table, or bounds what is
+    in flight, the bubble is the simulator's.
     """
     if w.pipeline == 1:
         return 0.0
     s, m = w.fixed, w.microbatches
     if s.table is not None:
-        table = shortened(s.table, MAX_ACTIONS)
-        makespan = simulated_schedule(w, d, table).makespan
-        return whole_makespan(w, d, makespan, table.microbatches) - busy
+        return simulated_schedule(w, d, s.table).makespan - busy
+    if s.in_flight or s.in_turn:
+        return simulated_makespan(w, d) - busy
     slowest = (d.forward + d.backward).max(axis=0)
     if s.schedule == "gpipe":
         passes = [
@@ -395,7 +410,10 @@ def _bubble(w: Workload, d: MicrobatchDurations, busy: Number) -> Number:
         bubble: Number = passes[0] + passes[1] - busy
         return bubble
     if not s.splits_backward:
-        bubble = ((w.rank_multiplicity * (d.forward + d.backward)).sum(axis=0) - slowest) / s.chunks
+        once = (
+            d.forward + d.backward + d.hidden_transfers
+        )  # a transfer shows on the way down and back
+        bubble = ((w.rank_multiplicity * once).sum(axis=0) - slowest) / s.chunks
         return bubble
     forward, backward, weight = (
         (w.rank_multiplicity * x).sum(axis=0) / w.pipeline
@@ -421,30 +439,43 @@ def simulated_schedule(w: Workload, d: MicrobatchDurations, table: Table) -> Tim
     """Compute of one plan's step by `table`, simulated.
 
     Transfers go in the order in which stages post them, over the plan's backend, where the
-    framework's do; else they are taken to arrive as soon as they are sent.
+    framework's do; else they are taken to arrive as soon as they are sent. What is not hidden of
+    them is part of the actions.
     """
     s = w.fixed
+    each = float(d.hidden_transfers.sum()) / max(1, 2 * (w.pipeline - 1))
     if not s.framework.model_parallel.ordered_transfers:
-        return simulate(table, stage_durations(w, d))
+        return simulate(table, stage_durations(w, d), each)
     timeline = simulate(
-        _executed(table), stage_durations(w, d), transport=s.transport, pair_groups=s.pair_groups
+        _executed(table, receives_early(s.schedule)),
+        stage_durations(w, d),
+        each,
+        transport=s.transport,
+        pair_groups=s.pair_groups,
     )
     return Timeline(tuple(timeline.compute), timeline.ranks)
 
 
-def whole_makespan(
-    w: Workload, d: MicrobatchDurations, makespan: float, microbatches: int
-) -> float:
-    """Seconds of all microbatches of one plan, of which so many take `makespan`: the others at the
-    pace of the slowest stage.
+def simulated_makespan(w: Workload, d: MicrobatchDurations) -> float:
+    """Seconds of all microbatches of one plan: of as many as are simulated, and of the others at
+    the pace of the second half of those, which is whole turns of replicas that take turns.
     """
-    passes = (d.forward + d.backward) / (w.data if w.fixed.in_turn else 1)
-    return makespan + (float(w.step_microbatches) - microbatches) * float(np.max(passes))
+    s, every = w.fixed, int(w.step_microbatches)
+    ranks, turn = (sum(s.replicas), lcm(*s.replicas)) if s.in_turn else (s.pipeline, 1)
+    few = min(every, max(MAX_ACTIONS // (2 * s.pipeline), 3 * ranks))
+    if few == every:
+        return simulated_schedule(w, d, named_table(s, few)).makespan
+    more = max(1, few // 2)
+    more = more // turn * turn or more
+    some, fewer = (
+        simulated_schedule(w, d, named_table(s, count)).makespan for count in (few, few - more)
+    )
+    return some + (every - few) * (some - fewer) / more
 
 
 @lru_cache(maxsize=64)
-def _executed(table: Table) -> Table:
-    return executable(table)
+def _executed(table: Table, early: bool) -> Table:
+    return executable(table, early=early)
 
 
 def stage_durations(w: Workload, d: MicrobatchDurations) -> dict[str, list[float]]:

@@ -1,5 +1,5 @@
-"""The schedule of a plan as a table: a named one, its warm-up as long as the plan lets it be, or one
-that a user drew, held against the plan that names it.
+"""The schedule of a plan as a table: a named one, its warm-up as long as the plan lets it be, or
+one that a user drew, held against the plan that names it.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from workbench.schedules import (
     bounded_names,
     executable,
     generate,
-    in_flight,
     read_csv,
+    receives_early,
     round_robin,
     simulate,
     uniform,
@@ -74,22 +74,6 @@ def _most_in_flight(plan: ResolvedPlan) -> list[int] | None:
     return [p.in_flight] * p.size if isinstance(p.in_flight, int) else p.in_flight
 
 
-def own_table(plan: ResolvedPlan) -> Table | None:
-    """The table of a complete plan that its schedule's name does not give: one that a user drew,
-    one of replicas that take turns, or one whose warm-up `in_flight` shortens. None elsewhere:
-    closed forms hold.
-
-    Raises `PlanError` as `drawn` does.
-    """
-    p = plan.strategy.pipeline
-    if p.is_round_robin:
-        return _named(plan)
-    if p.in_flight is None or p.size == 1:
-        return drawn(plan)
-    table = _named(plan)
-    return table if in_flight(table) != in_flight(generate(p.schedule, *_numbers(plan))) else None
-
-
 def schedule_table(plan: ResolvedPlan) -> Table:
     """The compute of a complete plan as a table; one that a user drew may have its transfers too.
 
@@ -98,24 +82,14 @@ def schedule_table(plan: ResolvedPlan) -> Table:
     """
     if (table := drawn(plan)) is not None:
         return table
-    if plan.strategy.pipeline.size == 1 and not plan.strategy.pipeline.is_round_robin:
-        return generate("1f1b", 1, plan.num_microbatches)
-    return _named(plan)
-
-
-def _named(plan: ResolvedPlan) -> Table:
     p = plan.strategy.pipeline
     if p.is_round_robin:
-        most = _most_in_flight(plan)
-        return round_robin(p.schedule, p.replicas or [], plan.num_microbatches, most)
+        held = stages_in_flight(plan)
+        return round_robin(p.schedule, p.replicas or [], plan.num_microbatches, held)
+    if p.size == 1:
+        return generate("1f1b", 1, plan.num_microbatches)
     held = None if p.in_flight is None else stages_in_flight(plan)
-    return generate(p.schedule, *_numbers(plan), held)
-
-
-def _numbers(plan: ResolvedPlan) -> tuple[int, int, int]:
-    """Ranks, microbatches and chunks of the pipeline."""
-    p = plan.strategy.pipeline
-    return p.size, plan.num_microbatches, p.chunks
+    return generate(p.schedule, p.size, plan.num_microbatches, p.chunks, held)
 
 
 def executed(plan: ResolvedPlan) -> tuple[Table, list[int]]:
@@ -130,7 +104,8 @@ def executed(plan: ResolvedPlan) -> tuple[Table, list[int]]:
         plan.strategy.pipeline.partition,
     )
     each = data.zero >= 2 and data.reduce == "microbatch"
-    return executable(table, each), partition if table.stages > 1 else [sum(partition)]
+    early = receives_early(plan.strategy.pipeline.schedule)
+    return executable(table, each, early), partition if table.stages > 1 else [sum(partition)]
 
 
 def transport(gpu: GPU) -> Transport:

@@ -95,7 +95,7 @@ def rank_place(plan: ResolvedPlan, rank: int) -> RankPlace:
         rank, sizes = rank - starts[stage], sizes | {"data": replicas[stage]}
     strides = axis_strides(plan.strategy.placement, sizes)
     at = {axis: rank // strides[axis] % sizes[axis] for axis in AXES}
-    inner, outer = sorted(("context", "data"), key=plan.strategy.placement.index)
+    inner, outer = (axis for axis in plan.strategy.placement if axis in ("context", "data"))
     holder = at[inner] + sizes[inner] * at[outer]
     return RankPlace(stage if replicas else at["pipeline"], at["data"], at["tensor"], holder)
 
@@ -157,7 +157,7 @@ def _tied_work(plan: ResolvedPlan, place: RankPlace) -> tuple[int, ...]:
     if plan.profiled:
         return ()
     ends = {0: (replicas[0], replicas[-1]), len(replicas) - 1: (replicas[-1], replicas[0])}
-    if not plan.shape.tied or place.stage not in ends:
+    if plan.profiled or not plan.shape.tied or place.stage not in ends:
         return ()
     own, other = (count * plan.sizes["context"] for count in ends[place.stage])
     if not plan.strategy.data.zero:

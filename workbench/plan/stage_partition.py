@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from functools import partial
 from itertools import accumulate, pairwise
@@ -75,16 +76,9 @@ def dealt(
     best = [parts[0] * (sums[end] + first + alone) for end in range(count + 1)]
     cuts: list[list[int]] = []
     for stage in range(1, stages):
-        extra, cut = last if stage == stages - 1 else 0.0, [0] * (count + 1)
-        now = [float("inf")] * (count + 1)
-        # What comes before costs more with every block, the stage less: the crossing only moves on.
-        at = stage
-        for end in range(stage + 1, count - (stages - 1 - stage) + 1):
-            larger = partial(_larger, best, sums, end=end, extra=extra, part=parts[stage])
-            while at + 1 < end and larger(at + 1) < larger(at):
-                at += 1
-            now[end], cut[end] = larger(at), at
-        best = now
+        extra = last if stage == stages - 1 else 0.0
+        legal = range(stage + 1, count - (stages - 1 - stage) + 1)
+        best, cut = _with_a_stage(best, sums, legal, extra, parts[stage])
         cuts.append(cut)
     ends = [count]
     for cut in reversed(cuts):
@@ -93,11 +87,30 @@ def dealt(
     return [after - before for before, after in pairwise(ends)]
 
 
-def _larger(
-    best: list[float], sums: list[float], at: int, end: int, extra: float, part: float
-) -> float:
-    """The costlier of the stages before block `at` and the one from there to `end`."""
-    return max(best[at], part * (sums[end] - sums[at] + extra))
+def _with_a_stage(
+    best: list[float], sums: list[float], ends: range, extra: float, part: float
+) -> tuple[list[float], list[int]]:
+    """(least cost of the costliest stage, where the last one begins) by the block before which it
+    ends, of one stage more than `best` is of.
+    """
+    now, cut = [float("inf")] * len(best), [0] * len(best)
+    # Cuts that no later one beats: what comes before costs more from each to the next, the stage
+    # less, so that the best is where the two cross or one before.
+    front: list[int] = []
+    for end in ends:
+        while front and best[front[-1]] > best[end - 1]:
+            front.pop()
+        front.append(end - 1)
+        own = partial(_own_cost, sums, end, extra, part)
+        crossing = bisect_left(front, True, key=lambda at: best[at] >= own(at))
+        near = front[max(0, crossing - 1) : crossing + 1]
+        now[end], cut[end] = min((max(best[at], own(at)), at) for at in near)
+    return now, cut
+
+
+def _own_cost(sums: list[float], end: int, extra: float, part: float, at: int) -> float:
+    """Of the stage from block `at` to before `end`."""
+    return part * (sums[end] - sums[at] + extra)
 
 
 def partition(

@@ -5,7 +5,6 @@ Profile.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from workbench.costmodel.communication.collective_call import CollectiveCall
@@ -38,7 +37,6 @@ from workbench.planner.estimated_frames import (
     collectives_frame,
     memory_frame,
     steps_frame,
-    timeline_frame,
 )
 from workbench.planner.estimated_timeline import simulated_step_seconds, simulated_timeline
 from workbench.planner.framework_limits import broken_limits
@@ -46,8 +44,8 @@ from workbench.planner.memory_advice import first_fitting_change
 from workbench.planner.profiled_models.estimate_on_profile import estimate_on_profile
 from workbench.planner.published_steps import beyond_published, published_beside
 from workbench.planner.step_interval import step_seconds_interval
-from workbench.profile import Profile
-from workbench.schedules import Interval, Timeline
+from workbench.profile import Columns, Profile
+from workbench.schedules import Timeline
 from workbench.units import GIB
 
 UNCALIBRATED_NOTE = "assumed figures, not calibrated: `workbench calibrate` measures this machine"
@@ -109,14 +107,14 @@ def estimate(plan: Plan) -> Profile:
     if most > capacity:
         notes["advice"] = first_fitting_change(plan, full)
     own = [exact_collectives(shown.workload, shown.calls, place) for place in range(len(ranks))]
-    seconds, longest = float(time.seconds), action_seconds(w, time.durations)
+    seconds = float(time.seconds)
     return Profile(
         run=full.name,
         source="estimated",
         world_size=full.world_size,
-        memory=memory_frame(head, live.moments, live.host, shown.ranks),
-        timeline=timeline_frame(head, _timeline(drawn, in_time, longest), in_time.ranks),
-        collectives=collectives_frame(head, own, shown.ranks),
+        memory=memory_frame(head, live.moments, live.host, shown.rows),
+        timeline=_timeline_frame(head, drawn, in_time, action_seconds(w, time.durations)),
+        collectives=collectives_frame(head, own, shown.rows),
         steps=steps_frame(head, seconds, full),
         representative=representative,
         capacity_bytes=capacity,
@@ -125,9 +123,9 @@ def estimate(plan: Plan) -> Profile:
 
 
 class _Shown(NamedTuple):
-    """The ranks that an estimate has rows of, and what they do."""
+    """The ranks that an estimate has rows of."""
 
-    ranks: ShownRanks
+    rows: ShownRanks
     workload: Workload
     calls: list[CollectiveCall]
     durations: MicrobatchDurations
@@ -137,20 +135,17 @@ def _shown(
     full: ResolvedPlan, w: Workload, k: Constants, time: StepTime, ranks: list[int]
 ) -> _Shown:
     """What `ranks` do: where they are the first of each stage, `w` and `time` have it already."""
+    rows = ShownRanks.of(full, ranks)
     if not full.strategy.pipeline.replicas:
-        return _Shown(_with_stages(ranks, w), w, time.calls, time.durations)
+        return _Shown(rows, w, time.calls, time.durations)
     own = workload(full, ranks)
     calls = step_collectives(own)
-    return _Shown(_with_stages(ranks, own), own, calls, microbatch_durations(own, k, calls))
+    return _Shown(rows, own, calls, microbatch_durations(own, k, calls))
 
 
-def _with_stages(ranks: list[int], w: Workload) -> ShownRanks:
-    return ShownRanks(ranks, [place.stage for place in w.places])
-
-
-def _timeline(
-    simulated: Timeline | None, shown: _Shown, longest: dict[str, Array]
-) -> Iterator[tuple[int, Interval]]:
+def _timeline_frame(
+    head: dict[str, Any], simulated: Timeline | None, shown: _Shown, longest: dict[str, Array]
+) -> Columns:
     """Actions of each rank as its pipeline rank was simulated, whose seconds are `longest`. A
     replica that has fewer sequences starts when the busiest of its stage does, and ends earlier.
     """
@@ -158,7 +153,17 @@ def _timeline(
     of_row = defaultdict(list)
     for interval in simulated.intervals if simulated else ():
         of_row[interval.rank].append(interval)
-    for at, place in enumerate(shown.workload.places):
-        for i in of_row[table_row(place)]:
-            earlier = longest[i.action.kind][place.stage] - own[i.action.kind][at]
-            yield at, Interval(i.rank, i.action, i.start, i.end - earlier)
+    rows = [
+        (at, i, longest[i.action.kind][place.stage] - own[i.action.kind][at])
+        for at, place in enumerate(shown.workload.places)
+        for i in of_row[table_row(place)]
+    ]
+    columns: dict[str, list[Any]] = {
+        "at": [at for at, *_ in rows],
+        "stage": [i.action.stage for _, i, _ in rows],
+        "microbatch": [i.action.microbatch for _, i, _ in rows],
+        "action": [i.action.kind for _, i, _ in rows],
+        "start": [i.start for _, i, _ in rows],
+        "end": [i.end - earlier for _, i, earlier in rows],
+    }
+    return shown.rows.frame("timeline", head, columns)

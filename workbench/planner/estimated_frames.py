@@ -1,27 +1,32 @@
-"""The frames of an estimate, from figures of the ranks that it has rows of."""
+"""The frames of an estimate, from figures by rank that is shown."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from workbench.costmodel.communication.collective_call import CollectiveCall
 from workbench.costmodel.inputs.config import Array
+from workbench.plan.rank_placement import rank_place
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.profile import MOMENTS, Columns, columns_of, frame
-from workbench.schedules.simulator import Interval
 
 
 class ShownRanks(NamedTuple):
-    """Ranks that an estimate has rows of, each with its stage; figures are in their order."""
+    """The ranks that an estimate has rows of, and their pipeline ranks."""
 
-    ranks: Sequence[int]
-    stages: Sequence[int]
+    ranks: list[int]
+    stages: list[int]
+
+    @classmethod
+    def of(cls, plan: ResolvedPlan, ranks: list[int]) -> ShownRanks:
+        """Ranks of a complete plan."""
+        return cls(ranks, [rank_place(plan, rank).stage for rank in ranks])
 
     def frame(self, kind: str, head: dict[str, Any], columns: dict[str, list[Any]]) -> Columns:
-        """A frame from columns, of which `at` has each row's place among the ranks."""
+        """A frame from columns, of which `at` has each row's place among `ranks`."""
         at = np.array(columns.pop("at"), dtype=int)
         arrays = {name: np.array(values) for name, values in columns.items()}
         arrays = {"stage": np.array(self.stages)[at], **arrays, "rank": np.array(self.ranks)[at]}
@@ -33,11 +38,17 @@ def memory_frame(
     moments: Mapping[str, Mapping[str, Array]],
     host: Mapping[str, Array],
     shown: ShownRanks,
+    always: str = "",
 ) -> Columns:
-    """Of device memory by moment and category, and of host memory by category: bytes by rank.
+    """A row a rank, moment and category that is not nothing, or `always`; host rows at every
+    moment, for they do not move.
 
-    A row a rank, moment and category that is not nothing; host rows at every moment, for they
-    do not move.
+    Args:
+        head: Cells that every row has.
+        moments: Moment -> category -> bytes on the device, by shown rank.
+        host: Category -> bytes in host memory, by shown rank.
+        shown: The ranks.
+        always: A category whose rows are kept where they are 0.
     """
     columns: dict[str, list[Any]] = {
         name: [] for name in ("at", "moment", "tier", "category", "bytes")
@@ -46,32 +57,16 @@ def memory_frame(
         for tier, table in (("device", moments[moment]), ("host", host)):
             for category, sizes in table.items():
                 for at, size in enumerate(sizes.tolist()):
-                    if size > 0:
+                    if size > 0 or category == always:
                         for name, value in zip(columns, (at, moment, tier, category, round(size))):
                             columns[name].append(value)
     return shown.frame("memory", head, columns)
 
 
-def timeline_frame(
-    head: dict[str, Any], actions: Iterable[tuple[int, Interval]], shown: ShownRanks
-) -> Columns:
-    """A row an action, each with the place of its rank."""
-    rows = list(actions)
-    columns: dict[str, list[Any]] = {
-        "at": [at for at, _ in rows],
-        "stage": [i.action.stage for _, i in rows],
-        "microbatch": [i.action.microbatch for _, i in rows],
-        "action": [i.action.kind for _, i in rows],
-        "start": [i.start for _, i in rows],
-        "end": [i.end for _, i in rows],
-    }
-    return shown.frame("timeline", head, columns)
-
-
 def collectives_frame(
-    head: dict[str, Any], calls: Sequence[Sequence[CollectiveCall]], shown: ShownRanks
+    head: dict[str, Any], calls: list[list[CollectiveCall]], shown: ShownRanks
 ) -> Columns:
-    """A row a kind of call, of each rank's `calls`."""
+    """A row a kind of call, from each shown rank's `calls`."""
     names = ("axis", "kind", "group_size", "dtype", "bytes", "count", "action")
     rows = [(at, call) for at, own in enumerate(calls) for call in own]
     columns: dict[str, list[Any]] = {

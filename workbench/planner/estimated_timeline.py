@@ -4,17 +4,17 @@ durations.
 
 from __future__ import annotations
 
+from workbench.costmodel.inputs.config import named_table
 from workbench.costmodel.inputs.rank_workload import Workload
 from workbench.costmodel.step_time import (
     MAX_ACTIONS,
     MicrobatchDurations,
     StepTime,
+    simulated_makespan,
     simulated_schedule,
-    whole_makespan,
 )
-from workbench.schedules import Timeline, generate
+from workbench.schedules import Timeline
 from workbench.schedules.generators import SCHEDULES
-from workbench.schedules.round_robin import shortened
 
 
 def simulated_timeline(w: Workload, d: MicrobatchDurations) -> tuple[Timeline | None, int]:
@@ -22,16 +22,14 @@ def simulated_timeline(w: Workload, d: MicrobatchDurations) -> tuple[Timeline | 
     slowly.
     """
     s = w.fixed
+    whole = int(w.step_microbatches)
     if s.table is not None:
-        table = shortened(s.table, MAX_ACTIONS)
-        return simulated_schedule(w, d, table), table.microbatches
-    whole = int(w.microbatches)
+        return simulated_schedule(w, d, s.table), whole
     turn = w.pipeline if SCHEDULES[s.schedule].needs_multiple_of_ranks else 1
     microbatches = min(whole, MAX_ACTIONS // (2 * w.pipeline * s.chunks) // turn * turn)
-    if microbatches < min(whole, 2 * w.pipeline):
+    if microbatches < min(whole, 2 * (sum(s.replicas) if s.in_turn else w.pipeline)):
         return None, 0
-    table = generate(s.schedule, w.pipeline, microbatches, s.chunks)
-    return simulated_schedule(w, d, table), microbatches
+    return simulated_schedule(w, d, named_table(s, microbatches)), microbatches
 
 
 def simulated_step_seconds(
@@ -44,5 +42,9 @@ def simulated_step_seconds(
     """
     if drawn is None:
         return None
-    makespan = whole_makespan(w, time.durations, drawn.makespan, microbatches)
+    if w.fixed.in_flight or w.fixed.in_turn:
+        makespan = simulated_makespan(w, time.durations)
+    else:
+        pace = float((time.durations.forward + time.durations.backward).max())
+        makespan = drawn.makespan + (float(w.microbatches) - microbatches) * pace
     return makespan + sum(float(part) for part in time.after.values())

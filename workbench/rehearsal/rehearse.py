@@ -107,18 +107,20 @@ def with_fewer_microbatches(plan: ResolvedPlan, stage: int) -> ResolvedPlan:
 
     With early backward a stage holds as many microbatches as its warm-up has, however many there
     are, and every further one repeats what the former did. GPipe holds them all, and is not
-    shortened; nor are zero-bubble schedules, nor ZeRO-3 with a norm behind the embedding, or of a model that is code, which
-    backward leaves gathered for the next microbatch.
+    shortened; nor are other schedules, nor is ZeRO-3 with a norm behind the embedding, or of a
+    model that is code, which backward leaves gathered for the next microbatch.
     """
     left_whole = plan.strategy.data.zero == 3 and bool(plan.code or plan.shape.embedding_norm)
     held = stages_in_flight(plan)
     if held is None or left_whole:
         return plan
-    enough = held[stage] + STEADY
+    # One more than the stage before keeps, whose outputs may arrive ahead.
+    enough = max(held[stage] + STEADY, held[max(0, stage - 1)] + 1)
     if plan.strategy.pipeline.is_round_robin:  # every replica has one, those of a stage as many
         replicas = plan.strategy.pipeline.replicas or []
-        own = max(-(-held[stage] // replicas[stage]) + STEADY, -(-max(replicas) // replicas[stage]))
-        enough = own * replicas[stage]
+        own = replicas[stage]
+        enough = max(enough + (own - 1) * STEADY, max(replicas))
+        enough = -(-enough // own) * own
     return with_microbatches(plan, min(plan.num_microbatches, enough))
 
 

@@ -1,7 +1,7 @@
 """Pipeline schedules as tables of actions: grammar, generators, lowering, validator, simulator."""
 
 from workbench.schedules.action import Action, parse_action
-from workbench.schedules.generators import bounded_names, generate, names, warm_up
+from workbench.schedules.generators import bounded_names, generate, names, receives_early, warm_up
 from workbench.schedules.lowering import executable, forwards, lower
 from workbench.schedules.round_robin import round_robin
 from workbench.schedules.simulator import (
@@ -38,6 +38,7 @@ __all__ = [
     "names",
     "parse_action",
     "read_csv",
+    "receives_early",
     "round_robin",
     "send_ends",
     "simulate",

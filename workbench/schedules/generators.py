@@ -102,6 +102,11 @@ def names() -> tuple[str, ...]:
     return tuple(sorted(SCHEDULES))
 
 
+def receives_early(name: str) -> bool:
+    """Whether a plan's schedule posts its receives early; a table that a user drew does not."""
+    return name in SCHEDULES and SCHEDULES[name].receives_early
+
+
 def _check_chunks(name: str, chunks: int) -> None:
     fewest, most = SCHEDULES[name].min_chunks, SCHEDULES[name].max_chunks
     if chunks < fewest or (most is not None and chunks > most):

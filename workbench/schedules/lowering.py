@@ -11,8 +11,13 @@ from workbench.schedules.action import RECVS, SENDS, Action, matching
 from workbench.schedules.simulator import simulate, uniform
 from workbench.schedules.table import Table
 
+HIDDEN_TRANSFER = 0.5
+"""Seconds of a transfer, where a forward takes 1, by which receives that are posted early are
+ordered.
+"""
 
-def lower(table: Table, reduce_each: bool = False) -> Table:
+
+def lower(table: Table, reduce_each: bool = False, early: bool = False) -> Table:
     """Insert SEND and RECV in one globally consistent order, and one REDUCE_GRAD after a stage's
     last backward.
 
@@ -22,6 +27,8 @@ def lower(table: Table, reduce_each: bool = False) -> Table:
     Args:
         table: Compute-only.
         reduce_each: Gradients are reduced after every backward instead.
+        early: Receives are posted before the compute during which their sends are expected, so that
+            transfers that take time run beside it; their buffers live longer.
 
     Raises:
         ValueError: The table already has transfers.
@@ -31,13 +38,14 @@ def lower(table: Table, reduce_each: bool = False) -> Table:
         raise ValueError(
             "the table already has sends and receives; lower() takes a compute-only table"
         )
-    rows = _in_order_of_sends(table)
+    rows = _in_order_of_sends(table, HIDDEN_TRANSFER if early else 0.0)
+    rows = [_posted_early(row) for row in rows] if early else rows
     return _with_rows(table, [_with_reduction(row, reduce_each) for row in rows])
 
 
-def executable(table: Table, reduce_each: bool = False) -> Table:
-    """The table with all that an executor needs: transfers where it has none, a REDUCE_GRAD for
-    every stage.
+def executable(table: Table, reduce_each: bool = False, early: bool = False) -> Table:
+    """The table with all that an executor needs: transfers where it has none (`lower`), a
+    REDUCE_GRAD for every stage.
 
     UNSHARD and RESHARD are left out: when parameters are gathered is not the schedule's to say.
     Raises Deadlock where no order of transfers can work.
@@ -46,7 +54,7 @@ def executable(table: Table, reduce_each: bool = False) -> Table:
     if table.lowered:
         return _with_rows(table, [_with_reduction(row, reduce_each) for row in rows])
     plain = [[a for a in row if a.kind != "REDUCE_GRAD"] for row in rows]
-    return lower(_with_rows(table, plain), reduce_each)
+    return lower(_with_rows(table, plain), reduce_each, early)
 
 
 def forwards(table: Table) -> Table:
@@ -89,7 +97,7 @@ def _crosses_ranks(table: Table, action: Action, other: int) -> bool:
     return table.home(other, action.microbatch) != table.home(action.stage, action.microbatch)
 
 
-def _in_order_of_sends(table: Table) -> list[list[Action]]:
+def _in_order_of_sends(table: Table, transfer: float) -> list[list[Action]]:
     """Receives enter a row before whatever the rank sends or uses later than their own sends.
 
     No deadlock is possible: take the earliest unfinished transfer in order of sends. Its sender
@@ -97,7 +105,7 @@ def _in_order_of_sends(table: Table) -> list[list[Action]]:
     """
     rows: list[list[Action]] = [[] for _ in table.rows]
     arriving: list[list[Action]] = [[] for _ in table.rows]
-    for rank, action in _walk(table):
+    for rank, action in _walk(table, transfer):
         received = transfer_before(table, action)
         if received in arriving[rank]:
             until = arriving[rank].index(received) + 1
@@ -113,11 +121,22 @@ def _in_order_of_sends(table: Table) -> list[list[Action]]:
     return rows
 
 
-def _walk(table: Table) -> Iterator[tuple[int, Action]]:
-    """Compute actions in an order in which they could finish, all forwards and backwards taking
-    unit time.
+def _posted_early(row: list[Action]) -> list[Action]:
+    """Each receive before the compute action that it follows: no transfer passes another, so that
+    what holds of their order still does.
     """
-    timeline = simulate(table, uniform(table.stages))
+    found: list[Action] = []
+    for action in row:
+        behind = action.kind in RECVS and found and not found[-1].is_p2p
+        found.insert(len(found) - bool(behind), action)
+    return found
+
+
+def _walk(table: Table, transfer: float) -> Iterator[tuple[int, Action]]:
+    """Compute actions in an order in which they could finish, all forwards and backwards taking
+    unit time, and a transfer `transfer`.
+    """
+    timeline = simulate(table, uniform(table.stages), transfer)
     for interval in sorted(timeline.intervals, key=lambda i: (i.end, i.rank)):
         yield interval.rank, interval.action
 

@@ -38,10 +38,10 @@ def replicated_warm_up(replicas: Sequence[int], on_the_way: int = 0) -> tuple[in
     """Microbatches in flight by stage, on all its replicas together, which take them in turn: one
     on each, and those of the stages after it.
 
-    They are rounded up to as many on every replica. PipeDream's number of active minibatches (Narayanan
-    et al., SOSP'19) is the same without rounding; then a replica whose forward and backward wait
-    for each other holds up the others: replicas [1, 3, 1] of balanced stages take twice as long
-    (simulated), of 300 drawn ones a tenth more than 1.8 times.
+    They are rounded up to as many on every replica. PipeDream's number of active minibatches
+    (Narayanan et al., SOSP'19) is the same without rounding; then a replica whose forward and
+    backward wait for each other holds up the others: simulated, replicas [1, 3, 1] of balanced
+    stages take twice as long, and of 300 drawn ones a tenth over 1.8 times.
 
     Args:
         replicas: Of each stage.
@@ -55,9 +55,9 @@ def replicated_warm_up(replicas: Sequence[int], on_the_way: int = 0) -> tuple[in
     return tuple(reversed(held))
 
 
-def _by_policy(on_the_way: int, pair_groups: bool) -> PipelineSchedule:
-    """The schedule in which each rank has a microbatch in flight for itself and every later rank,
-    and so many on their way to each of these.
+def _by_policy(on_the_way: int) -> PipelineSchedule:
+    """The schedule in which each rank has a microbatch in flight for itself and for every later
+    rank, and so many on the way to each of these: transfers are hidden behind compute.
     """
 
     def held(rank: Number, p: Number) -> Number:
@@ -71,16 +71,17 @@ def _by_policy(on_the_way: int, pair_groups: bool) -> PipelineSchedule:
             stage, replicated_warm_up(replicas, on_the_way)[stage], m
         ),
         warm_up=lambda replicas: replicated_warm_up(replicas, on_the_way),
-        pair_groups=pair_groups,
+        pair_groups=on_the_way > 0,
+        receives_early=on_the_way > 0,
     )
 
 
-ONE_F_ONE_B = _by_policy(0, pair_groups=False)
+ONE_F_ONE_B = _by_policy(0)
 """Policy PA: as many in flight as there are ranks from this one on, enough where transfers take no
 time.
 """
-EAGER_1F1B = _by_policy(1, pair_groups=True)
-"""Policy PB, "eager-1F1B" of 2211.05322: 1F1B of a pipeline in which each transfer is a stage of its
-own, so that transfers run beside compute. In one process group, NCCL's order of transfers would
+EAGER_1F1B = _by_policy(1)
+"""Policy PB, "eager-1F1B" of 2211.05322: 1F1B of a pipeline in which each transfer is a stage of
+its own, so that transfers run beside compute. In one process group, NCCL's order of transfers would
 undo that.
 """

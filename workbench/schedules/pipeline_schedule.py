@@ -56,6 +56,8 @@ class PipelineSchedule:
     """m is at least this times p, on several ranks; 0: the pipeline need not fill."""
     pair_groups: bool = False
     """Each pair of ranks has a process group: in one, NCCL's order of transfers would cost time."""
+    receives_early: bool = False
+    """Receives are posted early, to hide transfers that take time (`lowering.lower`)."""
     warm_up: Callable[[Sequence[int]], tuple[int, ...]] | None = None
     """Replicas of each stage that take turns -> microbatches in flight by stage, whose rows are
     `row_with_warm_up`; None: the rows are others.

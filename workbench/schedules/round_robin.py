@@ -5,11 +5,10 @@ SOSP'19).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from functools import lru_cache
 from itertools import accumulate
-from math import lcm
 
-from workbench.schedules.generators import SCHEDULES, warm_up
+from workbench.schedules.generators import SCHEDULES
 from workbench.schedules.one_f_one_b import row_with_warm_up
 from workbench.schedules.table import Row, Table
 
@@ -27,30 +26,17 @@ def round_robin(
         name: Of the schedule, one of `takers`.
         replicas: Of each stage.
         microbatches: Of a step.
-        in_flight: Most microbatches whose activations a replica of each stage keeps; None: as many
-            as the schedule has.
+        in_flight: Microbatches in flight by stage, on all its replicas, of a schedule that can be
+            bounded; None: as many as it has.
 
     Raises:
         ValueError: The schedule has no such rows, or a replica would have no microbatch.
     """
-    row_of = SCHEDULES[name].replicated_row if name in SCHEDULES else None
-    if row_of is None:
+    if name not in takers():
         raise ValueError(f"schedule {name!r} has no round robin; legal: {', '.join(takers())}")
     if microbatches < max(replicas):
         raise ValueError(f"microbatches = {microbatches}; at least {max(replicas)}, one a replica")
-    held = in_flight and warm_up(name, len(replicas), in_flight, replicas)
-    rows = [
-        dealt
-        for stage, count in enumerate(replicas)
-        for dealt in _dealt(
-            row_with_warm_up(stage, held[stage], microbatches)
-            if held
-            else row_of(stage, replicas, microbatches),
-            count,
-        )
-    ]
-    starts = (0, *accumulate(replicas))[:-1]
-    return Table(tuple(rows), len(replicas), microbatches, starts, tuple(replicas))
+    return _table(name, tuple(replicas), microbatches, in_flight and tuple(in_flight))
 
 
 def takers() -> tuple[str, ...]:
@@ -58,21 +44,21 @@ def takers() -> tuple[str, ...]:
     return tuple(name for name, each in SCHEDULES.items() if each.replicated_row is not None)
 
 
-def shortened(table: Table, most_actions: int) -> Table:
-    """A table without its last microbatches, where it has more than `most_actions` F and B and its
-    replicas take turns: what further ones add only repeats after as many as all replicas' have
-    filled the pipeline twice.
-
-    The numbers of both, divided by those of replicas, leave the same where that is possible.
-    """
-    turn = lcm(*table.replicas)
-    most = max(most_actions // (2 * table.stages), 2 * sum(table.replicas))
-    if not table.replicas or table.microbatches <= most:
-        return table
-    left = most - (most - table.microbatches) % turn
-    microbatches = left if left >= 2 * sum(table.replicas) else most
-    rows = [[a for a in row if (a.microbatch or 0) < microbatches] for row in table.rows]
-    return replace(table, rows=tuple(map(tuple, rows)), microbatches=microbatches)
+@lru_cache(maxsize=16)
+def _table(
+    name: str, replicas: tuple[int, ...], microbatches: int, held: tuple[int, ...] | None
+) -> Table:
+    row_of = SCHEDULES[name].replicated_row
+    assert row_of is not None
+    rows = [
+        row_with_warm_up(stage, held[stage], microbatches)
+        if held
+        else row_of(stage, replicas, microbatches)
+        for stage in range(len(replicas))
+    ]
+    dealt = [own for row, count in zip(rows, replicas) for own in _dealt(row, count)]
+    starts = (0, *accumulate(replicas))[:-1]
+    return Table(tuple(dealt), len(replicas), microbatches, starts, replicas)
 
 
 def _dealt(row: Row, replicas: int) -> list[Row]:

@@ -19,6 +19,7 @@ from workbench.runs.launch import subprocess_verbs
 
 CHUNKS = {
     "1f1b": 1,
+    "eager-1f1b": 1,
     "gpipe": 1,
     "interleaved": 2,
     "zb-h1": 1,

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import zip_longest
+from operator import add
 
 import numpy as np
 
@@ -243,28 +245,38 @@ def _pipeline_calls(w: Workload) -> list[CollectiveCall]:
     p, dtype = w.pipeline, w.dtype
     if p == 1:
         return []
-    group, ends = _pipeline_groups(w)
     found = [
         (kind, group, dtype, size, count)
-        for size, count in _boundary_transfers(w)
+        for group, size, count in _boundary_transfers(w)
         for kind in ("send", "recv")
     ]
-    gradient = gradient_dtype_name(w)
+    gradient, ends = gradient_dtype_name(w), _tied_group(w)
     found += [(kind, ends, gradient, size, count) for kind, size, count in _tied_transfers(w)]
     return [
-        CollectiveCall("pipeline", kind, size_of_group, dtype, size, count, "P2P")
-        for kind, size_of_group, dtype, size, count in found
+        CollectiveCall("pipeline", kind, group, dtype, size, count, "P2P")
+        for kind, group, dtype, size, count in found
     ]
 
 
-def _pipeline_groups(w: Workload) -> tuple[Number, Number]:
-    """Ranks of the group of transfers between stages, and of that of a tied weight's gradient."""
-    if not (replicas := w.fixed.replicas):
-        return w.pipeline, w.pipeline
-    ends = (replicas[0] + replicas[-1]) * w.searched.context
-    if w.fixed.in_turn:
-        return 2 if w.fixed.pair_groups else sum(replicas), ends
-    return sum(replicas) * w.sequence_parallel, ends
+def _transfer_group(w: Workload, peer: Callable[[int], int]) -> Number:
+    """Ranks of the process group over which a stage exchanges with stage `peer(stage)`: those of a
+    pipeline, or of both stages where each pair of stages has a group. Of replicas that take turns
+    each is a rank of the pipeline.
+    """
+    replicas, shards = w.fixed.replicas, 1 if w.fixed.in_turn else w.sequence_parallel
+    if not w.fixed.pair_groups:
+        return sum(replicas) * shards if replicas else w.pipeline
+    if not replicas or w.fixed.in_turn:
+        return 2
+    pairs = [(place.stage, peer(place.stage) % w.pipeline) for place in w.places]
+    return np.array([sum(replicas[stage] for stage in pair) for pair in pairs]) * shards
+
+
+def _tied_group(w: Workload) -> Number:
+    """Ranks of the process group over which both ends exchange a tied weight's gradient."""
+    if replicas := w.fixed.replicas:
+        return (replicas[0] + replicas[-1]) * w.searched.context
+    return _transfer_group(w, lambda stage: w.pipeline - 1 - stage)
 
 
 def _tied_transfers(w: Workload) -> Iterator[tuple[str, Number, Number]]:
@@ -322,14 +334,16 @@ def _shared_with_peers(
     yield from (np.array(items, float) for items in zip_longest(*shared, fillvalue=0))
 
 
-def _boundary_transfers(w: Workload) -> Iterator[tuple[Number, Number]]:
-    """(bytes, times a step) of what a rank sends across its stage's boundaries, and receives.
+def _boundary_transfers(w: Workload) -> Iterator[tuple[Number, Number, Number]]:
+    """(ranks of the group, bytes, times a step) of what a rank sends across its stage's boundaries,
+    and receives.
 
     Where replicas of a stage share each microbatch, a rank exchanges with every rank of a
     neighboring stage the tokens that both have.
     """
     if not w.fixed.replicas or w.fixed.in_turn:
-        yield w.residual_bytes, w.microbatches * (w.zeros + w.num_boundary_transfers)
+        times = w.microbatches * (w.zeros + w.num_boundary_transfers)
+        yield _transfer_group(w, lambda stage: stage), w.residual_bytes, times
         return
     one = w.hidden_activation_bytes / w.tokens
     length = w.fixed.sequence_length // int(w.searched.context)
@@ -337,6 +351,7 @@ def _boundary_transfers(w: Workload) -> Iterator[tuple[Number, Number]]:
         int(w.searched.micro_batch), length, w.fixed.replicas, int(w.sequence_parallel)
     )
     for side in (-1, 1):
+        group = _transfer_group(w, partial(add, side))
 
         def beside(place: RankPlace, side: int = side) -> tuple[Part, list[Part]] | None:
             if not 0 <= place.stage + side < len(parts):
@@ -345,7 +360,7 @@ def _boundary_transfers(w: Workload) -> Iterator[tuple[Number, Number]]:
             return own, parts[place.stage + side]
 
         for tokens in _shared_with_peers(w.places, beside):
-            yield one * tokens, w.microbatches * (tokens > 0)
+            yield group, one * tokens, w.microbatches * (tokens > 0)
 
 
 def _data_calls(w: Workload) -> list[CollectiveCall]:
@@ -358,11 +373,16 @@ def _data_calls(w: Workload) -> list[CollectiveCall]:
     if w.shape.moe is None or counts.adapters.any():
         return _group_calls(w, counts.trained, counts.total, 1.0)
     # Experts that other ranks hold are replicated, and sharded, over fewer ranks.
-    dense = counts.dense
-    return [
-        *_group_calls(w, dense, dense, 1.0),
-        *_group_calls(w, counts.experts, counts.experts, w.searched.expert / w.experts_over_tensor),
-    ]
+    dense, experts = counts.dense, counts.experts
+    spread = w.searched.expert / w.experts_over_tensor
+    found = _group_calls(w, dense, dense, 1.0)
+    if np.ndim(spread) == 0:
+        return found + _group_calls(w, experts, experts, spread)
+    # Of candidates those that spread no experts exchange over the same links as a dense model.
+    for each, those in ((1.0, spread == 1), (spread, spread != 1)):
+        calls = _group_calls(w, experts, experts, each)
+        found += [replace(call, count=call.count * those) for call in calls]
+    return found
 
 
 def reductions_a_step(w: Workload) -> Number:

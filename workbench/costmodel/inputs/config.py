@@ -17,13 +17,13 @@ from numpy.typing import NDArray
 
 from workbench.costmodel.frameworks.framework_profile import FrameworkProfile, plan_profile
 from workbench.machine.hardware import GPU, Fabric
-from workbench.plan.custom_schedule import own_table, pair_groups, transport
+from workbench.plan.custom_schedule import drawn, pair_groups, stages_in_flight, transport
 from workbench.plan.model.model_shape import Shape
 from workbench.plan.optimizer_state import DTYPE_BYTES, master_bytes, moment_bytes, num_moments
 from workbench.plan.rank_placement import RankPlace, axis_strides
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.schema import NARROW, Plan
-from workbench.schedules import Table, Transport
+from workbench.schedules import Table, Transport, generate, round_robin, warm_up
 from workbench.schedules.generators import SCHEDULES
 
 Array = NDArray[np.float64]
@@ -89,13 +89,17 @@ class FixedConfig:
     partition: tuple[int, ...]
     """Number of layers of each stage."""
     table: Table | None
-    """The schedule, where no closed form knows it: a user's own, one whose warm-up `in_flight`
-    shortens, or one of replicas that take turns.
+    """Custom schedule, where the plan names one."""
+    in_flight: tuple[int, ...]
+    """Microbatches in flight of each stage, where the plan bounds them; empty: the schedule's
+    own.
     """
     transport: Transport
     """How the backend of the plan's device lets P2P transfers progress."""
     pair_groups: bool
     """Whether each pair of pipeline ranks has a process group of its own."""
+    in_turn: bool
+    """Whether the replicas of a stage take microbatches in turn (PipeDream, SOSP'19)."""
     replicas: tuple[int, ...]
     """Number of ranks that replicate each stage, where stages differ (DAPPLE, 2007.01045); empty:
     all alike.
@@ -109,18 +113,11 @@ class FixedConfig:
     again.
     """
 
-    @property
-    def in_turn(self) -> bool:
-        """Whether the replicas of a stage take microbatches in turn (PipeDream, SOSP'19), each by a
-        row of its own of `table`.
-        """
-        return self.table is not None and bool(self.table.replicas)
-
     def table_row(self, place: RankPlace) -> int:
         """The row of the schedule's table that a rank's actions are in."""
-        if self.table is None or not self.table.replicas:
+        if not self.in_turn:
             return place.stage
-        return self.table.homes(place.stage)[place.replica]
+        return sum(self.replicas[: place.stage]) + place.replica
 
     @property
     def splits_backward(self) -> bool:
@@ -215,8 +212,10 @@ def fixed_config(plan: ResolvedPlan) -> FixedConfig:
         schedule=s.pipeline.schedule,
         chunks=s.pipeline.chunks,
         partition=tuple(s.pipeline.partition),
+        in_turn=s.pipeline.is_round_robin,
         replicas=tuple(s.pipeline.replicas or ()),
-        table=own_table(plan),
+        table=drawn(plan),
+        in_flight=_bounded_in_flight(plan),
         transport=transport(plan.gpu),
         pair_groups=pair_groups(plan),
         adapter_rank=t.lora.rank if t.lora else 0,
@@ -240,6 +239,14 @@ def _stepped(plan: Plan) -> dict[str, float]:
     element = 2.0 if as_kept else 4.0
     widened = (target < element) + num_moments(optimizer) * (moment < element)
     return {"step_element_bytes": element, "step_cast_bytes": element * widened}
+
+
+def _bounded_in_flight(plan: ResolvedPlan) -> tuple[int, ...]:
+    """`FixedConfig.in_flight`; a bound that lets the schedule have its own number is none."""
+    p = plan.strategy.pipeline
+    held = None if p.in_flight is None else stages_in_flight(plan)
+    turns = p.replicas if p.is_round_robin else None
+    return () if held is None or held == warm_up(p.schedule, p.size, replicas=turns) else held
 
 
 def searched_config(plan: ResolvedPlan, stages: Sequence[int]) -> SearchedConfig:
@@ -298,6 +305,14 @@ def tensor_grid(plan: Plan) -> tuple[int, int]:
     return size[0], size[2] if len(size) > 2 else 1
 
 
+def named_table(s: FixedConfig, microbatches: int) -> Table:
+    """The table of a named schedule, of so many microbatches of a step."""
+    held = s.in_flight or None
+    if s.in_turn:
+        return round_robin(s.schedule, s.replicas, microbatches, held)
+    return generate(s.schedule, s.pipeline, microbatches, s.chunks, held)
+
+
 def layer_homes(s: FixedConfig) -> NDArray[np.int64]:
     """Pipeline rank of every layer, `[layers]`."""
     return np.repeat(stage_homes(s.pipeline, s.schedule, len(s.partition), s.table), s.partition)
@@ -309,10 +324,9 @@ def stage_homes(
     """Pipeline rank of every stage, `[stages]`.
 
     Interleaved stages wrap around the ranks; V-shaped schedules run back up through them (zero
-    bubble V, 2401.10241), so that rank 0 holds the first and the last stage. Replicas that take
-    turns count as one rank.
+    bubble V, 2401.10241), so that rank 0 holds the first and the last stage.
     """
-    if table is not None and not table.replicas:
+    if table is not None:
         return np.array(table.placement)
     stage = np.arange(stages)
     ranks = stage % pipeline
@@ -324,7 +338,7 @@ def recomputed_layers_of(plan: ResolvedPlan) -> tuple[Array, Array]:
     """Fully recomputed layers, and layers behind the last of them, by pipeline rank."""
     pipeline, recompute = plan.strategy.pipeline, plan.strategy.recompute
     assert isinstance(pipeline.partition, list)
-    homes = stage_homes(pipeline.size, pipeline.schedule, len(pipeline.partition), own_table(plan))
+    homes = stage_homes(pipeline.size, pipeline.schedule, len(pipeline.partition), drawn(plan))
     where = np.repeat(homes, pipeline.partition)
     chosen = (
         np.isin(np.arange(len(where)), recompute)

@@ -77,6 +77,10 @@ class RankShapes:
     """
     microbatches_in_flight: Array
     """Microbatches whose activations are live at once; a chunk counts 1/chunks."""
+    inputs_ahead: Array
+    """Tensors of a stage's boundary that have arrived by the backward at the peak, and are needed
+    later.
+    """
     deferred_microbatches: Array
     """Those of them of which only the weight gradient (W) is still to be computed."""
     losses_in_flight: Number

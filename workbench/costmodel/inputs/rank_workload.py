@@ -16,6 +16,7 @@ from workbench.costmodel.inputs.config import (
     SearchedConfig,
     fixed_config,
     layer_homes,
+    named_table,
     searched_config,
     stage_homes,
 )
@@ -28,7 +29,15 @@ from workbench.plan.optimizer_state import DTYPE_BYTES
 from workbench.plan.rank_placement import RankPlace, first_ranks_of_stages, rank_place
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.rules.supported import require
-from workbench.schedules import closed_forms, most_losses, waiting
+from workbench.schedules import (
+    Table,
+    bounded_names,
+    closed_forms,
+    most_losses,
+    receives_early,
+    waiting,
+    warm_up,
+)
 from workbench.schedules import in_flight as most_held
 from workbench.schedules.generators import SCHEDULES
 
@@ -79,12 +88,13 @@ def assemble_workload(
     shape, blocks = s.shape, tensor_tiling(s.algorithm, k)
     data = s.world_size / (k.tensor * k.context * s.pipeline)
     layers, dense = stage_layers(s)
-    at, rows, sequences = ranks.astype(int), ranks, k.micro_batch
+    at, rows, sequences, table = ranks.astype(int), ranks, k.micro_batch, s.table
     microbatches = s.global_batch / (k.micro_batch * data)
     if s.replicas:
         data, microbatches = np.array(s.replicas, dtype=float)[at], s.global_batch / k.micro_batch
     # Of what the replicas of a stage share, microbatches or their sequences, the first have most.
     if s.in_turn:
+        table = named_table(s, int(microbatches))
         microbatches = np.ceil((microbatches - replica) / data)
         rows = np.array([s.table_row(place) for place in places])
     elif s.replicas:
@@ -112,9 +122,10 @@ def assemble_workload(
         has_embedding=(at == 0).astype(float),
         has_head=(at == _last_rank(s)).astype(float),
         num_boundary_transfers=num_boundary_transfers(s)[at],
-        microbatches_in_flight=microbatches_in_flight(s, microbatches, rows),
-        deferred_microbatches=deferred_microbatches(s, microbatches, rows),
-        losses_in_flight=losses_in_flight(s, microbatches, rows),
+        microbatches_in_flight=microbatches_in_flight(s, table, microbatches, rows),
+        inputs_ahead=inputs_ahead(s, microbatches, ranks, data),
+        deferred_microbatches=deferred_microbatches(s, table, microbatches, rows),
+        losses_in_flight=losses_in_flight(s, table, microbatches, rows),
     )
 
 
@@ -177,7 +188,9 @@ def _last_rank(s: FixedConfig) -> int:
     return int(stage_homes(s.pipeline, s.schedule, len(s.partition), s.table)[-1])
 
 
-def microbatches_in_flight(s: FixedConfig, microbatches: Number, rank: Array) -> Array:
+def microbatches_in_flight(
+    s: FixedConfig, table: Table | None, microbatches: Number, rank: Array
+) -> Array:
     """Microbatches whose activations each pipeline rank saves at its peak; a chunk counts
     1/chunks.
 
@@ -186,11 +199,43 @@ def microbatches_in_flight(s: FixedConfig, microbatches: Number, rank: Array) ->
     """
     if s.pipeline == 1:
         return np.asarray(1.0 + 0 * rank)
-    if s.table is not None:
-        in_flight: Array = np.asarray(most_held(s.table), dtype=float)[rank.astype(int)] / s.chunks
+    if table is not None:
+        in_flight: Array = np.asarray(most_held(table), dtype=float)[rank.astype(int)] / s.chunks
         return in_flight
+    if s.in_flight:
+        bound = np.array(s.in_flight, dtype=float)[rank.astype(int)]
+        return np.asarray(np.minimum(bound, microbatches))
     held = closed_forms.in_flight(s.schedule, rank, s.pipeline, microbatches, s.chunks)
     return np.asarray(held / s.chunks, dtype=float)
+
+
+def inputs_ahead(s: FixedConfig, microbatches: Number, rank: Array, replicas: Number) -> Array:
+    """Tensors of a stage's boundary that a rank has received before it needs them, when its memory
+    peaks.
+
+    After a warm-up they are the inputs of what the rank before has in flight beyond its own: one
+    under 1F1B, two under eager 1F1B; where receives are posted early, rank 0 has a gradient.
+    GPipe's backward starts after all forwards. Interleaved schedules and ZB-H2 run ahead. Those of
+    `replicas` that take turns are spread over them.
+    """
+    if s.schedule in bounded_names():
+        before, own = (
+            _held_by_stage(s, microbatches, at) for at in (np.maximum(rank - 1, 0), rank)
+        )
+        gradient = np.minimum(1, own - 1) * receives_early(s.schedule)
+        spread = replicas if s.in_turn else 1
+        return np.asarray((before - own) / spread + gradient * (rank == 0), dtype=float)
+    ahead: dict[str, Array] = {"gpipe": 0.0 * rank, "zb-h1": np.minimum(rank, 1.0)}
+    return ahead.get(s.schedule, np.ones_like(rank))
+
+
+def _held_by_stage(s: FixedConfig, microbatches: Number, stage: Array) -> Array:
+    """Microbatches in flight of a stage under 1F1B, on all its replicas that take turns."""
+    if not s.in_turn:
+        return microbatches_in_flight(s, s.table, microbatches, stage)
+    found = s.in_flight or warm_up(s.schedule, s.pipeline, replicas=s.replicas)
+    held: Array = np.array(found, dtype=float)[stage.astype(int)]
+    return held
 
 
 def num_boundary_transfers(s: FixedConfig) -> Array:
@@ -203,14 +248,16 @@ def num_boundary_transfers(s: FixedConfig) -> Array:
     return np.bincount(both, minlength=s.pipeline).astype(float)
 
 
-def deferred_microbatches(s: FixedConfig, microbatches: Number, rank: Array) -> Array:
+def deferred_microbatches(
+    s: FixedConfig, table: Table | None, microbatches: Number, rank: Array
+) -> Array:
     """Microbatches whose weight gradients are still deferred when a rank's memory peaks.
 
     ZB-H1 and ZB-H2 (2401.10241) defer W by the rank's index and by twice that. V-shaped schedules
     defer W only while the pipeline drains, when fewer microbatches are in flight.
     """
-    if s.table is not None:
-        deferred: Array = np.asarray(waiting(s.table), dtype=float)[rank.astype(int)] / s.chunks
+    if table is not None:
+        deferred: Array = np.asarray(waiting(table), dtype=float)[rank.astype(int)] / s.chunks
         return deferred
     late = float(SCHEDULES[s.schedule].deferred_per_rank) if s.pipeline > 1 else 0.0
     before = late * (s.pipeline - 1 - rank)
@@ -219,10 +266,12 @@ def deferred_microbatches(s: FixedConfig, microbatches: Number, rank: Array) -> 
     )
 
 
-def losses_in_flight(s: FixedConfig, microbatches: Number, rank: Array) -> Number:
+def losses_in_flight(
+    s: FixedConfig, table: Table | None, microbatches: Number, rank: Array
+) -> Number:
     """Microbatches of the last stage between loss and backward: one, or all under GPipe."""
-    if s.table is not None:
-        losses: Array = np.asarray(most_losses(s.table), dtype=float)[rank.astype(int)]
+    if table is not None:
+        losses: Array = np.asarray(most_losses(table), dtype=float)[rank.astype(int)]
         return losses
     return microbatches if s.schedule == "gpipe" and s.pipeline > 1 else 1.0
 

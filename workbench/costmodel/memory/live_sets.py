@@ -15,6 +15,7 @@ from workbench.costmodel.memory import activation_memory, attention_memory
 from workbench.costmodel.memory.activation_memory import LayerActivations
 from workbench.costmodel.memory.loss_memory import HeadMemory
 from workbench.costmodel.memory.loss_memory import head_memory as head_of
+from workbench.schedules import receives_early
 
 MemoryByCategory = dict[str, Array]
 """Category -> bytes by pipeline rank."""
@@ -96,10 +97,15 @@ def _activations_in_flight(w: Workload, head: HeadMemory) -> ActivationsInFlight
         + w.fixed.framework.model_parallel.keeps_sent_outputs
         * np.maximum(0.0, w.microbatches_in_flight - 1)
     )
+    # The first that came ahead is there once an output has gone, which the last stage has none of:
+    # there it comes after the backward, unless receives are posted early.
+    first = 1 - w.has_head * receives_early(w.fixed.schedule)
+    inputs = float(w.pipeline > 1) * w.residual_bytes * np.maximum(0.0, w.inputs_ahead - first)
     total = (
         w.microbatches_in_flight * per_microbatch
         + num_losses * head.saved
         + outputs
+        + inputs
         + deferred_delta
     )
     return ActivationsInFlight(
@@ -278,14 +284,13 @@ def _split_backward(w: Workload, deferred: Array, logits: Array) -> dict[str, Me
 
 
 def _sent_before_backward(w: Workload) -> Array:
-    """Bytes of the last forward's output that have arrived before the next backward starts.
+    """Bytes of the last forward's output that have arrived before the next backward starts, where
+    no input that came ahead has taken their place.
 
-    In 1F1B and ZB-H1 rank 0 waits for that backward's gradient, which the next rank sends after it
-    has received the output; further ranks find their gradient there. GPipe's backward starts after
-    all forwards. Interleaved schedules and ZB-H2 run ahead so that no rank waits.
+    A backward waits for the next rank's gradient, which that rank sends after it has received the
+    output.
     """
-    waits: dict[str, Number] = {"gpipe": 1.0, "1f1b": w.has_embedding, "zb-h1": w.has_embedding}
-    return np.asarray(waits.get(w.fixed.schedule, 0.0) * activation_memory.boundary_bytes(w)[1])
+    return np.asarray((1 - np.minimum(w.inputs_ahead, 1)) * activation_memory.boundary_bytes(w)[1])
 
 
 def _tied_head_gradient(w: Workload) -> Number:

@@ -4,8 +4,8 @@ Of the forward all is some block's: what runs between two blocks belongs to the 
 runs before the first to the first. A block of which a pass has several calls is summed.
 
 The backward of a call has ended when the gradients of its inputs are there: each input is replaced
-by a view of its own, so that two readers of one tensor are told apart. What autograd ran since the
-call before that ended is this call's. A call that reads no activations (an embedding) has ended
+by a view of its own, so that two readers of one tensor are distinguished. What autograd ran since
+the call before that ended is this call's. A call that reads no activations (an embedding) has ended
 with the backward of its last operator, and has what is left over if it was last.
 """
 

@@ -85,7 +85,7 @@ def _refuse_uncalled(blocks: list[Block], trace: BlockTrace) -> None:
             raise refuse(
                 "model.python",
                 f"has the submodule '{block.name}', which its forward does not call, so that its "
-                "time cannot be told apart; legal: a model that calls its blocks as modules",
+                "time cannot be separated; legal: a model that calls its blocks as modules",
             )
 
 
@@ -104,10 +104,10 @@ def _passes(
         with clock.watching():
             found = clock.times(forward)
         part.store.zero_grads()
-        whole = _pass_seconds(clock.clock, forward)
+        without = _pass_seconds(clock.clock, forward)
         if count >= 0:
             timed.append(found)
-            alone.append(whole)
+            alone.append(without)
         count += 1
         if count == 0:
             begin = time.monotonic()

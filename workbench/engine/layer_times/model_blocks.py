@@ -38,8 +38,8 @@ def model_blocks(model: nn.Module) -> list[Block]:
     if not found:
         raise refuse(
             "model.python",
-            f"builds a {type(model).__name__} without submodules, whose parts cannot be told "
-            "apart; legal: a module that calls its blocks as submodules",
+            f"builds a {type(model).__name__} without submodules, whose parts cannot be "
+            "separated; legal: a module that calls its blocks as submodules",
         )
     return found
 

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import heapq
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
+
+from workbench.errors import refuse
+from workbench.units import bytes_text, seconds_text
+from workbench.untrusted_text import escaped, shown
 
 
 @dataclass(frozen=True)
@@ -86,6 +91,51 @@ class LayerProfile:
             change[reader + 1] -= self.layers[i].activation_bytes
         return tuple(accumulate(change))
 
+    def _repr_html_(self) -> str:
+        head = ("layer", "forward", "backward", "output", "kept", "parameters")
+        rows = [
+            (
+                layer.name,
+                seconds_text(layer.forward_s),
+                seconds_text(layer.backward_s),
+                bytes_text(layer.activation_bytes),
+                "–" if layer.kept_bytes is None else bytes_text(layer.kept_bytes),
+                bytes_text(layer.parameter_bytes),
+            )
+            for layer in self.layers
+        ]
+        body = "".join(
+            f"<tr>{''.join(f'<td>{escaped(cell)}</td>' for cell in row)}</tr>"
+            for row in (head, *rows)
+        )
+        return f"<b>{escaped(self.model)}</b> {escaped(self.source)}<table>{body}</table>"
+
 
 def _sums(figures: Iterable[float]) -> tuple[float, ...]:
     return (0.0, *accumulate(figures))
+
+
+def in_reading_order(layers: Sequence[Layer]) -> tuple[Layer, ...]:
+    """The given order, but for layers that read a later one: they wait for it.
+
+    Raises `PlanError` where layers read each other.
+    """
+    place = {layer.node: i for i, layer in enumerate(layers)}
+    waits = [len(set(layer.inputs)) for layer in layers]
+    readers: list[list[int]] = [[] for _ in layers]
+    for i, layer in enumerate(layers):
+        for node in set(layer.inputs):
+            readers[place[node]].append(i)
+    ready, order = [i for i, count in enumerate(waits) if not count], []
+    while ready:
+        order.append(heapq.heappop(ready))
+        for reader in readers[order[-1]]:
+            waits[reader] -= 1
+            if not waits[reader]:
+                heapq.heappush(ready, reader)
+    if len(order) < len(layers):
+        stuck = next(layer.node for i, layer in enumerate(layers) if waits[i])
+        raise refuse(
+            "inputs", f"{shown(stuck)} reads what reads it; legal: a graph without circles"
+        )
+    return tuple(layers[i] for i in order)

@@ -1,22 +1,21 @@
 """The CSV file that holds layer profiles.
 
 The columns are those of the profiles that DAPPLE's authors published (2007.01045): times in ms and
-sizes in bytes of the whole profile batch, and the nodes that a layer reads. Ours say further what a
-layer keeps for backward, and what was measured; a file may lack these columns or leave them empty.
+sizes in bytes of all of the profile batch, and the nodes that a layer reads. Ours say further what
+a layer keeps for backward, and what was measured; a file may lack these columns or leave them
+empty.
 """
 
 from __future__ import annotations
 
 import csv
-import heapq
 import io
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from workbench.errors import PlanError, Problem, refuse
 from workbench.fields.bounds import LAYERS
-from workbench.plan.model.layer_profile import Layer, LayerProfile
+from workbench.plan.model.layer_profile import Layer, LayerProfile, in_reading_order
 from workbench.plan.schema import NARROW
 from workbench.safe_io.files import read_some, replace_file, unread
 from workbench.untrusted_text import shown
@@ -38,6 +37,8 @@ FIGURES = ("forward_ms", "backward_ms", "activation_bytes", "parameter_bytes")
 MOST_BYTES = 64 * 2**20
 """Of a file: a layer takes about a hundred bytes."""
 Row = Mapping[str, str | None]
+MOST = 1e18
+"""Of a figure, so that sums stay finite."""
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16", *NARROW)
 
 
@@ -103,10 +104,12 @@ def _profile(rows: list[tuple[int, Row]]) -> LayerProfile:
     if words["precision"] not in ("", *PRECISIONS):
         legal = ", ".join(PRECISIONS)
         problems.append(Problem("precision", f"is {shown(words['precision'])}; legal: {legal}"))
+    if not problems and not any(layer.forward_s + layer.backward_s for layer in layers):
+        problems.append(Problem("forward_ms", "is 0 on every row; legal: above 0 on one"))
     if problems:
         raise PlanError(problems)
     name, precision = rows[0][1]["model"] or "", words["precision"] or None
-    return LayerProfile(name, batch, _in_order(layers), length, precision, words["source"])
+    return LayerProfile(name, batch, in_reading_order(layers), length, precision, words["source"])
 
 
 def _known(rows: list[tuple[int, Row]], column: str) -> bool:
@@ -146,8 +149,8 @@ def _figure(line: int, row: Row, column: str, problems: list[Problem]) -> float:
         said = f"is {shown(text)}" if text else "is missing"
         problems.append(Problem(where, f"{said}; legal: a number from 0"))
         return 0.0
-    if not math.isfinite(value) or value < 0:
-        problems.append(Problem(where, f"is {text}; legal: a number from 0"))
+    if not 0 <= value <= MOST:
+        problems.append(Problem(where, f"is {shown(text)}; legal: a number from 0 to {MOST:g}"))
         return 0.0
     return value
 
@@ -166,29 +169,6 @@ def _unknown_inputs(rows: list[tuple[int, Row]], layers: list[Layer]) -> list[Pr
                     Problem(f"row {line}, inputs", f"{shown(node)} is no node of this model")
                 )
     return problems
-
-
-def _in_order(layers: list[Layer]) -> tuple[Layer, ...]:
-    """The file's order, but for layers that read a later row: they wait for it."""
-    place = {layer.node: i for i, layer in enumerate(layers)}
-    waits = [len(set(layer.inputs)) for layer in layers]
-    readers: list[list[int]] = [[] for _ in layers]
-    for i, layer in enumerate(layers):
-        for node in set(layer.inputs):
-            readers[place[node]].append(i)
-    ready, order = [i for i, count in enumerate(waits) if not count], []
-    while ready:
-        order.append(heapq.heappop(ready))
-        for reader in readers[order[-1]]:
-            waits[reader] -= 1
-            if not waits[reader]:
-                heapq.heappush(ready, reader)
-    if len(order) < len(layers):
-        stuck = next(layer.node for i, layer in enumerate(layers) if waits[i])
-        raise refuse(
-            "inputs", f"{shown(stuck)} reads what reads it; legal: a graph without circles"
-        )
-    return tuple(layers[i] for i in order)
 
 
 def write_layer_profile(profile: LayerProfile, path: str | Path) -> None:

@@ -164,7 +164,9 @@ def _bubble_formula(full: ResolvedPlan) -> str:
     2401.10241).
     """
     p, m = full.strategy.pipeline, full.num_microbatches
-    if p.schedule in ("gpipe", "1f1b"):
+    if p.in_flight is not None:
+        return f"as schedule {p.schedule} with in_flight {p.in_flight} leaves it"
+    if p.schedule in ("gpipe", "1f1b", "eager-1f1b"):
         return f"(stages - 1) / microbatches = {p.size - 1} / {m} of the ideal for equal stages"
     if p.schedule == "interleaved":
         return (

@@ -4,8 +4,7 @@ links of the plan's cluster, and the simulator.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -16,21 +15,20 @@ from workbench.plan.optimizer_state import state_bytes
 from workbench.plan.rank_placement import RankPlace, rank_place, representative_ranks
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.schema import STORED, Plan
-from workbench.plan.stage_replicas import even_parts, overlaps
+from workbench.plan.stage_replicas import overlaps
 from workbench.planner.estimated_frames import (
     ShownRanks,
     collectives_frame,
     memory_frame,
     steps_frame,
-    timeline_frame,
 )
 from workbench.planner.estimated_timeline import MAX_ACTIONS
 from workbench.planner.memory_advice import first_fitting_change
 from workbench.planner.profiled_models.planned_stages import PlannedStages, planned_stages
-from workbench.planner.profiled_models.step_seconds import step_seconds, timeline
+from workbench.planner.profiled_models.step_seconds import StepSeconds, step_seconds, timeline
 from workbench.planner.unequal_stages.stage_times import one_device_seconds
 from workbench.profile import MOMENTS, Profile
-from workbench.schedules import Interval, Timeline
+from workbench.schedules import Timeline
 
 NOT_COUNTED = ("the optimizer's step", "latencies of transfers")
 OUTPUTS_ONLY = "what layers keep for backward beside their outputs"
@@ -49,10 +47,27 @@ def estimate_on_profile(plan: Plan, full: ResolvedPlan) -> Profile:
     took = step_seconds(planned, full.strategy.data.overlap)
     drawn = min(planned.batch.microbatches, MAX_ACTIONS // (2 * len(planned.stages)))
     representative = representative_ranks(full)
-    ranks = sorted(set(representative.values()))
-    places = [rank_place(full, rank) for rank in ranks]
-    shown = ShownRanks(ranks, [place.stage for place in places])
+    shown = ShownRanks.of(full, sorted(set(representative.values())))
+    places = [rank_place(full, rank) for rank in shown.ranks]
     head = {"run": full.name, "source": "estimated", "step": 0}
+    ran = timeline(planned, took.times, drawn)
+    return Profile(
+        run=full.name,
+        source="estimated",
+        world_size=full.world_size,
+        memory=memory_frame(head, _memory(planned, full, places), {}, shown, "parameters"),
+        timeline=shown.frame("timeline", head, _timeline(planned, ran, places)),
+        collectives=collectives_frame(head, [_calls(planned, full, at) for at in places], shown),
+        steps=steps_frame(head, took.simulated, full),
+        representative=representative,
+        capacity_bytes=int(planned.topology.memory),
+        notes=_notes(plan, full, planned, took, drawn),
+    )
+
+
+def _notes(
+    plan: Plan, full: ResolvedPlan, planned: PlannedStages, took: StepSeconds, drawn: int
+) -> dict[str, Any]:
     one = one_device_seconds(planned.profile, planned.batch)
     notes: dict[str, Any] = {
         "time": took.parts,
@@ -68,20 +83,7 @@ def estimate_on_profile(plan: Plan, full: ResolvedPlan) -> Profile:
         notes["timeline_microbatches"] = drawn
     if max(planned.peak_bytes) > planned.topology.memory:
         notes["advice"] = first_fitting_change(plan, full)
-    ran = _computed(timeline(planned, took.times, drawn), [_share(planned, p) for p in places])
-    calls = [list(_calls(planned, full, place)) for place in places]
-    return Profile(
-        run=full.name,
-        source="estimated",
-        world_size=full.world_size,
-        memory=memory_frame(head, _memory(planned, full, places), {}, shown),
-        timeline=timeline_frame(head, ran, shown),
-        collectives=collectives_frame(head, calls, shown),
-        steps=steps_frame(head, took.simulated, full),
-        representative=representative,
-        capacity_bytes=int(planned.topology.memory),
-        notes=notes,
-    )
+    return notes
 
 
 def _not_counted(planned: PlannedStages, full: ResolvedPlan) -> Iterator[str]:
@@ -92,25 +94,12 @@ def _not_counted(planned: PlannedStages, full: ResolvedPlan) -> Iterator[str]:
         yield ASSUMED_LINKS
 
 
-def _share(planned: PlannedStages, place: RankPlace) -> tuple[int, float]:
-    """(stage of a rank, its sequences of a microbatch over those of the busiest replica there)."""
-    parts = even_parts(planned.batch.sequences, planned.stages[place.stage].replicas)
-    sizes = [stop - start for start, stop in parts]
-    return place.stage, sizes[_turn(planned, place)] / sizes[0]
-
-
-def _turn(planned: PlannedStages, place: RankPlace) -> int:
-    """Which replica of its stage a rank is."""
-    return place.replica % planned.stages[place.stage].replicas
-
-
 def _memory(
-    planned: PlannedStages, full: ResolvedPlan, places: Sequence[RankPlace]
+    planned: PlannedStages, full: ResolvedPlan, places: list[RankPlace]
 ) -> dict[str, dict[str, Array]]:
-    """Bytes of the ranks at `places` by moment and category."""
+    """Bytes of each shown rank by moment and category."""
     each = state_bytes(full)
-    shares = [_share(planned, place) for place in places]
-    sizes = np.array([planned.parameter_bytes(planned.stages[stage]) for stage, _ in shares])
+    sizes = np.array([planned.parameter_bytes(planned.stages[at.stage]) for at in places])
     states = {
         "parameters": each.parameter,
         "gradients": each.gradient,
@@ -118,46 +107,50 @@ def _memory(
         "master": each.master,
     }
     persistent = {name: sizes * size / each.parameter for name, size in states.items()}
-    activations = np.array([planned.activations[stage] * share for stage, share in shares])
-    in_flight = persistent | {"activations": activations}
-    kept = ("forward_end", "peak", "maximum")
-    return {moment: in_flight if moment in kept else persistent for moment in MOMENTS}
+    kept = [planned.share(at.stage, at.replica) * planned.activations(at.stage) for at in places]
+    in_flight = persistent | {"activations": np.array(kept)}
+    holding = ("forward_end", "peak", "maximum")
+    return {moment: in_flight if moment in holding else persistent for moment in MOMENTS}
 
 
-def _computed(
-    drawn: Timeline, shares: Sequence[tuple[int, float]]
-) -> Iterator[tuple[int, Interval]]:
-    """What the ranks of `shares` run; transfers, stages of their own to the simulator, run beside
-    it. A replica of fewer sequences starts when the busiest of its stage does, and ends earlier.
+def _timeline(
+    planned: PlannedStages, ran: Timeline, places: list[RankPlace]
+) -> dict[str, list[Any]]:
+    """What each shown rank runs; transfers, stages of their own to the simulator, run beside it. A
+    replica that has fewer sequences starts when the busiest of its stage does, and ends earlier.
     """
-    for at, (stage, share) in enumerate(shares):
-        for rank, action, start, end in drawn.intervals:
-            if rank == 2 * stage and (end > start or action.is_compute):
-                seconds = (end - start) * (share if action.is_compute else 1.0)
-                yield at, Interval(stage, replace(action, stage=stage), start, start + seconds)
+    columns: dict[str, list[Any]] = {
+        name: [] for name in ("at", "microbatch", "action", "start", "end")
+    }
+    for at, place in enumerate(places):
+        share = planned.share(place.stage, place.replica)
+        for rank, action, start, end in ran.intervals:
+            if rank == 2 * place.stage and (end > start or action.is_compute):
+                took = (end - start) * (share if action.is_compute else 1.0)
+                row = (at, action.microbatch, action.kind, start, start + took)
+                for name, value in zip(columns, row):
+                    columns[name].append(value)
+    return columns
 
 
-def _calls(
-    planned: PlannedStages, full: ResolvedPlan, place: RankPlace
-) -> Iterator[CollectiveCall]:
-    """Calls of the rank at `place`: what it exchanges with the replicas of the stages beside, and
-    its all-reduce.
-    """
-    batch, stage, own = planned.batch, place.stage, planned.stages[place.stage]
+def _calls(planned: PlannedStages, full: ResolvedPlan, at: RankPlace) -> list[CollectiveCall]:
+    """Calls of one rank: what it exchanges with the replicas beside, and its all-reduce."""
+    batch, own, parts = planned.batch, planned.stages[at.stage], planned.parts
     dtype = STORED.get(full.strategy.precision, full.strategy.precision)
-    parts = [even_parts(batch.sequences, one.replicas) for one in planned.stages]
-    for side, first in ((-1, own.first), (1, own.end)):
-        if 0 <= stage + side < len(parts):
-            one = planned.profile.crossing[first] / planned.profile.profile_batch
-            for _, (start, stop) in overlaps(
-                parts[stage][_turn(planned, place)], parts[stage + side]
-            ):
-                for kind in ("send", "recv"):
-                    size = one * (stop - start)
-                    yield CollectiveCall(
-                        "pipeline", kind, full.world_size, dtype, size, batch.microbatches, "P2P"
-                    )
+    mine, found = parts[at.stage][at.replica], []
+    for beside, first in ((at.stage - 1, own.first), (at.stage + 1, own.end)):
+        one = planned.profile.crossing[first] / planned.profile.profile_batch
+        shared = overlaps(mine, parts[beside]) if 0 <= beside < len(parts) else []
+        sizes = [one * (stop - start) for _, (start, stop) in shared]
+        found += [
+            CollectiveCall(
+                "pipeline", kind, full.world_size, dtype, size, batch.microbatches, "P2P"
+            )
+            for size in sizes
+            for kind in ("send", "recv")
+        ]
     if own.replicas > 1:
-        gradients = batch.gradient_factor * planned.parameter_bytes(own)
+        size = batch.gradient_factor * planned.parameter_bytes(own)
         of = full.strategy.gradient_dtype
-        yield CollectiveCall("data", "all_reduce", own.replicas, of, gradients, 1, "REDUCE_GRAD")
+        found += [CollectiveCall("data", "all_reduce", own.replicas, of, size, 1, "REDUCE_GRAD")]
+    return found

@@ -14,6 +14,7 @@ from workbench.plan.model.layer_profile import LayerProfile
 from workbench.plan.optimizer_state import state_bytes
 from workbench.plan.rank_placement import rank_place
 from workbench.plan.resolved_plan import ResolvedPlan
+from workbench.plan.stage_replicas import Part, even_parts
 from workbench.planner.unequal_stages.cluster_topology import cluster_topology
 from workbench.planner.unequal_stages.memory import activation_bytes, stage_state_bytes
 from workbench.planner.unequal_stages.stage_times import Batch, Stage, StageTimes, stage_times
@@ -38,17 +39,26 @@ class PlannedStages:
         """Seconds of a microbatch of every stage and transfer."""
         return stage_times(self.profile, self.stages, self.topology, self.batch)
 
-    @property
-    def activations(self) -> list[float]:
-        """Bytes that the busiest replica of each stage keeps of all microbatches in flight."""
-        each = [float(activation_bytes(self.profile, s, self.batch)) for s in self.stages]
-        return [count * size for count, size in zip(self.in_flight, each)]
+    @cached_property
+    def parts(self) -> list[list[Part]]:
+        """Sequences of a microbatch by stage and replica, the first with most."""
+        return [even_parts(self.batch.sequences, stage.replicas) for stage in self.stages]
+
+    def share(self, stage: int, replica: int) -> float:
+        """How much a replica does over what the busiest of its stage does."""
+        sizes = [stop - start for start, stop in self.parts[stage]]
+        return sizes[replica] / sizes[0]
+
+    def activations(self, stage: int) -> float:
+        """Bytes that the busiest replica of a stage keeps of all microbatches in flight."""
+        each = activation_bytes(self.profile, self.stages[stage], self.batch)
+        return self.in_flight[stage] * float(each)
 
     @property
     def peak_bytes(self) -> list[float]:
         """Largest memory of a device of each stage."""
         states = [float(stage_state_bytes(self.profile, s, self.batch)) for s in self.stages]
-        return [state + kept for state, kept in zip(states, self.activations)]
+        return [state + self.activations(stage) for stage, state in enumerate(states)]
 
     def parameter_bytes(self, stage: Stage) -> float:
         """Bytes of a stage's parameters."""

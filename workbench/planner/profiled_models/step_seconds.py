@@ -40,7 +40,7 @@ def step_seconds(planned: PlannedStages, overlap: bool) -> StepSeconds:
         silent,
         **{name: _without_transfers(getattr(times, name)) for name in ("forward", "backward")},
     )
-    whole, reduced, alone = (_makespan(planned, each) for each in (times, silent, local))
+    step, reduced, alone = (_makespan(planned, each) for each in (times, silent, local))
     busiest = max(f + b for f, b in zip(local.forward, local.backward))
     compute = planned.batch.microbatches * busiest
     held = with_transfers(planned.in_flight)
@@ -48,10 +48,10 @@ def step_seconds(planned: PlannedStages, overlap: bool) -> StepSeconds:
         "compute": compute,
         "pipeline_comm": reduced - alone,
         "bubble": alone - compute,
-        "data_comm": whole - reduced,
+        "data_comm": step - reduced,
     }
     closed_form = latency(times, held, planned.batch.microbatches).seconds
-    return StepSeconds(whole, closed_form, parts, times)
+    return StepSeconds(step, closed_form, parts, times)
 
 
 def timeline(planned: PlannedStages, times: StageTimes, microbatches: int) -> Timeline:

@@ -12,10 +12,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from workbench.data_files import assets
-from workbench.plan.model.layer_profile import LayerProfile, read_layer_profile
+from workbench.plan.model.layer_profile import LayerProfile
+from workbench.plan.model.layer_profile_csv import read_layer_profile
+from workbench.planner.unequal_stages.placements import APPEND, placed
 from workbench.planner.unequal_stages.stage_times import Batch, Stage
 from workbench.planner.unequal_stages.topology import Topology
-from workbench.planner.unequal_stages.transitions import placed
 
 _FOLDER = assets() / "data/dapple"
 TOPOLOGY = Topology(2, 8, 25e9, 1e9, 3e9, most_rings=4, memory=16e9)
@@ -43,7 +44,6 @@ MODELS = {
 """Offsets by layers' names: their graphs leave out inputs, BERT's has the embeddings as layer 0,
 XLNet's has 4 before the first layer.
 """
-_APPEND = 1
 
 
 def published_profile(model: str) -> LayerProfile:
@@ -81,7 +81,7 @@ def published_stages(model: str, planner: str) -> tuple[Stage, ...]:
     ends, replicas = _cuts(rows)
     last = len(published_profile(model).layers)
     ends = [end + MODELS[model].offset for end in ends[:-1]] + [last]
-    return placed(ends, replicas, [_APPEND] * len(ends), TOPOLOGY)
+    return placed(ends, replicas, [APPEND] * len(ends), TOPOLOGY)
 
 
 def _cuts(rows: Sequence[dict[str, str]]) -> tuple[list[int], list[int]]:

@@ -71,11 +71,12 @@ def profile_layers(
 def single_device_plan(full: ResolvedPlan) -> ResolvedPlan:
     """The plan of one device that computes one microbatch of a complete plan at a time."""
     data: dict[str, Any] = full.model_dump()
-    batch = {"global_batch": full.training.micro_batch}
+    cluster = {"gpus": 1, "nodes": 1, "gpus_per_node": 1, "calibration": None}
+    cluster["calibration_sha256"] = None
     changed = {
         "strategy": {name: data["strategy"][name] for name in OF_ONE_DEVICE},
-        "cluster": data["cluster"] | {"gpus": 1, "nodes": 1, "gpus_per_node": 1},
-        "training": data["training"] | batch,
+        "cluster": data["cluster"] | cluster,
+        "training": data["training"] | {"global_batch": full.training.micro_batch},
         "checkpoint": {},
     }
     return build_plan(data | changed).resolve()
