@@ -13,11 +13,11 @@ from tests.planner.unequal_stages import drawn
 from workbench.planner.unequal_stages import Batch, Topology, search_stages
 from workbench.planner.unequal_stages.latency import latency
 from workbench.planner.unequal_stages.memory import WARM_UPS, stages_in_flight, with_transfers
+from workbench.planner.unequal_stages.other_planners import PUBLISHED_CLAIMS, PlannerFigures
 from workbench.planner.unequal_stages.published_comparison import (
-    PUBLISHED_CLAIMS,
-    ComparedPlan,
     compare_published,
     one_way_speed_ups,
+    stages_text,
 )
 from workbench.planner.unequal_stages.published_plans import MODELS
 from workbench.planner.unequal_stages.simulated import simulated
@@ -33,8 +33,13 @@ def table(model: str, whole_sequences: bool) -> None:
     )
     print(f"{model}, global batch {MODELS[model].global_batch}: {shared}")
     found = compare_published(model, whole_sequences)
-    for plan in found.plans:
-        _row(plan)
+    for one in found.planners:
+        _row(one)
+    for name, plan in (("search", found.best), ("published", found.published)):
+        if plan is not None:
+            ratio = plan.times.activation_communication_ratio
+            stages = stages_text(model, plan.stages)
+            print(f"  {name}: {stages}, {plan.warm_up}, ACR {ratio:.2f}")
     where = f"number {found.place} of the search's" if found.place else "not among the ten best"
     print(f"  published plan: {where}{'; ' * bool(found.explained)}{found.explained}")
     best, published = one_way_speed_ups(model, whole_sequences)
@@ -42,16 +47,15 @@ def table(model: str, whole_sequences: bool) -> None:
     print(f"  cuts counted one way: search {best:.2f}, published {shown}")
 
 
-def _row(plan: ComparedPlan) -> None:
-    if plan.speed_up is None:
-        print(f"  {plan.planner:28} does not fit memory or the microbatch")
+def _row(one: PlannerFigures) -> None:
+    if one.speed_up is None:
+        print(f"  {one.name:45} does not fit memory or the microbatch")
         return
-    ratio, memory = plan.activation_communication_ratio, plan.memory
     print(
-        f"  {plan.planner:28} {plan.speed_up:6.2f} {plan.warm_up:2} "
-        f"{'' if ratio is None else f'ACR {ratio:.2f}':8} "
-        f"{'' if memory is None else f'{memory / 1e9:.1f} GB':8} "
-        f"{'' if plan.microbatches is None else f'M {plan.microbatches}':6} {plan.stages}"
+        f"  {one.name:45} {one.speed_up:6.2f} "
+        f"{'' if one.memory_bytes is None else f'{one.memory_bytes / 1e9:.1f} GB':8} "
+        f"{'' if one.microbatches is None else f'M {one.microbatches}':6} "
+        f"{' : '.join(map(str, one.replicas))}"
     )
 
 

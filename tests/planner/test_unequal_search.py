@@ -200,3 +200,20 @@ def test_a_profile_whose_first_half_costs_twice_takes_two_gpus_for_it(tmp_path: 
 def test_a_layer_profile_has_no_wider_space(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match=r"--space: is 'wide'.*legal: unequal"):
         search(job(str(profile_file(tmp_path, 0.1, 0.1)), gpus=2), space="wide")
+
+
+def test_a_placement_that_no_plan_can_say_is_a_note(tmp_path: Path) -> None:
+    """Activations that take long between nodes: two stages that each have a GPU of both nodes send
+    within nodes alone.
+    """
+    layers = [
+        Layer(f"n{i}", f"layer {i}", 0.01, 0.02, 1e8, 1e3, (f"n{i - 1}",) if i else ())
+        for i in range(2)
+    ]
+    path = tmp_path / "layers.csv"
+    write_layer_profile(LayerProfile("drawn", 1, tuple(layers)), path)
+    plan = job(str(path), gpus=4, cluster__gpus_per_node=2)
+    result = search(plan, where=["strategy.pipeline.size=2"])
+    assert result.top[0].plan.strategy.pipeline.size == 2
+    assert "faster than the best" in result.notes[1]
+    assert result.notes[1].endswith("each node of stage after stage 1:1, 1:1")

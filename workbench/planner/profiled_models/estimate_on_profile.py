@@ -11,6 +11,7 @@ import numpy as np
 
 from workbench.costmodel.communication.collective_call import CollectiveCall
 from workbench.costmodel.inputs.config import Array
+from workbench.costmodel.step_time import MAX_ACTIONS
 from workbench.plan.optimizer_state import state_bytes
 from workbench.plan.rank_placement import RankPlace, rank_place, representative_ranks
 from workbench.plan.resolved_plan import ResolvedPlan
@@ -22,7 +23,6 @@ from workbench.planner.estimated_frames import (
     memory_frame,
     steps_frame,
 )
-from workbench.planner.estimated_timeline import MAX_ACTIONS
 from workbench.planner.memory_advice import first_fitting_change
 from workbench.planner.profiled_models.planned_stages import PlannedStages, planned_stages
 from workbench.planner.profiled_models.step_seconds import StepSeconds, step_seconds, timeline

@@ -8,7 +8,7 @@ from workbench.planner.profiled_models.planned_stages import PlannedStages
 from workbench.planner.unequal_stages.latency import latency
 from workbench.planner.unequal_stages.memory import with_transfers
 from workbench.planner.unequal_stages.simulated import simulated, simulated_gpipe
-from workbench.planner.unequal_stages.stage_times import StageTimes, exposed_all_reduce
+from workbench.planner.unequal_stages.stage_times import StageTimes, with_overlap
 from workbench.schedules import Timeline
 
 MOST_ACTIONS = 2**14
@@ -33,8 +33,9 @@ def step_seconds(planned: PlannedStages, overlap: bool) -> StepSeconds:
     while those before it run backward.
     """
     times = planned.times
-    if overlap and len(planned.stages) == 1:
-        times = replace(times, all_reduce=(_exposed_all_reduce(planned),))
+    if overlap:
+        of = (planned.profile, planned.stages, planned.topology, planned.batch)
+        times = with_overlap(times, *of)
     silent = replace(times, all_reduce=(0.0,) * len(times.forward))
     local = replace(
         silent,
@@ -74,10 +75,3 @@ def _makespan(planned: PlannedStages, times: StageTimes) -> float:
 
 def _without_transfers(seconds: tuple[float, ...]) -> tuple[float, ...]:
     return tuple(0.0 if i % 2 else each for i, each in enumerate(seconds))
-
-
-def _exposed_all_reduce(planned: PlannedStages) -> float:
-    """Seconds of one stage's all-reduces after its last backward."""
-    part = float(planned.batch.of_profile(planned.stages[0].replicas, planned.profile))
-    per_byte = float(planned.topology.all_reduce_per_byte(planned.stages[0].counts))
-    return exposed_all_reduce(planned.profile, part, planned.batch.gradient_factor * per_byte)

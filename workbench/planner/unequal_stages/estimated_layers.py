@@ -21,7 +21,7 @@ from workbench.costmodel.memory.peak_memory import peak_memory, total_bytes
 from workbench.costmodel.rates.constants import Constants
 from workbench.costmodel.step_time import stage_passes
 from workbench.plan.model.layer_profile import Layer, LayerProfile
-from workbench.plan.rank_placement import axis_strides
+from workbench.plan.rank_placement import RankPlace, axis_strides
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.schema import AXES
 from workbench.planner.calibrated_plan import with_calibration
@@ -110,7 +110,7 @@ def _workload(
     full: ResolvedPlan, split: BlockSplit, sequences: int, partition: tuple[int, ...]
 ) -> Workload:
     """A rank of each stage of a pipeline."""
-    setting, chosen = fixed_config(full), searched_config(full)
+    setting, chosen = fixed_config(full), searched_config(full, [0])
     stages = len(partition)
     fixed = replace(
         setting,
@@ -133,7 +133,7 @@ def _workload(
         layers_after_recomputed=np.zeros(stages),
         strides=axis_strides(AXES, sizes | {"pipeline": stages}),
     )
-    return assemble_workload(fixed, knobs, np.arange(stages, dtype=float))
+    return assemble_workload(fixed, knobs, [RankPlace(stage) for stage in range(stages)])
 
 
 def _kept(w: Workload) -> Array:

@@ -23,6 +23,7 @@ from workbench.planner.unequal_stages.stage_times import (
     StageTimes,
     one_device_seconds,
     stage_times,
+    with_overlap,
 )
 from workbench.planner.unequal_stages.topology import Topology
 
@@ -77,11 +78,13 @@ def evaluate(
     policies: Sequence[str] = WARM_UPS,
 ) -> UnequalPlan | None:
     """The plan of `stages` with the fastest warm-up policy, PA where they are equal since it keeps
-    less; None where a stage fits no microbatch, or has more replicas than that has sequences.
+    less; None where a stage fits no microbatch, or has more replicas than that has sequences. The
+    all-reduces of a single stage overlap its backward.
     """
     if not batch.takes(np.array([stage.replicas for stage in stages])).all():
         return None
     times = stage_times(profile, stages, topology, batch)
+    times = with_overlap(times, profile, stages, topology, batch)
     found: list[UnequalPlan] = []
     for warm_up in policies:
         held = stages_in_flight(profile, stages, topology, batch, warm_up)

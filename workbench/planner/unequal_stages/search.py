@@ -19,13 +19,19 @@ import numpy as np
 from workbench.errors import refuse
 from workbench.plan.model.layer_profile import LayerProfile
 from workbench.plan.stage_partition import dealt
-from workbench.planner.unequal_stages.next_stage import Extension
 from workbench.planner.unequal_stages.placements import POLICIES, placed
 from workbench.planner.unequal_stages.plan import Policies, UnequalPlan, all_policies, evaluate
-from workbench.planner.unequal_stages.prefixes import Prefixes, best, joined, no_stages, stages_of
+from workbench.planner.unequal_stages.prefix_search.next_stage import Extension
+from workbench.planner.unequal_stages.prefix_search.prefixes import (
+    Prefixes,
+    best,
+    joined,
+    no_stages,
+    stages_of,
+)
+from workbench.planner.unequal_stages.prefix_search.transitions import Occupancies
 from workbench.planner.unequal_stages.stage_times import Batch, Stage
 from workbench.planner.unequal_stages.topology import Topology
-from workbench.planner.unequal_stages.transitions import Occupancies
 
 SIMULATED = 10
 """Plans that the simulator ranks."""

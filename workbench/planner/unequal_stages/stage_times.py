@@ -7,7 +7,7 @@ of the result compute, 1, 3, 5 ... transfer.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -147,6 +147,24 @@ def one_device_seconds(profile: LayerProfile, batch: Batch) -> float:
     """Seconds of a step's compute on one device, of which a speed-up counts."""
     passes = batch.microbatches * batch.sequences / profile.profile_batch
     return passes * (profile.forward[-1] + profile.backward[-1])
+
+
+def with_overlap(
+    times: StageTimes,
+    profile: LayerProfile,
+    stages: Sequence[Stage],
+    topology: Topology,
+    batch: Batch,
+) -> StageTimes:
+    """`times` where the only stage all-reduces a layer's gradients while those before it run
+    backward; those of several stages, whose all-reduces wait for the stage's last backward.
+    """
+    if len(stages) > 1:
+        return times
+    part = float(batch.of_profile(stages[0].replicas, profile))
+    per_byte = float(topology.all_reduce_per_byte(stages[0].counts))
+    exposed = exposed_all_reduce(profile, part, batch.gradient_factor * per_byte)
+    return replace(times, all_reduce=(exposed,))
 
 
 def exposed_all_reduce(profile: LayerProfile, part: float, per_byte: float) -> float:

@@ -12,7 +12,8 @@ from workbench.untrusted_text import escaped
 
 if TYPE_CHECKING:
     from workbench.planner.search.results.search_result import Candidate, SearchResult
-    from workbench.planner.search.results.stage_figures import StageBaseline, StageFigures
+    from workbench.planner.search.results.stage_figures import StageFigures
+    from workbench.planner.unequal_stages.other_planners import PlannerFigures
 
 CANDIDATE_HEADS = (
     "step time",
@@ -130,7 +131,7 @@ def _stage_cells(stages: StageFigures) -> tuple[str, ...]:
     return str(stages.microbatches), seconds, f"{ratio:.2f}", speed_up
 
 
-def baseline_row(one: StageBaseline) -> tuple[str, ...]:
+def baseline_row(one: PlannerFigures) -> tuple[str, ...]:
     """One row under `BASELINE_HEADS`."""
     return (
         one.name,

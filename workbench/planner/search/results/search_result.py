@@ -15,9 +15,10 @@ from workbench.planner.calibrated_plan import with_calibration
 from workbench.planner.estimated_timeline import simulated_step_seconds, simulated_timeline
 from workbench.planner.published_steps import beyond_published
 from workbench.planner.search.results import result_tables
-from workbench.planner.search.results.stage_figures import StageBaseline, StageFigures
+from workbench.planner.search.results.stage_figures import StageFigures
 from workbench.planner.search.results.strategy_summary import strategy_summary
 from workbench.planner.step_interval import estimated_interval
+from workbench.planner.unequal_stages.other_planners import PlannerFigures
 from workbench.units import GIB
 
 
@@ -126,7 +127,7 @@ class SearchResult:
     """Whether stages were searched each by itself: `candidates` are then combinations of all
     else.
     """
-    baselines: tuple[StageBaseline, ...] = ()
+    baselines: tuple[PlannerFigures, ...] = ()
     """Of the unequal space: other planners on the layers of the first plan."""
     notes: tuple[str, ...] = ()
     """What else is to be known of what was found."""

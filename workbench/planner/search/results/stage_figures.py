@@ -1,6 +1,4 @@
-"""What is said of the stages of a plan of the unequal space, and of what other planners make of the
-same layers.
-"""
+"""What is said of the stages of a plan of the unequal space."""
 
 from __future__ import annotations
 
@@ -25,21 +23,3 @@ class StageFigures:
     def to_json(self) -> dict[str, Any]:
         """For machines."""
         return asdict(self)
-
-
-@dataclass(frozen=True)
-class StageBaseline:
-    """What another planner does with the same layers, by the latency model or the simulator."""
-
-    name: str
-    seconds: float | None
-    """Of a step; None where memory allows none."""
-    speed_up: float | None
-    memory_bytes: float | None
-    """Of state and activations on the rank that needs most."""
-    microbatches: int | None
-    replicas: tuple[int, ...] = ()
-
-    def to_json(self) -> dict[str, Any]:
-        """For machines."""
-        return {"source": "estimated", **asdict(self)}

@@ -5,7 +5,8 @@ that a plan can say: ranks in the order of the stages.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from workbench.planner.search.search_space import SearchSpace
@@ -14,12 +15,12 @@ from workbench.planner.search.unequal.unequal_space import SCHEDULES
 from workbench.planner.unequal_stages.memory import WARM_UPS
 from workbench.planner.unequal_stages.placements import APPEND, placed
 from workbench.planner.unequal_stages.plan import Policies, UnequalPlan, evaluate
+from workbench.planner.unequal_stages.prefix_search.transitions import Occupancies
 from workbench.planner.unequal_stages.search import Effort, near_best
-from workbench.planner.unequal_stages.transitions import Occupancies
 
-MARGIN = 1.05
+MARGIN = 1.15
 """Combinations and stages are dropped that take longer than so many times the least seconds known:
-the latency model is not what ranks plans in the end.
+plans are ranked by their estimates, of which the latency model leaves out more or less.
 """
 QUICK = Effort(prefixes=2, layers=(4,), plans=20)
 """What is kept of every combination."""
@@ -27,8 +28,8 @@ CLOSE = Effort()
 """What is kept of the best."""
 CLOSELY = 6
 """Combinations that are looked at once more."""
-EACH = 12
-"""Plans of a combination that go on."""
+EACH = 6
+"""Plans of a combination and a number of stages that go on."""
 Progress = Callable[[int, int], None]
 """Called with (combinations done, of)."""
 
@@ -83,13 +84,26 @@ def scan_stages(
         scan.look(one, CLOSE)
     progress(len(combinations), len(combinations))
     plans = sorted(
-        (StagedPlan(one, plan) for one, each in scan.found.items() for plan in each[:EACH]),
+        (
+            StagedPlan(one, plan)
+            for one, each in scan.found.items()
+            for plan in _of_each_count(each)
+        ),
         key=lambda plan: plan.seconds,
     )
     better = scan.anywhere
     if better is not None and plans and better.seconds >= plans[0].seconds:
         better = None
     return StagesScan(tuple(plans), len(combinations), len(scan.found), better)
+
+
+def _of_each_count(plans: Sequence[UnequalPlan]) -> Iterator[UnequalPlan]:
+    """The best of every number of stages."""
+    seen: Counter[int] = Counter()
+    for plan in plans:
+        seen[len(plan.stages)] += 1
+        if seen[len(plan.stages)] <= EACH:
+            yield plan
 
 
 class _Scan:

@@ -16,10 +16,9 @@ from workbench.planner.search.results.candidate_figures import (
     ProfileFigures,
 )
 from workbench.planner.search.results.search_result import Candidate
-from workbench.planner.search.results.stage_figures import StageBaseline
+from workbench.planner.search.results.strategy_summary import by_stage
 from workbench.planner.search.search_space import SearchSpace
-from workbench.planner.search.unequal.baselines import PUBLISHED, baselines
-from workbench.planner.search.unequal.combinations import Combinations
+from workbench.planner.search.unequal.combinations import Combinations, microbatch_counts
 from workbench.planner.search.unequal.estimates import Estimates
 from workbench.planner.search.unequal.stages_scan import (
     StagedPlan,
@@ -27,9 +26,15 @@ from workbench.planner.search.unequal.stages_scan import (
     allowed_policies,
     scan_stages,
 )
+from workbench.planner.unequal_stages.other_planners import (
+    PUBLISHED_CLAIMS,
+    PlannerFigures,
+    other_planners,
+    planner_figures,
+)
 from workbench.units import GIB
 
-ESTIMATED = 60
+ESTIMATED = 160
 """Stages, the best by the latency model, whose plans are estimated."""
 SAID = 0.001
 """Gain of another placement from which on it is said."""
@@ -45,7 +50,7 @@ class UnequalFound:
     combinations: int
     fitting: int
     """Combinations of tensor size, recomputation and microbatches of which some stages fit."""
-    baselines: tuple[StageBaseline, ...]
+    baselines: tuple[PlannerFigures, ...]
     """Other planners on the layers of the first candidate."""
     notes: tuple[str, ...]
 
@@ -75,23 +80,28 @@ def search_unequal(
     )
 
 
-def _baselines(combinations: Combinations, first: StagedPlan) -> tuple[StageBaseline, ...]:
-    return baselines(first, combinations.one_gpu_seconds(first.combination.setting))
+def _baselines(combinations: Combinations, first: StagedPlan) -> tuple[PlannerFigures, ...]:
+    one = first.combination
+    batch = one.setting.global_batch
+    batches = [one.layers.of(count, batch // count) for count in microbatch_counts(batch)]
+    one_gpu = combinations.one_gpu_seconds(one.setting)
+    own = planner_figures("the first plan", first.stages, one_gpu)
+    return (own, *other_planners(one.layers.profile, one.topology, batches, one_gpu))
 
 
 def _notes(scans: Sequence[StagesScan]) -> Iterator[str]:
-    """What was published, and placements that no plan can say."""
-    yield PUBLISHED
+    """What DAPPLE's authors published, and placements that no plan can say."""
+    yield PUBLISHED_CLAIMS
     for scan in scans:
         if (other := scan.placed_better) and scan.plans:
             faster = 1 - other.seconds / scan.plans[0].seconds
             if faster < SAID:
                 continue
-            counts = " | ".join(" ".join(map(str, one.counts)) for one in other.stages.stages)
+            counts = ", ".join(by_stage(one.counts) for one in other.stages.stages)
             yield (
                 f"on ranks that are not contiguous stages would be {faster:.1%} faster than the "
-                f"best by the latency model (estimated); a plan cannot place them: replicas by "
-                f"node of each stage {counts}"
+                f"best by the latency model (estimated); a plan cannot place them: replicas on "
+                f"each node of stage after stage {counts}"
             )
 
 

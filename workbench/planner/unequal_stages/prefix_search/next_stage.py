@@ -9,10 +9,10 @@ import numpy as np
 
 from workbench.plan.model.layer_profile import LayerProfile
 from workbench.planner.unequal_stages.memory import most_in_flight
-from workbench.planner.unequal_stages.prefixes import Prefixes
+from workbench.planner.unequal_stages.prefix_search.prefixes import Prefixes
+from workbench.planner.unequal_stages.prefix_search.transitions import Occupancies, Transitions
 from workbench.planner.unequal_stages.stage_times import Batch
 from workbench.planner.unequal_stages.topology import Floats, Ints, Topology
-from workbench.planner.unequal_stages.transitions import Occupancies, Transitions
 
 
 @dataclass(frozen=True)
