@@ -4,6 +4,7 @@ import os
 import signal
 from collections.abc import Callable
 
+import hypothesis
 import pytest
 import torch
 
@@ -12,6 +13,9 @@ from tests.drawn_cases import leave_others_to_the_sweep
 Ask = Callable[..., tuple[int, str, str]]
 """Runs a command line; (exit code, stdout, stderr)."""
 
+# How long a case takes says how busy the machine is.
+hypothesis.settings.register_profile("untimed", deadline=None)
+hypothesis.settings.load_profile("untimed")
 # Before any operator runs: ranks may be forked from this process at any time.
 torch.set_num_threads(1)
 # Tables are as wide as whoever asks says: a terminal above the tests must not decide what they see.

@@ -8,9 +8,15 @@ from typing import Any
 import pytest
 
 from tests.costmodel.test_against_rehearsal import small, traffic
+from workbench.costmodel.inputs.config import named_table
 from workbench.costmodel.inputs.rank_workload import workload
 from workbench.costmodel.rates.constants import plan_constants
-from workbench.costmodel.step_time import StepTime, step_time
+from workbench.costmodel.step_time import (
+    StepTime,
+    simulated_makespan,
+    simulated_schedule,
+    step_time,
+)
 from workbench.plan.schema import Plan
 from workbench.planner import estimate
 from workbench.rehearsal.rehearse import rehearse
@@ -129,3 +135,13 @@ def test_a_bound_on_what_is_in_flight_costs_what_the_simulator_says(most: Any) -
 
 def test_a_bound_that_the_schedule_keeps_anyway_costs_nothing() -> None:
     assert timed(on_gpus("1f1b", 4)).seconds == timed(on_gpus("1f1b")).seconds
+
+
+def test_a_bound_on_many_microbatches_in_flight_waits_for_the_steady_pace() -> None:
+    """Twelve stages of 22 microbatches in flight: the pace of the first 36 is another."""
+    pipeline = {"size": 12, "schedule": "eager-1f1b", "in_flight": 22}
+    changes = {"cluster.gpus": 12, "strategy.pipeline": pipeline, "model": EVEN | {"layers": 12}}
+    plan = on_gpus("eager-1f1b", microbatches=400).replace(**changes).resolve()
+    w, d = workload(plan), timed(plan).durations
+    every = simulated_schedule(w, d, named_table(w.fixed, 400)).makespan
+    assert simulated_makespan(w, d) == pytest.approx(every, rel=1e-6)

@@ -32,10 +32,19 @@ PLANS = [
     in_turn([2, 1], 11, changes={"strategy.pipeline.schedule": "gpipe"}, context=2),
     in_turn([2, 3], 13, tied=True, changes={"strategy.pipeline.schedule": "zb-h2"}),
     in_turn([3, 1, 2], 14, changes=EAGER),
+    in_turn([2], 6, changes={"strategy.pipeline.schedule": "gpipe"}),
 ]
 CALL = ["axis", "kind", "group_size", "dtype", "bytes", "action"]
 IDS = ["dp", "zero-1", "sp", "gpipe", "zb-h1", "eager"]
-TURNS = ["turns", "turns-zero-1", "turns-sp", "turns-gpipe", "turns-zb-h2", "turns-eager"]
+TURNS = [
+    "turns",
+    "turns-zero-1",
+    "turns-sp",
+    "turns-gpipe",
+    "turns-zb-h2",
+    "turns-eager",
+    "turns-one",
+]
 on_every_plan = pytest.mark.parametrize("plan", PLANS, ids=IDS + TURNS)
 
 

@@ -84,8 +84,8 @@ def schedule_table(plan: ResolvedPlan) -> Table:
         return table
     p = plan.strategy.pipeline
     if p.is_round_robin:
-        held = stages_in_flight(plan)
-        return round_robin(p.schedule, p.replicas or [], plan.num_microbatches, held)
+        name, held = ("1f1b", None) if p.size == 1 else (p.schedule, stages_in_flight(plan))
+        return round_robin(name, p.replicas or [], plan.num_microbatches, held)
     if p.size == 1:
         return generate("1f1b", 1, plan.num_microbatches)
     held = None if p.in_flight is None else stages_in_flight(plan)

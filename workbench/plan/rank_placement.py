@@ -157,7 +157,7 @@ def _tied_work(plan: ResolvedPlan, place: RankPlace) -> tuple[int, ...]:
     if plan.profiled:
         return ()
     ends = {0: (replicas[0], replicas[-1]), len(replicas) - 1: (replicas[-1], replicas[0])}
-    if plan.profiled or not plan.shape.tied or place.stage not in ends:
+    if not plan.shape.tied or place.stage not in ends:
         return ()
     own, other = (count * plan.sizes["context"] for count in ends[place.stage])
     if not plan.strategy.data.zero:

@@ -126,7 +126,7 @@ class FixedConfig:
         """
         if self.table is not None:
             return self.table.split
-        return SCHEDULES[self.schedule].splits_backward
+        return self.pipeline > 1 and SCHEDULES[self.schedule].splits_backward
 
 
 @dataclass(frozen=True)
@@ -309,7 +309,8 @@ def named_table(s: FixedConfig, microbatches: int) -> Table:
     """The table of a named schedule, of so many microbatches of a step."""
     held = s.in_flight or None
     if s.in_turn:
-        return round_robin(s.schedule, s.replicas, microbatches, held)
+        name = s.schedule if s.pipeline > 1 else "1f1b"  # one stage has nothing to order
+        return round_robin(name, s.replicas, microbatches, held if s.pipeline > 1 else None)
     return generate(s.schedule, s.pipeline, microbatches, s.chunks, held)
 
 
