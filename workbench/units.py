@@ -75,6 +75,12 @@ def count_text(value: float | None) -> str:
     return digits(value)
 
 
+def counted(number: int, noun: str) -> str:
+    """A number of things: (1, 'layer') -> '1 layer', (2, 'batch') -> '2 batches'."""
+    many = f"{noun}es" if noun.endswith("ch") else f"{noun}s"
+    return f"{number} {noun if number == 1 else many}"
+
+
 def gib_text(size: float) -> str:
     """Bytes with one decimal of a GiB, whole MiB below: 26224136806 -> '24.4 GiB'; '0' under a
     MiB.

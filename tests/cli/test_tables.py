@@ -27,7 +27,7 @@ from workbench.lab.comparison.compare import Comparison
 from workbench.lab.comparison.entries import ComparisonEntry
 from workbench.lab.palette import key_label
 from workbench.plan.resolved_plan import ResolvedPlan
-from workbench.plan.schema import Plan
+from workbench.plan.schema import Plan, build_plan
 from workbench.planner.autoshard import choose_for_plan
 from workbench.profile import Profile
 from workbench.runs.run import Run
@@ -83,6 +83,23 @@ def test_notes_have_labels_and_keep_their_keys() -> None:
 )
 def test_keys_in_words(key: str, says: str) -> None:
     assert key_label(key) == says
+
+
+@pytest.mark.parametrize(
+    "distribution, says",
+    [("split", "share each microbatch"), ("round_robin", "take whole microbatches in turn")],
+)
+def test_stages_of_unequal_replicas_are_shown_with_what_they_keep(
+    distribution: str, says: str
+) -> None:
+    pipeline = {"size": 2, "replicas": [2, 1], "in_flight": [1, 1], "distribution": distribution}
+    cluster = {"gpu": "h100-sxm-80gb", "gpus": 3}
+    plan = build_plan({"model": "tiny", "cluster": cluster, "strategy": {"pipeline": pipeline}})
+    fields, values = tables.plan_table(plan.resolve()).columns
+    shown = dict(zip(map(str, fields.cells), map(str, values.cells)))
+    assert shown["axes"] == "tensor 1 x context 1 x replicas 2 + 1 = 3"
+    assert f"replicas of each [2, 1], that {says} ({distribution})" in shown["pipeline"]
+    assert shown["pipeline"].endswith("at most [1, 1] microbatches in flight on each")
 
 
 def test_an_interval_is_shown_by_its_ends() -> None:

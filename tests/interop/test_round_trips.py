@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from tests.fuzz import examples
 from workbench import interop
+from workbench.errors import PlanError
 from workbench.interop.foreign_keys import flat
 from workbench.interop.megatron.argument_words import flags
 from workbench.plan.resolved_plan import ResolvedPlan
@@ -373,6 +374,15 @@ def test_a_partition_that_is_written_and_lost_is_named(format: Any) -> None:
         "strategy.pipeline.chunks" in named[False]
         and "strategy.pipeline.partition" not in named[False]
     )
+
+
+@pytest.mark.parametrize("format", interop.FORMATS)
+def test_unequal_replicas_are_refused_by_name(format: Any) -> None:
+    stages = {"strategy.pipeline.size": 2, "strategy.pipeline.replicas": [2, 1]}
+    unequal = Plan.of("tiny", gpu=GPU_NAME, gpus=3, set=stages)
+    with pytest.raises(PlanError, match=r"cannot be written as .*; legal: null") as refused:
+        interop.write(unequal, format)
+    assert [p.field for p in refused.value.problems] == ["strategy.pipeline.replicas"]
 
 
 def test_what_is_written_is_named_even_where_it_decides_nothing() -> None:

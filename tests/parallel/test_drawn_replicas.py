@@ -60,7 +60,7 @@ def unequal_replicas(draw: random.Random, ranks: int) -> list[int]:
 def drawn_schedule(draw: random.Random, stages: int) -> dict[str, Any]:
     """A schedule of one chunk, and where it takes a bound on microbatches in flight one or none."""
     name = draw.choice(("gpipe", "1f1b", "eager-1f1b", "zb-h1"))
-    each = [draw.randint(1, 5) for _ in range(stages)]
+    each = sorted((draw.randint(1, 5) for _ in range(stages)), reverse=True)
     bounds: list[Any] = [None, draw.randint(1, 4), each] if name in bounded_names() else [None]
     return {"strategy.pipeline.schedule": name, "strategy.pipeline.in_flight": draw.choice(bounds)}
 

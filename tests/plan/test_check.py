@@ -366,6 +366,7 @@ def test_every_field_says_what_it_is_in_one_line() -> None:
 def test_a_field_that_nothing_runs_says_so() -> None:
     told = dict(fields(Plan))
     assert "strategy.data.overlap" in {name for name, _, _ in ENGINE_LIMITS}
+    assert "estimated only" in str(told["strategy.pipeline.partition"].description)
     for name, _, can in ENGINE_LIMITS:
         assert "estimated only" in str(told[name].description), f"{name}: only {can} can run"
     for name, _, can in RUN_LIMITS:

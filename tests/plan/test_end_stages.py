@@ -56,4 +56,8 @@ def test_no_other_stage_is_empty(partition: list[int]) -> None:
 def test_the_engine_says_that_it_builds_none() -> None:
     problems = unsupported(planned([0, 4, 4, 4], size=4), "run")
     assert "strategy.pipeline.partition" in {problem.field for problem in problems}
-    assert not unsupported(planned([3, 3, 3, 3], size=4), "estimate")
+    said = [str(problem) for problem in problems if problem.field == "strategy.pipeline.partition"]
+    assert said[0].endswith(
+        "gives stage 0 no layer, which this version cannot run; legal: a layer or more on each"
+    )
+    assert not unsupported(planned([0, 4, 4, 4], size=4), "estimate")

@@ -217,7 +217,7 @@ def test_one_of_several_models_is_named(file: Path) -> None:
         ({"strategy.pipeline.chunks": 2}, "strategy.pipeline.chunks: is 2"),
         (
             {"strategy.pipeline.schedule": "zb-h1"},
-            "strategy.pipeline.schedule: is zb-h1, .* legal: gpipe or 1f1b or eager-1f1b",
+            "pipeline.schedule: is zb-h1, which is not modelled .*: gpipe, 1f1b or eager-1f1b",
         ),
         (
             {"strategy.pipeline.partition": [0, 4]},
@@ -233,6 +233,8 @@ def test_one_of_several_models_is_named(file: Path) -> None:
         ),
         ({"training.dropout": 0.1}, "training.dropout: is 0.1"),
         ({"training.micro_batch": 5}, "training.global_batch: is 24"),
+        ({"strategy.data.reduce": "microbatch"}, "data.reduce: is microbatch, .*legal: step"),
+        ({"strategy.data.bucket_mib": 50.0}, r"data.bucket_mib: is 50.0, .*legal: 25.0"),
         ({"strategy.preset": "megatron-3d"}, "strategy.tensor.size: is 'third', which follows"),
         ({"training.sequence_length": 9}, r"training.sequence_length: is 9, .* legal: 8"),
         ({"strategy.precision": "fp16"}, r"strategy.precision: is fp16, .* legal: fp32"),
@@ -246,6 +248,13 @@ def test_what_was_not_measured_is_refused(
     plan = written(tmp_path / "layers.csv", 2, {"size": 2})
     with pytest.raises(PlanError, match=said):
         plan.replace(**changes).resolve()
+
+
+def test_chunks_are_refused_once(file: Path) -> None:
+    changes = {"strategy.pipeline.chunks": 2, "strategy.pipeline.replicas": [1, 1]}
+    with pytest.raises(PlanError) as refused:
+        written(file, 2, {"size": 2}).replace(**changes).resolve()
+    assert [p.field for p in refused.value.problems] == ["strategy.pipeline.chunks"]
 
 
 def test_stages_are_balanced_by_measured_times(tmp_path: Path) -> None:

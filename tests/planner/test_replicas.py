@@ -181,6 +181,10 @@ def test_words_about_a_stage_are_of_its_busiest_replica() -> None:
             "training.global_batch",
         ),
         (None, IN_TURN, "strategy.pipeline.distribution"),
+        ([12, 4], {"strategy__data__shard": 2}, "strategy.data.shard"),
+        ([12, 4], {"strategy__pipeline__chunks": 2}, "strategy.pipeline.chunks"),
+        ([12, 4], {"strategy__tensor__size": 3}, "cluster.gpus"),
+        ([], {}, "strategy.pipeline.replicas"),
         ([12, 4], {"strategy__tensor__size": 2}, "strategy.pipeline.replicas"),
     ],
 )
@@ -190,6 +194,18 @@ def test_what_cannot_be_is_refused_by_name(
     with pytest.raises(PlanError) as error:
         dapple(replicas, **changes).resolve()
     assert [problem.field for problem in error.value.problems] == [field]
+
+
+@pytest.mark.parametrize(
+    "tensor, said",
+    [
+        (8, r"legal: 2 numbers that add up to 2 = 16 GPUs"),
+        (16, r"legal: at most 1 stage of a rank each, 16 GPUs / \(tensor 16 x context 1\)"),
+    ],
+)
+def test_legal_replicas_are_possible_ones(tensor: int, said: str) -> None:
+    with pytest.raises(PlanError, match=said):
+        dapple([12, 4], strategy__tensor__size=tensor).resolve()
 
 
 def test_a_drawn_schedule_has_no_turns(tmp_path: Path) -> None:

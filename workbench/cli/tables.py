@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from workbench.cli.terminal import Grid, as_text
 from workbench.lab.palette import key_label
 from workbench.profile import ALLOCATED, MEANINGS
-from workbench.units import bytes_text, count_text, digits, interval_text, seconds_text
+from workbench.units import bytes_text, count_text, counted, digits, interval_text, seconds_text
 from workbench.untrusted_text import visible
 
 if TYPE_CHECKING:
@@ -110,21 +110,17 @@ def plan_table(full: ResolvedPlan) -> Grid:
     """A resolved plan, by what decides its cost."""
     built = table(full.name, ("field", "value"))
     s, t, c = full.strategy, full.training, full.cluster
-    words = "in turn" if s.pipeline.is_round_robin else "sharing microbatches"
     rows = {
         "model": _model_text(full),
         "cluster": f"{c.nodes} node(s) x {c.gpus_per_node} {full.gpu.name}, fabric "
         f"{full.fabric.name}",
-        "axes": " x ".join(f"{axis} {size}" for axis, size in full.sizes.items()),
+        "axes": _axes_text(full),
         "ZeRO": f"{s.data.zero}, offload {s.data.offload}",
-        "pipeline": f"{s.pipeline.schedule}, layers per stage {s.pipeline.partition}"
-        + (f", replicas of each {s.pipeline.replicas}, {words}" if s.pipeline.replicas else "")
-        if s.pipeline.size > 1
-        else "–",
+        "pipeline": _pipeline_text(full),
         "precision": f"{s.precision}, gradients {s.gradient_dtype}, recompute {s.recompute}, "
         f"attention {s.attention}, kernels {s.kernels}",
         "batch": f"{t.global_batch} x {t.sequence_length} tokens, micro-batch {t.micro_batch}, "
-        f"{full.num_microbatches} microbatches per step",
+        f"{counted(full.num_microbatches, 'microbatch')} per step",
         "training": f"{t.steps} steps of {t.optimizer.name}, learning rate "
         f"{t.optimizer.learning_rate:g}",
     }
@@ -135,14 +131,44 @@ def plan_table(full: ResolvedPlan) -> Grid:
     return built
 
 
+def _axes_text(full: ResolvedPlan) -> str:
+    """The sizes whose product is the GPUs; of stages with replicas of their own, these add up."""
+    sizes = full.sizes
+    if replicas := full.strategy.pipeline.replicas:
+        own = " + ".join(map(str, replicas))
+        total = f" = {sum(replicas)}" if len(replicas) > 1 else ""
+        return f"tensor {sizes['tensor']} x context {sizes['context']} x replicas {own}{total}"
+    return " x ".join(f"{axis} {size}" for axis, size in sizes.items())
+
+
+def _pipeline_text(full: ResolvedPlan) -> str:
+    p = full.strategy.pipeline
+    if p.size == 1:
+        return "–"
+    words = [p.schedule, f"layers per stage {p.partition}"]
+    if p.replicas:
+        how = (
+            "that take whole microbatches in turn (round_robin)"
+            if p.is_round_robin
+            else "that share each microbatch (split)"
+        )
+        words.append(f"replicas of each {p.replicas}, {how}")
+    if p.in_flight:
+        words.append(f"at most {p.in_flight} microbatches in flight on each")
+    return ", ".join(words)
+
+
 def _model_text(full: ResolvedPlan) -> str:
     if full.code:
         return f"{full.model_name} (code), vocabulary {full.vocab}"
     if full.profiled:
         profile = full.layer_profile
-        batch = f"{len(profile.layers)} layers, measured with {profile.profile_batch} sequences"
-        return f"{full.model_name} (layer profile {full.profiled.layer_profile}), {batch}"
-    return f"{full.model_name}, {full.shape.layers} layers, hidden {full.shape.hidden}"
+        layers, batch = len(profile.layers), counted(profile.profile_batch, "sequence")
+        return (
+            f"{full.model_name} (layer profile {full.profiled.layer_profile}), "
+            f"{counted(layers, 'layer')}, measured with {batch}"
+        )
+    return f"{full.model_name}, {counted(full.shape.layers, 'layer')}, hidden {full.shape.hidden}"
 
 
 def estimate_table(full: ResolvedPlan, found: Profile) -> list[Grid | None]:

@@ -86,7 +86,9 @@ Seed = Annotated[NonNegativeInt, SEED]
 COUNT = Most(10**6, "more than any machine or benchmark has of it")
 ELEMENTS = Most(2**40, "a tensor beyond it fits no memory that is measured")
 Count = Annotated[PositiveInt, COUNT]
-InFlight = Annotated[PositiveInt, Most(10**4, "more than any model has layers")]
+InFlight = Annotated[
+    PositiveInt, Most(10**4, "more than any published run has stages, or units to gather")
+]
 Elements = Annotated[PositiveInt, ELEMENTS]
 """Rows, columns or bytes of what a calibration measured."""
 

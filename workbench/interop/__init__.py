@@ -126,4 +126,9 @@ def write(plan: Plan, format: Format) -> Translation:
     """
     if format not in FORMATS:
         raise refuse("format", f"is '{format}'; legal: {', '.join(FORMATS)}")
+    if replicas := plan.strategy.pipeline.replicas:
+        raise refuse(
+            "strategy.pipeline.replicas",
+            f"is {replicas}, which cannot be written as {TITLES[format]}; legal: null",
+        )
     return _WRITERS[format](plan)

@@ -17,6 +17,7 @@ from workbench.errors import refuse
 from workbench.plan.catalog import catalog, huggingface_config
 from workbench.plan.plan_diff import diff
 from workbench.plan.schema import Plan
+from workbench.units import counted
 from workbench.untrusted_text import shown
 
 if TYPE_CHECKING:
@@ -147,7 +148,7 @@ def _order_lines(found: dict[str, Any]) -> Iterator[str]:
         how = f"by symmetry, {traced} of {world} ranks traced"
     yield (
         f"order of calls (rehearsed): {found['calls']} collectives and P2P calls of "
-        f"{found['microbatches']} microbatches, {how}"
+        f"{counted(found['microbatches'], 'microbatch')}, {how}"
     )
     sure = "no rank can hang"
     if traced < world:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 
 from workbench.errors import Problem
 from workbench.plan import custom_schedule
 from workbench.plan.model.head_split import padded_heads_per_rank
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.rules import legal_sizes
-from workbench.plan.schema import AXES, Plan
+from workbench.plan.schema import AXES, Pipeline, Plan
 from workbench.schedules.generators import SCHEDULES, bounded_names
 from workbench.schedules.round_robin import takers
+from workbench.units import counted
 
 
 def _world(plan: ResolvedPlan) -> Iterator[Problem]:
@@ -111,14 +113,14 @@ def _pipeline(plan: ResolvedPlan) -> Iterator[Problem]:
         yield Problem(
             "strategy.pipeline.size",
             f"{pipeline.size} x chunks {pipeline.chunks} = {stages} stages, but "
-            f"{plan.model_name} has {layers} layers; "
+            f"{plan.model_name} has {counted(layers, 'layer')}; "
             f"legal sizes: 1 to {layers // pipeline.chunks}",
         )
     elif not isinstance(pipeline.partition, list):  # "uniform" stays where it has no answer
         even = [p for p in range(1, layers + 1) if layers % (p * pipeline.chunks) == 0]
         yield Problem(
             "strategy.pipeline.partition",
-            f"uniform, but {stages} stages do not divide {layers} layers; "
+            f"uniform, but {stages} stages do not divide {counted(layers, 'layer')}; "
             f"legal: balanced, a list, or pipeline.size {legal_sizes.near(pipeline.size, even)}",
         )
     else:
@@ -129,8 +131,8 @@ def _partition(counts: list[int], stages: int, layers: int) -> Iterator[Problem]
     if len(counts) != stages or sum(counts) != layers:
         yield Problem(
             "strategy.pipeline.partition",
-            f"{counts} gives {len(counts)} stages and {sum(counts)} layers; "
-            f"legal: {stages} numbers that add up to {layers}, or balanced",
+            f"{counts} gives {counted(len(counts), 'stage')} and "
+            f"{counted(sum(counts), 'layer')}; legal: {_adding_up_to(layers, stages)}, or balanced",
         )
     elif 0 in counts[1:-1]:
         yield Problem(
@@ -138,6 +140,11 @@ def _partition(counts: list[int], stages: int, layers: int) -> Iterator[Problem]
             f"gives stage {counts.index(0, 1)} of {stages} no layer; legal: a layer or more, but "
             "for the first stage, which has the embedding, and the last, which has the head",
         )
+
+
+def _adding_up_to(total: int, numbers: int) -> str:
+    """One number is `total` itself."""
+    return f"{numbers} numbers that add up to {total}" if numbers > 1 else f"[{total}]"
 
 
 def _schedule(plan: ResolvedPlan) -> Iterator[Problem]:
@@ -160,7 +167,7 @@ def _schedule(plan: ResolvedPlan) -> Iterator[Problem]:
         )
     if schedule.takes_microbatches(p, microbatches):
         return
-    made = f"{plan.training.global_batch} makes {microbatches} microbatches"
+    made = f"{plan.training.global_batch} makes {counted(microbatches, 'microbatch')}"
     if schedule.needs_multiple_of_ranks:
         needs = f", which schedule {name} needs in multiples of pipeline.size = {p}; legal: "
         legal = _batches(plan, _multiples(microbatches, p))
@@ -182,12 +189,14 @@ def _in_flight(plan: ResolvedPlan) -> Iterator[Problem]:
             f"is {p.in_flight}, but schedule {p.schedule} keeps what its order asks for; legal: "
             f"null, or schedule {' or '.join(bounded_names())}",
         )
-    elif isinstance(p.in_flight, list) and len(p.in_flight) != p.size:
+    elif p.size == 1:
         yield Problem(
             field,
-            f"{p.in_flight} gives {len(p.in_flight)} stages; legal: {p.size} numbers, or one for "
-            "all stages",
+            f"is {p.in_flight}, but pipeline.size is 1, and one stage runs each microbatch back "
+            "before the next; legal: null, or pipeline.size 2 or more",
         )
+    elif isinstance(p.in_flight, list):
+        yield from _in_flight_by_stage(p, p.in_flight)
     if plan.strategy.stack != "workbench":
         yield Problem(
             field,
@@ -196,21 +205,36 @@ def _in_flight(plan: ResolvedPlan) -> Iterator[Problem]:
         )
 
 
+def _in_flight_by_stage(p: Pipeline, held: list[int]) -> Iterator[Problem]:
+    """A stage gets its microbatches from the one before, which keeps them until they come back."""
+    field = "strategy.pipeline.in_flight"
+    if len(held) != p.size:
+        yield Problem(
+            field,
+            f"{held} gives {counted(len(held), 'stage')}; legal: {p.size} numbers, or one for all "
+            "stages",
+        )
+        return
+    replicas = (p.replicas if p.is_round_robin else None) or [1] * p.size
+    sums = [most * count for most, count in zip(held, replicas)]
+    for stage, (before, after) in enumerate(pairwise(sums), 1):
+        if after > before:
+            own = " on all its replicas" if p.is_round_robin else ""
+            yield Problem(
+                field,
+                f"{held} lets stage {stage} keep {after}{own}, but stage {stage - 1} keeps "
+                f"{before}; legal: not above that of the stage before",
+            )
+
+
 def _replicas(plan: ResolvedPlan) -> Iterator[Problem]:
     """Stages with replicas of their own (DAPPLE): whole stages of one chunk, ZeRO-1 at most within
     each.
     """
-    s, ranks, sizes = plan.strategy, plan.strategy.pipeline.replicas, plan.sizes
+    s, ranks = plan.strategy, plan.strategy.pipeline.replicas
     if ranks is None:
         return
-    left = plan.world_size // (sizes["tensor"] * sizes["context"])
-    if len(ranks) != s.pipeline.size or sum(ranks) != left:
-        yield Problem(
-            "strategy.pipeline.replicas",
-            f"{ranks} gives {len(ranks)} stages and {sum(ranks)} ranks; legal: "
-            f"{s.pipeline.size} numbers that add up to {left} = {plan.world_size} GPUs / (tensor "
-            f"{sizes['tensor']} x context {sizes['context']})",
-        )
+    yield from _ranks_of_stages(plan, ranks)
     if s.pipeline.distribution == "split" and plan.training.micro_batch < max(ranks):
         stage = ranks.index(max(ranks))
         yield Problem(
@@ -220,7 +244,7 @@ def _replicas(plan: ResolvedPlan) -> Iterator[Problem]:
             "pipeline.distribution: round_robin",
         )
     needs: tuple[tuple[str, object, tuple[object, ...]], ...] = (
-        ("pipeline.chunks", s.pipeline.chunks, (1,)),
+        ("pipeline.chunks", _chunks_of(s.pipeline), (1,)),
         ("tensor.algorithm", s.tensor.algorithm, ("1d",)),
         ("data.zero", s.data.zero, (0, 1)),
         ("data.shard", s.data.shard, ("all",)),
@@ -240,6 +264,30 @@ def _replicas(plan: ResolvedPlan) -> Iterator[Problem]:
             f"ends with {s.placement[-1]}, but each stage has replicas of its own, {ranks}; legal: "
             "pipeline last, or no pipeline.replicas",
         )
+
+
+def _ranks_of_stages(plan: ResolvedPlan, ranks: list[int]) -> Iterator[Problem]:
+    """As many numbers as stages, and all GPUs. Where tensor x context does not divide the GPUs,
+    no numbers do, and `_world` says so.
+    """
+    stages, sizes, gpus = plan.strategy.pipeline.size, plan.sizes, plan.world_size
+    left, rest = divmod(gpus, sizes["tensor"] * sizes["context"])
+    if rest or (len(ranks) == stages and sum(ranks) == left):
+        return
+    legal = f"{_adding_up_to(left, stages)} = "
+    if left < stages:
+        legal = f"at most {counted(left, 'stage')} of a rank each, "
+    yield Problem(
+        "strategy.pipeline.replicas",
+        f"{ranks} gives {counted(len(ranks), 'stage')} and {counted(sum(ranks), 'rank')}; legal: "
+        f"{legal}{counted(gpus, 'GPU')} / (tensor {sizes['tensor']} x context {sizes['context']})",
+    )
+
+
+def _chunks_of(pipeline: Pipeline) -> int:
+    """Chunks a rank, as far as the schedule takes them: `_schedule` names the others."""
+    schedule = SCHEDULES.get(pipeline.schedule)
+    return 1 if schedule and schedule.max_chunks == 1 else pipeline.chunks
 
 
 def _distribution(plan: ResolvedPlan) -> Iterator[Problem]:
@@ -265,9 +313,9 @@ def _distribution(plan: ResolvedPlan) -> Iterator[Problem]:
     if plan.num_microbatches < (most := max(p.replicas)):
         yield Problem(
             "training.global_batch",
-            f"{plan.training.global_batch} makes {plan.num_microbatches} microbatches, but the "
-            f"{most} replicas of stage {p.replicas.index(most)} take one each in turn; legal: at "
-            f"least {_batches(plan, [most])}, or pipeline.distribution: split",
+            f"{plan.training.global_batch} makes {counted(plan.num_microbatches, 'microbatch')}, "
+            f"but the {most} replicas of stage {p.replicas.index(most)} take one each in turn; "
+            f"legal: at least {_batches(plan, [most])}, or pipeline.distribution: split",
         )
 
 
@@ -277,9 +325,10 @@ def _batches(plan: ResolvedPlan, microbatches: list[int]) -> str:
 
 def _data(plan: ResolvedPlan) -> Iterator[Problem]:
     data, replicas = plan.strategy.data, plan.sizes["data"] * plan.sizes["context"]
+    one_size = not plan.strategy.pipeline.replicas  # else `_replicas` says what is legal
     needs = (
-        ("shard", data.shard != "all", 1),
-        ("offload", data.offload != "none", 3 if data.offload == "parameters" else 1),
+        ("shard", one_size and data.shard != "all", 1),
+        ("offload", one_size and data.offload != "none", 3 if data.offload == "parameters" else 1),
         ("keep_gathered", data.keep_gathered, 3),
         ("in_flight", data.in_flight != 2, 2),
     )
@@ -296,7 +345,7 @@ def _data(plan: ResolvedPlan) -> Iterator[Problem]:
             f"is {data.in_flight}, but how many {plan.strategy.stack} keeps is "
             "its own; legal: 2, or strategy.stack: workbench",
         )
-    if isinstance(data.shard, int) and replicas % data.shard:
+    if one_size and isinstance(data.shard, int) and replicas % data.shard:
         yield Problem(
             "strategy.data.shard",
             f"is {data.shard}, which does not divide data x context = {replicas}; "

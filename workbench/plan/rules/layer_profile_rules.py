@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 from workbench.errors import Problem
 from workbench.plan.resolved_plan import ResolvedPlan
-from workbench.plan.schema import Plan
+from workbench.plan.schema import Data, Plan
 
 SCHEDULES = ("gpipe", "1f1b", "eager-1f1b")
 """Schedules whose stages run each microbatch's backward at once, as it was measured."""
@@ -19,10 +19,14 @@ def not_runnable(plan: ResolvedPlan, verb: str) -> Problem:
     return Problem("model", what + "search it, or the model that it was measured of")
 
 
+Needs = tuple[tuple[str, object, tuple[object, ...]], ...]
+"""(field, its value, what is legal)."""
+
+
 def _one_device(plan: Plan) -> Iterator[Problem]:
     """What would change the layers' own times or sizes, which are those that were measured."""
     s, training = plan.strategy, plan.training
-    needs: tuple[tuple[str, object, tuple[object, ...]], ...] = (
+    needs: Needs = (
         ("strategy.tensor.size", s.tensor.ranks, (1,)),
         ("strategy.tensor.algorithm", s.tensor.algorithm, ("1d",)),
         ("strategy.tensor.sequence", s.tensor.sequence, (False,)),
@@ -30,9 +34,6 @@ def _one_device(plan: Plan) -> Iterator[Problem]:
         ("strategy.expert.size", s.expert.size, (1,)),
         ("strategy.expert.tensor", s.expert.tensor, (None,)),
         ("strategy.operators", s.operators, ({},)),
-        ("strategy.pipeline.chunks", s.pipeline.chunks, (1,)),
-        ("strategy.pipeline.distribution", s.pipeline.distribution, ("split",)),
-        ("strategy.pipeline.schedule", s.pipeline.schedule, SCHEDULES),
         ("strategy.data.zero", s.data.zero, (0,)),
         ("strategy.recompute", s.recompute or "none", ("none",)),
         ("strategy.attention", s.attention, ("auto",)),
@@ -40,16 +41,29 @@ def _one_device(plan: Plan) -> Iterator[Problem]:
         ("strategy.stack", s.stack, ("workbench",)),
         ("training.dropout", training.dropout, (0.0,)),
         ("training.lora", "set" if training.lora else None, (None,)),
+    )
+    return _refused(needs, ", and a layer profile has the times and sizes that were measured")
+
+
+def _not_modelled(plan: Plan) -> Iterator[Problem]:
+    """What lies between layers, and an estimate on a layer profile has no formula for."""
+    data, pipeline = plan.strategy.data, plan.strategy.pipeline
+    needs: Needs = (
+        ("strategy.pipeline.schedule", pipeline.schedule, SCHEDULES),
+        ("strategy.pipeline.distribution", pipeline.distribution, ("split",)),
+        ("strategy.data.reduce", data.reduce, ("step",)),
+        ("strategy.data.bucket_mib", data.bucket_mib, (Data().bucket_mib,)),
         ("cluster.calibration", plan.cluster.calibration, (None,)),
     )
+    return _refused(needs, ", which is not modelled for a layer profile")
+
+
+def _refused(needs: Needs, why: str) -> Iterator[Problem]:
     for field, value, legal in needs:
         if value not in legal:
-            names = " or ".join("null" if one is None else str(one) for one in legal)
-            yield Problem(
-                field,
-                f"is {value}, and a layer profile has the times and sizes that were measured; "
-                f"legal: {names}",
-            )
+            *others, last = ("null" if one is None else str(one) for one in legal)
+            names = f"{', '.join(others)} or {last}" if others else last
+            yield Problem(field, f"is {value}{why}; legal: {names}")
 
 
 def _as_measured(plan: ResolvedPlan) -> Iterator[Problem]:
@@ -77,6 +91,7 @@ def _stages(plan: ResolvedPlan) -> Iterator[Problem]:
 
 RULES: tuple[Callable[[ResolvedPlan], Iterator[Problem]], ...] = (
     _one_device,
+    _not_modelled,
     _as_measured,
     _stages,
 )

@@ -37,10 +37,13 @@ def _named_schedule(plan: Plan) -> str:
     return "1f1b" if plan.strategy.pipeline.schedule.endswith(".csv") else _schedule(plan)
 
 
-def _stage_without_layers(plan: ResolvedPlan) -> list[int] | None:
-    """The partition, where the embedding or the head has a stage of its own."""
-    partition = plan.strategy.pipeline.partition
-    return partition if isinstance(partition, list) and 0 in partition else None
+def _stage_without_layers(plan: ResolvedPlan, verb: Verb) -> list[Problem]:
+    """The engine builds no stage of the embedding or the head alone."""
+    counts = plan.strategy.pipeline.partition
+    if not isinstance(counts, list) or 0 not in counts:
+        return []
+    what = f"{counts} gives stage {counts.index(0)} no layer, which this version cannot {verb}; "
+    return [Problem("strategy.pipeline.partition", f"{what}legal: a layer or more on each")]
 
 
 def _split_of_an_expert(plan: Plan) -> int | None:
@@ -85,7 +88,6 @@ def _kernels_of_code(plan: Plan) -> list[Problem]:
 ENGINE_LIMITS: tuple[tuple[str, Callable[[ResolvedPlan], Any], tuple[Any, ...]], ...] = (
     ("strategy.data.overlap", lambda p: p.strategy.data.overlap, (True,)),
     ("strategy.stack", lambda p: p.strategy.stack, ("workbench",)),
-    ("strategy.pipeline.partition", _stage_without_layers, (None,)),
     ("training.optimizer.moments", lambda p: p.training.optimizer.moments, ("fp32", "bf16")),
     ("training.dropout", _split_dropout, (0.0,)),
     ("training.lora", lambda p: "set" if p.training.lora else None, (None,)),
@@ -173,7 +175,7 @@ def _lacking(plan: ResolvedPlan, verb: Verb) -> list[Problem]:
     unfit: list[Problem] = []
     if verb != "estimate":
         unfit = [*operator_rules.problems(plan), *_experts_on_grid(plan), *_kernels_of_code(plan)]
-        unfit += float8_rules.problems(plan)
+        unfit += [*float8_rules.problems(plan), *_stage_without_layers(plan, verb)]
     return unfit + [
         Problem(field, f"is {value!r}; this version can {verb} {_legal(can)}")
         for field, read, can in table

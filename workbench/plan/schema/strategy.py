@@ -94,7 +94,7 @@ class Pipeline(Frozen):
         description="Most microbatches whose activations a stage keeps, of all or of each; null: "
         "the schedule's.",
     )
-    replicas: list[Ranks] | None = Field(
+    replicas: Annotated[list[Ranks], Field(min_length=1)] | None = Field(
         None,
         description="Replicas of each stage, which share its work (DAPPLE); in all gpus / "
         "(tensor x context).",

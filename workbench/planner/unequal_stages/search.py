@@ -32,6 +32,7 @@ from workbench.planner.unequal_stages.prefix_search.prefixes import (
 from workbench.planner.unequal_stages.prefix_search.transitions import Occupancies
 from workbench.planner.unequal_stages.stage_times import Batch, Stage
 from workbench.planner.unequal_stages.topology import Topology
+from workbench.units import counted
 
 SIMULATED = 10
 """Plans that the simulator ranks."""
@@ -65,7 +66,7 @@ def search_stages(
         raise refuse(
             "strategy.pipeline.replicas",
             f"no stages on {topology.world_size} devices fit {topology.memory:g} bytes of memory "
-            f"with microbatches of {batch.sequences} sequences",
+            f"with microbatches of {counted(batch.sequences, 'sequence')}",
         )
     return sorted(plans[:SIMULATED], key=lambda plan: plan.simulated)
 
