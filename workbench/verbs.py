@@ -128,7 +128,7 @@ def search(
     plan: Plan | str | Path,
     objective: str = "time",
     *,
-    space: str = "default",
+    space: str | None = None,
     top: int = 10,
     where: Sequence[str] = (),
     deadline_days: float | None = None,
@@ -144,8 +144,9 @@ def search(
     Args:
         plan: A plan, or the path of a plan file.
         objective: What is least: time (of a step), cost, energy or gpus.
-        space: default, wide, or vast for kernels, tensor grids and buckets too; unequal for stages
-            that are cut and replicated each by itself (DAPPLE, 2007.01045).
+        space: default (of a layer profile unequal), wide, or vast for kernels, tensor grids and
+            buckets too; unequal for stages that are cut and replicated each by itself (DAPPLE,
+            2007.01045).
         top: Plans to return.
         where: Conditions such as `strategy.tensor.size<=8` or `peak_gib<60`.
         deadline_days: Keep plans that train `tokens` within so many days.

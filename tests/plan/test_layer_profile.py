@@ -76,9 +76,17 @@ def changed(column: int, value: str) -> list[str]:
         (7, "1e300", "row 4, activation_bytes: is '1e300'; legal: a number from 0 to 1e+18"),
         (8, "-0.5", "row 4, parameter_bytes: is '-0.5'"),
         (9, "b x", "row 4, inputs: 'x' is no node of this model"),
-        (3, "b", "row 4, node: 'b' stands twice"),
-        (1, "8", "profile_batch: is 4, 8; legal: one whole number from 1"),
-        (9, "d", "inputs: 'c' reads what reads it"),
+        (3, "b", "row 4, node: 'b' is that of row 3 too; legal: one for each row"),
+        (1, "8", "row 4, profile_batch: is '8', but '4' in row 2; legal: the same in every row"),
+        (1, "", "row 4, profile_batch: is missing; legal: a whole number from 1"),
+        (1, "0", "row 4, profile_batch: is '0'; legal: a whole number from 1"),
+        (2, "x", "row 4, index: is 'x'; legal: a whole number from 0"),
+        (5, "1_000", "row 4, forward_ms: is '1_000'; legal: a number from 0"),
+        (3, "c d", "row 4, node: is 'c d'; legal: a name without spaces"),
+        (4, "a\0b", "row 4, layer: is 'a\\x00b', which has characters that are not shown"),
+        (0, "", "row 4, model: is missing; legal: a name"),
+        (9, "b,9", "row 4: has 11 cells; legal: 10, one for each column"),
+        (9, "d", "row 4, inputs: node 'c' reads what reads it; legal: a graph without cycles"),
         (0, "other", "holds several models; name one of m, other"),
     ],
 )
@@ -87,7 +95,7 @@ def test_a_wrong_cell_is_refused_by_row_and_column(
 ) -> None:
     with pytest.raises(PlanError) as refused:
         read_layer_profile(write(*changed(column, value)))
-    assert said in str(refused.value)
+    assert said in str(refused.value) and "/layers.csv'" in str(refused.value)
 
 
 def test_all_wrong_cells_are_named(write: Write) -> None:
@@ -112,9 +120,9 @@ def test_what_was_measured_and_kept_is_written_again(write: Write, tmp_path: Pat
     ("cells", "said"),
     [
         ("-1,128,fp32,x", "row 4, kept_bytes: is '-1'"),
-        (",64,fp32,x", "sequence_length: is 64, 128; legal: one whole number from 1"),
-        (",128,bf16,x", "row 4, precision: is 'bf16', above 'fp32'"),
-        (",128,fp32,y", "row 4, source: is 'y', above 'x'"),
+        (",64,fp32,x", "row 4, sequence_length: is '64', but '128' in row 2; legal: the same"),
+        (",128,bf16,x", "row 4, precision: is 'bf16', but 'fp32' in row 2; legal: the same in"),
+        (",128,fp32,y", "row 4, source: is 'y', but 'x' in row 2"),
     ],
 )
 def test_wrong_further_cells_are_refused(write: Write, cells: str, said: str) -> None:
@@ -135,6 +143,8 @@ def test_files_without_layers_or_columns_are_refused(write: Write, tmp_path: Pat
         read_layer_profile(write())
     with pytest.raises(PlanError, match="lacks the columns index, node"):
         read_layer_profile(write("m,4", head="model,profile_batch\n"))
+    with pytest.raises(PlanError, match="has more than one column node; legal: one"):
+        read_layer_profile(write(*SKIP, head=HEAD.replace("layer", "node")))
     with pytest.raises(PlanError, match="cannot be read"):
         read_layer_profile(tmp_path / "none.csv")
     with pytest.raises(PlanError, match="does not hold 'x'; legal: m"):

@@ -118,6 +118,19 @@ def test_a_search_that_finds_nothing_says_why() -> None:
     assert "no plan meets 'peak_gib<2'; without it" in other.empty
     empty = search(job(), space="unequal", where=["strategy.context.size=2"])
     assert "no plan meets 'strategy.context.size=2' (searched: 1); without it" in empty.empty
+    deep = search(job(), space="unequal", where=["strategy.pipeline.size>99"])
+    assert "(searched: 1, 2, 3, 4, 5, 6, 7, 8); without it" in deep.empty
+
+
+def test_too_few_layers_and_sequences_are_no_lack_of_memory(tmp_path: Path) -> None:
+    plan = job(
+        str(profile_file(tmp_path, *[0.1] * 6)), "v100-sxm2-16gb", 7, training__global_batch=1
+    )
+    empty = search(plan).empty
+    assert "each of 7 replicas has a layer and a sequence, and 6 x 1" in empty
+    assert empty.endswith("legal: cluster.gpus up to 6, or training.global_batch from 2")
+    assert search(plan.replace(**{"training.global_batch": 2})).top
+    assert search(plan.replace(**{"cluster.gpus": 6})).top
 
 
 def test_fewer_gpus_are_tried_for_other_objectives() -> None:
@@ -194,12 +207,25 @@ def test_a_profile_whose_first_half_costs_twice_takes_two_gpus_for_it(tmp_path: 
     for one in result.top:
         check_estimate(one)
         assert (one.risk, one.mfu, one.interval) == (None, None, None)
-    assert result.to_json()["top"][0]["step_seconds_90"] is None
+    written = result.to_json()["top"][0]
+    assert written["step_seconds_90"] is None
+    assert written["simulated_seconds"] == written["seconds"]
 
 
-def test_a_layer_profile_has_no_wider_space(tmp_path: Path) -> None:
-    with pytest.raises(PlanError, match=r"--space: is 'wide'.*legal: unequal"):
-        search(job(str(profile_file(tmp_path, 0.1, 0.1)), gpus=2), space="wide")
+@pytest.mark.parametrize("space", ["default", "wide", "vast"])
+def test_a_layer_profile_has_no_other_space(tmp_path: Path, space: str) -> None:
+    with pytest.raises(PlanError, match=rf"--space: is '{space}'.*legal: unequal"):
+        search(job(str(profile_file(tmp_path, 0.1, 0.1)), gpus=2), space=space)
+
+
+def test_a_long_profile_is_cut_at_some_of_its_layers(tmp_path: Path) -> None:
+    plan = job(str(profile_file(tmp_path, *[0.1, 0.2] * 300)), gpus=4)
+    result = search(plan, top=3, where=["strategy.pipeline.size>1"])
+    assert any("of the 600 layers alone" in note for note in result.notes)
+    for one in result.top:
+        partition = one.plan.strategy.pipeline.partition
+        assert isinstance(partition, list) and sum(partition) == 600
+        check_estimate(one)
 
 
 def test_a_placement_that_no_plan_can_say_is_a_note(tmp_path: Path) -> None:
@@ -217,3 +243,27 @@ def test_a_placement_that_no_plan_can_say_is_a_note(tmp_path: Path) -> None:
     assert result.top[0].plan.strategy.pipeline.size == 2
     assert "faster than the best" in result.notes[1]
     assert result.notes[1].endswith("each node of stage after stage 1:1, 1:1")
+
+
+def test_no_pipeline_of_a_given_size_beats_the_front() -> None:
+    front = found().pareto
+    for size in (1, 2, 4, 8):
+        for one in found(f"strategy.pipeline.size={size}").pareto:
+            assert not [
+                other
+                for other in front
+                if one.expected_seconds < other.expected_seconds * 0.995
+                and one.peak_bytes < other.peak_bytes * 0.995
+            ]
+
+
+def test_a_framework_without_stages_of_their_own_gets_equal_ones() -> None:
+    plan = job("gpt2-xl", "t4", 6, strategy__stack="megatron", training__global_batch=48)
+    result = search(plan, space="unequal", where=["strategy.pipeline.size>1"])
+    assert len(result.top) > 2
+    for one in result.top:
+        pipeline = one.plan.strategy.pipeline
+        assert (pipeline.replicas, pipeline.in_flight) == (None, None)
+    own = {"size": 2, "replicas": [4, 2]}
+    with pytest.raises(PlanError, match=r"replicas: is \[4, 2\], but megatron .*legal: null"):
+        plan.replace(strategy={"stack": "megatron", "pipeline": own}).resolve()

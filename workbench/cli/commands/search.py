@@ -26,11 +26,11 @@ Wanted = Annotated[
 ]
 Top = Annotated[int, typer.Option("--top", help="How many to show.")]
 Size = Annotated[
-    str,
+    str | None,
     typer.Option(
         "--space",
-        help="default; wide: more schedules and sharding; vast: kernels, grids, buckets too; "
-        "unequal: stages cut and replicated each by itself.",
+        help="default, of a layer profile unequal; wide: more schedules and sharding; vast: "
+        "kernels, grids, buckets too; unequal: stages cut and replicated each by itself.",
     ),
 ]
 Where = Annotated[
@@ -56,7 +56,7 @@ def search(
     plan: Plan,
     objective: Wanted = "time",
     top: Top = 10,
-    space: Size = "default",
+    space: Size = None,
     where: Where = None,
     deadline: Deadline = None,
     tokens: Tokens = None,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -115,10 +115,10 @@ def _sums(figures: Iterable[float]) -> tuple[float, ...]:
     return (0.0, *accumulate(figures))
 
 
-def in_reading_order(layers: Sequence[Layer]) -> tuple[Layer, ...]:
+def in_reading_order(layers: Sequence[Layer], fields: Sequence[str]) -> tuple[Layer, ...]:
     """The given order, but for layers that read a later one: they wait for it.
 
-    Raises `PlanError` where layers read each other.
+    Raises `PlanError` where layers read each other, for one of them; `fields` are the layers' own.
     """
     place = {layer.node: i for i, layer in enumerate(layers)}
     waits = [len(set(layer.inputs)) for layer in layers]
@@ -134,8 +134,17 @@ def in_reading_order(layers: Sequence[Layer]) -> tuple[Layer, ...]:
             if not waits[reader]:
                 heapq.heappush(ready, reader)
     if len(order) < len(layers):
-        stuck = next(layer.node for i, layer in enumerate(layers) if waits[i])
-        raise refuse(
-            "inputs", f"{shown(stuck)} reads what reads it; legal: a graph without circles"
-        )
+        at = _in_a_cycle(layers, place, waits)
+        said = f"node {shown(layers[at].node)} reads what reads it"
+        raise refuse(fields[at], f"{said}; legal: a graph without cycles")
     return tuple(layers[i] for i in order)
+
+
+def _in_a_cycle(layers: Sequence[Layer], place: Mapping[str, int], waits: Sequence[int]) -> int:
+    """A layer of a cycle, where some layers still wait: each of them reads another."""
+    seen: set[int] = set()
+    at = next(i for i, count in enumerate(waits) if count)
+    while at not in seen:
+        seen.add(at)
+        at = next(place[node] for node in layers[at].inputs if waits[place[node]])
+    return at

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 from workbench.errors import PlanError, Problem, refuse
 from workbench.fields.bounds import LAYERS
+from workbench.plan.model import layer_profile_cells as cells
 from workbench.plan.model.layer_profile import Layer, LayerProfile, in_reading_order
+from workbench.plan.model.layer_profile_cells import Row, Rows
 from workbench.plan.schema import NARROW
 from workbench.safe_io.files import read_some, replace_file, unread
 from workbench.untrusted_text import shown
@@ -36,9 +38,6 @@ FURTHER = ("kept_bytes", "sequence_length", "precision", "source")
 FIGURES = ("forward_ms", "backward_ms", "activation_bytes", "parameter_bytes")
 MOST_BYTES = 64 * 2**20
 """Of a file: a layer takes about a hundred bytes."""
-Row = Mapping[str, str | None]
-MOST = 1e18
-"""Of a figure, so that sums stay finite."""
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16", *NARROW)
 
 
@@ -63,112 +62,106 @@ def parse_layer_profile(text: str, model: str | None, path: str) -> LayerProfile
     """The layer profile in `text`, of the file `path`; raises as `read_layer_profile`."""
     table = csv.DictReader(io.StringIO(text.removeprefix("\ufeff"), newline=""))
     try:
-        rows = list(enumerate(table, start=2))
+        rows = [(table.line_num, row) for row in table]
     except csv.Error as error:
         raise refuse("model", f"'{path}' is no table with commas: {error}") from None
-    missing = [name for name in COLUMNS if name not in (table.fieldnames or ())]
+    columns = list(table.fieldnames or ())
+    missing = [name for name in COLUMNS if name not in columns]
     if missing:
         raise refuse("model", f"'{path}' lacks the columns {', '.join(missing)}")
-    return _profile(_of_model(rows, model, path))
+    if twice := sorted({name for name in columns if columns.count(name) > 1}):
+        raise refuse("model", f"'{path}' has more than one column {', '.join(twice)}; legal: one")
+    try:
+        _refuse_other_lengths(rows, len(columns))
+        return _profile(_of_model(rows, model, path))
+    except PlanError as error:
+        raise PlanError([_in_file(problem, path) for problem in error.problems]) from None
 
 
-def _of_model(
-    rows: Sequence[tuple[int, Row]], model: str | None, path: str
-) -> list[tuple[int, Row]]:
-    names = sorted({row["model"] or "" for _, row in rows})
+def _in_file(problem: Problem, path: str) -> Problem:
+    """The problem, its field with the file it is in."""
+    if problem.field == "model":
+        return problem
+    return Problem(f"'{path}', {problem.field}", problem.message)
+
+
+def _refuse_other_lengths(rows: Rows, columns: int) -> None:
+    """Refuse rows with more or fewer cells than the head, whose cells may be another column's."""
+    problems = []
+    for line, row in rows:
+        more = len(row.get(None) or ())  # type: ignore[call-overload]
+        less = sum(cell is None for cell in row.values())
+        if more or less:
+            count = columns + more - less
+            problems.append(
+                Problem(f"row {line}", f"has {count} cells; legal: {columns}, one for each column")
+            )
+    if problems:
+        raise PlanError(problems)
+
+
+def _of_model(rows: Rows, model: str | None, path: str) -> Rows:
     if not rows:
         raise refuse("model", f"'{path}' holds no layers")
-    if model is None and len(names) > 1:
-        raise refuse("model", f"'{path}' holds several models; name one of {', '.join(names)}")
-    if model is not None and model not in names:
-        raise refuse("model", f"'{path}' does not hold {shown(model)}; legal: {', '.join(names)}")
+    if unnamed := [line for line, row in rows if not row["model"]]:
+        raise PlanError(
+            [Problem(f"row {line}, model", "is missing; legal: a name") for line in unnamed]
+        )
+    known = sorted({row["model"] or "" for _, row in rows})
+    if model is None and len(known) > 1:
+        raise refuse("model", f"'{path}' holds several models; name one of {', '.join(known)}")
+    if model is not None and model not in known:
+        raise refuse("model", f"'{path}' does not hold {shown(model)}; legal: {', '.join(known)}")
     chosen = [(line, row) for line, row in rows if model in (None, row["model"])]
     if len(chosen) > LAYERS.most:
         raise refuse("model", f"'{path}' holds {len(chosen)} layers; at most {LAYERS.most}")
     return chosen
 
 
-def _profile(rows: list[tuple[int, Row]]) -> LayerProfile:
+def _profile(rows: Rows) -> LayerProfile:
     problems: list[Problem] = []
     layers = [_layer(line, row, problems) for line, row in rows]
-    problems += _unknown_inputs(rows, layers)
-    batch = _common(rows, "profile_batch", problems)
-    length = _common(rows, "sequence_length", problems) if _known(rows, "sequence_length") else None
-    words = {column: rows[0][1].get(column) or "" for column in ("precision", "source")}
-    for column, word in words.items():
-        problems += [
-            Problem(f"row {line}, {column}", f"is {shown(row.get(column))}, above {shown(word)}")
-            for line, row in rows
-            if (row.get(column) or "") != word
-        ]
-    if words["precision"] not in ("", *PRECISIONS):
+    problems += _wrong_nodes(rows, layers)
+    batch = cells.same_number(rows, "profile_batch", problems)
+    known = any(row.get("sequence_length") for _, row in rows)
+    length = cells.same_number(rows, "sequence_length", problems) if known else None
+    precision = cells.same_word(rows, "precision", problems)
+    source = cells.same_word(rows, "source", problems)
+    if precision not in ("", *PRECISIONS):
         legal = ", ".join(PRECISIONS)
-        problems.append(Problem("precision", f"is {shown(words['precision'])}; legal: {legal}"))
+        where = f"row {rows[0][0]}, precision"
+        problems.append(Problem(where, f"is {shown(precision)}; legal: {legal}"))
     if not problems and not any(layer.forward_s + layer.backward_s for layer in layers):
         problems.append(Problem("forward_ms", "is 0 on every row; legal: above 0 on one"))
     if problems:
         raise PlanError(problems)
-    name, precision = rows[0][1]["model"] or "", words["precision"] or None
-    return LayerProfile(name, batch, in_reading_order(layers), length, precision, words["source"])
-
-
-def _known(rows: list[tuple[int, Row]], column: str) -> bool:
-    return any(row.get(column) for _, row in rows)
-
-
-def _common(rows: list[tuple[int, Row]], column: str, problems: list[Problem]) -> int:
-    """The whole number that a column has on every row; 1 with a problem where it has none."""
-    before = len(problems)
-    values = {_figure(line, row, column, problems) for line, row in rows}
-    value = max(values)
-    if len(problems) > before or (len(values) == 1 and value >= 1 and value == int(value)):
-        return max(1, int(value))
-    known = ", ".join(f"{one:g}" for one in sorted(values))
-    problems.append(Problem(column, f"is {known}; legal: one whole number from 1 on every row"))
-    return 1
+    order = in_reading_order(layers, [f"row {line}, inputs" for line, _ in rows])
+    return LayerProfile(rows[0][1]["model"] or "", batch, order, length, precision or None, source)
 
 
 def _layer(line: int, row: Row, problems: list[Problem]) -> Layer:
+    cells.whole_number(line, row, "index", 0, problems)
     forward, backward, activation, parameter = (
-        _figure(line, row, column, problems) for column in FIGURES
+        cells.figure(line, row, column, problems) for column in FIGURES
     )
-    kept = _figure(line, row, "kept_bytes", problems) if row.get("kept_bytes") else None
-    if not row["node"]:
-        problems.append(Problem(f"row {line}, node", "is missing; legal: a name"))
+    kept = cells.figure(line, row, "kept_bytes", problems) if row.get("kept_bytes") else None
+    node, name = cells.names(line, row, problems)
     inputs = tuple((row["inputs"] or "").split())
-    node, name = row["node"] or "", row["layer"] or ""
     return Layer(node, name, forward / 1e3, backward / 1e3, activation, parameter, inputs, kept)
 
 
-def _figure(line: int, row: Row, column: str, problems: list[Problem]) -> float:
-    """The number in a cell; 0 with a problem where it is none, so that all are found at once."""
-    where, text = f"row {line}, {column}", (row.get(column) or "").strip()
-    try:
-        value = float(text)
-    except ValueError:
-        said = f"is {shown(text)}" if text else "is missing"
-        problems.append(Problem(where, f"{said}; legal: a number from 0"))
-        return 0.0
-    if not 0 <= value <= MOST:
-        problems.append(Problem(where, f"is {shown(text)}; legal: a number from 0 to {MOST:g}"))
-        return 0.0
-    return value
-
-
-def _unknown_inputs(rows: list[tuple[int, Row]], layers: list[Layer]) -> list[Problem]:
-    known: set[str] = set()
-    problems = []
+def _wrong_nodes(rows: Rows, layers: list[Layer]) -> Iterator[Problem]:
+    """Nodes of several rows, and inputs that are no node."""
+    places: dict[str, int] = {}
     for (line, _), layer in zip(rows, layers):
-        if layer.node in known:
-            problems.append(Problem(f"row {line}, node", f"{shown(layer.node)} stands twice"))
-        known.add(layer.node)
+        if layer.node in places:
+            said = f"{shown(layer.node)} is that of row {places[layer.node]} too"
+            yield Problem(f"row {line}, node", f"{said}; legal: one for each row")
+        places.setdefault(layer.node, line)
     for (line, _), layer in zip(rows, layers):
         for node in layer.inputs:
-            if node not in known:
-                problems.append(
-                    Problem(f"row {line}, inputs", f"{shown(node)} is no node of this model")
-                )
-    return problems
+            if node not in places:
+                yield Problem(f"row {line}, inputs", f"{shown(node)} is no node of this model")
 
 
 def write_layer_profile(profile: LayerProfile, path: str | Path) -> None:

@@ -16,6 +16,8 @@ from workbench.plan.schema import ProfiledModel
 from workbench.safe_io.files import known_file, unread
 
 SUFFIX = ".csv"
+_parsed = lru_cache(maxsize=8)(parse_layer_profile)
+"""The same file is looked at for every plan of a search."""
 
 
 def profiled_model(model: object) -> ProfiledModel | None:
@@ -46,7 +48,7 @@ def pinned_profile(model: ProfiledModel) -> ProfiledModel:
     if model.sha256 not in (None, found):
         what = f"the plan was resolved with {model.sha256}, '{path}' is now {found}"
         raise refuse("model.sha256", f"{what}; remove the field to use what is there")
-    name = parse_layer_profile(text, model.name, path).model
+    name = _parsed(text, model.name, path).model
     return model.model_copy(update={"name": name, "sha256": found})
 
 

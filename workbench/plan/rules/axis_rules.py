@@ -178,6 +178,13 @@ def _schedule(plan: ResolvedPlan) -> Iterator[Problem]:
     yield Problem("training.global_batch", made + needs + legal)
 
 
+def has_own_stages(stack: str) -> bool:
+    """Whether stages under a framework may have replicas and microbatches in flight of their own:
+    none of those with a profile has them.
+    """
+    return stack == "workbench"
+
+
 def _in_flight(plan: ResolvedPlan) -> Iterator[Problem]:
     """Microbatches in flight can be bounded where a warm-up of forwards decides them."""
     p, field = plan.strategy.pipeline, "strategy.pipeline.in_flight"
@@ -197,7 +204,7 @@ def _in_flight(plan: ResolvedPlan) -> Iterator[Problem]:
         )
     elif isinstance(p.in_flight, list):
         yield from _in_flight_by_stage(p, p.in_flight)
-    if plan.strategy.stack != "workbench":
+    if not has_own_stages(plan.strategy.stack):
         yield Problem(
             field,
             f"is {p.in_flight}, but how many {plan.strategy.stack} keeps is its own; legal: null, "
@@ -234,6 +241,12 @@ def _replicas(plan: ResolvedPlan) -> Iterator[Problem]:
     s, ranks = plan.strategy, plan.strategy.pipeline.replicas
     if ranks is None:
         return
+    if not has_own_stages(s.stack):
+        yield Problem(
+            "strategy.pipeline.replicas",
+            f"is {ranks}, but {s.stack} replicates all stages alike; legal: null, or "
+            "strategy.stack: workbench",
+        )
     yield from _ranks_of_stages(plan, ranks)
     if s.pipeline.distribution == "split" and plan.training.micro_batch < max(ranks):
         stage = ranks.index(max(ranks))

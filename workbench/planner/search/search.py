@@ -40,7 +40,7 @@ def search(
     plan: Plan,
     objective: str = "time",
     *,
-    space: str = "default",
+    space: str | None = None,
     top: int = 10,
     where: Sequence[str] = (),
     deadline_days: float | None = None,
@@ -51,9 +51,10 @@ def search(
     """The best plans for the model, GPUs, batch and precision of `plan`; its strategy is what is
     searched for.
 
-    `space`: `default`; `wide`, with more schedules, placements and sharding; `vast`, with kernels
-    (as written in the others), grids of tensor ranks, sizes of buckets and gradient dtypes too;
-    `unequal`, with stages cut and replicated each by itself (DAPPLE, 2007.01045); `progress` then
+    `space`: `default`, but for a layer profile, whose only one is `unequal`; `wide`, with more
+    schedules, placements and sharding; `vast`, with kernels (as written in the others), grids of
+    tensor ranks, sizes of buckets and gradient dtypes too; `unequal`, with stages cut and
+    replicated each by itself (DAPPLE, 2007.01045); `progress` then
     gets words about what is being done. `objective`: `time` of a step on all GPUs; `cost`
     (GPU-hours a token), `energy`, `gpus` (fewest that fit) try fewer GPUs too. `where`:
     conditions such as `strategy.tensor.size<=8`. `deadline_days` keeps what trains `tokens` in
@@ -89,12 +90,12 @@ def search(
     )
 
 
-def _space_of_model(plan: Plan, space: str) -> str:
+def _space_of_model(plan: Plan, space: str | None) -> str:
     """The space; of a layer profile, whose stages alone are free, the unequal one."""
     profiled = profiled_model(plan.model)
     if profiled is None or space == "unequal":
-        return space
-    if space != "default":
+        return space or "default"
+    if space:
         raise refuse(
             "--space",
             f"is '{space}', and '{profiled.layer_profile}' is a layer profile, of which nothing "
@@ -163,13 +164,18 @@ def _gpu_counts(plan: Plan, objective: str) -> tuple[int, ...]:
 
 
 def _check_options(
-    objective: str, space: str, top: int, deadline: float | None, tokens: float | None, risk: float
+    objective: str,
+    space: str | None,
+    top: int,
+    deadline: float | None,
+    tokens: float | None,
+    risk: float,
 ) -> None:
     for option, value, known in (
         ("--objective", objective, OBJECTIVES),
         ("--space", space, SPACES),
     ):
-        if value not in known:
+        if value is not None and value not in known:
             raise refuse(option, f"is '{value}'; legal: {', '.join(known)}")
     if not 0 < risk < 1:
         raise refuse("--risk", f"is {risk:g}; legal: a probability above 0 and below 1, e.g. 0.05")

@@ -45,10 +45,13 @@ def data_parallel_seconds(
         return None
     per_byte = float(topology.all_reduce_per_byte([topology.devices] * topology.nodes))
     per_byte *= batch.gradient_factor
-    compute = sequences / profile.profile_batch * (profile.forward[-1] + profile.backward[-1])
+    at_once = min(at_once, sequences)
+    part = float(batch.passes_at_once(at_once, profile))
+    last = float(batch.passes_at_once(sequences % at_once, profile))
+    passes = sequences // at_once * part + last
+    compute = passes * (profile.forward[-1] + profile.backward[-1])
     if not overlap:
         return compute + per_byte * profile.parameters[-1]
-    part = min(at_once, sequences) / profile.profile_batch
     return compute + exposed_all_reduce(profile, part, per_byte)
 
 

@@ -67,6 +67,14 @@ class EstimatedLayers:
         return replace(self.batch, microbatches=microbatches, sequences=sequences)
 
 
+def seconds_at_once(base: ResolvedPlan, split: BlockSplit, sequences: int) -> float:
+    """Forward and backward of all blocks, by one replica that runs `sequences` at once; the other
+    arguments as of `estimated_layers`.
+    """
+    full, constants = with_calibration(base)
+    return float(sum(one.sum() for one in _passes(full, split, sequences, constants)))
+
+
 def estimated_layers(base: ResolvedPlan, split: BlockSplit, sequences: int) -> EstimatedLayers:
     """The layers of the model of `base` on one rank of a replica.
 
@@ -74,7 +82,7 @@ def estimated_layers(base: ResolvedPlan, split: BlockSplit, sequences: int) -> E
         base: A complete plan without parallelism but data parallelism: the model, the GPU and its
             calibration, precision, kernels, optimizer and sequence length.
         split: Of a block over the ranks of a replica.
-        sequences: That a replica runs at once; times of others are taken to be in proportion.
+        sequences: That a replica runs at once; `Batch.passes` says how long others take.
     """
     full, constants = with_calibration(base)
     w = _workload(full, split, sequences, (1,) * full.shape.layers)

@@ -131,16 +131,21 @@ def _complete(extension: Extension, each: int, most: int) -> list[tuple[Stage, .
 
 def _simple(profile: LayerProfile, topology: Topology) -> list[tuple[Stage, ...]]:
     """Data parallelism and pipelines of equally replicated stages, to measure others against."""
-    costs = tuple(layer.forward_s + layer.backward_s for layer in profile.layers)
     world = topology.world_size
     found: dict[tuple[Stage, ...], None] = {}
-    for count in range(1, min(len(costs), world) + 1):
+    for count in range(1, min(len(profile.layers), world) + 1):
         if world % count:
             continue
         for policy in range(len(POLICIES)):
             each = [world // count] * count
-            found[placed(_even_ends(costs, count), each, [policy] * count, topology)] = None
+            found[placed(even_ends(profile, count), each, [policy] * count, topology)] = None
     return list(found)
+
+
+def even_ends(profile: LayerProfile, stages: int) -> tuple[int, ...]:
+    """Layers before which stages end whose slowest is as quick as may be."""
+    costs = tuple(layer.forward_s + layer.backward_s for layer in profile.layers)
+    return _even_ends(costs, stages)
 
 
 @lru_cache(maxsize=256)

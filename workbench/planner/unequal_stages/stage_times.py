@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from workbench.plan.model.layer_profile import LayerProfile
 from workbench.planner.unequal_stages.topology import Counts, Floats, Ints, Topology
@@ -83,15 +83,42 @@ class Batch:
     """Bytes of optimizer state for each byte of parameters that the replicas of a stage share
     evenly (ZeRO-1), beside those of `optimizer_factor`.
     """
+    passes: tuple[tuple[int, float], ...] = ()
+    """(sequences computed at once, profiled passes that take as long), ascending from (0, 0) to at
+    least as many as a replica may have, linear in between; none: time is in proportion.
+    """
 
     def takes(self, replicas: Numbers) -> NDArray[np.bool_]:
         """Whether each of `replicas` has something to do."""
         return np.asarray((np.asarray(replicas) <= self.sequences) | (not self.whole_sequences))
 
     def of_profile(self, replicas: Numbers, profile: LayerProfile) -> Floats:
-        """How much of a profiled pass the busiest of `replicas` does for one microbatch."""
+        """How much of what a profiled pass keeps the busiest of `replicas` has of a microbatch."""
+        return self._busiest(replicas) / profile.profile_batch
+
+    def passes_of(self, replicas: Numbers, profile: LayerProfile) -> Floats:
+        """Profiled passes that take as long as a microbatch on the busiest of `replicas`."""
+        return self.passes_at_once(self._busiest(replicas), profile)
+
+    def passes_at_once(self, sequences: ArrayLike, profile: LayerProfile) -> Floats:
+        """Profiled passes that take as long as so many sequences computed at once."""
+        if not self.passes:
+            return np.asarray(sequences) / profile.profile_batch
+        at, passes = np.array(self.passes).T
+        return np.asarray(np.interp(np.asarray(sequences, dtype=float), at, passes))
+
+    def least_passes(self, profile: LayerProfile) -> float:
+        """Profiled passes of a microbatch at the number of sequences at once that is quickest for
+        each, which no way to share it has fewer of, all replicas together.
+        """
+        known = [at for at, _ in self.passes if 0 < at < self.sequences]
+        at = np.array([*known, self.sequences])
+        return float(self.sequences * (self.passes_at_once(at, profile) / at).min())
+
+    def _busiest(self, replicas: Numbers) -> Floats:
+        """Sequences of a microbatch of the busiest of `replicas`."""
         part = self.sequences / np.asarray(replicas)
-        return (np.ceil(part) if self.whole_sequences else part) / profile.profile_batch
+        return np.asarray(np.ceil(part) if self.whole_sequences else part)
 
 
 @dataclass(frozen=True)
@@ -119,14 +146,13 @@ def stage_times(
 ) -> StageTimes:
     """Seconds of every stage and transfer of the pipeline `stages`."""
     counts, (first, end, replicas) = np.array([stage.counts for stage in stages]), cuts(stages)
-    part = batch.of_profile(replicas, profile)
+    part = batch.passes_of(replicas, profile)
     forward, backward, size = (
         sums[end] - sums[first]
         for sums in map(np.array, (profile.forward, profile.backward, profile.parameters))
     )
     reduce = batch.gradient_factor * size * topology.all_reduce_per_byte(counts)
-    passes = batch.sequences / profile.profile_batch
-    crossing = passes * np.array(profile.crossing)[first[1:]]
+    crossing = batch.sequences / profile.profile_batch * np.array(profile.crossing)[first[1:]]
     transfer = crossing * topology.transfer_per_byte(counts[:-1], counts[1:])
     return StageTimes(
         _with_transfers(part * forward, transfer),
@@ -144,8 +170,10 @@ def _with_transfers(stages: Floats, transfers: Floats) -> tuple[float, ...]:
 
 
 def one_device_seconds(profile: LayerProfile, batch: Batch) -> float:
-    """Seconds of a step's compute on one device, of which a speed-up counts."""
-    passes = batch.microbatches * batch.sequences / profile.profile_batch
+    """Seconds of a step's compute on one device, as many sequences of a microbatch at once as is
+    quickest, of which a speed-up counts.
+    """
+    passes = batch.microbatches * batch.least_passes(profile)
     return passes * (profile.forward[-1] + profile.backward[-1])
 
 
@@ -161,7 +189,7 @@ def with_overlap(
     """
     if len(stages) > 1:
         return times
-    part = float(batch.of_profile(stages[0].replicas, profile))
+    part = float(batch.passes_of(stages[0].replicas, profile))
     per_byte = float(topology.all_reduce_per_byte(stages[0].counts))
     exposed = exposed_all_reduce(profile, part, batch.gradient_factor * per_byte)
     return replace(times, all_reduce=(exposed,))

@@ -14,7 +14,7 @@ from workbench.planner.plan_conditions import Condition
 from workbench.planner.search.constraints import condition_words, searched_values
 from workbench.planner.search.search_space import SearchSpace, search_space
 from workbench.planner.search.space_scan import SearchStats, scan_space
-from workbench.units import GIB
+from workbench.units import GIB, bytes_text
 
 DOUBLINGS = 5
 """Of the GPUs, that are tried for a deadline."""
@@ -52,7 +52,7 @@ def which_condition(space: SearchSpace, constraints: Sequence[Condition], look: 
         if left := look([*constraints[:number], *constraints[number + 1 :]]):
             fastest = (
                 f"the fastest takes {left.seconds:.3g} s a step and "
-                f"{left.peak_bytes / GIB:.1f} GiB (estimated)"
+                f"{bytes_text(left.peak_bytes)} (estimated)"
             )
             of = ", ".join(condition_words(searched_values(space, c)))
             values = f" (searched: {of})" if of else ""
@@ -86,13 +86,41 @@ def why_none_fits(space: SearchSpace, seen: SearchStats) -> str:
 
 
 def why_no_stages_fit(space: SearchSpace) -> str:
-    """The same of the unequal space, of which none may be feasible because none fits."""
-    gpu, s = space.fixed_configs[0].gpu, space.fixed_configs[0]
+    """The same of the unequal space: there may be too few layers and sequences for the ranks, or
+    none fits.
+    """
+    gpu, s, base = space.fixed_configs[0].gpu, space.fixed_configs[0], space.base
+    if few := _too_few(space):
+        return few
+    if base.profiled:
+        return (
+            f"no stages on {s.world_size} {gpu.name} of {gpu.memory_gib:.1f} GiB fit the layers of "
+            f"'{base.profiled.layer_profile}' and a batch of {s.global_batch} (estimated); change "
+            f"cluster.gpu, cluster.gpus, training.global_batch or the model"
+        )
     return (
         f"no stages on {s.world_size} {gpu.name} of {gpu.memory_gib:.1f} GiB fit the model and "
         f"microbatches of a batch of {s.global_batch} sequences with a chance of running out of "
         f"memory of at most {space.risk:.0%} (estimated); change cluster.gpus, the sequence "
         f"length or the model, or search --space default, which shards more{limit_words(space)}"
+    )
+
+
+def _too_few(space: SearchSpace) -> str:
+    """Why no cut and replicas take every rank: each has a layer and a sequence; "" where some
+    do.
+    """
+    s, base = space.fixed_configs[0], space.base
+    layers = len(base.layer_profile.layers) if base.profiled else base.shape.layers
+    tensor = max(t for t in space.tensor if isinstance(t, int) and s.world_size % t == 0)
+    ranks, most = s.world_size // tensor, layers * s.global_batch
+    if ranks <= most:
+        return ""
+    return (
+        f"no stages take all of {s.world_size} GPUs: each of {ranks} replicas has a layer and a "
+        f"sequence, and {layers} x {s.global_batch} (layers x training.global_batch) = {most}; "
+        f"legal: cluster.gpus up to {most * tensor}, or training.global_batch from "
+        f"{math.ceil(ranks / layers)}"
     )
 
 

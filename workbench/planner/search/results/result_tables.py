@@ -32,19 +32,27 @@ the compute of one GPU over the step.
 """
 BASELINE_HEADS = (
     "planner",
-    "step time",
+    "latency model",
     "speed-up",
     "states, activations",
     "microbatches",
     "replicas",
 )
-BASELINE_TITLE = "Other planners on the layers of the first plan, by the latency model (estimated)"
+BASELINE_TITLE = (
+    "Other planners on the layers of the first plan, all by the latency model, which counts less "
+    "than the step time above (estimated)"
+)
 OPTIONAL_HEADS = ("tokens/s", "published")
 """What a narrow table leaves out first."""
 SHOWN_SLOWDOWN = 1.01
 """Slow-down by the allocator's retries from which on it is shown."""
 MAX_FRONT_ROWS = 12
 FRONT_TITLE = "Less memory for more time: none of these is beaten in both (estimated)"
+STAGES_FRONT_TITLE = (
+    "Less memory for more time: none of these is beaten in both by another that was estimated"
+)
+OBJECTIVE_WORDS = {"gpus": "number of GPUs"}
+"""Objectives whose name is no phrase."""
 
 
 def search_text(found: SearchResult) -> str:
@@ -66,8 +74,8 @@ def _searched(found: SearchResult) -> str:
     if found.of_stages:
         return (
             f"{found.candidates:,} combinations of tensor size, recomputation and microbatches in "
-            f"{found.seconds:.2f} s; {found.feasible:,} plans of the best stages estimated that "
-            f"meet every condition"
+            f"{found.seconds:.2f} s; of the plans with their best stages that were estimated "
+            f"{format(found.feasible, ',') if found.feasible else 'none'} meet every condition"
         )
     rate = f"{found.seconds:.2f} s ({found.rate:,.0f} a second)"
     return f"{found.candidates:,} legal plans in {rate}, {found.feasible:,} meet every condition"
@@ -94,9 +102,10 @@ def search_tables(found: SearchResult) -> list[tuple[str, Sequence[Candidate]]]:
     """(title, plans) of what was found; a long front is thinned evenly, both its ends kept."""
     if not found.top:
         return []
+    front = STAGES_FRONT_TITLE if found.of_stages else FRONT_TITLE
     return [
-        (f"Best by {found.objective} (estimated)", found.top),
-        (FRONT_TITLE, thin_front(found.pareto, found.most)),
+        (f"Best by {OBJECTIVE_WORDS.get(found.objective, found.objective)} (estimated)", found.top),
+        (front, thin_front(found.pareto, found.most)),
     ]
 
 
@@ -128,7 +137,7 @@ def table_row(found: SearchResult, one: Candidate) -> tuple[str, ...]:
 def _stage_cells(stages: StageFigures) -> tuple[str, ...]:
     ratio = stages.activation_communication_ratio
     seconds, speed_up = seconds_text(stages.latency_seconds), f"{stages.speed_up:.1f}x"
-    return str(stages.microbatches), seconds, f"{ratio:.2f}", speed_up
+    return str(stages.microbatches), seconds, f"{ratio:.2g}", speed_up
 
 
 def baseline_row(one: PlannerFigures) -> tuple[str, ...]:

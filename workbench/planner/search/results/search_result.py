@@ -9,6 +9,7 @@ from typing import Any
 
 from workbench.costmodel.inputs.rank_workload import workload
 from workbench.costmodel.step_time import step_time
+from workbench.plan.model.layer_profile_file import profiled_model
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.schema import Plan
 from workbench.planner.calibrated_plan import with_calibration
@@ -51,11 +52,11 @@ class Candidate:
     @cached_property
     def simulated(self) -> float | None:
         """The step by event simulation, of the best few; when it is asked for, for it takes longer
-        than to search a hundred thousand plans.
+        than to search a hundred thousand plans. On a layer profile every step is the simulator's.
         """
-        if self.resolved is None or self.resolved.profiled:
-            return None  # the step of a layer profile is the simulator's already
-        return _simulated(self.resolved)
+        if profiled_model(self.plan.model):
+            return self.seconds
+        return None if self.resolved is None else _simulated(self.resolved)
 
     @cached_property
     def interval(self) -> tuple[float, float] | None:

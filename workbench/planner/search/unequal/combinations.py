@@ -22,7 +22,9 @@ from workbench.planner.unequal_stages.estimated_layers import (
     BlockSplit,
     EstimatedLayers,
     estimated_layers,
+    seconds_at_once,
 )
+from workbench.planner.unequal_stages.merged_layers import merged_layers
 from workbench.planner.unequal_stages.stage_times import Batch, one_device_seconds
 from workbench.planner.unequal_stages.topology import Topology
 
@@ -49,6 +51,8 @@ class Combination:
     layers: EstimatedLayers
     topology: Topology
     """Of replicas; its memory is what a rank has for state and activations."""
+    stack: str
+    """The framework."""
 
     @property
     def sequences(self) -> int:
@@ -63,15 +67,13 @@ class Combination:
     @cached_property
     def least_seconds(self) -> float:
         """That no plan is under: a microbatch's way through the model with most replicas, and the
-        rest of the work shared evenly by all.
+        rest of the work, as many sequences at once as is quickest, shared evenly by all.
         """
-        profile, batch = self.layers.profile, self.batch
-        work = (
-            batch.sequences / profile.profile_batch * (profile.forward[-1] + profile.backward[-1])
-        )
-        devices = self.topology.world_size
+        profile, batch, devices = self.layers.profile, self.batch, self.topology.world_size
         most = min(devices, batch.sequences) if batch.whole_sequences else devices
-        return work / most + (batch.microbatches - 1) * work / devices
+        way = float(batch.passes_of(most, profile))
+        rest = (batch.microbatches - 1) * batch.least_passes(profile) / devices
+        return (way + rest) * (profile.forward[-1] + profile.backward[-1])
 
 
 class Combinations:
@@ -80,6 +82,7 @@ class Combinations:
     def __init__(self, space: SearchSpace, largest_peak: float) -> None:
         self.space, self.largest_peak = space, largest_peak
         self._layers = lru_cache(maxsize=None)(self._priced)
+        self._seconds = lru_cache(maxsize=None)(self._priced_at_once)
         self._bases: dict[int, ResolvedPlan] = {}
 
     def on(self, setting: FixedConfig) -> list[Combination]:
@@ -92,10 +95,11 @@ class Combinations:
         return sorted(found, key=lambda one: one.least_seconds)
 
     def one_gpu_seconds(self, setting: FixedConfig) -> float:
-        """Compute of a step on one GPU, if it held all, without recomputation."""
-        sequences = max(1, setting.global_batch // setting.world_size)
+        """Compute of a step on one GPU, if it held all, without recomputation, as many sequences at
+        once as is quickest.
+        """
         self._base(setting)
-        layers = self._layers(setting.world_size, BlockSplit(), sequences)
+        layers = self._layers(setting.world_size, BlockSplit(), 1)
         return one_device_seconds(layers.profile, layers.of(1, setting.global_batch))
 
     def _splits(self, setting: FixedConfig) -> Iterator[tuple[BlockSplit, Topology]]:
@@ -122,13 +126,24 @@ class Combinations:
         sequences = max(1, setting.global_batch // count // topology.world_size)
         layers = self._layers(setting.world_size, split, sequences)
         memory = layers.memory(self.largest_peak)
-        return Combination(setting, split, count, layers, replace(topology, memory=memory))
+        stack = self.space.base.strategy.stack
+        return Combination(setting, split, count, layers, replace(topology, memory=memory), stack)
 
     def _priced(self, world: int, split: BlockSplit, sequences: int) -> EstimatedLayers:
         base = self._bases[world]
         if base.profiled:
-            return EstimatedLayers(base.layer_profile, plan_batch(base), 0.0, 0.0, 0.0)
-        return estimated_layers(base, split, sequences)
+            profile = merged_layers(base.layer_profile)
+            return EstimatedLayers(profile, plan_batch(base), 0.0, 0.0, 0.0)
+        layers, known = estimated_layers(base, split, sequences), self._seconds(world, split)
+        one = np.interp(sequences, *np.array(known).T)
+        passes = tuple((at, float(seconds / one)) for at, seconds in known)
+        return replace(layers, batch=replace(layers.batch, passes=passes))
+
+    def _priced_at_once(self, world: int, split: BlockSplit) -> list[tuple[int, float]]:
+        """(sequences, seconds that a replica of all blocks takes for so many at once)."""
+        base, most = self._bases[world], self.space.batch
+        at = (2**i for i in range((most - 1).bit_length() + 1))
+        return [(0, 0.0), *((n, seconds_at_once(base, split, n)) for n in at)]
 
     def _base(self, setting: FixedConfig) -> ResolvedPlan:
         if setting.world_size not in self._bases:

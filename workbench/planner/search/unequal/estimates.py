@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -22,7 +22,7 @@ from workbench.planner.search.results.search_result import Candidate
 from workbench.planner.search.results.stage_figures import StageFigures
 from workbench.planner.search.search_space import SearchSpace
 from workbench.planner.search.space_scan import objective_score
-from workbench.planner.search.unequal.stages_scan import StagedPlan
+from workbench.planner.search.unequal.staged_plan import StagedPlan
 from workbench.planner.search.unequal.written_plans import plans_of
 from workbench.units import GIB
 
@@ -37,9 +37,12 @@ class Estimates:
         self.conditions = conditions
         self.found: list[tuple[Candidate, StagedPlan]] = []
 
-    def take(self, plans: Sequence[StagedPlan], one_gpu: float) -> None:
+    def take(
+        self, plans: Sequence[StagedPlan], one_gpu: float, progress: Callable[[str], None]
+    ) -> None:
         """Estimate `plans`; a step's compute takes `one_gpu` seconds on one GPU."""
-        for staged in plans:
+        for done, staged in enumerate(plans):
+            progress(f"estimating, {done} of {len(plans)} plans")
             for plan in plans_of(self.space, staged):
                 one = self._candidate(plan, staged, one_gpu)
                 if one and all(c.holds(_result(one, c.field)) for c in self.conditions):

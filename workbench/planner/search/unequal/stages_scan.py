@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 from workbench.planner.search.search_space import SearchSpace
 from workbench.planner.search.unequal.combinations import Combination
+from workbench.planner.search.unequal.lean_stages import lean_stages
+from workbench.planner.search.unequal.staged_plan import StagedPlan
 from workbench.planner.search.unequal.unequal_space import SCHEDULES
 from workbench.planner.unequal_stages.memory import WARM_UPS
 from workbench.planner.unequal_stages.placements import APPEND, placed
@@ -35,23 +37,12 @@ Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
-class StagedPlan:
-    """Stages on contiguous ranks."""
-
-    combination: Combination
-    stages: UnequalPlan
-
-    @property
-    def seconds(self) -> float:
-        """Of a step, by the latency model."""
-        return self.stages.seconds
-
-
-@dataclass(frozen=True)
 class StagesScan:
     """What was found on one number of GPUs, the best first."""
 
     plans: tuple[StagedPlan, ...]
+    lean: tuple[StagedPlan, ...]
+    """Those that take longer and need less memory."""
     combinations: int
     fitting: int
     """Combinations of which some stages fit and meet the conditions."""
@@ -91,10 +82,10 @@ def scan_stages(
         ),
         key=lambda plan: plan.seconds,
     )
-    better = scan.anywhere
+    better, front = scan.anywhere, lean_stages(combinations, policies)
     if better is not None and plans and better.seconds >= plans[0].seconds:
         better = None
-    return StagesScan(tuple(plans), len(combinations), len(scan.found), better)
+    return StagesScan(tuple(plans), tuple(front), len(combinations), len(scan.found), better)
 
 
 def _of_each_count(plans: Sequence[UnequalPlan]) -> Iterator[UnequalPlan]:
@@ -124,6 +115,7 @@ class _Scan:
         plans = near_best(
             one.layers.profile, topology, batch, effort, self.best * MARGIN, self.policies, known
         )
+        plans = [plan for plan in plans if StagedPlan(one, plan).sayable]
         if plans and (self.anywhere is None or plans[0].seconds < self.anywhere.seconds):
             self.anywhere = StagedPlan(one, plans[0])
         if contiguous := self._contiguous(one, [*plans, *self.found.get(one, [])]):
@@ -137,7 +129,7 @@ class _Scan:
             ends = tuple(stage.end for stage in plan.stages)
             if (key := (ends, plan.replicas)) not in found:
                 found[key] = self._in_order(one, plan, ends)
-        kept = [plan for plan in found.values() if plan is not None]
+        kept = [x for x in found.values() if x is not None and StagedPlan(one, x).sayable]
         return sorted(kept, key=lambda plan: plan.seconds)
 
     def _in_order(

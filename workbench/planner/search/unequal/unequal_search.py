@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 
 from workbench.costmodel.inputs.config import FixedConfig
+from workbench.plan.model.layer_profile import LayerProfile
 from workbench.planner.plan_conditions import Condition
 from workbench.planner.search.constraints import RESULT_FIELDS, narrow_space
 from workbench.planner.search.results.candidate_figures import (
@@ -20,12 +21,9 @@ from workbench.planner.search.results.strategy_summary import by_stage
 from workbench.planner.search.search_space import SearchSpace
 from workbench.planner.search.unequal.combinations import Combinations, microbatch_counts
 from workbench.planner.search.unequal.estimates import Estimates
-from workbench.planner.search.unequal.stages_scan import (
-    StagedPlan,
-    StagesScan,
-    allowed_policies,
-    scan_stages,
-)
+from workbench.planner.search.unequal.staged_plan import StagedPlan
+from workbench.planner.search.unequal.stages_scan import StagesScan, allowed_policies, scan_stages
+from workbench.planner.unequal_stages.merged_layers import MergedLayers
 from workbench.planner.unequal_stages.other_planners import (
     PUBLISHED_CLAIMS,
     PlannerFigures,
@@ -67,8 +65,8 @@ def search_unequal(
     scans = []
     for setting in space.fixed_configs if _has_values(space) else ():
         scans.append(_scan(combinations, setting, progress))
-        progress(f"estimating plans on {setting.world_size} GPUs")
-        estimates.take(scans[-1].plans[:ESTIMATED], combinations.one_gpu_seconds(setting))
+        one_gpu = combinations.one_gpu_seconds(setting)
+        estimates.take(_chosen(scans[-1]), one_gpu, progress)
     order = sorted(estimates.found, key=lambda found: _rank(found[0]))
     first = order[0][1] if order else None
     return UnequalFound(
@@ -76,8 +74,16 @@ def search_unequal(
         sum(scan.combinations for scan in scans),
         sum(scan.fitting for scan in scans),
         _baselines(combinations, first) if first else (),
-        tuple(_notes(scans)) if first else (),
+        tuple(_notes(scans, first.combination.layers.profile)) if first else (),
     )
+
+
+def _chosen(scan: StagesScan) -> list[StagedPlan]:
+    """What is estimated: the best, and what needs less memory than they do; each plan once."""
+    best = scan.plans[:ESTIMATED]
+    known = {(one.combination, one.stages.stages) for one in best}
+    front = [one for one in scan.lean if (one.combination, one.stages.stages) not in known]
+    return [*best, *front]
 
 
 def _baselines(combinations: Combinations, first: StagedPlan) -> tuple[PlannerFigures, ...]:
@@ -89,9 +95,16 @@ def _baselines(combinations: Combinations, first: StagedPlan) -> tuple[PlannerFi
     return (own, *other_planners(one.layers.profile, one.topology, batches, one_gpu))
 
 
-def _notes(scans: Sequence[StagesScan]) -> Iterator[str]:
-    """What DAPPLE's authors published, and placements that no plan can say."""
+def _notes(scans: Sequence[StagesScan], profile: LayerProfile) -> Iterator[str]:
+    """What DAPPLE's authors published, layers that are not cut between, and placements that no plan
+    can say.
+    """
     yield PUBLISHED_CLAIMS
+    if isinstance(profile, MergedLayers):
+        yield (
+            f"stages begin at {len(profile.layers)} of the {profile.cuts[-1]:,} layers alone: runs "
+            "of layers that take little are cut nowhere"
+        )
     for scan in scans:
         if (other := scan.placed_better) and scan.plans:
             faster = 1 - other.seconds / scan.plans[0].seconds

@@ -31,7 +31,7 @@ def unequal_space(plan: Plan, worlds: tuple[int, ...] = ()) -> SearchSpace:
     usual = search_space(plan, "default", worlds)
     return replace(
         usual,
-        schedules=_schedules(usual.base.shape.layers),
+        schedules=_schedules(min(usual.base.shape.layers, _most_gpus(usual))),
         zero=(0, 1),
         context=(1,),
         expert=(1,),
@@ -56,7 +56,7 @@ def profile_space(plan: Plan, worlds: tuple[int, ...] = ()) -> SearchSpace:
         batch=batch,
         # What is asked of them where no shape is known.
         fixed_configs=cast("tuple[FixedConfig, ...]", tuple(sizes)),
-        schedules=_schedules(len(bases[0].layer_profile.layers)),
+        schedules=_schedules(min(len(bases[0].layer_profile.layers), max(worlds))),
         zero=(0,),
         tensor=(1,),
         algorithm=("1d",),
@@ -77,9 +77,13 @@ def profile_space(plan: Plan, worlds: tuple[int, ...] = ()) -> SearchSpace:
     )
 
 
-def _schedules(layers: int) -> tuple[tuple[str, int, int], ...]:
-    """1F1B by both policies, of as many stages as layers at most."""
-    stages = range(2, layers + 1)
+def _most_gpus(space: SearchSpace) -> int:
+    return max(setting.world_size for setting in space.fixed_configs)
+
+
+def _schedules(most: int) -> tuple[tuple[str, int, int], ...]:
+    """1F1B by both policies, of so many stages at most."""
+    stages = range(2, most + 1)
     return (("1f1b", 1, 1), *((name, 1, n) for n in stages for name in SCHEDULES.values()))
 
 

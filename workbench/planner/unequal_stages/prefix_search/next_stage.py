@@ -61,7 +61,8 @@ class Extension:
         self.both = self.forward + self.backward
         self.parameters = np.array(profile.parameters)
         self.crossing = np.array(profile.crossing)
-        self.passes = batch.sequences / profile.profile_batch
+        self.sent = batch.sequences / profile.profile_batch
+        self.least = batch.least_passes(profile)
 
     def extend(self, layer: int, prefixes: Prefixes) -> list[tuple[int, Prefixes]]:
         """Prefixes one stage longer, by the layer before which they end."""
@@ -98,7 +99,7 @@ class Extension:
         place, end = _runs(np.maximum(last - first + 1, 0))
         end += first[place]
         replicas, free = replicas[place], free[place]
-        work = self.passes * self.batch.microbatches * (self.both[-1] - self.both[end])
+        work = self.least * self.batch.microbatches * (self.both[-1] - self.both[end])
         rest = work / np.maximum(free, 1)
         part = self._part(replicas)
         return _Stages(layer, end, parent[place], place, replicas, free, part, rest)
@@ -106,7 +107,7 @@ class Extension:
     def _part(self, replicas: Ints) -> Floats:
         """Profiled passes of the busiest replica a microbatch; infinite where one has nothing."""
         takes = self.batch.takes(replicas)
-        return np.where(takes, self.batch.of_profile(replicas, self.profile), np.inf)
+        return np.where(takes, self.batch.passes_of(replicas, self.profile), np.inf)
 
     def _ends(self, layer: int, replicas: Ints, free: Ints) -> tuple[Ints, Ints]:
         """First and last layer before which the stage may end, by the work that it and what
@@ -115,7 +116,7 @@ class Extension:
         layers, part = len(self.both) - 1, self._part(replicas)
         with np.errstate(divide="ignore", invalid="ignore"):
             share = self.limit / (part * self.batch.microbatches)
-            rest = self.limit * free / (self.passes * self.batch.microbatches)
+            rest = self.limit * free / (self.least * self.batch.microbatches)
         last = np.searchsorted(self.both, self.both[layer] + share, side="right") - 1
         first = np.searchsorted(self.both, self.both[-1] - rest, side="left")
         last = np.where(np.isinf(part), layer, np.minimum(last, layers - (free > 0)))
@@ -125,7 +126,7 @@ class Extension:
 
     def _longer(self, stages: _Stages, prefixes: Prefixes, way: Transitions) -> Prefixes:
         """The prefixes with each of `stages`, whether within limit and memory or not."""
-        transfer = self.passes * self.crossing[stages.first] * way.transfer[stages.place]
+        transfer = self.sent * self.crossing[stages.first] * way.transfer[stages.place]
         forward, backward = (
             stages.part * (sums[stages.end] - sums[stages.first])
             for sums in (self.forward, self.backward)

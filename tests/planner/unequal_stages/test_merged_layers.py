@@ -1,0 +1,42 @@
+"""Long layer profiles with runs of layers as one: sums before every cut stay exact."""
+
+from __future__ import annotations
+
+import random
+from itertools import pairwise
+
+import pytest
+
+from tests.planner.unequal_stages import drawn
+from workbench.planner.unequal_stages.merged_layers import (
+    MergedLayers,
+    layers_before,
+    merged_layers,
+)
+
+SUMS = ("forward", "backward", "parameters", "activations", "kept", "kept_input", "crossing")
+
+
+def test_sums_before_every_cut_are_exact() -> None:
+    profile = drawn.profile(random.Random(3), 1000)
+    merged = merged_layers(profile, 50)
+    assert isinstance(merged, MergedLayers) and 40 <= len(merged.layers) <= 51
+    for name in SUMS:
+        ours, theirs = getattr(merged, name), getattr(profile, name)
+        assert len(ours) == len(merged.layers) + 1
+        assert [theirs[layers_before(merged, n)] for n in range(len(ours))] == list(ours)
+    assert sum(layer.forward_s for layer in merged.layers) == pytest.approx(profile.forward[-1])
+    assert layers_before(merged, len(merged.layers)) == 1000
+
+
+def test_no_run_takes_much_more_than_its_share() -> None:
+    """A run goes from one share to at most the end of the next, and has a layer of each size."""
+    profile = drawn.profile(random.Random(4), 1000)
+    merged = merged_layers(profile, 50)
+    seconds = [a + b for a, b in zip(merged.forward, merged.backward)]
+    assert max(b - a for a, b in pairwise(seconds)) < 4 * seconds[-1] / 50
+
+
+def test_a_short_profile_stays_as_it_is() -> None:
+    profile = drawn.profile(random.Random(5), 30)
+    assert merged_layers(profile) is profile and layers_before(profile, 7) == 7
