@@ -14,12 +14,12 @@ from workbench.planner.unequal_stages import Batch, Topology, search_stages
 from workbench.planner.unequal_stages.latency import latency
 from workbench.planner.unequal_stages.memory import WARM_UPS, stages_in_flight, with_transfers
 from workbench.planner.unequal_stages.other_planners import PUBLISHED_CLAIMS, PlannerFigures
-from workbench.planner.unequal_stages.published_comparison import (
+from workbench.planner.unequal_stages.published.comparison import (
     compare_published,
     one_way_speed_ups,
     stages_text,
 )
-from workbench.planner.unequal_stages.published_plans import MODELS
+from workbench.planner.unequal_stages.published.plans import MODELS
 from workbench.planner.unequal_stages.simulated import simulated
 from workbench.planner.unequal_stages.stage_times import stage_times
 

@@ -147,3 +147,8 @@ def _alive(pid: int) -> bool:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+def test_a_silent_end_is_said(program: Callable[..., Any]) -> None:
+    with pytest.raises(ChildError, match=r"ended with exit code 7 and said no reason$"):
+        child_process.python(program("import os; os._exit(7)"), [], print)

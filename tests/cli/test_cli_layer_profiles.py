@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -47,6 +51,8 @@ def child(monkeypatch: pytest.MonkeyPatch, layers: Path) -> dict[str, Any]:
         module: str, arguments: list[str], on_line: Callable[[str], None], **options: Any
     ) -> None:
         seen.update(options, module=module, plan=Path(arguments[0]).read_text())
+        for printed in ('{"words": 1}', "{", "[1]", '{"done": "x", "of": 1}'):
+            on_line(printed)  # by the model
         on_line(json.dumps({"done": 3.0, "of": 5.0, "words": "pass 7"}))
         Path(arguments[arguments.index("--to") + 1]).write_text(LAYERS)
 
@@ -84,6 +90,10 @@ def test_the_file_is_written_and_shown(
     [
         (["--seconds", "0"], "seconds: is 0; legal: 0.1 to 3600"),
         (["-o", "/nowhere/layers.csv"], "--output: '/nowhere/layers.csv' cannot be written"),
+        (["-o", "/proc/layers.csv"], "--output: '/proc/layers.csv' cannot be written; legal"),
+        (["-o", "layers.txt"], "--output: is 'layers.txt'; legal: a name that ends in .csv"),
+        (["-o", "UP.CSV"], "--output: is 'UP.CSV'; legal: a name that ends in .csv"),
+        (["-o", "a.csv#b.csv"], "--output: is 'a.csv#b.csv'; legal: a name that ends in .csv"),
         (["--gpu", "h100-sxm-80gb"], "cluster.gpu: 1 x h100-sxm-80gb needs cuda devices"),
         (["--model", "gpt3-175b"], "model: gpt3-175b has"),
         (["--set", "strategy.stack=megatron"], "strategy.stack: is 'megatron'"),
@@ -104,6 +114,44 @@ def test_what_cannot_be_measured_is_refused(
     assert code == 2 and field in err and not child
 
 
+def test_a_plan_is_not_overwritten(
+    child: dict[str, Any], plan: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("plan.yaml", "plan.csv"):
+        path = tmp_path / name
+        path.write_text(PLAN)
+        code, _, err = said(["profile-layers", str(path), "-o", str(path)], capsys)
+        assert code == 2 and "--output: " in err and path.read_text() == PLAN and not child
+
+
+def test_ending_the_command_leaves_no_folder(
+    plan: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+
+    def python(*_: Any, **__: Any) -> None:
+        assert list(folder.iterdir())
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(10)
+
+    monkeypatch.setattr(child_process, "python", python)
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit) as ended:
+        cli.answer(["profile-layers", plan, "-o", str(tmp_path / "out.csv")])
+    assert ended.value.code == 143 and not list(folder.iterdir())
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_a_child_without_layers_is_an_error(
+    plan: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(child_process, "python", lambda *_, **__: None)
+    code, _, err = said(["profile-layers", plan, "-o", str(tmp_path / "out.csv")], capsys)
+    assert code == 1 and "measuring ended without layers" in err
+
+
 def test_a_layer_profile_is_a_model(layers: Path, capsys: pytest.CaptureFixture[str]) -> None:
     chosen = ["--model", str(layers), "--gpu", "v100-sxm2-16gb", "--gpus", "3"]
     chosen += ["--set", "strategy.pipeline={size: 2, replicas: [2, 1]}"]
@@ -111,9 +159,29 @@ def test_a_layer_profile_is_a_model(layers: Path, capsys: pytest.CaptureFixture[
     assert code == 0
     for shown in ("layer profile", "activation-communication ratio (ACR)", "closed form"):
         assert shown in out
+    code, plan_text, _ = said(["plan", *chosen], capsys)
+    assert code == 0 and "recompute, attention and kernels as measured" in plan_text
     code, out, _ = said(["estimate", *chosen, "--json"], capsys)
     answer = json.loads(out)
     assert answer["source"] == "estimated" and answer["microbatches_in_flight"] == [2, 1]
+
+
+def test_answers_say_on_what_the_times_were_measured(
+    layers: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    head, *rows = LAYERS.splitlines()
+    with_source = [f"{head},source", *(f"{row},measured 2026-01-01 on CPU" for row in rows)]
+    for text, words in (
+        (LAYERS, "as measured (the file does not say on what); not scaled to v100-sxm2-16gb"),
+        ("\n".join(with_source), "as measured 2026-01-01 on CPU; not scaled to v100-sxm2-16gb"),
+    ):
+        layers.write_text(text)
+        chosen = ["--model", str(layers), "--gpu", "v100-sxm2-16gb", "--gpus", "2"]
+        for verb in ("estimate", "search"):
+            code, out, _ = said([verb, *chosen], capsys)
+            assert code == 0 and words in " ".join(out.replace("│", " ").split())
+            code, out, _ = said([verb, *chosen, "--json"], capsys)
+            assert code == 0 and words in json.loads(out)["layer_times"]
 
 
 @pytest.mark.parametrize(

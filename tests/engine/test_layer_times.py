@@ -239,3 +239,22 @@ def test_a_users_module() -> None:
 def test_a_submodule_that_is_not_called_is_refused() -> None:
     with pytest.raises(PlanError, match=r"has the submodule 'output', which its forward does not"):
         measured(**users("build_uncalled"))
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("raises", r"its forward raised RuntimeError: boom \(wrong_models.py:\d+\); legal"),
+        ("exits", r"its forward raised SystemExit: 0 \(wrong_models.py:\d+\); legal"),
+        ("backward", r"its backward raised ArithmeticError: no gradient \(wrong_models.py:\d+\)"),
+        ("tuple", r"its forward returns a tuple; legal: logits \[2, 16, 260\], or of forward"),
+        ("none", r"its forward returns None; legal: logits"),
+        ("hidden", r"its forward returns a tensor \[2, 16, 8\]; legal: logits \[2, 16, 260\]"),
+        ("losses", r"its forward returns a tensor \[2\]; legal: the summed loss, one number"),
+        ("detaches", r"has the submodule 'tokens', whose parameters get no gradient of the loss"),
+    ],
+)
+def test_what_a_users_module_does_wrong_is_named(fault: str, said: str) -> None:
+    code = {"python": "tests.engine.wrong_models:build", "vocab": 260, "args": {"fault": fault}}
+    with pytest.raises(PlanError, match=f"^model.python: {said}"):
+        measured(model=code)

@@ -144,7 +144,7 @@ def test_files_without_layers_or_columns_are_refused(write: Write, tmp_path: Pat
     with pytest.raises(PlanError, match="lacks the columns index, node"):
         read_layer_profile(write("m,4", head="model,profile_batch\n"))
     with pytest.raises(PlanError, match="has more than one column node; legal: one"):
-        read_layer_profile(write(*SKIP, head=HEAD.replace("layer", "node")))
+        read_layer_profile(write(*SKIP, head=HEAD.replace(",inputs", ",inputs,node")))
     with pytest.raises(PlanError, match="cannot be read"):
         read_layer_profile(tmp_path / "none.csv")
     with pytest.raises(PlanError, match="does not hold 'x'; legal: m"):

@@ -153,7 +153,7 @@ def test_what_layers_keep_counts_where_the_profile_says_it(tmp_path: Path) -> No
     write_layer_profile(profile, tmp_path / "layers.csv")
     found = estimate(written(tmp_path / "layers.csv", 1, {}, sequence_length=8))
     assert bytes_at_peak(found, 0)["activations"] == 2 * 7e6
-    assert found.notes["layer_times"] == "here"
+    assert found.notes["layer_times"].startswith("as measured here; not scaled to")
 
 
 def test_the_only_stage_reduces_while_it_runs_backward(file: Path) -> None:

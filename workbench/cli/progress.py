@@ -74,7 +74,8 @@ class SecondsBar:
         self.bar.update(self.task, completed=done, total=of, description=words)
         if self.bar.disable and time.monotonic() - self.last_line > LINE_SECONDS:
             self.last_line = time.monotonic()
-            print(f"{words}, {done:.0f} of {of:.0f} s", file=sys.stderr, flush=True)
+            places = 0 if of >= 5 else 1
+            print(f"{words}, {done:.{places}f} of {of:.{places}f} s", file=sys.stderr, flush=True)
 
     def __exit__(self, *_: object) -> None:
         self.bar.stop()

@@ -117,8 +117,12 @@ def plan_table(full: ResolvedPlan) -> Grid:
         "axes": _axes_text(full),
         "ZeRO": f"{s.data.zero}, offload {s.data.offload}",
         "pipeline": _pipeline_text(full),
-        "precision": f"{s.precision}, gradients {s.gradient_dtype}, recompute {s.recompute}, "
-        f"attention {s.attention}, kernels {s.kernels}",
+        "precision": f"{s.precision}, gradients {s.gradient_dtype}, "
+        + (
+            "recompute, attention and kernels as measured"
+            if full.profiled
+            else f"recompute {s.recompute}, attention {s.attention}, kernels {s.kernels}"
+        ),
         "batch": f"{t.global_batch} x {t.sequence_length} tokens, micro-batch {t.micro_batch}, "
         f"{counted(full.num_microbatches, 'microbatch')} per step",
         "training": f"{t.steps} steps of {t.optimizer.name}, learning rate "

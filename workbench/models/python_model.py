@@ -82,23 +82,49 @@ def returns_loss(model: nn.Module) -> bool:
     )
 
 
-def add_loss(model: nn.Module) -> nn.Module:
+def add_loss(model: nn.Module, vocab: int) -> nn.Module:
     """Give the module, in place, forward(tokens [B, T], targets [B, T]) -> loss summed over
-    tokens.
+    tokens, which raises `PlanError` where the module's own returns something else.
+
+    Args:
+        model: Its forward returns that loss, or of tokens alone the logits.
+        vocab: Tokens, each with a logit.
     """
-    if not returns_loss(model):
-        model.forward = _with_loss(model.forward)
+    add = _checked_loss if returns_loss(model) else _with_loss
+    model.forward = add(model.forward, vocab)
     return model
 
 
-def _with_loss(forward: Forward) -> Forward:
+def _checked_loss(forward: Forward, vocab: int) -> Forward:
+    def checked(tokens_BT: Tensor, targets_BT: Tensor) -> Tensor:
+        loss = forward(tokens_BT, targets_BT)
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            raise _other_output(loss, "the summed loss, one number")
+        return loss
+
+    return checked
+
+
+def _with_loss(forward: Forward, vocab: int) -> Forward:
     def summed(tokens_BT: Tensor, targets_BT: Tensor) -> Tensor:
-        logits_NV = at_least_fp32(forward(tokens_BT).flatten(0, -2))
+        found = forward(tokens_BT)
+        fits = isinstance(found, Tensor) and found.shape[:-1] == tokens_BT.shape
+        if not fits or found.shape[-1] < vocab:
+            wanted = f"logits {[*tokens_BT.shape, vocab]}"
+            raise _other_output(found, f"{wanted}, or of forward(tokens, targets) the summed loss")
+        logits_NV = at_least_fp32(found.flatten(0, -2))
         return F.cross_entropy(
             logits_NV, targets_BT.flatten(), reduction="sum", ignore_index=IGNORE_INDEX
         )
 
     return summed
+
+
+def _other_output(output: Any, legal: str) -> PlanError:
+    """That a forward returned something else."""
+    kind = "None" if output is None else f"a {type(output).__name__}"
+    said = f"a tensor {list(output.shape)}" if isinstance(output, Tensor) else kind
+    return refuse("model.python", f"its forward returns {said}; legal: {legal}")
 
 
 def _mesh_dependent(model: nn.Module) -> Iterator[Problem]:

@@ -20,12 +20,12 @@ from workbench.parallel.operators.apply_operators import (
     operator_reduction_axes,
 )
 from workbench.parallel.operators.module_sites import operator_placements
-from workbench.plan.schema import Plan
+from workbench.plan.resolved_plan import ResolvedPlan
 
 
 def apply_to_python_model(
     model: nn.Module,
-    plan: Plan,
+    plan: ResolvedPlan,
     mesh: Mesh,
     overlap: bool,
     device: torch.device,
@@ -53,7 +53,7 @@ def apply_to_python_model(
     layouts = {name: Layout.unsharded(name, tuple(value.shape)) for name, value in initial.items()}
     placements = operator_placements(model, plan)
     apply_operator_strategies(model, layouts, placements, mesh)
-    add_loss(model)
+    add_loss(model, plan.vocab)
     _move_buffers(model, device, dtype)
     sums = {
         name: (*axes, mesh["replicas"])

@@ -2,8 +2,8 @@
 
 import pytest
 
-from workbench.planner.unequal_stages.published_comparison import Comparison, compare_published
-from workbench.planner.unequal_stages.published_plans import MODELS
+from workbench.planner.unequal_stages.published.comparison import Comparison, compare_published
+from workbench.planner.unequal_stages.published.plans import MODELS
 
 
 @pytest.fixture(scope="module", params=MODELS)

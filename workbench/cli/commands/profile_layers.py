@@ -12,6 +12,7 @@ from workbench.cli import tables
 from workbench.cli.options import AllowCode, Json, emit, planned
 from workbench.cli.progress import SecondsBar
 from workbench.cli.terminal import Grid
+from workbench.cli.termination import cleaned_up_when_ended
 from workbench.plan.model.layer_profile import LayerProfile
 from workbench.plan.schema import Plan
 from workbench.units import bytes_text, seconds_text
@@ -31,7 +32,7 @@ def profile_layers(
     allow_code: AllowCode = False,
     json: Json = False,
 ) -> None:
-    with SecondsBar(seconds) as bar:
+    with cleaned_up_when_ended(), SecondsBar(seconds) as bar:
         found = verbs.profile_layers(
             plan, output, seconds=seconds, allow_code=allow_code, progress=bar
         )
@@ -43,7 +44,7 @@ def _answer(found: LayerProfile, path: Path) -> dict[str, Any]:
     return {
         "source": "measured",
         "path": str(path),
-        "measured_on": found.source,
+        "measured_on": found.source.removeprefix("measured "),
         "model": found.model,
         "profile_batch": found.profile_batch,
         "sequence_length": found.sequence_length,

@@ -57,11 +57,11 @@ class BlockTrace:
         """
         return [sum(storages.values()) for storages in self._kept]
 
-    def run(self, forward: Callable[[], Tensor]) -> None:
-        """Trace one forward."""
+    def run(self, forward: Callable[[], Tensor]) -> Tensor:
+        """Trace one forward; what it returns."""
         saved = torch.autograd.graph.saved_tensors_hooks(self._save, lambda x: x)
         with self._watching(), saved:
-            forward()
+            return forward()
 
     @contextmanager
     def _watching(self) -> Iterator[None]:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from workbench.engine.layer_times.block_clock import BlockClock, DeviceClock
 from workbench.engine.layer_times.block_trace import BlockTrace
 from workbench.engine.layer_times.model_blocks import Block, model_blocks, parameter_bytes
+from workbench.engine.layer_times.users_code import blamed, refuse_untrained
 from workbench.engine.precision import plan_dtypes, set_determinism, set_matmul_precision
 from workbench.errors import refuse
 from workbench.machine.attached import attached
@@ -46,15 +47,20 @@ def measure_layers(plan: ResolvedPlan, seconds: float, progress: Progress) -> La
     set_matmul_precision(plan)
     set_determinism(plan)
     progress(0.0, "building the model")
-    part = _built(plan, device)
+    with blamed("building it", bool(plan.code)):
+        part = _built(plan, device)
     model = part.stages[0]
     blocks = model_blocks(model)
     forward = _forward(plan, part, device)
     trace = BlockTrace(blocks, model)
-    trace.run(forward)
+    loss = trace.run(forward)
     _refuse_uncalled(blocks, trace)
+    if plan.code:
+        refuse_untrained(blocks, loss)
+    del loss
     clock = DeviceClock(device)
-    timed, alone = _passes(BlockClock(blocks, clock), forward, part, seconds, progress)
+    with blamed("its backward", bool(plan.code)):
+        timed, alone = _passes(BlockClock(blocks, clock), forward, part, seconds, progress)
     return _profile(plan, model, blocks, trace, timed, _source(plan, timed, alone))
 
 
@@ -72,7 +78,8 @@ def _forward(plan: ResolvedPlan, part: ParallelModel, device: torch.device) -> C
     tokens, targets = torch.randint(plan.vocab, size, generator=generator).to(device)
 
     def forward() -> Tensor:
-        loss: Tensor = part.stages[0](tokens, targets) / targets.numel()
+        with blamed("its forward", bool(plan.code)):
+            loss: Tensor = part.stages[0](tokens, targets) / targets.numel()
         return loss
 
     return forward

@@ -166,7 +166,7 @@ class _SteppedParameters:
 
 def _model(plan: ResolvedPlan, attention: str) -> nn.Module:
     if plan.code:
-        return add_loss(build_python_model(plan.code, plan.training.seed))
+        return add_loss(build_python_model(plan.code, plan.training.seed), plan.vocab)
     model = Transformer(plan.shape, plan.training.dropout, plan.training.seed)
     for seam in (module for module in model.modules() if isinstance(module, Attend)):
         seam.kernel = attention

@@ -38,6 +38,8 @@ FURTHER = ("kept_bytes", "sequence_length", "precision", "source")
 FIGURES = ("forward_ms", "backward_ms", "activation_bytes", "parameter_bytes")
 MOST_BYTES = 64 * 2**20
 """Of a file: a layer takes about a hundred bytes."""
+MOST_HEAD = 10_000
+"""Characters of the first line."""
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16", *NARROW)
 
 
@@ -56,6 +58,16 @@ def layer_profile_text(path: str | Path) -> str:
         return read_some(path, MOST_BYTES)
     except (OSError, UnicodeDecodeError) as error:
         raise refuse("model", f"'{path}' cannot be read: {unread(error)}") from None
+
+
+def is_layer_profile(path: str | Path) -> bool:
+    """Whether the file has the columns of one, whatever its rows hold."""
+    try:
+        with open(path, encoding="utf-8-sig", newline="") as file:
+            head = file.readline(MOST_HEAD)
+    except (OSError, UnicodeDecodeError):
+        return False
+    return set(COLUMNS) <= set(head.strip().split(","))
 
 
 def parse_layer_profile(text: str, model: str | None, path: str) -> LayerProfile:

@@ -24,13 +24,19 @@ from workbench.planner.estimated_frames import (
     steps_frame,
 )
 from workbench.planner.memory_advice import first_fitting_change
+from workbench.planner.profiled_models.measured_on import measured_on
 from workbench.planner.profiled_models.planned_stages import PlannedStages, planned_stages
 from workbench.planner.profiled_models.step_seconds import StepSeconds, step_seconds, timeline
 from workbench.planner.unequal_stages.stage_times import one_device_seconds
 from workbench.profile import MOMENTS, Profile
 from workbench.schedules import Timeline
 
-NOT_COUNTED = ("the optimizer's step", "latencies of transfers")
+NOT_COUNTED = (
+    "the optimizer's step",
+    "latencies of transfers",
+    "memory that backward alone needs",
+    "a weight that blocks of two stages share, beyond its first",
+)
 OUTPUTS_ONLY = "what layers keep for backward beside their outputs"
 ASSUMED_LINKS = "links of CPU ranks, which are assumed figures"
 
@@ -76,7 +82,7 @@ def _notes(
         "speed_up": one / took.simulated,
         "activation_communication_ratio": planned.times.activation_communication_ratio,
         "microbatches_in_flight": list(planned.in_flight),
-        "layer_times": planned.profile.source or "measured, the file does not say on what",
+        "layer_times": measured_on(full),
         "not_modelled": ", ".join(_not_counted(planned, full)),
     }
     if drawn < planned.batch.microbatches:

@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 from workbench.planner.profiled_models.planned_stages import PlannedStages
 from workbench.planner.unequal_stages.latency import latency
 from workbench.planner.unequal_stages.memory import with_transfers
+from workbench.planner.unequal_stages.overlapped_all_reduce import with_overlap
 from workbench.planner.unequal_stages.simulated import simulated, simulated_gpipe
-from workbench.planner.unequal_stages.stage_times import StageTimes, with_overlap
+from workbench.planner.unequal_stages.stage_times import StageTimes
 from workbench.schedules import Timeline
 
 MOST_ACTIONS = 2**14

@@ -15,6 +15,7 @@ from workbench.plan.model.layer_profile_file import profiled_model
 from workbench.plan.schema import Plan
 from workbench.planner.assumed_hardware import assumed_hardware
 from workbench.planner.plan_conditions import Condition
+from workbench.planner.profiled_models.measured_on import measured_on
 from workbench.planner.search.constraints import check_bounds, parse_constraint
 from workbench.planner.search.results.candidate_figures import CandidateFigures
 from workbench.planner.search.results.empty_search import (
@@ -87,6 +88,7 @@ def search(
         price_per_hour=whole.base.gpu.price_per_hour,
         gpus=plan.cluster.gpus,
         assumed=assumed_hardware(whole.base),
+        layer_times=measured_on(whole.base),
     )
 
 

@@ -13,8 +13,9 @@ from numpy.typing import NDArray
 from workbench.plan.model.layer_profile import LayerProfile
 from workbench.plan.stage_partition import dealt
 from workbench.planner.unequal_stages.memory import activation_bytes, stage_state_bytes
+from workbench.planner.unequal_stages.overlapped_all_reduce import exposed_all_reduce
 from workbench.planner.unequal_stages.placements import APPEND, placed
-from workbench.planner.unequal_stages.stage_times import Batch, Stage, exposed_all_reduce
+from workbench.planner.unequal_stages.stage_times import Batch, Stage
 from workbench.planner.unequal_stages.topology import Topology
 
 Array = NDArray[np.float64]

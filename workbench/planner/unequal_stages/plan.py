@@ -16,6 +16,7 @@ from workbench.planner.unequal_stages.memory import (
     stages_in_flight,
     with_transfers,
 )
+from workbench.planner.unequal_stages.overlapped_all_reduce import with_overlap
 from workbench.planner.unequal_stages.simulated import simulated
 from workbench.planner.unequal_stages.stage_times import (
     Batch,
@@ -23,7 +24,6 @@ from workbench.planner.unequal_stages.stage_times import (
     StageTimes,
     one_device_seconds,
     stage_times,
-    with_overlap,
 )
 from workbench.planner.unequal_stages.topology import Topology
 

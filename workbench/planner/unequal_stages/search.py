@@ -36,8 +36,6 @@ from workbench.units import counted
 
 SIMULATED = 10
 """Plans that the simulator ranks."""
-NEAR = 1.02
-"""Prefixes are dropped that cannot come within this factor of the best plan known."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +50,8 @@ class Effort:
     """
     plans: int = 100
     """Complete plans of a pass that are evaluated exactly."""
+    near: float = 1.02
+    """Prefixes are dropped that cannot come within this factor of the best plan known."""
 
 
 def search_stages(
@@ -88,11 +88,11 @@ def near_best(
         topology: Devices, links and memory.
         batch: What a step trains on.
         effort: How much is kept.
-        limit: Seconds of a step, of which a plan may take `NEAR` times as many.
+        limit: Seconds of a step, of which a plan may take `effort.near` times as many.
         policies: Warm-up policies that a number of stages may have.
         occupancies: Of devices as many, from searches before.
     """
-    occupancies, most = occupancies or Occupancies(topology), limit * NEAR
+    occupancies, most = occupancies or Occupancies(topology), limit * effort.near
 
     def evaluated(candidates: Iterable[tuple[Stage, ...]]) -> list[UnequalPlan]:
         plans = (evaluate(profile, one, topology, batch, policies(len(one))) for one in candidates)
@@ -101,7 +101,7 @@ def near_best(
     plans = evaluated(_simple(profile, topology))
     for layer in effort.layers:
         limit = min([limit, *(plan.seconds for plan in plans)])
-        extension = Extension(profile, topology, occupancies, batch, limit * NEAR)
+        extension = Extension(profile, topology, occupancies, batch, limit * effort.near)
         plans += evaluated(_complete(extension, effort.prefixes, layer)[: effort.plans])
     once = {plan.stages: plan for plan in plans}
     return sorted(once.values(), key=lambda plan: plan.seconds)

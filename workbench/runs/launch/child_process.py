@@ -82,11 +82,11 @@ def python(
         errors.seek(0)
         stderr = errors.read().strip()
     if late:
-        raise ChildError(f"{module} was not done in {deadline_seconds:g} s:\n{stderr[-4000:]}")
+        raise ChildError(f"{module} was not done in {deadline_seconds:g} s{_last(stderr)}")
     if code == 2:
         raise ValueError(stderr)
     if code != 0:
-        raise ChildError(f"{module} ended with {_words(code)}:\n{stderr[-4000:]}")
+        raise ChildError(f"{module} ended with {_words(code)}{_last(stderr)}")
 
 
 def _lines(output: IO[bytes], end: float | None) -> Iterator[str]:
@@ -136,6 +136,11 @@ def _ask_to_end(pid: int) -> None:
     """Ask the child's session to end, and give it a moment."""
     os.killpg(pid, signal.SIGTERM)
     _has_ended(pid, time.monotonic() + END_SECONDS)
+
+
+def _last(stderr: str) -> str:
+    """The end of what was said, behind a colon."""
+    return f":\n{stderr[-4000:]}" if stderr else " and said no reason"
 
 
 def _words(code: int) -> str:

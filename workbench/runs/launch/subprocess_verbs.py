@@ -24,6 +24,7 @@ from workbench.profile import Profile
 from workbench.runs.launch import child_process
 from workbench.runs.launch.kernel_compilers import missing_compiler, missing_torchao
 from workbench.runs.launch.preflight import gpu_problems
+from workbench.runs.launch.progress_lines import progress_record
 from workbench.units import GIB
 
 ORDER_FILE = "order.json"
@@ -78,8 +79,7 @@ def _rehearsed(
     require(full, "rehearse", allow_code)
 
     def on_line(text: str) -> None:
-        if progress and text.startswith("{"):
-            record = json.loads(text)
+        if progress and (record := progress_record(text)):
             progress(record["done"], record["of"])
 
     arguments = [_plan_file(full, folder), "--to", str(out), *options, *_allow_code(allow_code)]

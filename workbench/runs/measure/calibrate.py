@@ -5,7 +5,6 @@ finished.
 from __future__ import annotations
 
 import json
-import os
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -88,10 +87,19 @@ def refuse_unwritable(path: Path | None) -> None:
     if path is None:
         return
     device = path.exists() and not path.is_file()  # or a folder: neither is to be replaced
-    if device or not (path.parent.is_dir() and os.access(path.parent, os.W_OK)):
+    if device or not _takes_files(path.resolve().parent):
         raise refuse(
             "--output", f"'{path}' cannot be written; legal: a file in a folder that exists"
         )
+
+
+def _takes_files(folder: Path) -> bool:
+    """Whether a file can be made in it; permissions do not say it of /proc or a full disk."""
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            return True
+    except OSError:
+        return False
 
 
 def learn(calibration: Calibration, runs: Sequence[Run]) -> Calibration:

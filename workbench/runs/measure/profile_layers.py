@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
-import json
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from workbench.errors import PlanError, refuse
+from workbench.errors import ChildError, PlanError, refuse
 from workbench.machine.attached import Attached, attached, host_memory
 from workbench.plan.model.layer_profile import LayerProfile
-from workbench.plan.model.layer_profile_csv import read_layer_profile, write_layer_profile
+from workbench.plan.model.layer_profile_csv import (
+    is_layer_profile,
+    read_layer_profile,
+    write_layer_profile,
+)
+from workbench.plan.model.layer_profile_file import profiled_model
 from workbench.plan.model.parameter_count import parameters
 from workbench.plan.optimizer_state import state_bytes
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.rules.supported import require
-from workbench.plan.schema import Plan, build_plan
+from workbench.plan.schema import Plan, ProfiledModel, build_plan
 from workbench.runs.launch import child_process
 from workbench.runs.launch.kernel_compilers import missing_compiler, missing_torchao
 from workbench.runs.launch.preflight import gpu_problems
+from workbench.runs.launch.progress_lines import progress_record
 from workbench.runs.measure.calibrate import refuse_unwritable
+from workbench.safe_io.files import unread
 from workbench.units import GIB
 
 Progress = Callable[[float, float, str], None]
@@ -41,16 +47,16 @@ def profile_layers(
     """Measure the layers of `plan` and write them to `path`; see `workbench.profile_layers`."""
     if not LEAST_SECONDS <= seconds <= MOST_SECONDS:
         raise refuse("seconds", f"is {seconds:g}; legal: {LEAST_SECONDS:g} to {MOST_SECONDS:g}")
-    refuse_unwritable(path)
+    _refuse_output(path)
     full = plan.resolve()
     require(full, "run", allow_code)
     single, found = single_device_plan(full), attached()
     _refuse_this_machine(single, found)
 
     def on_line(text: str) -> None:
-        if progress and text.startswith("{"):
-            record = json.loads(text)
-            progress(min(record["done"], record["of"]), record["of"], record["words"])
+        if progress and (record := progress_record(text)):
+            words = str(record.get("words", ""))
+            progress(min(record["done"], record["of"]), record["of"], words)
 
     with tempfile.TemporaryDirectory() as folder:
         to, written = Path(folder, "layers.csv"), Path(folder, "plan.yaml")
@@ -63,9 +69,33 @@ def profile_layers(
             threads=_threads(full, found),
             deadline_seconds=seconds + PREPARING_SECONDS,
         )
+        if not to.exists():  # a model's os._exit(0)
+            raise ChildError("measuring ended without layers, and said no reason")
         measured = read_layer_profile(to)
-    write_layer_profile(measured, path)
+    _write(measured, path)
     return measured
+
+
+def _refuse_output(path: Path) -> None:
+    """Refuse a file that no plan could name as its model, that cannot be written, or that holds
+    something else: the plan, its corpus.
+    """
+    if profiled_model(str(path)) != ProfiledModel(layer_profile=str(path)):
+        raise refuse("--output", f"is '{path}'; legal: a name that ends in .csv, e.g. layers.csv")
+    refuse_unwritable(path)
+    if path.exists() and not is_layer_profile(path):
+        raise refuse(
+            "--output",
+            f"'{path}' exists and is no layer profile; legal: a new file, or a layer profile to "
+            "replace",
+        )
+
+
+def _write(measured: LayerProfile, path: Path) -> None:
+    try:
+        write_layer_profile(measured, path)
+    except OSError as error:
+        raise refuse("--output", f"'{path}' cannot be written: {unread(error)}") from None
 
 
 def single_device_plan(full: ResolvedPlan) -> ResolvedPlan:

@@ -67,7 +67,8 @@ def search_text(found: SearchResult) -> str:
             f"for fewer GPUs wait less for one another; --where gpus={found.gpus} keeps them all.\n"
         )
     lines = [f"{less}{_searched(found)}", *published_lines(found)]
-    return "\n".join([*lines, *found.notes, *filter(None, (found.assumed, found.empty))])
+    times = found.layer_times and f"layer times: {found.layer_times}"
+    return "\n".join([*lines, *found.notes, *filter(None, (times, found.assumed, found.empty))])
 
 
 def _searched(found: SearchResult) -> str:

@@ -124,6 +124,8 @@ class SearchResult:
     """Of the plan that was asked about."""
     assumed: str = ""
     """What the description of its GPU leaves out, and what stands for it."""
+    layer_times: str = ""
+    """On what the times of a layer profile were measured."""
     of_stages: bool = False
     """Whether stages were searched each by itself: `candidates` are then combinations of all
     else.
@@ -168,6 +170,7 @@ class SearchResult:
             "rate_per_second": self.rate,
             "empty": self.empty or None,
             "assumed_hardware": self.assumed or None,
+            **({"layer_times": self.layer_times} if self.layer_times else {}),
             "top": [one.to_json() | self.bill(one) for one in self.top],
             "pareto": [one.to_json() | self.bill(one) for one in self.pareto],
             **({"baselines": [one.to_json() for one in self.baselines]} if self.baselines else {}),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -47,6 +48,11 @@ class Estimates:
                 one = self._candidate(plan, staged, one_gpu)
                 if one and all(c.holds(_result(one, c.field)) for c in self.conditions):
                     self.found.append((one, staged))
+
+    def least_seconds(self, staged: StagedPlan) -> float:
+        """Of the plans of some stages; infinite where none is one."""
+        known = (self._candidate(plan, staged, 0.0) for plan in plans_of(self.space, staged))
+        return min((one.seconds for one in known if one), default=math.inf)
 
     def _candidate(self, plan: Plan, staged: StagedPlan, one_gpu: float) -> Candidate | None:
         """The plan with its estimate; None where it is illegal, not within the risk, or more than

@@ -21,12 +21,12 @@ from workbench.planner.unequal_stages.prefix_search.transitions import Occupanci
 from workbench.planner.unequal_stages.search import Effort, near_best
 
 MARGIN = 1.15
-"""Combinations and stages are dropped that take longer than so many times the least seconds known:
-plans are ranked by their estimates, of which the latency model leaves out more or less.
+"""Combinations and stages are dropped whose latency is longer than so many times the least seconds
+estimated: plans are ranked by their estimates, of which the latency model leaves out more or less.
 """
-QUICK = Effort(prefixes=2, layers=(4,), plans=20)
+QUICK = Effort(prefixes=2, layers=(4,), plans=20, near=MARGIN)
 """What is kept of every combination."""
-CLOSE = Effort()
+CLOSE = Effort(near=MARGIN)
 """What is kept of the best."""
 CLOSELY = 6
 """Combinations that are looked at once more."""
@@ -34,6 +34,10 @@ EACH = 6
 """Plans of a combination and a number of stages that go on."""
 Progress = Callable[[int, int], None]
 """Called with (combinations done, of)."""
+
+
+Estimate = Callable[[StagedPlan], float]
+"""Seconds of a step as `estimate` says them, infinite where there is no such plan."""
 
 
 @dataclass(frozen=True)
@@ -62,10 +66,10 @@ def allowed_policies(space: SearchSpace) -> Policies:
 
 
 def scan_stages(
-    combinations: Sequence[Combination], policies: Policies, progress: Progress
+    combinations: Sequence[Combination], policies: Policies, estimate: Estimate, progress: Progress
 ) -> StagesScan:
     """The best stages of `combinations`, least bound first, all of one number of GPUs."""
-    scan = _Scan(policies)
+    scan = _Scan(policies, estimate)
     for done, one in enumerate(combinations):
         progress(done, len(combinations))
         if one.least_seconds > scan.best * MARGIN:
@@ -98,10 +102,12 @@ def _of_each_count(plans: Sequence[UnequalPlan]) -> Iterator[UnequalPlan]:
 
 
 class _Scan:
-    """Plans by combination, and the best seconds known."""
+    """Plans by combination, and the least seconds known of a plan, by the latency model and
+    estimated.
+    """
 
-    def __init__(self, policies: Policies) -> None:
-        self.policies = policies
+    def __init__(self, policies: Policies, estimate: Estimate) -> None:
+        self.policies, self.estimate = policies, estimate
         self.found: dict[Combination, list[UnequalPlan]] = {}
         self.best = math.inf
         self.anywhere: StagedPlan | None = None
@@ -120,7 +126,9 @@ class _Scan:
             self.anywhere = StagedPlan(one, plans[0])
         if contiguous := self._contiguous(one, [*plans, *self.found.get(one, [])]):
             self.found[one] = contiguous
-            self.best = min(self.best, contiguous[0].seconds)
+            if (least := contiguous[0].seconds) < self.best:
+                estimated = self.estimate(StagedPlan(one, contiguous[0]))
+                self.best = min(self.best, max(least, estimated))
 
     def _contiguous(self, one: Combination, plans: Iterable[UnequalPlan]) -> list[UnequalPlan]:
         """The same cuts and replicas on ranks in the order of the stages, each once."""

@@ -22,7 +22,12 @@ from workbench.planner.search.search_space import SearchSpace
 from workbench.planner.search.unequal.combinations import Combinations, microbatch_counts
 from workbench.planner.search.unequal.estimates import Estimates
 from workbench.planner.search.unequal.staged_plan import StagedPlan
-from workbench.planner.search.unequal.stages_scan import StagesScan, allowed_policies, scan_stages
+from workbench.planner.search.unequal.stages_scan import (
+    Estimate,
+    StagesScan,
+    allowed_policies,
+    scan_stages,
+)
 from workbench.planner.unequal_stages.merged_layers import MergedLayers
 from workbench.planner.unequal_stages.other_planners import (
     PUBLISHED_CLAIMS,
@@ -64,7 +69,7 @@ def search_unequal(
     estimates = Estimates(space, beside, objective, results)
     scans = []
     for setting in space.fixed_configs if _has_values(space) else ():
-        scans.append(_scan(combinations, setting, progress))
+        scans.append(_scan(combinations, setting, estimates.least_seconds, progress))
         one_gpu = combinations.one_gpu_seconds(setting)
         estimates.take(_chosen(scans[-1]), one_gpu, progress)
     order = sorted(estimates.found, key=lambda found: _rank(found[0]))
@@ -135,13 +140,15 @@ def _largest_peak(beside: Figures, results: Sequence[Condition]) -> float:
     return min([beside.largest_peak_bytes, *(float(c.value) * GIB for c in peaks)])
 
 
-def _scan(combinations: Combinations, setting: FixedConfig, progress: Progress) -> StagesScan:
+def _scan(
+    combinations: Combinations, setting: FixedConfig, estimate: Estimate, progress: Progress
+) -> StagesScan:
     def say(done: int, of: int) -> None:
         progress(f"stages on {setting.world_size} GPUs, {done} of {of} combinations")
 
     say(0, 1)
     policies = allowed_policies(combinations.space)
-    return scan_stages(combinations.on(setting), policies, say)
+    return scan_stages(combinations.on(setting), policies, estimate, say)
 
 
 def pareto(found: Sequence[Candidate]) -> tuple[Candidate, ...]:

@@ -16,7 +16,7 @@ from workbench.planner.unequal_stages.other_planners import (
     planner_figures,
 )
 from workbench.planner.unequal_stages.plan import UnequalPlan
-from workbench.planner.unequal_stages.published_plans import (
+from workbench.planner.unequal_stages.published.plans import (
     MODELS,
     TOPOLOGY,
     published_batch,
