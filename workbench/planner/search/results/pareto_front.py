@@ -4,8 +4,9 @@ expected time and memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,12 +15,22 @@ from workbench.costmodel.inputs.config import Array
 from workbench.planner.search.cell_evaluation import EvaluatedCell
 from workbench.planner.search.cells import Cell
 
+One = TypeVar("One")
 Score = Callable[[Array, Array], Array]
 """(seconds of a step, seconds of it that compute) -> what is ranked by; grows with the seconds."""
 Retries = tuple[Array, Array]
 """(logarithms of peaks, slow-down of the step by the allocator's retries at each)."""
 MEMORY_BINS = 64
 """Steps of memory in which a candidate is first held against the front."""
+
+
+def unbeaten(found: Iterable[One], figures: Callable[[One], tuple[float, float]]) -> list[One]:
+    """Those that no other beats in both figures (seconds, memory), fastest first."""
+    kept: list[One] = []
+    for one in sorted(found, key=figures):
+        if not kept or figures(one)[1] < figures(kept[-1])[1]:
+            kept.append(one)
+    return kept
 
 
 @dataclass(frozen=True, order=True)

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 
 from workbench.plan.rules import legal_sizes
 from workbench.plan.stage_replicas import even_parts
+from workbench.planner.search.results.pareto_front import unbeaten
 from workbench.planner.search.unequal.combinations import Combination
 from workbench.planner.search.unequal.staged_plan import StagedPlan
 from workbench.planner.unequal_stages.placements import APPEND, placed
@@ -20,18 +21,10 @@ EVERY = 16
 
 def lean_stages(combinations: Iterable[Combination], policies: Policies) -> list[StagedPlan]:
     """Plans from the fastest to the one that keeps least, none beaten in both, fastest first."""
-    return front(
+    plans = (
         staged for one in combinations for staged in _even_plans(one, policies) if staged.sayable
     )
-
-
-def front(plans: Iterable[StagedPlan]) -> list[StagedPlan]:
-    """Those that no other beats in both seconds and memory by the latency model."""
-    kept: list[StagedPlan] = []
-    for one in sorted(plans, key=lambda each: (each.seconds, each.memory)):
-        if not kept or one.memory < kept[-1].memory:
-            kept.append(one)
-    return kept
+    return unbeaten(plans, lambda staged: (staged.seconds, staged.memory))
 
 
 def _even_plans(one: Combination, policies: Policies) -> Iterator[StagedPlan]:

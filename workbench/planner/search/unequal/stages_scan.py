@@ -34,8 +34,6 @@ EACH = 6
 """Plans of a combination and a number of stages that go on."""
 Progress = Callable[[int, int], None]
 """Called with (combinations done, of)."""
-
-
 Estimate = Callable[[StagedPlan], float]
 """Seconds of a step as `estimate` says them, infinite where there is no such plan."""
 

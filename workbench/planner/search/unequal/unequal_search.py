@@ -16,6 +16,7 @@ from workbench.planner.search.results.candidate_figures import (
     Figures,
     ProfileFigures,
 )
+from workbench.planner.search.results.pareto_front import unbeaten
 from workbench.planner.search.results.search_result import Candidate
 from workbench.planner.search.results.strategy_summary import by_stage
 from workbench.planner.search.search_space import SearchSpace
@@ -153,8 +154,4 @@ def _scan(
 
 def pareto(found: Sequence[Candidate]) -> tuple[Candidate, ...]:
     """Those that no other beats in both expected time and peak, fastest first."""
-    kept: list[Candidate] = []
-    for one in sorted(found, key=lambda each: (each.expected_seconds, each.peak_bytes)):
-        if not kept or one.peak_bytes < kept[-1].peak_bytes:
-            kept.append(one)
-    return tuple(kept)
+    return tuple(unbeaten(found, lambda one: (one.expected_seconds, one.peak_bytes)))
