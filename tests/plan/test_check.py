@@ -355,22 +355,22 @@ def fields(model: type[Any], above: str = "") -> Iterator[tuple[str, FieldInfo]]
 
 
 def test_every_field_says_what_it_is_in_one_line() -> None:
-    told = dict(fields(Plan))
-    assert "strategy.pipeline.schedule" in told and "model.moe.top_k" in told
-    for name, field in told.items():
+    described = dict(fields(Plan))
+    assert "strategy.pipeline.schedule" in described and "model.moe.top_k" in described
+    for name, field in described.items():
         assert (
             field.description and field.description.endswith(".") and len(field.description) < 100
         ), name
 
 
 def test_a_field_that_nothing_runs_says_so() -> None:
-    told = dict(fields(Plan))
+    described = dict(fields(Plan))
     assert "strategy.data.overlap" in {name for name, _, _ in ENGINE_LIMITS}
-    assert "estimated only" in str(told["strategy.pipeline.partition"].description)
+    assert "estimated only" in str(described["strategy.pipeline.partition"].description)
     for name, _, can in ENGINE_LIMITS:
-        assert "estimated only" in str(told[name].description), f"{name}: only {can} can run"
+        assert "estimated only" in str(described[name].description), f"{name}: only {can} can run"
     for name, _, can in RUN_LIMITS:
-        assert "estimated and rehearsed only" in str(told[name].description), (
+        assert "estimated and rehearsed only" in str(described[name].description), (
             f"{name}: only {can} can run"
         )
 
