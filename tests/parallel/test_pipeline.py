@@ -87,7 +87,7 @@ def test_fp32(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "most"),
-    [("eager-1f1b", None), ("eager-1f1b", [4, 2, 2, 1]), ("1f1b", 1), ("1f1b", [9, 2, 9, 9])],
+    [("eager-1f1b", None), ("eager-1f1b", [4, 2, 2, 1]), ("1f1b", 1), ("1f1b", [9, 2, 2, 1])],
 )
 def test_warm_ups(name: str, most: int | list[int] | None) -> None:
     changes = {"strategy.pipeline.in_flight": most}
