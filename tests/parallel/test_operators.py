@@ -13,7 +13,7 @@ from workbench.errors import PlanError
 from workbench.parallel import apply_strategy
 from workbench.parallel.operators.operator_forward import LinearOperator
 from workbench.parallel.operators.redistribution import OperatorSharding
-from workbench.plan.operator_strategy import read_strategies
+from workbench.plan.operators.strategy_form import read_strategies
 from workbench.plan.rules.supported import require
 from workbench.plan.schema import Plan
 from workbench.planner.autoshard import choose_strategies, ideal_machine

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from tests.fuzz import examples
 from workbench.errors import PlanError
 from workbench.plan.model.model_shape import Shape
+from workbench.plan.operators.operator_graph import Operator, OperatorDim, OperatorTensor
 from workbench.planner.autoshard import (
     TensorBytes,
     choose_strategies,
@@ -35,13 +36,7 @@ from workbench.planner.autoshard.exact_choice import (
 from workbench.planner.autoshard.graph_pricing import price_graph
 from workbench.planner.autoshard.layer_operators import layer_graph, model_graph
 from workbench.planner.autoshard.operator_cost import operator_cost, redistribution
-from workbench.planner.autoshard.operator_splits import (
-    Operator,
-    OperatorDim,
-    OperatorTensor,
-    ShardingStrategy,
-    legal_strategies,
-)
+from workbench.planner.autoshard.operator_splits import ShardingStrategy, legal_strategies
 
 MACHINE = ideal_machine(flops=1e12, bandwidth=1e9, latency=1e-6)
 GPT = Shape(layers=3, hidden=64, heads=4, ffn=256, vocab=500, mlp="gelu", norm="layernorm")

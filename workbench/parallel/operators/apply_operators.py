@@ -25,7 +25,7 @@ from workbench.parallel.operators.operator_forward import (
     SelfAttentionOperator,
 )
 from workbench.parallel.operators.redistribution import OperatorSharding, SharedInputs, replicated
-from workbench.plan.operator_strategy import Placement
+from workbench.plan.operators.strategy_form import Placement
 
 SHARDED_PARAMETERS: tuple[tuple[type[nn.Module], dict[str, tuple[str, ...]]], ...] = (
     (nn.Linear, {"weight": ("columns", "inner"), "bias": ("columns",)}),

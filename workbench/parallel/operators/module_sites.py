@@ -5,9 +5,9 @@ from __future__ import annotations
 from torch import nn
 
 from workbench.errors import refuse
-from workbench.plan.operator_strategy import Placement
+from workbench.plan.operators.operator_sites import Site, matched
+from workbench.plan.operators.strategy_form import Placement
 from workbench.plan.rules.operator_rules import sides
-from workbench.plan.rules.operator_sites import Site, matched
 from workbench.plan.schema import Plan
 
 ACTIVATION_MODULES = (nn.GELU, nn.ReLU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.ELU, nn.LeakyReLU, nn.Mish)

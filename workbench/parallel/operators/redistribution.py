@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement as DTensorPlacement
 
-from workbench.plan.operator_strategy import Placement
+from workbench.plan.operators.strategy_form import Placement
 
 DTensorPlacements = tuple[DTensorPlacement, ...]
 """One placement for each axis of the operator grid."""

@@ -7,14 +7,14 @@ from collections.abc import Iterator
 
 from workbench.errors import PlanError, Problem
 from workbench.plan.model.model_shape import Shape
-from workbench.plan.operator_strategy import (
+from workbench.plan.operators.operator_sites import Site, matched
+from workbench.plan.operators.strategy_form import (
     Placement,
     read_strategies,
     strategy_grid,
     strategy_text,
 )
 from workbench.plan.resolved_plan import ResolvedPlan
-from workbench.plan.rules.operator_sites import Site, matched
 from workbench.plan.schema import Plan
 
 WORD = 128

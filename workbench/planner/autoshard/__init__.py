@@ -2,7 +2,7 @@
 FlexFlow, Alpa and MindSpore's automatic parallelism.
 """
 
-from workbench.plan.operator_strategy import (
+from workbench.plan.operators.strategy_form import (
     parse_strategy,
     read_strategies,
     strategy_text,

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from workbench.plan.model.model_shape import Shape
-from workbench.planner.autoshard.operator_splits import Operator, OperatorDim, OperatorTensor
+from workbench.plan.operators.operator_graph import Operator, OperatorDim, OperatorTensor
 
 
 def attention_operators(

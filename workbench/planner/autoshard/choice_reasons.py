@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from workbench.planner.autoshard.operator_splits import Operator, ShardingStrategy
+from workbench.plan.operators.operator_graph import Operator
+from workbench.planner.autoshard.operator_splits import ShardingStrategy
 
 if TYPE_CHECKING:
     from workbench.planner.autoshard.graph_pricing import PricedGraph

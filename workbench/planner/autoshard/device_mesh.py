@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from workbench.costmodel.communication.collective_cost import AxisLink, hierarchical_seconds
 from workbench.costmodel.rates.constants import Constants
 from workbench.errors import refuse
-from workbench.plan.operator_strategy import factors
+from workbench.plan.operators.strategy_form import factors
 from workbench.planner.autoshard.machine_model import MachineModel
 
 MAX_RANKS = 256

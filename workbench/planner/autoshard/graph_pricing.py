@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from workbench.errors import refuse
+from workbench.plan.operators.operator_graph import OperatorGraph, TensorEdge
 from workbench.planner.autoshard.choice_problem import Array, ReshardingEdge, StrategyProblem
 from workbench.planner.autoshard.device_mesh import LogicalMesh
-from workbench.planner.autoshard.layer_operators import OperatorGraph, TensorEdge
 from workbench.planner.autoshard.machine_model import MachineModel
 from workbench.planner.autoshard.operator_cost import (
     Communication,

@@ -9,38 +9,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Literal
 
 from workbench.errors import refuse
 from workbench.plan.model.model_shape import Shape
+from workbench.plan.operators.operator_graph import (
+    Operator,
+    OperatorDim,
+    OperatorGraph,
+    OperatorTensor,
+    TensorEdge,
+)
 from workbench.planner.autoshard.attention_operators import attention_edges, attention_operators
-from workbench.planner.autoshard.operator_splits import Operator, OperatorDim, OperatorTensor
 
 VOCABULARY_MULTIPLE = 128
 """Vocabularies are padded to a multiple of it, so that they can be split (1909.08053)."""
-
-
-@dataclass(frozen=True)
-class TensorEdge:
-    """A tensor that operator `source` holds and operator `target` wants; dimensions correspond by
-    position.
-    """
-
-    source: int
-    source_tensor: OperatorTensor
-    target: int
-    target_tensor: OperatorTensor
-    num_layers: int = 1
-    transposed: bool = False
-
-
-@dataclass(frozen=True)
-class OperatorGraph:
-    """Operators and the tensors that pass between them."""
-
-    operators: tuple[Operator, ...]
-    edges: tuple[TensorEdge, ...]
 
 
 BRANCHES = (

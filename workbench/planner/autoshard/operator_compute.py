@@ -13,9 +13,10 @@ from workbench.costmodel.compute.kernel_rates import (
     gemm_seconds,
     unfused_attention,
 )
+from workbench.plan.operators.operator_graph import Operator
 from workbench.planner.autoshard.device_mesh import LogicalMesh
 from workbench.planner.autoshard.machine_model import MachineModel
-from workbench.planner.autoshard.operator_splits import Operator, ShardingStrategy
+from workbench.planner.autoshard.operator_splits import ShardingStrategy
 
 
 def compute_seconds(

@@ -9,15 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from workbench.plan.operators.operator_graph import Operator, OperatorTensor
 from workbench.planner.autoshard.device_mesh import LogicalMesh
 from workbench.planner.autoshard.machine_model import MachineModel
 from workbench.planner.autoshard.operator_compute import compute_seconds
-from workbench.planner.autoshard.operator_splits import (
-    Operator,
-    OperatorTensor,
-    ShardingStrategy,
-    TensorLayout,
-)
+from workbench.planner.autoshard.operator_splits import ShardingStrategy, TensorLayout
 
 
 @dataclass(frozen=True)

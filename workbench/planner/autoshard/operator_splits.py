@@ -1,4 +1,4 @@
-"""Operators with named dimensions, and the legal sharding strategies of each on a logical mesh.
+"""The legal sharding strategies of each operator on a logical mesh.
 
 A strategy is written in MindSpore's form: a tuple an input, a number a tensor dimension, such as
 `((4,1),(1,1))` for a MatMul whose first input is split 4 ways by rows. Ranks that a strategy leaves
@@ -11,73 +11,15 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
-from typing import Literal
 
-from workbench.plan.operator_strategy import Form, placed
+from workbench.plan.operators.operator_graph import Operator, OperatorTensor
+from workbench.plan.operators.strategy_form import Form, placed
 from workbench.planner.autoshard.device_mesh import LogicalMesh
 
 TensorLayout = tuple[int | None, ...]
 """Of a tensor: for each mesh axis the position of the dimension that it splits, None where it
 repeats the tensor.
 """
-
-
-@dataclass(frozen=True)
-class OperatorDim:
-    """One dimension of an operator."""
-
-    name: str
-    size: int
-    units: int = 1
-    """Indivisible parts (sequences, heads, entries), which the shards divide; 1: never split."""
-
-
-@dataclass(frozen=True)
-class OperatorTensor:
-    """An input or the output of an operator, by the operator's own dimensions."""
-
-    name: str
-    dims: tuple[str, ...]
-    kind: Literal["activation", "parameter", "tied", "index"] = "activation"
-    share: float = 1.0
-    """Elements over the product of the dimensions: below 1 where query heads share key-value heads.
-    """
-
-
-@dataclass(frozen=True)
-class Operator:
-    """One operator of a layer. Dimensions of an input that the output lacks are contracted: split,
-    they leave partial sums.
-    """
-
-    name: str
-    kind: str
-    dims: tuple[OperatorDim, ...]
-    inputs: tuple[OperatorTensor, ...]
-    output: OperatorTensor
-    gemm_widths: tuple[int, ...] = ()
-    """Columns of each GEMM that a `MatMul` runs on its one input: query, key and value; gate and
-    up.
-    """
-    fp8: bool = False
-    """Whether its GEMMs run in fp8 where the plan's precision does: those of layers, not the
-    head's.
-    """
-    causal_flops: float = 0.0
-    """Of attention: forward FLOPs of the causal half, over all ranks."""
-    num_layers: int = 1
-    """Layers that have it."""
-    modules: tuple[str, ...] = ()
-    """Patterns of the modules that it stands for."""
-
-    def dim(self, name: str) -> int:
-        """Size of the dimension `name`."""
-        return next(dim.size for dim in self.dims if dim.name == name)
-
-    def size(self, tensor: OperatorTensor) -> float:
-        """Elements of the whole tensor."""
-        sizes = {dim.name: dim.size for dim in self.dims}
-        return math.prod(sizes[name] for name in tensor.dims) * tensor.share
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from workbench.costmodel.memory.model_states import unsharded_state_bytes
 from workbench.costmodel.rates.constants import Constants
 from workbench.costmodel.rates.constants import constants as catalog_constants
 from workbench.fields.bounds import SEQUENCES, hold
-from workbench.plan.operator_strategy import read_strategies
+from workbench.plan.operators.strategy_form import read_strategies
 from workbench.plan.optimizer_state import DTYPE_BYTES
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.planner.autoshard.choice_result import OperatorPlan

@@ -11,7 +11,8 @@ import numpy as np
 
 from workbench.errors import PlanError, Problem, refuse
 from workbench.plan.model.model_shape import Shape
-from workbench.plan.operator_strategy import Form, strategy_text
+from workbench.plan.operators.operator_graph import Operator, OperatorGraph
+from workbench.plan.operators.strategy_form import Form, strategy_text
 from workbench.planner.autoshard.choice_problem import ReshardingEdge
 from workbench.planner.autoshard.choice_reasons import explain_choice
 from workbench.planner.autoshard.choice_result import OperatorPlan, OperatorRow, Redistribution
@@ -21,15 +22,10 @@ from workbench.planner.autoshard.exact_choice import (
     solve_by_integer_programming,
 )
 from workbench.planner.autoshard.graph_pricing import PricedGraph, price_graph
-from workbench.planner.autoshard.layer_operators import (
-    OperatorGraph,
-    branch_graph,
-    layer_graph,
-    model_graph,
-)
+from workbench.planner.autoshard.layer_operators import branch_graph, layer_graph, model_graph
 from workbench.planner.autoshard.machine_model import MachineModel
 from workbench.planner.autoshard.operator_cost import TensorBytes
-from workbench.planner.autoshard.operator_splits import Operator, ShardingStrategy
+from workbench.planner.autoshard.operator_splits import ShardingStrategy
 
 GraphPart = Literal["model", "layer", "attention", "mlp"]
 GIB = 2**30

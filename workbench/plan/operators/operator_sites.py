@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from workbench.errors import PlanError, Problem
-from workbench.plan.operator_strategy import (
+from workbench.plan.operators.strategy_form import (
     Form,
     Placement,
     on_grid,
