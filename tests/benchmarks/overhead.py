@@ -29,8 +29,8 @@ from workbench.engine.measure.telemetry_writer import TelemetryWriter
 from workbench.engine.session import NullObserver, Session
 from workbench.engine.verify.forked_ranks import run_ranks
 from workbench.parallel.mesh import build_mesh
-from workbench.plan.custom_schedule import executed
 from workbench.plan.resolved_plan import ResolvedPlan
+from workbench.plan.schedule_table import executed
 from workbench.runs.store.stop_request import read_stop
 from workbench.schedules import Action, simulate
 from workbench.schedules.action import COMPUTE

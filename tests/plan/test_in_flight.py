@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from tests.parallel.small import plan
 from workbench.errors import PlanError
-from workbench.plan.custom_schedule import executed, schedule_table, stages_in_flight
+from workbench.plan.schedule_table import executed, schedule_table, stages_in_flight
 from workbench.schedules import generate, in_flight, write_csv
 
 

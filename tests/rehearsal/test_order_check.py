@@ -16,7 +16,7 @@ from workbench.engine import session
 from workbench.parallel import mesh
 from workbench.parallel.expert import expert_collectives
 from workbench.parallel.pipeline import stage_transfers
-from workbench.plan import custom_schedule
+from workbench.plan import schedule_table
 from workbench.plan.schema import Plan
 from workbench.rehearsal import order_check
 from workbench.rehearsal.call_trace import STORE, Call
@@ -242,7 +242,7 @@ def test_rows_that_another_rank_does_not_expect_are_found(monkeypatch: pytest.Mo
 def test_a_pair_whose_group_the_others_do_not_make_is_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    pairs = custom_schedule.transfer_pairs
+    pairs = schedule_table.transfer_pairs
     own = {"rank": 0}
 
     def of_own(plan: Any) -> list[tuple[int, int]]:

@@ -13,11 +13,11 @@ import pytest
 from workbench.errors import PlanError
 from workbench.machine import gpu_catalog
 from workbench.plan.catalog import catalog
-from workbench.plan.custom_schedule import executed, pair_groups
 from workbench.plan.model.parameter_count import parameters
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.rules.legal_sizes import token_parts
 from workbench.plan.rules.supported import runnable
+from workbench.plan.schedule_table import executed, pair_groups
 from workbench.plan.schema import Plan
 from workbench.planner import estimate
 from workbench.profile import Profile

@@ -30,8 +30,8 @@ from workbench.parallel.mesh import TIED_AXIS, Mesh
 from workbench.parallel.pipeline.schedule_executor import ExecutorHooks, ScheduleExecutor
 from workbench.parallel.pipeline.stage_transfers import sum_tied_gradient
 from workbench.parallel.tensor.apply_tensor import boundary_shape, counts_own_loss
-from workbench.plan.custom_schedule import executed, pair_groups, transport
 from workbench.plan.resolved_plan import ResolvedPlan
+from workbench.plan.schedule_table import executed, pair_groups, transport
 from workbench.plan.stage_replicas import BatchShare, batch_share
 from workbench.schedules import Action, Table, send_ends
 

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from workbench.plan.custom_schedule import pair_groups, transfer_pairs
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.rules.operator_rules import sides as operator_sides
+from workbench.plan.schedule_table import pair_groups, transfer_pairs
 from workbench.plan.schema import Plan
 from workbench.plan.stage_replicas import Part, plan_stage_tokens
 

@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
-from workbench.plan.custom_schedule import schedule_table
 from workbench.plan.resolved_plan import ResolvedPlan
+from workbench.plan.schedule_table import schedule_table
 from workbench.plan.schema import AXES
 from workbench.plan.stage_replicas import even_parts, overlaps, own_part, plan_stage_tokens
 

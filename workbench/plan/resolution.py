@@ -15,7 +15,6 @@ from workbench.machine.attached import attached, local_cluster
 from workbench.machine.hardware import GPU, Fabric
 from workbench.plan import corpus_files
 from workbench.plan.catalog import catalog, huggingface_config
-from workbench.plan.custom_schedule import schedule_sha256
 from workbench.plan.model import python_model_file
 from workbench.plan.model.attention_kernel import decided_attention
 from workbench.plan.model.layer_profile import LayerProfile
@@ -24,6 +23,7 @@ from workbench.plan.model.model_shape import Shape
 from workbench.plan.preset_sizes import resolve_sizes, splits_nothing
 from workbench.plan.resolved_plan import NO_SHAPE, ResolvedPlan
 from workbench.plan.rules import calibration_rules, check, legal_sizes, python_model_rules
+from workbench.plan.schedule_table import schedule_sha256
 from workbench.plan.schema import (
     STORED,
     Cluster,

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 
 from workbench.parallel.mesh import Mesh, build_mesh, mesh_ranks
-from workbench.plan.custom_schedule import drawn
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.rules.supported import require
+from workbench.plan.schedule_table import drawn
 from workbench.plan.schema import Plan
 from workbench.planned_device import rehearsed_device
 from workbench.rehearsal.building import build_session

@@ -16,10 +16,10 @@ from workbench.engine.measure.step_sampler import StepSampler
 from workbench.engine.session import rank_share
 from workbench.models.python_model import build_python_model
 from workbench.parallel.mesh import Mesh, build_mesh
-from workbench.plan.custom_schedule import stages_in_flight
 from workbench.plan.rank_placement import rank_place, representative_ranks
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.rules.supported import require
+from workbench.plan.schedule_table import stages_in_flight
 from workbench.plan.schema import Plan
 from workbench.planned_device import rehearsed_device
 from workbench.profile import Profile, frame

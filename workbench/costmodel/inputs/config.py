@@ -17,11 +17,11 @@ from numpy.typing import NDArray
 
 from workbench.costmodel.frameworks.framework_profile import FrameworkProfile, plan_profile
 from workbench.machine.hardware import GPU, Fabric
-from workbench.plan.custom_schedule import drawn, pair_groups, stages_in_flight, transport
 from workbench.plan.model.model_shape import Shape
 from workbench.plan.optimizer_state import DTYPE_BYTES, master_bytes, moment_bytes, num_moments
 from workbench.plan.rank_placement import RankPlace, axis_strides
 from workbench.plan.resolved_plan import ResolvedPlan
+from workbench.plan.schedule_table import drawn, pair_groups, stages_in_flight, transport
 from workbench.plan.schema import NARROW, Plan
 from workbench.schedules import Table, Transport, generate, round_robin, warm_up
 from workbench.schedules.generators import SCHEDULES

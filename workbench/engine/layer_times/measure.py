@@ -21,9 +21,9 @@ from workbench.machine.attached import attached
 from workbench.models import Transformer
 from workbench.parallel.apply_strategy import ParallelModel, parallelize
 from workbench.parallel.mesh import build_mesh
-from workbench.plan.custom_schedule import executed
 from workbench.plan.model.layer_profile import Layer, LayerProfile
 from workbench.plan.resolved_plan import ResolvedPlan
+from workbench.plan.schedule_table import executed
 
 WARM_UP = 3
 """Passes that compile, fill caches and are not counted."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from itertools import pairwise
 
 from workbench.errors import Problem
-from workbench.plan import custom_schedule
+from workbench.plan import schedule_table
 from workbench.plan.model.head_split import padded_heads_per_rank
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.rules import legal_sizes
@@ -155,7 +155,7 @@ def _schedule(plan: ResolvedPlan) -> Iterator[Problem]:
             "strategy.pipeline.schedule",
             f"'{name}' is not known; legal: {', '.join(SCHEDULES)}, or a .csv",
         )
-    elif broken := custom_schedule.problem(plan):
+    elif broken := schedule_table.problem(plan):
         yield from broken.problems
     if (schedule := SCHEDULES.get(name)) is None:
         return

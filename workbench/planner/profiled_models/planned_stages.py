@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
 
-from workbench.plan.custom_schedule import stages_in_flight
 from workbench.plan.model.layer_profile import LayerProfile
 from workbench.plan.optimizer_state import state_bytes
 from workbench.plan.rank_placement import rank_place
 from workbench.plan.resolved_plan import ResolvedPlan
+from workbench.plan.schedule_table import stages_in_flight
 from workbench.plan.stage_replicas import Part, even_parts
 from workbench.planner.unequal_stages.cluster_topology import cluster_topology
 from workbench.planner.unequal_stages.memory import activation_bytes, stage_state_bytes
