@@ -14,6 +14,11 @@ def divisors(number: int) -> list[int]:
     return sorted({*small, *(number // d for d in small)})
 
 
+def multiples(near: int, unit: int) -> list[int]:
+    """The multiples of `unit`, itself or above, round `near`."""
+    return [unit * k for k in range(max(1, near // unit), near // unit + 2)]
+
+
 def splits(shape: Shape, size: int) -> list[str]:
     """What of one block's matrices `size` ranks do not divide; empty if they divide all.
 
