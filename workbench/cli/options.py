@@ -47,6 +47,15 @@ AllowCode = Annotated[
         "--allow-code", help="Run a model that is given as Python: code of whoever wrote it."
     ),
 ]
+Measurement = Annotated[
+    Path, typer.Option("-o", "--output", help="File to write what is measured into.")
+]
+MeasuringSeconds = Annotated[
+    float, typer.Option("--seconds", help="How long to measure, beside preparing.")
+]
+PlanOutput = Annotated[
+    Path | None, typer.Option("-o", "--output", help="Write the plan file here.")
+]
 Root = Annotated[
     Path | None,
     typer.Option(

@@ -9,7 +9,7 @@ import typer
 
 from workbench import verbs
 from workbench.cli import tables
-from workbench.cli.options import Json, Root, emit
+from workbench.cli.options import Json, Measurement, MeasuringSeconds, Root, emit
 from workbench.cli.progress import SecondsBar
 from workbench.cli.terminal import Grid
 from workbench.costmodel.rates.measured_curves import MeasuredCurves
@@ -21,12 +21,8 @@ LARGE = 2**24
 
 
 def calibrate(
-    output: Annotated[
-        Path, typer.Option("-o", "--output", help="Calibration file to write.")
-    ] = DEFAULT,
-    seconds: Annotated[
-        float, typer.Option("--seconds", help="How long to measure, beside a minute of preparing.")
-    ] = 80.0,
+    output: Measurement = DEFAULT,
+    seconds: MeasuringSeconds = 80.0,
     source: Annotated[
         list[str] | None,
         typer.Option(

@@ -11,7 +11,7 @@ import typer
 
 from workbench import verbs
 from workbench.cli import tables
-from workbench.cli.options import Gpu, Gpus, Json, Model, Set, emit, planned
+from workbench.cli.options import Gpu, Gpus, Json, Model, PlanOutput, Set, emit, planned
 from workbench.cli.output_files import write_whole
 from workbench.cli.terminal import Grid
 from workbench.errors import refuse
@@ -41,9 +41,7 @@ def import_config(
         ),
     ] = None,
     sets: Set = None,
-    output: Annotated[
-        Path | None, typer.Option("-o", "--output", help="Write the plan file here.")
-    ] = None,
+    output: PlanOutput = None,
     lenient: Annotated[
         bool,
         typer.Option(

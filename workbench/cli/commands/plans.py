@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 
 from workbench import verbs
-from workbench.cli.options import AllowCode, Json, emit, planned
+from workbench.cli.options import AllowCode, Json, PlanOutput, emit, planned
 from workbench.cli.output_files import write_whole
 from workbench.errors import refuse
 from workbench.plan.catalog import catalog, huggingface_config
@@ -30,9 +30,7 @@ if TYPE_CHECKING:
 @planned
 def plan(
     plan: Plan,
-    output: Annotated[
-        Path | None, typer.Option("-o", "--output", help="Write the plan file here.")
-    ] = None,
+    output: PlanOutput = None,
     complete: Annotated[
         bool, typer.Option("--complete", help="Every default and size written out.")
     ] = False,

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
-
-import typer
+from typing import Any
 
 from workbench import verbs
 from workbench.cli import tables
-from workbench.cli.options import AllowCode, Json, emit, planned
+from workbench.cli.options import AllowCode, Json, Measurement, MeasuringSeconds, emit, planned
 from workbench.cli.progress import SecondsBar
 from workbench.cli.terminal import Grid
 from workbench.cli.termination import cleaned_up_when_ended
@@ -23,12 +21,8 @@ DEFAULT = Path("layers.csv")
 @planned
 def profile_layers(
     plan: Plan,
-    output: Annotated[
-        Path, typer.Option("-o", "--output", help="Layer profile (CSV) to write.")
-    ] = DEFAULT,
-    seconds: Annotated[
-        float, typer.Option("--seconds", help="How long to repeat passes, beside preparing.")
-    ] = 20.0,
+    output: Measurement = DEFAULT,
+    seconds: MeasuringSeconds = 20.0,
     allow_code: AllowCode = False,
     json: Json = False,
 ) -> None:
