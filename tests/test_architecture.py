@@ -12,6 +12,7 @@ import pytest
 ROOT = Path(__file__).parent.parent / "workbench"
 LAYERS = [
     "units",
+    "termination",
     "untrusted_text",
     "errors",
     "safe_io",
@@ -43,6 +44,7 @@ LAYERS = [
 PYDANTIC = {"pydantic", "pydantic_core"}
 OUTSIDE = {
     "units": set(),
+    "termination": set(),
     "untrusted_text": set(),
     "errors": set(),
     "safe_io": {"yaml"},

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -122,26 +118,6 @@ def test_a_plan_is_not_overwritten(
         path.write_text(PLAN)
         code, _, err = said(["profile-layers", str(path), "-o", str(path)], capsys)
         assert code == 2 and "--output: " in err and path.read_text() == PLAN and not child
-
-
-def test_ending_the_command_leaves_no_folder(
-    plan: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = tmp_path / "temporary"
-    folder.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(folder))
-
-    def python(*_: Any, **__: Any) -> None:
-        assert list(folder.iterdir())
-        os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(10)
-
-    monkeypatch.setattr(child_process, "python", python)
-    before = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(SystemExit) as ended:
-        cli.answer(["profile-layers", plan, "-o", str(tmp_path / "out.csv")])
-    assert ended.value.code == 143 and not list(folder.iterdir())
-    assert signal.getsignal(signal.SIGTERM) == before
 
 
 def test_a_child_without_layers_is_an_error(

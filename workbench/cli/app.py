@@ -1,7 +1,7 @@
 """The command `workbench`: its table of commands, each imported when it is called, and exit codes.
 
-Exit codes: 2 usage or an illegal plan, 1 failure, 130 Ctrl-C. `answer` lets through what it does
-not expect, so that tests see it; `main` alone reports it in one sentence.
+Exit codes: 2 usage or an illegal plan, 1 failure, 130 Ctrl-C, 143 SIGTERM. `answer` lets through
+what it does not expect, so that tests see it; `main` alone reports it in one sentence.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ from typer.core import TyperGroup
 from workbench import verbs
 from workbench.errors import ChildError, PlanError, RunError
 from workbench.safe_io.files import unread
+from workbench.termination import cleaned_up_when_ended, exit_code
 from workbench.untrusted_text import brief, visible
 
-USAGE, FAILURE, INTERRUPTED = 2, 1, 130
+USAGE, FAILURE = 2, 1
 TRACEBACK = "WORKBENCH_TRACEBACK"
 """Environment variable that shows the traceback of an internal error."""
 SHOWN = 200
@@ -119,6 +120,14 @@ class LazyGroup(TyperGroup):
         single.command(cmd_name, help=help_text(cmd_name))(function)
         return typer.main.get_command(single)
 
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command of a context. Raises `Abort` where it is interrupted, and why."""
+        try:
+            with cleaned_up_when_ended():
+                return super().invoke(ctx)
+        except KeyboardInterrupt as interrupt:
+            raise typer.Abort from interrupt  # typer itself would end it as Ctrl-C, without a word
+
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """Write a section for each family: names and the first line of their help."""
         widest = max(map(len, _BY_NAME))
@@ -194,8 +203,8 @@ def answer(words: list[str]) -> int:
         return _print_error(words, brief(": ".join(map(str, parts))), FAILURE)
     except (ChildError, RunError) as error:
         return _print_error(words, str(error), FAILURE)
-    except (KeyboardInterrupt, typer.Abort):
-        return _print_error(words, "interrupted", INTERRUPTED)
+    except (KeyboardInterrupt, typer.Abort) as interrupt:
+        return _print_error(words, "interrupted", exit_code(interrupt))
     except Exception as error:
         if not hasattr(error, "show"):
             raise

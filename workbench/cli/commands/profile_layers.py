@@ -10,7 +10,6 @@ from workbench.cli import tables
 from workbench.cli.options import AllowCode, Json, Measurement, MeasuringSeconds, emit, planned
 from workbench.cli.progress import SecondsBar
 from workbench.cli.terminal import Grid
-from workbench.cli.termination import cleaned_up_when_ended
 from workbench.plan.model.layer_profile import LayerProfile
 from workbench.plan.schema import Plan
 from workbench.units import bytes_text, seconds_text
@@ -26,7 +25,7 @@ def profile_layers(
     allow_code: AllowCode = False,
     json: Json = False,
 ) -> None:
-    with cleaned_up_when_ended(), SecondsBar(seconds) as bar:
+    with SecondsBar(seconds) as bar:
         found = verbs.profile_layers(
             plan, output, seconds=seconds, allow_code=allow_code, progress=bar
         )

@@ -16,11 +16,11 @@ from workbench.cli.terminal import print_message
 from workbench.plan.schema import Plan
 from workbench.runs.run import Run
 from workbench.runs.store.run_state import State
+from workbench.termination import exit_code
 
 RunName = Annotated[
     str, typer.Argument(metavar="RUN", help="Run directory, or its name under the folder of runs.")
 ]
-INTERRUPTED = 130
 
 
 @planned
@@ -99,14 +99,14 @@ def runs(root: Root = None, json: Json = False) -> None:
 def _follow_to_end(found: Run, json: bool, stop_on_interrupt: bool) -> None:
     try:
         state = follow(found)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interrupt:
         if stop_on_interrupt:
             print_message(f"stopping {found.id}")
             found.stop()
             _show(found, found.wait(STOP_SECONDS), json)
         else:
             print_message(f"{found.id} goes on; `workbench attach {found.id}` comes back to it")
-        raise typer.Exit(INTERRUPTED) from None
+        raise typer.Exit(exit_code(interrupt)) from None
     _show(found, state, json)
     if state.phase == "failed":
         raise typer.Exit(1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import tempfile
 import time
 import traceback
@@ -91,6 +92,7 @@ def _rank(
     backend: str,
 ) -> None:
     die_with_parent(os.getppid())
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the parent cleans up
     os.environ.update(ON_ONE_NODE)
     # torch recreates its thread pool in a forked child; this must finish before gloo's threads
     # ask for the pool too.
