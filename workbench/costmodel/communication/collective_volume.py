@@ -396,73 +396,59 @@ def _group_calls(
     """Reductions of `elements` gradients, and all-gathers of `gathered` parameters, which each of
     `spread` ranks holds a part of its own of.
     """
-    group, shard, dtype, gradient = (
-        w.data * w.searched.context / spread,
-        np.maximum(1.0, w.searched.shard / spread),
-        w.dtype,
-        gradient_dtype_name(w),
-    )
+    group = w.data * w.searched.context / spread
+    shard = np.maximum(1.0, w.searched.shard / spread)
     # Experts' states lie over every `spread`-th of these ranks: their links are the axis' own.
     alone = np.ndim(spread) == 0 and spread == 1
     within, between = ("data.shard", "data.replicas") if alone else ("", "")
-    action = "B" if w.pipeline == 1 else "REDUCE_GRAD"
-    size = elements * w.gradient_element_bytes
-    num_buckets = np.maximum(1.0, np.ceil(size / w.searched.bucket_bytes))
+    reductions = _reductions(w, elements, group, shard, within, between)
     if w.zero == 0:
-        return [
-            CollectiveCall(
-                "data", "all_reduce", group, gradient, size / num_buckets, num_buckets, action
-            )
-        ]
-    units = w.layers + w.has_embedding + w.has_head
-    times = reductions_a_step(w)
-    if w.zero == 3 or (w.zero == 2 and w.fixed.framework.data_parallel.reduces_units):
-        num_buckets = units
-    reductions = [
-        CollectiveCall(
-            "data",
-            "reduce_scatter",
-            shard,
-            gradient,
-            size / num_buckets,
-            times * num_buckets,
-            action,
-            within,
-        ),
-        CollectiveCall(
-            "data", "all_reduce", group / shard, gradient, size / shard, times, action, between
-        ),
-    ]
-    behavior = w.fixed.framework.data_parallel
-    if behavior.reduces_late(w.zero):
-        reductions = [
-            CollectiveCall("data", "all_reduce", group, gradient, size, 1.0, "REDUCE_GRAD")
-        ]
-    elif w.zero == 1 and behavior.reduces_whole:
-        bucket = size / num_buckets
-        reductions = [
-            CollectiveCall("data", "all_reduce", group, gradient, bucket, num_buckets, action)
-        ]
+        return reductions
     if w.zero < 3:
         return [*reductions, _updated_parameters(w, elements * w.element_bytes, shard, within)]
-    keeps_gathered = np.maximum(w.searched.keep_gathered, w.pipeline > 1)
-    narrow = behavior.gathers_fp8(w.fixed.precision)
-    unit = gathered * w.element_bytes * (1 - 0.5 * narrow) / units
-    forward = units * (keeps_gathered + (1 - keeps_gathered) * w.microbatches)
+    return [*reductions, *_unshards(w, gathered, shard, within)]
+
+
+def _reductions(
+    w: Workload, elements: Array, group: Number, shard: Number, within: str, between: str
+) -> list[CollectiveCall]:
+    """Reductions of `elements` gradients over `group` ranks, `shard` of which shard them."""
+    gradient, behavior = gradient_dtype_name(w), w.fixed.framework.data_parallel
+    action = "B" if w.pipeline == 1 else "REDUCE_GRAD"
+    size = elements * w.gradient_element_bytes
+    if behavior.reduces_late(w.zero):
+        return [CollectiveCall("data", "all_reduce", group, gradient, size, 1.0, "REDUCE_GRAD")]
+    count = np.maximum(1.0, np.ceil(size / w.searched.bucket_bytes))
+    if w.zero == 0 or (w.zero == 1 and behavior.reduces_whole):
+        bucket = size / count
+        return [CollectiveCall("data", "all_reduce", group, gradient, bucket, count, action)]
+    if w.zero == 3 or (w.zero == 2 and behavior.reduces_units):
+        count = _units(w)
+    scatter, reduce = ("data", "reduce_scatter", shard), ("data", "all_reduce", group / shard)
+    times = reductions_a_step(w)
     return [
-        *reductions,
-        CollectiveCall("data", "all_gather", shard, dtype, unit, forward, "F", within),
-        CollectiveCall(
-            "data",
-            "all_gather",
-            shard,
-            dtype,
-            unit,
-            units * (1 - keeps_gathered) * w.microbatches,
-            "B",
-            within,
-        ),
+        CollectiveCall(*scatter, gradient, size / count, times * count, action, within),
+        CollectiveCall(*reduce, gradient, size / shard, times, action, between),
     ]
+
+
+def _unshards(
+    w: Workload, gathered: Array, shard: Number, within: str
+) -> tuple[CollectiveCall, CollectiveCall]:
+    """All-gathers of `gathered` parameters, unit by unit, for forwards and backwards."""
+    kept = np.maximum(w.searched.keep_gathered, w.pipeline > 1)
+    narrow = w.fixed.framework.data_parallel.gathers_fp8(w.fixed.precision)
+    units = _units(w)
+    size = gathered * w.element_bytes * (1 - 0.5 * narrow) / units
+    backward = units * (1 - kept) * w.microbatches
+    forward = units * (kept + (1 - kept) * w.microbatches)
+    over = ("data", "all_gather", shard, w.dtype, size)
+    return CollectiveCall(*over, forward, "F", within), CollectiveCall(*over, backward, "B", within)
+
+
+def _units(w: Workload) -> Number:
+    """Parts of a stage that ZeRO-3 gathers and reduces one by one: layers, embedding, head."""
+    return w.layers + w.has_embedding + w.has_head
 
 
 def _updated_parameters(w: Workload, size: Array, shard: Number, sub_axis: str) -> CollectiveCall:
