@@ -15,7 +15,8 @@ from typing import Any, Literal, NamedTuple
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.schedule_table import schedule_table
 from workbench.plan.schema import AXES
-from workbench.plan.stage_replicas import even_parts, overlaps, own_part, plan_stage_tokens
+from workbench.plan.stage_replicas import overlaps, own_part, plan_stage_tokens
+from workbench.runtime_facts.bucket_packing import shard_parts
 
 TrafficReach = Literal["node", "network", "racks"]
 """How far an axis goes: over a node's own links, between nodes, between racks."""
@@ -150,8 +151,7 @@ def _share_of(plan: ResolvedPlan) -> Callable[[RankPlace], object]:
 
 def _tied_work(plan: ResolvedPlan, place: RankPlace) -> tuple[int, ...]:
     """What a rank exchanges of a tied weight's gradient with the other end of the pipeline: how
-    often it sends all of it, or how much its shard shares with each there. Shards count as equal;
-    padding makes them differ by a few elements, as it does those of plain stages.
+    often it sends all of it, or how many elements its shard shares with each there.
     """
     replicas = plan.strategy.pipeline.replicas or []
     if plan.profiled:
@@ -162,7 +162,8 @@ def _tied_work(plan: ResolvedPlan, place: RankPlace) -> tuple[int, ...]:
     own, other = (count * plan.sizes["context"] for count in ends[place.stage])
     if not plan.strategy.data.zero:
         return (len(range(place.holder, other, own)),)
-    shards, others = even_parts(own * other, own), even_parts(own * other, other)
+    table = -(-plan.shape.vocab // plan.sizes["tensor"]) * plan.shape.hidden
+    shards, others = shard_parts(table, own), shard_parts(table, other)
     return tuple(b - a for _, (a, b) in overlaps(shards[place.holder], others))
 
 
