@@ -15,7 +15,7 @@ from tests.engine.fake_cuda import FakeStream
 from workbench.engine.layer_times.block_clock import BlockClock, DeviceClock
 from workbench.engine.layer_times.block_trace import BlockTrace
 from workbench.engine.layer_times.measure import measure_layers
-from workbench.engine.layer_times.model_blocks import model_blocks, parameter_bytes
+from workbench.engine.layer_times.model_blocks import block_parameters, model_blocks
 from workbench.errors import PlanError
 from workbench.plan.model.layer_profile_csv import read_layer_profile, write_layer_profile
 from workbench.plan.model.parameter_count import parameters
@@ -172,7 +172,16 @@ def test_parameters_count_once_and_lone_ones_with_the_first_block(stream: FakeSt
     model = Chain(stream)
     model.head.weight = model.blocks[0].weight  # type: ignore[assignment]
     model.lone = nn.Parameter(torch.ones(2))
-    assert parameter_bytes(model, model_blocks(model)) == [5 * 16 + 8, 16, 16, 0]
+    own, tied = block_parameters(model, model_blocks(model))
+    assert own == [5 * 16 + 8, 16, 16, 0] and tied == [{}, {}, {}, {1: 16}]
+
+
+def test_a_parameter_of_three_blocks_is_tied_to_the_last_before(stream: FakeStream) -> None:
+    model = Chain(stream)
+    model.tokens.weight = model.blocks[0].weight  # type: ignore[assignment]
+    model.head.weight = model.blocks[0].weight  # type: ignore[assignment]
+    own, tied = block_parameters(model, model_blocks(model))
+    assert own == [16, 0, 16, 0] and tied == [{}, {0: 16}, {}, {1: 16}]
 
 
 def test_modules_that_hold_lists_are_opened(stream: FakeStream) -> None:
@@ -208,12 +217,15 @@ def test_layers_of_a_plan(changes: dict[str, Any], kept: float, tmp_path: Path) 
     assert {layer.activation_bytes for layer in profile.layers} == {2 * 16 * 32 * 4}
     full = plan(**changes).resolve()
     assert profile.parameters[-1] == 4 * parameters(full.shape).total
-    assert profile.layers[0].parameter_bytes == 260 * 32 * 4  # tied: not the head's
+    table = 260 * 32 * 4
+    assert profile.layers[0].parameter_bytes == table  # tied: not the head's
+    assert [layer.tied for layer in profile.layers] == [(), (), (), (("node0", table),)]
     assert (profile.profile_batch, profile.sequence_length) == (2, 16)
     assert profile.precision == "fp32" and "torch" in profile.source
     assert profile.layers[1].kept_bytes <= kept * measured().layers[1].kept_bytes
     write_layer_profile(profile, tmp_path / "layers.csv")
-    assert read_layer_profile(tmp_path / "layers.csv").kept == pytest.approx(profile.kept)
+    again = read_layer_profile(tmp_path / "layers.csv")
+    assert again.kept == pytest.approx(profile.kept) and again.ties == profile.ties
 
 
 def test_parallelism_does_not_matter() -> None:

@@ -133,6 +133,41 @@ def test_wrong_further_cells_are_refused(write: Write, cells: str, said: str) ->
     assert said in str(refused.value)
 
 
+def test_what_layers_share_is_written_again(write: Write, tmp_path: Path) -> None:
+    """Of 40 bytes of b, c has 30 and d 10, of which it has 5 through c."""
+    head = HEAD.strip() + ",tied\n"
+    rows = [f"{row},{tied}" for row, tied in zip(SKIP, ("", "", "b:30", "c:5 b:2 b:3"))]
+    profile = read_layer_profile(write(*rows, head=head))
+    assert profile.parameters[-1] == 40 + 80
+    assert [layer.tied for layer in profile.layers][:3] == [(), (), (("b", 30),)]
+    assert profile.ties == ((1, 2, 30), (2, 3, 5), (1, 3, 5))
+    assert profile.tied_stages([0, 2]) == {(0, 1): 35}
+    assert profile.tied_stages([0, 2, 3]) == {(0, 1): 30, (1, 2): 5, (0, 2): 5}
+    write_layer_profile(profile, tmp_path / "again.csv")
+    assert read_layer_profile(tmp_path / "again.csv") == profile
+    assert [layer.tied for layer in read_layer_profile(write(*SKIP)).layers] == [None] * 4
+
+
+@pytest.mark.parametrize(
+    ("cell", "said"),
+    [
+        ("b", "row 4, tied: is 'b'; legal: NODE:BYTES, bytes from 0 to 1e+18"),
+        (":8", "row 4, tied: is ':8'; legal: NODE:BYTES"),
+        ("b:-8", "row 4, tied: is 'b:-8'; legal: NODE:BYTES"),
+        ("b:1e19", "row 4, tied: is 'b:1e19'; legal: NODE:BYTES"),
+        ("x:8", "row 4, tied: 'x' is no earlier node; legal: one that is"),
+        ("c:8", "row 4, tied: 'c' is no earlier node"),
+        ("d:0", "row 4, tied: 'd' is no earlier node"),
+        ("b:41", "row 4, tied: shares 41 bytes, of which 'b' has 40; legal: at most so many"),
+    ],
+)
+def test_wrong_ties_are_refused(write: Write, cell: str, said: str) -> None:
+    rows = [f"{row},{cell if i == 2 else ''}" for i, row in enumerate(SKIP)]
+    with pytest.raises(PlanError) as refused:
+        read_layer_profile(write(*rows, head=HEAD.strip() + ",tied\n"))
+    assert said in str(refused.value)
+
+
 def test_layers_without_any_time_are_refused(write: Write) -> None:
     with pytest.raises(PlanError, match="forward_ms: is 0 on every row; legal: above 0 on one"):
         read_layer_profile(write("m,4,0,a,input,0,0,100,0,"))

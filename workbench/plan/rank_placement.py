@@ -10,6 +10,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
+from itertools import accumulate
 from typing import Any, Literal, NamedTuple
 
 from workbench.plan.resolved_plan import ResolvedPlan
@@ -155,7 +156,8 @@ def _tied_work(plan: ResolvedPlan, place: RankPlace) -> tuple[int, ...]:
     """
     replicas = plan.strategy.pipeline.replicas or []
     if plan.profiled:
-        return ()
+        others = [replicas[stage] for stage, _ in tied_stages_of_profile(plan, place.stage)]
+        return tuple(len(range(place.holder, n, replicas[place.stage])) for n in others)
     ends = {0: (replicas[0], replicas[-1]), len(replicas) - 1: (replicas[-1], replicas[0])}
     if not plan.shape.tied or place.stage not in ends:
         return ()
@@ -165,6 +167,15 @@ def _tied_work(plan: ResolvedPlan, place: RankPlace) -> tuple[int, ...]:
     table = -(-plan.shape.vocab // plan.sizes["tensor"]) * plan.shape.hidden
     shards, others = shard_parts(table, own), shard_parts(table, other)
     return tuple(b - a for _, (a, b) in overlaps(shards[place.holder], others))
+
+
+def tied_stages_of_profile(plan: ResolvedPlan, stage: int) -> list[tuple[int, float]]:
+    """(stage, bytes) of each stage with which `stage` of a layer profile has parameters in common,
+    of which both hold a copy.
+    """
+    starts = [0, *accumulate(plan.strategy.pipeline.partition[:-1])]
+    pairs = plan.layer_profile.tied_stages(starts).items()
+    return [(sum(pair) - stage, size) for pair, size in pairs if stage in pair]
 
 
 def _pipeline_stride(plan: ResolvedPlan) -> int:

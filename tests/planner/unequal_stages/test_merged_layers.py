@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from itertools import pairwise
 
+import numpy as np
 import pytest
 
 from tests.planner.unequal_stages import drawn
@@ -13,6 +15,7 @@ from workbench.planner.unequal_stages.merged_layers import (
     layers_before,
     merged_layers,
 )
+from workbench.planner.unequal_stages.parameter_bytes import stage_parameter_bytes
 
 SUMS = ("forward", "backward", "parameters", "activations", "kept", "kept_input", "crossing")
 
@@ -27,6 +30,24 @@ def test_sums_before_every_cut_are_exact() -> None:
         assert [theirs[layers_before(merged, n)] for n in range(len(ours))] == list(ours)
     assert sum(layer.forward_s for layer in merged.layers) == pytest.approx(profile.forward[-1])
     assert layers_before(merged, len(merged.layers)) == 1000
+
+
+def test_copies_of_tied_parameters_are_those_of_the_layers() -> None:
+    draw = random.Random(6)
+    profile = drawn.profile(draw, 200)
+    layers = list(profile.layers)
+    for i in draw.sample(range(1, 200), 20):
+        tied = ((f"n{draw.randrange(i)}", draw.uniform(1, 9)),)
+        layers[i] = replace(layers[i], tied=tied)
+    profile = replace(profile, layers=tuple(layers))
+    merged = merged_layers(profile, 20)
+    ends = np.arange(len(merged.layers) + 1)
+    cuts = np.array([layers_before(merged, end) for end in ends])
+    own, every = (
+        np.triu(stage_parameter_bytes(one, at[:, None], at))
+        for one, at in ((merged, ends), (profile, cuts))
+    )
+    assert 0 < len(merged.ties) < 20 and own == pytest.approx(every)
 
 
 def test_no_run_takes_much_more_than_its_share() -> None:

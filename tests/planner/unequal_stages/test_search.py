@@ -13,6 +13,7 @@ from workbench.errors import PlanError
 from workbench.plan.model.layer_profile import Layer, LayerProfile
 from workbench.planner.unequal_stages import Batch, Stage, Topology, evaluate, search_stages
 from workbench.planner.unequal_stages.memory import most_in_flight, stages_in_flight, with_transfers
+from workbench.planner.unequal_stages.parameter_bytes import stage_parameter_bytes
 from workbench.planner.unequal_stages.placements import POLICIES, place
 from workbench.planner.unequal_stages.stage_times import stage_times
 
@@ -86,6 +87,47 @@ def test_warm_up_policies_and_memory() -> None:
     assert [most_in_flight(profile, stage, small, batch) for stage in stages] == [4, 2, 2]
     assert stages_in_flight(profile, stages, small, batch, "PB") == (4, 2, 1)
     assert stages_in_flight(profile, stages, replace(large, memory=35.0), batch, "PA") is None
+
+
+TIED = (("n0", 40.0),)
+"""Of the last of three layers, with the first."""
+
+
+def tied_chain() -> LayerProfile:
+    plain = chain(*[(1.0, 2.0, 60.0, 80.0)] * 2, (1.0, 2.0, 60.0, 8.0))
+    *layers, last = plain.layers
+    return replace(plain, layers=(*layers, replace(last, tied=TIED)))
+
+
+def test_a_stage_holds_a_copy_of_what_it_shares_with_one_before() -> None:
+    profile = tied_chain()
+    held = {
+        (first, end): float(stage_parameter_bytes(profile, first, end))
+        for first in range(3)
+        for end in range(first + 1, 4)
+    }
+    assert held == {(0, 1): 80, (0, 2): 160, (0, 3): 168, (1, 2): 80, (1, 3): 128, (2, 3): 48}
+    stages, batch = [Stage(0, 2, (1, 0)), Stage(2, 3, (1, 0))], Batch(4, 1, optimizer_factor=2.0)
+    memory = replace(TWO_NODES, memory=2 * 48 + 60 + 60 - 1.0)  # a microbatch and its input
+    assert [int(most_in_flight(profile, s, memory, batch)) for s in stages] == [0, 0]
+    assert int(most_in_flight(profile, stages[1], replace(memory, memory=216.0), batch)) == 1
+
+
+def test_stages_exchange_gradients_of_what_they_share() -> None:
+    """Each replica gets all of them: two of a node over their own links, or over the network, on
+    which one replica sends three copies.
+    """
+    profile, batch = tied_chain(), Batch(6, 6, gradient_factor=2.0)
+    near = (Stage(0, 2, (1, 0)), Stage(2, 3, (2, 0)))
+    own = 2 * 48 * (2 * 1 / 2) / 100
+    reduced = stage_times(profile, near, TWO_NODES, batch).all_reduce
+    assert reduced == pytest.approx((2 * 40 * 2 / 100, 0, own))
+    far = (Stage(0, 2, (1, 0)), Stage(2, 3, (0, 3)))
+    assert stage_times(profile, far, TWO_NODES, batch).all_reduce[0] == pytest.approx(
+        2 * 40 * 3 / 10
+    )
+    whole = stage_times(profile, [Stage(0, 3, (1, 0))], TWO_NODES, batch)
+    assert whole.all_reduce == (0,)
 
 
 def test_a_model_whose_first_half_costs_twice_takes_two_devices_for_it() -> None:

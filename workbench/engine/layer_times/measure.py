@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from workbench.engine.layer_times.block_clock import BlockClock, DeviceClock
 from workbench.engine.layer_times.block_trace import BlockTrace
-from workbench.engine.layer_times.model_blocks import Block, model_blocks, parameter_bytes
+from workbench.engine.layer_times.model_blocks import Block, block_parameters, model_blocks
 from workbench.engine.layer_times.users_code import blamed, refuse_untrained
 from workbench.engine.precision import plan_dtypes, set_determinism, set_matmul_precision
 from workbench.errors import refuse
@@ -140,7 +140,8 @@ def _profile(
     source: str,
 ) -> LayerProfile:
     """Rows in the order of the blocks' first calls."""
-    t, sizes, outputs = plan.training, parameter_bytes(model, blocks), trace.output_bytes
+    t, outputs = plan.training, trace.output_bytes
+    sizes, tied = block_parameters(model, [blocks[i] for i in trace.order])
     if isinstance(model, Transformer):
         outputs = [_boundary_bytes(plan) for _ in blocks]
     layers = [
@@ -150,11 +151,12 @@ def _profile(
             median(forward[i] for forward, _ in timed),
             median(backward[i] for _, backward in timed),
             outputs[i],
-            sizes[i],
+            sizes[place],
             tuple(f"node{at}" for at in sorted(trace.reads[i])),
             trace.kept_bytes[i],
+            tuple((f"node{trace.order[at]}", size) for at, size in tied[place].items()),
         )
-        for i in trace.order
+        for place, i in enumerate(trace.order)
     ]
     return LayerProfile(
         plan.model_name,

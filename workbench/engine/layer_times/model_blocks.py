@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -64,17 +64,29 @@ def _holds_container(module: nn.Module) -> bool:
     return any(isinstance(each, CONTAINERS) for each in module.modules())
 
 
-def parameter_bytes(model: nn.Module, blocks: list[Block]) -> list[int]:
-    """Bytes of each block's parameters, a shared one's with the first block that has it; those that
-    no block has with the first.
+def block_parameters(
+    model: nn.Module, blocks: Sequence[Block]
+) -> tuple[list[int], list[dict[int, int]]]:
+    """Bytes of each block's parameters, and what it shares with earlier ones.
+
+    Args:
+        model: That the blocks are of.
+        blocks: In the order in which the model calls them.
+
+    Returns:
+        Bytes by block: a parameter of several blocks counts for the first, one of none for the
+        first of all. By block, bytes of the parameters that an earlier block has too, by the index
+        of the last that does.
     """
-    seen: set[int] = set()
-    found = [0] * len(blocks)
-    holders = [*blocks, Block("", (model,))]
-    for index, block in enumerate(holders):
-        for module in block.modules:
-            for parameter in module.parameters():
-                if id(parameter) not in seen:
-                    seen.add(id(parameter))
-                    found[index % len(blocks)] += parameter.numel() * parameter.element_size()
-    return found
+    last: dict[nn.Parameter, int] = {}
+    own, tied = [0] * len(blocks), [dict[int, int]() for _ in blocks]
+    for index, block in enumerate(blocks):
+        for parameter in dict.fromkeys(x for m in block.modules for x in m.parameters()):
+            before = last.get(parameter)
+            if before is None:
+                own[index] += parameter.nbytes
+            else:
+                tied[index][before] = tied[index].get(before, 0) + parameter.nbytes
+            last[parameter] = index
+    own[0] += sum(x.nbytes for x in model.parameters() if x not in last)
+    return own, tied

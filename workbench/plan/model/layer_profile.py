@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import heapq
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
+from typing import NamedTuple
 
 from workbench.errors import refuse
 from workbench.units import bytes_text, seconds_text
@@ -29,6 +31,18 @@ class Layer:
     """Nodes whose outputs it reads."""
     kept_bytes: float | None = None
     """Kept from forward to backward, its inputs among them; None: its output alone."""
+    tied: tuple[tuple[str, float], ...] | None = None
+    """Parameters that it shares with earlier layers, whose `parameter_bytes` count them: the last
+    such layer's node, and bytes. None: not known.
+    """
+
+
+class Tie(NamedTuple):
+    """Parameters that layer `layer` shares with an earlier one, the last that has them."""
+
+    earlier: int
+    layer: int
+    bytes: float
 
 
 @dataclass(frozen=True)
@@ -77,6 +91,29 @@ class LayerProfile:
         """Bytes that a stage keeps besides, whose first layer is n: what crosses the cut."""
         known = [layer.kept_bytes is not None for layer in self.layers]
         return tuple(0.0 if own else cut for own, cut in zip([*known, True], self.crossing))
+
+    @cached_property
+    def ties(self) -> tuple[Tie, ...]:
+        """Parameters of several layers: each but the first of these against the one before it."""
+        place = {layer.node: i for i, layer in enumerate(self.layers)}
+        return tuple(
+            Tie(place[node], i, size)
+            for i, layer in enumerate(self.layers)
+            for node, size in layer.tied or ()
+        )
+
+    def tied_stages(self, starts: Sequence[int]) -> dict[tuple[int, int], float]:
+        """Bytes of parameters of which two stages each hold a copy, whose gradients they exchange.
+
+        Args:
+            starts: The first layer of each stage.
+        """
+        found: dict[tuple[int, int], float] = {}
+        for tie in self.ties:
+            ends = (bisect_right(starts, tie.earlier) - 1, bisect_right(starts, tie.layer) - 1)
+            if ends[0] != ends[1]:
+                found[ends] = found.get(ends, 0.0) + tie.bytes
+        return found
 
     @cached_property
     def crossing(self) -> tuple[float, ...]:

@@ -44,6 +44,21 @@ def whole_number(line: int, row: Row, column: str, least: int, problems: list[Pr
     return int(value)
 
 
+def sizes_of_nodes(
+    line: int, row: Row, column: str, problems: list[Problem]
+) -> tuple[tuple[str, float], ...]:
+    """(node, bytes) of each NODE:BYTES in a cell; of a node of several the sum."""
+    found: dict[str, float] = {}
+    for word in (row.get(column) or "").split():
+        node, _, text = word.rpartition(":")
+        if not node or not NUMBER.fullmatch(text) or not 0 <= float(text) <= MOST:
+            legal = f"NODE:BYTES, bytes from 0 to {MOST:g}"
+            problems.append(Problem(f"row {line}, {column}", f"is {shown(word)}; legal: {legal}"))
+        else:
+            found[node] = found.get(node, 0.0) + float(text)
+    return tuple(found.items())
+
+
 def same_number(rows: Rows, column: str, problems: list[Problem]) -> int:
     """The whole number from 1 that a column has on every row."""
     before = len(problems)

@@ -2,15 +2,15 @@
 
 The columns are those of the profiles that DAPPLE's authors published (2007.01045): times in ms and
 sizes in bytes of all of the profile batch, and the nodes that a layer reads. Ours say further what
-a layer keeps for backward, and what was measured; a file may lack these columns or leave them
-empty.
+a layer keeps for backward, which parameters it shares, and what was measured; a file may lack these
+columns or leave them empty.
 """
 
 from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from workbench.errors import PlanError, Problem, refuse
@@ -35,6 +35,8 @@ COLUMNS = (
     "inputs",
 )
 FURTHER = ("kept_bytes", "sequence_length", "precision", "source")
+TIED = "tied"
+"""The column of parameters that a layer shares with earlier ones, as NODE:BYTES with spaces."""
 FIGURES = ("forward_ms", "backward_ms", "activation_bytes", "parameter_bytes")
 MOST_BYTES = 64 * 2**20
 """Of a file: a layer takes about a hundred bytes."""
@@ -148,6 +150,8 @@ def _profile(rows: Rows) -> LayerProfile:
     if problems:
         raise PlanError(problems)
     order = in_reading_order(layers, [f"row {line}, inputs" for line, _ in rows])
+    if problems := list(_wrong_ties(rows, layers, order)):
+        raise PlanError(problems)
     return LayerProfile(rows[0][1]["model"] or "", batch, order, length, precision or None, source)
 
 
@@ -158,8 +162,9 @@ def _layer(line: int, row: Row, problems: list[Problem]) -> Layer:
     )
     kept = cells.figure(line, row, "kept_bytes", problems) if row.get("kept_bytes") else None
     node, name = cells.names(line, row, problems)
-    inputs = tuple((row["inputs"] or "").split())
-    return Layer(node, name, forward / 1e3, backward / 1e3, activation, parameter, inputs, kept)
+    inputs, times = tuple((row["inputs"] or "").split()), (forward / 1e3, backward / 1e3)
+    tied = cells.sizes_of_nodes(line, row, TIED, problems) if TIED in row else None
+    return Layer(node, name, *times, activation, parameter, inputs, kept, tied)
 
 
 def _wrong_nodes(rows: Rows, layers: list[Layer]) -> Iterator[Problem]:
@@ -176,19 +181,34 @@ def _wrong_nodes(rows: Rows, layers: list[Layer]) -> Iterator[Problem]:
                 yield Problem(f"row {line}, inputs", f"{shown(node)} is no node of this model")
 
 
+def _wrong_ties(rows: Rows, layers: Sequence[Layer], order: Sequence[Layer]) -> Iterator[Problem]:
+    """Parameters shared with a layer that is not earlier, or that has not as many."""
+    place = {layer.node: i for i, layer in enumerate(order)}
+    has = {x.node: x.parameter_bytes + sum(size for _, size in x.tied or ()) for x in layers}
+    for (line, _), layer in zip(rows, layers):
+        for node, size in layer.tied or ():
+            where = f"row {line}, {TIED}"
+            if place.get(node, len(order)) >= place[layer.node]:
+                yield Problem(where, f"{shown(node)} is no earlier node; legal: one that is")
+            elif size > has[node]:
+                most = f"of which {shown(node)} has {has[node]:.12g}"
+                yield Problem(where, f"shares {size:.12g} bytes, {most}; legal: at most so many")
+
+
 def write_layer_profile(profile: LayerProfile, path: str | Path) -> None:
     """Write `profile` to the file `path`. Raises OSError."""
+    ties = all(layer.tied is not None for layer in profile.layers)
     text = io.StringIO(newline="")
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow((*COLUMNS, *FURTHER))
+    writer.writerow((*COLUMNS, *FURTHER, *[TIED] * ties))
     known = (profile.sequence_length or "", profile.precision or "", profile.source)
     for index, layer in enumerate(profile.layers):
         times = (layer.forward_s * 1e3, layer.backward_s * 1e3)
         figures = map(_digits, (*times, layer.activation_bytes, layer.parameter_bytes))
         first = [profile.model, profile.profile_batch, index, layer.node, layer.name]
-        writer.writerow(
-            [*first, *figures, " ".join(layer.inputs), _digits(layer.kept_bytes), *known]
-        )
+        shared = " ".join(f"{node}:{_digits(size)}" for node, size in layer.tied or ())
+        further = [_digits(layer.kept_bytes), *known, *[shared] * ties]
+        writer.writerow([*first, *figures, " ".join(layer.inputs), *further])
     replace_file(path, text.getvalue())
 
 

@@ -9,14 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from workbench.costmodel.communication.collective_call import CollectiveCall
 from workbench.costmodel.inputs.config import Array
 from workbench.costmodel.step_time import MAX_ACTIONS
 from workbench.plan.optimizer_state import state_bytes
 from workbench.plan.rank_placement import RankPlace, rank_place, representative_ranks
 from workbench.plan.resolved_plan import ResolvedPlan
-from workbench.plan.schema import STORED, Plan
-from workbench.plan.stage_replicas import overlaps
+from workbench.plan.schema import Plan
 from workbench.planner.estimated_frames import (
     ShownRanks,
     collectives_frame,
@@ -26,18 +24,15 @@ from workbench.planner.estimated_frames import (
 from workbench.planner.memory_advice import first_fitting_change
 from workbench.planner.profiled_models.measured_on import measured_on
 from workbench.planner.profiled_models.planned_stages import PlannedStages, planned_stages
+from workbench.planner.profiled_models.stage_calls import stage_calls
 from workbench.planner.profiled_models.step_seconds import StepSeconds, step_seconds, timeline
 from workbench.planner.unequal_stages.stage_times import one_device_seconds
 from workbench.profile import MOMENTS, Profile
 from workbench.schedules import Timeline
 
-NOT_COUNTED = (
-    "the optimizer's step",
-    "latencies of transfers",
-    "memory that backward alone needs",
-    "a weight that blocks of two stages share, beyond its first",
-)
+NOT_COUNTED = ("the optimizer's step", "latencies of transfers", "memory that backward alone needs")
 OUTPUTS_ONLY = "what layers keep for backward beside their outputs"
+UNKNOWN_TIES = "copies of a weight that layers of several stages share, which the file does not say"
 ASSUMED_LINKS = "links of CPU ranks, which are assumed figures"
 
 
@@ -63,7 +58,9 @@ def estimate_on_profile(plan: Plan, full: ResolvedPlan) -> Profile:
         world_size=full.world_size,
         memory=memory_frame(head, _memory(planned, full, places), {}, shown, "parameters"),
         timeline=shown.frame("timeline", head, _timeline(planned, ran, places)),
-        collectives=collectives_frame(head, [_calls(planned, full, at) for at in places], shown),
+        collectives=collectives_frame(
+            head, [stage_calls(planned, full, at) for at in places], shown
+        ),
         steps=steps_frame(head, took.simulated, full),
         representative=representative,
         capacity_bytes=int(planned.topology.memory),
@@ -96,6 +93,8 @@ def _not_counted(planned: PlannedStages, full: ResolvedPlan) -> Iterator[str]:
     yield from NOT_COUNTED
     if any(layer.kept_bytes is None for layer in planned.profile.layers):
         yield OUTPUTS_ONLY
+    if any(layer.tied is None for layer in planned.profile.layers):
+        yield UNKNOWN_TIES
     if full.gpu.device == "cpu" and full.world_size > 1:
         yield ASSUMED_LINKS
 
@@ -137,26 +136,3 @@ def _timeline(
                 for name, value in zip(columns, row):
                     columns[name].append(value)
     return columns
-
-
-def _calls(planned: PlannedStages, full: ResolvedPlan, at: RankPlace) -> list[CollectiveCall]:
-    """Calls of one rank: what it exchanges with the replicas beside, and its all-reduce."""
-    batch, own, parts = planned.batch, planned.stages[at.stage], planned.parts
-    dtype = STORED.get(full.strategy.precision, full.strategy.precision)
-    mine, found = parts[at.stage][at.replica], []
-    for beside, first in ((at.stage - 1, own.first), (at.stage + 1, own.end)):
-        one = planned.profile.crossing[first] / planned.profile.profile_batch
-        shared = overlaps(mine, parts[beside]) if 0 <= beside < len(parts) else []
-        sizes = [one * (stop - start) for _, (start, stop) in shared]
-        found += [
-            CollectiveCall(
-                "pipeline", kind, full.world_size, dtype, size, batch.microbatches, "P2P"
-            )
-            for size in sizes
-            for kind in ("send", "recv")
-        ]
-    if own.replicas > 1:
-        size = batch.gradient_factor * planned.parameter_bytes(own)
-        of = full.strategy.gradient_dtype
-        found += [CollectiveCall("data", "all_reduce", own.replicas, of, size, 1, "REDUCE_GRAD")]
-    return found

@@ -17,6 +17,7 @@ from workbench.plan.schedule_table import stages_in_flight
 from workbench.plan.stage_replicas import Part, even_parts
 from workbench.planner.unequal_stages.cluster_topology import cluster_topology
 from workbench.planner.unequal_stages.memory import activation_bytes, stage_state_bytes
+from workbench.planner.unequal_stages.parameter_bytes import stage_parameter_bytes
 from workbench.planner.unequal_stages.stage_times import Batch, Stage, StageTimes, stage_times
 from workbench.planner.unequal_stages.topology import Topology
 
@@ -62,7 +63,7 @@ class PlannedStages:
 
     def parameter_bytes(self, stage: Stage) -> float:
         """Bytes of a stage's parameters."""
-        return self.profile.parameters[stage.end] - self.profile.parameters[stage.first]
+        return float(stage_parameter_bytes(self.profile, stage.first, stage.end))
 
 
 def planned_stages(plan: ResolvedPlan) -> PlannedStages:

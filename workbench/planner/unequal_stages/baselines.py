@@ -14,6 +14,7 @@ from workbench.plan.model.layer_profile import LayerProfile
 from workbench.plan.stage_partition import dealt
 from workbench.planner.unequal_stages.memory import activation_bytes, stage_state_bytes
 from workbench.planner.unequal_stages.overlapped_all_reduce import exposed_all_reduce
+from workbench.planner.unequal_stages.parameter_bytes import stage_parameter_bytes
 from workbench.planner.unequal_stages.placements import APPEND, placed
 from workbench.planner.unequal_stages.stage_times import Batch, Stage
 from workbench.planner.unequal_stages.topology import Topology
@@ -98,8 +99,8 @@ class _Level:
     """
 
     def __init__(self, profile: LayerProfile, alone: Array, parts: int, rate: float) -> None:
-        parameters = np.array(profile.parameters)
-        sums = parameters[None, :] - parameters[:, None]
+        bounds = np.arange(len(profile.layers) + 1)
+        sums = stage_parameter_bytes(profile, bounds[:, None], bounds)
         stage = [np.maximum(alone, 2 * (m - 1) * sums / rate) / m for m in range(1, parts + 1)]
         sent = 2 * np.array(profile.crossing) / rate
         self.best = [found.copy() for found in stage]

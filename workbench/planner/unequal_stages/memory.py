@@ -8,6 +8,7 @@ from itertools import pairwise
 import numpy as np
 
 from workbench.plan.model.layer_profile import LayerProfile
+from workbench.planner.unequal_stages.parameter_bytes import stage_parameter_bytes
 from workbench.planner.unequal_stages.stage_times import Batch, Cut, Stage, cuts
 from workbench.planner.unequal_stages.topology import Floats, Ints, Topology
 
@@ -19,9 +20,8 @@ WARM_UPS = ("PA", "PB")
 
 def stage_state_bytes(profile: LayerProfile, stage: Cut, batch: Batch) -> Floats:
     """Parameters, gradients and optimizer state of a replica of a stage."""
-    sums = np.array(profile.parameters)
     each = batch.optimizer_factor + batch.sharded_factor / np.asarray(stage.replicas)
-    found: Floats = (sums[stage.end] - sums[stage.first]) * each
+    found: Floats = stage_parameter_bytes(profile, stage.first, stage.end) * each
     return found
 
 

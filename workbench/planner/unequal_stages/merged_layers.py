@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
 
-from workbench.plan.model.layer_profile import Layer, LayerProfile
+from workbench.plan.model.layer_profile import Layer, LayerProfile, Tie
 
 MOST_LAYERS = 400
 """That a search cuts between; it takes a few seconds for so many."""
@@ -57,6 +58,20 @@ class MergedLayers(LayerProfile):
     def crossing(self) -> tuple[float, ...]:
         """Bytes that cross a cut before layer n."""
         return self._at_cuts("crossing")
+
+    @cached_property
+    def ties(self) -> tuple[Tie, ...]:
+        """Parameters that layers of two runs share."""
+        every = self.every.ties if self.every else ()
+        runs = [
+            tie._replace(earlier=self._run_of(tie.earlier), layer=self._run_of(tie.layer))
+            for tie in every
+        ]
+        return tuple(tie for tie in runs if tie.earlier < tie.layer)
+
+    def _run_of(self, layer: int) -> int:
+        """The run that has a layer of `every`."""
+        return bisect_right(self.cuts, layer) - 1
 
     def _at_cuts(self, name: str) -> tuple[float, ...]:
         sums = getattr(self.every, name)

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from workbench.plan.model.layer_profile import LayerProfile
+from workbench.planner.unequal_stages.parameter_bytes import stage_parameter_bytes
 from workbench.planner.unequal_stages.topology import Counts, Floats, Ints, Topology
 
 Numbers = int | Ints
@@ -123,8 +124,8 @@ class Batch:
 
 @dataclass(frozen=True)
 class StageTimes:
-    """Seconds of a microbatch by stage, transfers in between; of an all-reduce, 0 for a
-    transfer.
+    """Seconds of a microbatch by stage, transfers in between; of an all-reduce (and the exchange of
+    a tied weight's gradient), 0 for a transfer.
     """
 
     forward: tuple[float, ...]
@@ -147,18 +148,20 @@ def stage_times(
     """Seconds of every stage and transfer of the pipeline `stages`."""
     counts, (first, end, replicas) = np.array([stage.counts for stage in stages]), cuts(stages)
     part = batch.passes_of(replicas, profile)
-    forward, backward, size = (
-        sums[end] - sums[first]
-        for sums in map(np.array, (profile.forward, profile.backward, profile.parameters))
+    forward, backward = (
+        sums[end] - sums[first] for sums in map(np.array, (profile.forward, profile.backward))
     )
-    reduce = batch.gradient_factor * size * topology.all_reduce_per_byte(counts)
+    reduce = stage_parameter_bytes(profile, first, end) * topology.all_reduce_per_byte(counts)
+    for (one, other), size in profile.tied_stages(first.tolist()).items():
+        # After both all-reduces, of which the earlier stage's is the last to start.
+        reduce[one] += size * topology.exchange_per_byte(stages[one].counts, stages[other].counts)
     crossing = batch.sequences / profile.profile_batch * np.array(profile.crossing)[first[1:]]
     transfer = crossing * topology.transfer_per_byte(counts[:-1], counts[1:])
     return StageTimes(
         _with_transfers(part * forward, transfer),
         # The gradient of an activation is as large.
         _with_transfers(part * backward, transfer),
-        _with_transfers(reduce, 0 * transfer),
+        _with_transfers(batch.gradient_factor * reduce, 0 * transfer),
     )
 
 

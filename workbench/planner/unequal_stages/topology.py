@@ -56,6 +56,21 @@ class Topology:
         found: Floats = 2 * (ranks - 1) / ranks / rate
         return found
 
+    def exchange_per_byte(self, some: Counts, others: Counts) -> float:
+        """Seconds for each byte that two stages exchange, where each device gets all of it from one
+        of the other stage: the stage with fewer devices sends several copies.
+
+        Args:
+            some: Devices by node of one stage; at least one.
+            others: Those of the other.
+        """
+        counts = np.array([some, others])
+        sizes = counts.sum(axis=1)
+        copies = np.ceil(sizes[::-1] / sizes)
+        if np.count_nonzero(counts.sum(axis=0)) == 1:
+            return float(copies.max()) / self.device_rate
+        return float((counts.max(axis=1) * copies).max()) / self.network_rate
+
     def transfer_per_byte(self, senders: ArrayLike, receivers: ArrayLike) -> Floats:
         """Seconds for each byte of a microbatch's activations from one stage to the next.
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from workbench.plan.model.layer_profile import LayerProfile
 from workbench.planner.unequal_stages.memory import most_in_flight
+from workbench.planner.unequal_stages.parameter_bytes import stage_parameter_bytes
 from workbench.planner.unequal_stages.prefix_search.prefixes import Prefixes
 from workbench.planner.unequal_stages.prefix_search.transitions import Occupancies, Transitions
 from workbench.planner.unequal_stages.stage_times import Batch
@@ -59,7 +60,6 @@ class Extension:
         self.occupancies = occupancies
         self.forward, self.backward = np.array(profile.forward), np.array(profile.backward)
         self.both = self.forward + self.backward
-        self.parameters = np.array(profile.parameters)
         self.crossing = np.array(profile.crossing)
         self.sent = batch.sequences / profile.profile_batch
         self.least = batch.least_passes(profile)
@@ -161,7 +161,7 @@ class Extension:
         before = prefixes.ways[parent] + 2 * microbatches * transfer + reduced
         ways = prefixes.ways[parent] + 2 * transfer
         back = prefixes.back[parent] + transfer
-        size = self.parameters[stages.end] - self.parameters[stages.first]
+        size = stage_parameter_bytes(self.profile, stages.first, stages.end)
         reduced = np.maximum(reduced, size * way.all_reduce[stages.place] - back)
         own = ways + microbatches * (forward + backward) + reduced
         longest = np.maximum(np.maximum(prefixes.longest[parent], before), own)
