@@ -457,23 +457,15 @@ def simulated_schedule(w: Workload, d: MicrobatchDurations, table: Table) -> Tim
 
 
 def simulated_makespan(w: Workload, d: MicrobatchDurations) -> float:
-    """Seconds of all microbatches of one plan: of as many as are simulated, and of the others at
-    the pace of the last quarter of those. Both are whole turns of replicas that take turns, where
-    turns are shorter than what is simulated.
-    """
+    """Seconds of all microbatches of one plan, those of a long step from its first ones."""
     s, every = w.fixed, int(w.step_microbatches)
     ranks, turn = (sum(s.replicas), lcm(*s.replicas)) if s.in_turn else (s.pipeline, 1)
-    held = max(s.in_flight, default=2 * ranks)  # until so many have come, the pace is another
-    few = min(every, max(MAX_ACTIONS // (2 * s.pipeline), 4 * held))
-    if few == every:
-        return simulated_schedule(w, d, named_table(s, few)).makespan
-    turn = turn if 2 * turn < few else 1
-    few += (every - few) % turn
-    more = max(turn, few // 4 // turn * turn)
-    some, fewer = (
-        simulated_schedule(w, d, named_table(s, count)).makespan for count in (few, few - more)
-    )
-    return some + (every - few) * (some - fewer) / more
+    held = max(s.in_flight, default=2 * ranks)
+
+    def makespan(count: int) -> float:
+        return simulated_schedule(w, d, named_table(s, count)).makespan
+
+    return closed_forms.long_makespan(makespan, every, MAX_ACTIONS // (2 * s.pipeline), held, turn)
 
 
 @lru_cache(maxsize=64)

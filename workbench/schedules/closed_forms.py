@@ -1,6 +1,10 @@
-"""Closed forms by name of a schedule: the bubble and the activations in flight, without a table."""
+"""Closed forms by name of a schedule: the bubble and the activations in flight, without a table. And
+steps of which only the first microbatches are simulated.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 from workbench.schedules.generators import SCHEDULES
 from workbench.schedules.pipeline_schedule import Number, PipelineSchedule
@@ -55,3 +59,27 @@ def _named(name: str) -> PipelineSchedule:
             f"schedule {name!r} has no closed form; there are: {', '.join(sorted(SCHEDULES))}"
         )
     return SCHEDULES[name]
+
+
+def long_makespan(
+    makespan: Callable[[int], float], microbatches: int, most: int, held: int, turn: int = 1
+) -> float:
+    """Seconds of all microbatches: of as many as are simulated, and of the others at the pace of
+    the last quarter of those.
+
+    Args:
+        makespan: Seconds of so many microbatches, simulated.
+        microbatches: Of the step.
+        most: That are simulated, as far as they show the pace.
+        held: In flight at most; until so many have come, the pace is another.
+        turn: Microbatches after which what ranks do repeats; both are multiples of it where turns
+            are shorter than what is simulated.
+    """
+    few = min(microbatches, max(most, 4 * held))
+    if few == microbatches:
+        return makespan(few)
+    turn = turn if 2 * turn < few else 1
+    few += (microbatches - few) % turn
+    more = max(turn, few // 4 // turn * turn)
+    some = makespan(few)
+    return some + (microbatches - few) * (some - makespan(few - more)) / more

@@ -10,7 +10,7 @@ from workbench.planner.unequal_stages.memory import with_transfers
 from workbench.planner.unequal_stages.overlapped_all_reduce import with_overlap
 from workbench.planner.unequal_stages.simulated import simulated, simulated_gpipe
 from workbench.planner.unequal_stages.stage_times import StageTimes
-from workbench.schedules import Timeline
+from workbench.schedules import Timeline, closed_forms
 
 MOST_ACTIONS = 2**14
 """That are simulated, about 0.1 s; further microbatches take what the last ones did."""
@@ -65,13 +65,18 @@ def timeline(planned: PlannedStages, times: StageTimes, microbatches: int) -> Ti
 
 
 def _makespan(planned: PlannedStages, times: StageTimes) -> float:
-    """Seconds of all microbatches; of a long step from its first ones and their pace."""
-    count, rows = planned.batch.microbatches, len(times.forward)
-    most = max(MOST_ACTIONS // (2 * rows), 4 * rows)
-    if count <= most:
+    """Seconds of all microbatches, those of a long step from its first ones, but not below the
+    closed form: where a slower path takes long to become the longest, they do not show its pace.
+    """
+    rows = len(times.forward)
+    held = 2 * rows if planned.keeps_all else max(with_transfers(planned.in_flight))
+
+    def makespan(count: int) -> float:
         return timeline(planned, times, count).makespan
-    half, first = (timeline(planned, times, n).makespan for n in (most // 2, most))
-    return first + (count - most) * (first - half) / (most - most // 2)
+
+    count = planned.batch.microbatches
+    found = closed_forms.long_makespan(makespan, count, MOST_ACTIONS // (2 * rows), held)
+    return max(found, latency(times, with_transfers(planned.in_flight), count).seconds)
 
 
 def _without_transfers(seconds: tuple[float, ...]) -> tuple[float, ...]:
