@@ -156,8 +156,8 @@ def _tied_work(plan: ResolvedPlan, place: RankPlace) -> tuple[int, ...]:
     """
     replicas = plan.strategy.pipeline.replicas or []
     if plan.profiled:
-        others = [replicas[stage] for stage, _ in tied_stages_of_profile(plan, place.stage)]
-        return tuple(len(range(place.holder, n, replicas[place.stage])) for n in others)
+        own, peers = replicas[place.stage], tied_stages_of_profile(plan, place.stage)
+        return tuple(len(range(place.holder, replicas[stage], own)) for stage, _ in peers)
     ends = {0: (replicas[0], replicas[-1]), len(replicas) - 1: (replicas[-1], replicas[0])}
     if not plan.shape.tied or place.stage not in ends:
         return ()

@@ -1,5 +1,5 @@
-"""Closed forms by name of a schedule: the bubble and the activations in flight, without a table. And
-steps of which only the first microbatches are simulated.
+"""Closed forms by name of a schedule: the bubble and the activations in flight, without a table.
+Also steps of which only the first microbatches are simulated.
 """
 
 from __future__ import annotations
