@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.engine.fake_cuda import FakeStream
+from tests.engine.fake_cuda import FakeAllocator, FakeStream
+from workbench.engine.layer_times.backward_memory import PeakStamps, backward_bytes
 from workbench.engine.layer_times.block_clock import BlockClock, DeviceClock
 from workbench.engine.layer_times.block_trace import BlockTrace
 from workbench.engine.layer_times.measure import measure_layers
@@ -182,6 +183,61 @@ def test_a_parameter_of_three_blocks_is_tied_to_the_last_before(stream: FakeStre
     model.head.weight = model.blocks[0].weight  # type: ignore[assignment]
     own, tied = block_parameters(model, model_blocks(model))
     assert own == [16, 0, 16, 0] and tied == [{}, {0: 16}, {}, {1: 16}]
+
+
+class Wide(nn.Module):
+    """Two blocks of a tensor each, whose backward needs eight and one more."""
+
+    class Block(nn.Module):
+        """Keeps its input, and recomputes eight times as much."""
+
+        def __init__(self, times: int) -> None:
+            super().__init__()
+            self.weight, self.times = nn.Parameter(torch.ones(1000)), times
+
+        def forward(self, x: Tensor) -> Tensor:
+            """[1000] -> [1000]."""
+            out: Tensor = checkpoint(self._wide, x * self.weight, use_reentrant=False)
+            return out
+
+        def _wide(self, x: Tensor) -> Tensor:
+            return (x.expand(self.times, -1) * 2).square().sum(0)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Wide.Block(8), Wide.Block(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[1000] -> a number."""
+        out: Tensor = self.second(self.first(x)).sum()
+        return out
+
+
+def test_backward_needs_more_than_is_kept() -> None:
+    """Of 8 x 4000 bytes that are recomputed, backward holds several: what it reads, the gradient
+    and what that is made of, by how torch computes it.
+    """
+    model, x = Wide(), torch.ones(1000)
+    found, device = trace(model, x), torch.device("cpu")
+    held = [*model.parameters(), x]
+    needs = backward_bytes(found.blocks, found, lambda: model(x), held, device, [{}, {}])
+    assert 3 * 32_000 <= needs[0] <= 5 * 32_000
+    assert 3 * 4_000 <= needs[1] <= 8 * 4_000
+
+
+def test_peaks_between_stamps_are_the_allocators_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = FakeAllocator().install(monkeypatch)
+    memory.allocate(900)
+    memory.allocate(-800)
+    stamps = PeakStamps(torch.device("cuda"), [])
+    begin = stamps.stamp()
+    memory.allocate(50)
+    memory.allocate(-20)
+    middle = stamps.stamp()
+    memory.allocate(10)
+    end = stamps.stamp()
+    peaks = [stamps.peak(*each) for each in ((begin, middle), (middle, end), (begin, end))]
+    assert stamps.base == 100 and peaks == [150, 140, 150]
 
 
 def test_modules_that_hold_lists_are_opened(stream: FakeStream) -> None:

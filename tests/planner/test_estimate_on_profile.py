@@ -190,12 +190,15 @@ def test_a_long_step_of_many_stages_takes_what_all_of_it_takes_simulated(
     assert step_seconds(planned, False).simulated == pytest.approx(every, rel=1e-9)
 
 
-def test_a_copy_that_the_file_does_not_say_is_named(file: Path) -> None:
-    plan = written(file, 2, {"size": 2})
-    assert "copies of a weight that layers" in estimate(plan).notes["not_modelled"]
-    known = tuple(replace(layer, tied=()) for layer in HEAVY_FIRST.layers)
-    write_layer_profile(replace(HEAVY_FIRST, layers=known), file)
-    assert "copies" not in estimate(plan).notes["not_modelled"]
+def test_what_the_file_does_not_say_is_not_modelled(file: Path) -> None:
+    plan, said = written(file, 2, {"size": 2}), ("copies of a weight", "backward alone", "outputs")
+    missing = estimate(plan).notes["not_modelled"]
+    assert all(each in missing for each in said)
+    known = [replace(x, tied=(), backward_bytes=MB, kept_bytes=MB) for x in HEAVY_FIRST.layers]
+    write_layer_profile(replace(HEAVY_FIRST, layers=tuple(known)), file)
+    found = estimate(plan)
+    assert not any(each in found.notes["not_modelled"] for each in said)
+    assert [bytes_at_peak(found, rank)["temporary"] for rank in (0, 1)] == [2 * MB, 2 * MB]
 
 
 def test_a_stage_that_holds_nothing_fits(tmp_path: Path) -> None:

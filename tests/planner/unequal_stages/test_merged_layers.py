@@ -10,12 +10,14 @@ import numpy as np
 import pytest
 
 from tests.planner.unequal_stages import drawn
+from workbench.planner.unequal_stages.memory import backward_bytes
 from workbench.planner.unequal_stages.merged_layers import (
     MergedLayers,
     layers_before,
     merged_layers,
 )
 from workbench.planner.unequal_stages.parameter_bytes import stage_parameter_bytes
+from workbench.planner.unequal_stages.stage_times import Batch, Stage
 
 SUMS = ("forward", "backward", "parameters", "activations", "kept", "kept_input", "crossing")
 
@@ -48,6 +50,21 @@ def test_copies_of_tied_parameters_are_those_of_the_layers() -> None:
         for one, at in ((merged, ends), (profile, cuts))
     )
     assert 0 < len(merged.ties) < 20 and own == pytest.approx(every)
+
+
+def test_a_run_needs_what_its_neediest_layer_does() -> None:
+    draw = random.Random(7)
+    plain = drawn.profile(draw, 200)
+    layers = [replace(layer, backward_bytes=draw.uniform(1e6, 3e7)) for layer in plain.layers]
+    profile = replace(plain, layers=tuple(layers))
+    merged = merged_layers(profile, 20)
+    for first, end in [(0, 3), (4, 9), (10, len(merged.layers))]:
+        cuts = [layers_before(merged, n) for n in (first, end)]
+        own, every = (
+            backward_bytes(one, Stage(*at, (1,)), Batch(1, 1))
+            for one, at in ((merged, (first, end)), (profile, cuts))
+        )
+        assert own == pytest.approx(every) and every > 0
 
 
 def test_no_run_takes_much_more_than_its_share() -> None:

@@ -12,7 +12,12 @@ from tests.planner.unequal_stages import brute_force, drawn
 from workbench.errors import PlanError
 from workbench.plan.model.layer_profile import Layer, LayerProfile
 from workbench.planner.unequal_stages import Batch, Stage, Topology, evaluate, search_stages
-from workbench.planner.unequal_stages.memory import most_in_flight, stages_in_flight, with_transfers
+from workbench.planner.unequal_stages.memory import (
+    backward_bytes,
+    most_in_flight,
+    stages_in_flight,
+    with_transfers,
+)
 from workbench.planner.unequal_stages.parameter_bytes import stage_parameter_bytes
 from workbench.planner.unequal_stages.placements import POLICIES, place
 from workbench.planner.unequal_stages.stage_times import stage_times
@@ -111,6 +116,29 @@ def test_a_stage_holds_a_copy_of_what_it_shares_with_one_before() -> None:
     memory = replace(TWO_NODES, memory=2 * 48 + 60 + 60 - 1.0)  # a microbatch and its input
     assert [int(most_in_flight(profile, s, memory, batch)) for s in stages] == [0, 0]
     assert int(most_in_flight(profile, stages[1], replace(memory, memory=216.0), batch)) == 1
+
+
+def test_backward_needs_most_where_what_is_kept_and_what_it_needs_are_most() -> None:
+    """Layers keep 60 each. The first needs 100 more in its backward, when the others' are freed,
+    or where it shares 40 with the last, whose gradient waits for it to be summed, 180.
+    """
+    plain = chain(*[(1.0, 2.0, 60.0, 80.0)] * 3)
+    needs = (100.0, 0.0, 5.0)
+    layers = [replace(x, backward_bytes=size) for x, size in zip(plain.layers, needs)]
+    profile, batch = replace(plain, layers=tuple(layers)), Batch(4, 2)
+
+    def beside(first: int, end: int) -> float:
+        return float(backward_bytes(profile, Stage(first, end, (1,)), batch))
+
+    bounds = [(0, 1), (0, 2), (0, 3), (1, 2), (1, 3)]
+    assert [beside(*each) for each in bounds] == [200, 80, 10, 0, 10]  # two sequences
+    memory = Topology(1, 1, 1.0, 1.0, 1.0, memory=160 + 80 + 240.0)
+    assert int(most_in_flight(profile, Stage(0, 2, (1,)), memory, batch)) == 1
+    less = replace(memory, memory=479.0)
+    assert int(most_in_flight(profile, Stage(0, 2, (1,)), less, batch)) == 0
+    layers[2] = replace(layers[2], tied=TIED)
+    profile = replace(plain, layers=tuple(layers))
+    assert [beside(*each) for each in bounds] == [200, 80, 2 * (60 + 180 - 180), 0, 10]
 
 
 def test_stages_exchange_gradients_of_what_they_share() -> None:

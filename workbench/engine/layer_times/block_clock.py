@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,14 @@ from workbench.engine.layer_times.tensors_within import tensors_within, with_ten
 
 Stamp = Any
 """Seconds of the host's clock, or a CUDA event."""
+
+
+class Span(NamedTuple):
+    """A part of a pass."""
+
+    block: int
+    begin: Stamp
+    end: Stamp
 
 
 class DeviceClock:
@@ -88,6 +96,14 @@ class BlockClock:
 
     def times(self, forward: Callable[[], Tensor]) -> tuple[list[float], list[float]]:
         """Seconds of (forward, backward) of each block in one pass; `forward` returns the loss."""
+        found = [0.0] * len(self.blocks), [0.0] * len(self.blocks)
+        for sums, spans in zip(found, self.spans(forward)):
+            for block, begin, end in spans:
+                sums[block] += self.clock.seconds(begin, end)
+        return found
+
+    def spans(self, forward: Callable[[], Tensor]) -> tuple[list[Span], list[Span]]:
+        """Parts of one pass, (forward, backward), each in its order; `forward` returns the loss."""
         self._running, self._marks, self._ends, self._calls = [], [], {}, 0
         begin = self.clock.stamp()
         self._in_forward = True
@@ -101,20 +117,17 @@ class BlockClock:
         self.clock.wait()
         return self._forward(begin, turn), self._backward(turn, end)
 
-    def _forward(self, begin: Stamp, end: Stamp) -> list[float]:
-        found = [0.0] * len(self.blocks)
+    def _forward(self, begin: Stamp, end: Stamp) -> list[Span]:
         since = [begin, *(stamp for _, stamp in self._marks[1:]), end]
-        for (block, _), start, stop in zip(self._marks, since, since[1:]):
-            found[block] += self.clock.seconds(start, stop)
-        return found
+        return [
+            Span(block, start, stop)
+            for (block, _), start, stop in zip(self._marks, since, since[1:])
+        ]
 
-    def _backward(self, begin: Stamp, end: Stamp) -> list[float]:
-        found, since = [0.0] * len(self.blocks), begin
-        ends = list(self._ends.values())
-        for block, stamp in [*ends[:-1], (ends[-1][0], end)]:
-            found[block] += self.clock.seconds(since, stamp)
-            since = stamp
-        return found
+    def _backward(self, begin: Stamp, end: Stamp) -> list[Span]:
+        blocks, stamps = zip(*self._ends.values())
+        since = [begin, *stamps[:-1], end]
+        return [Span(*each) for each in zip(blocks, since, since[1:])]
 
     def _enter(self, index: int, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if not self._in_forward:  # recomputed by activation checkpointing

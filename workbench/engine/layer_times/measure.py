@@ -7,10 +7,12 @@ import platform
 import time
 from collections.abc import Callable
 from statistics import median
+from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from workbench.engine.layer_times.backward_memory import backward_bytes
 from workbench.engine.layer_times.block_clock import BlockClock, DeviceClock
 from workbench.engine.layer_times.block_trace import BlockTrace
 from workbench.engine.layer_times.model_blocks import Block, block_parameters, model_blocks
@@ -61,7 +63,38 @@ def measure_layers(plan: ResolvedPlan, seconds: float, progress: Progress) -> La
     clock = DeviceClock(device)
     with blamed("its backward", bool(plan.code)):
         timed, alone = _passes(BlockClock(blocks, clock), forward, part, seconds, progress)
-    return _profile(plan, model, blocks, trace, timed, _source(plan, timed, alone))
+        sizes = _sizes(plan, part, blocks, trace, forward)
+    return _profile(plan, blocks, trace, timed, sizes, _source(plan, timed, alone))
+
+
+class _Sizes(NamedTuple):
+    """Bytes by block; of the first two, by place in the order of calls."""
+
+    parameters: list[int]
+    tied: list[dict[int, int]]
+    outputs: list[int]
+    backward: list[int] | None
+    """None where a device does not show it."""
+
+
+def _sizes(
+    plan: ResolvedPlan,
+    part: ParallelModel,
+    blocks: list[Block],
+    trace: BlockTrace,
+    forward: Callable[[], Tensor],
+) -> _Sizes:
+    model, outputs, backward = part.stages[0], trace.output_bytes, None
+    parameters, tied = block_parameters(model, [blocks[i] for i in trace.order])
+    if isinstance(model, Transformer):
+        outputs = [_boundary_bytes(plan) for _ in blocks]
+    device = next(model.parameters()).device
+    if device.type == "cuda" or plan.strategy.kernels == "eager":
+        part.store.zero_grads()
+        persistent = [x for some in part.store.persistent().values() for x in some]
+        persistent += model.buffers()
+        backward = backward_bytes(blocks, trace, forward, persistent, device, tied)
+    return _Sizes(parameters, tied, outputs, backward)
 
 
 def _built(plan: ResolvedPlan, device: torch.device) -> ParallelModel:
@@ -133,28 +166,26 @@ def _pass_seconds(clock: DeviceClock, forward: Callable[[], Tensor]) -> float:
 
 def _profile(
     plan: ResolvedPlan,
-    model: nn.Module,
     blocks: list[Block],
     trace: BlockTrace,
     timed: Passes,
+    sizes: _Sizes,
     source: str,
 ) -> LayerProfile:
     """Rows in the order of the blocks' first calls."""
-    t, outputs = plan.training, trace.output_bytes
-    sizes, tied = block_parameters(model, [blocks[i] for i in trace.order])
-    if isinstance(model, Transformer):
-        outputs = [_boundary_bytes(plan) for _ in blocks]
+    t = plan.training
     layers = [
         Layer(
             f"node{i}",
             blocks[i].name,
             median(forward[i] for forward, _ in timed),
             median(backward[i] for _, backward in timed),
-            outputs[i],
-            sizes[place],
+            sizes.outputs[i],
+            sizes.parameters[place],
             tuple(f"node{at}" for at in sorted(trace.reads[i])),
             trace.kept_bytes[i],
-            tuple((f"node{trace.order[at]}", size) for at, size in tied[place].items()),
+            tuple((f"node{trace.order[at]}", size) for at, size in sizes.tied[place].items()),
+            sizes.backward[i] if sizes.backward else None,
         )
         for place, i in enumerate(trace.order)
     ]

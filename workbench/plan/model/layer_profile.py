@@ -35,6 +35,8 @@ class Layer:
     """Parameters that it shares with earlier layers, whose `parameter_bytes` count them: the last
     such layer's node, and bytes. None: not known.
     """
+    backward_bytes: float | None = None
+    """At the peak of its backward beside what it and the layers before keep; None: not known."""
 
 
 class Tie(NamedTuple):
@@ -85,6 +87,13 @@ class LayerProfile:
         """Bytes that the first n layers keep for backward."""
         layers = self.layers
         return _sums(x.activation_bytes if x.kept_bytes is None else x.kept_bytes for x in layers)
+
+    @cached_property
+    def backward_peaks(self) -> tuple[float, ...]:
+        """Bytes at the peak of each layer's backward that it needs or that it and the layers before
+        keep.
+        """
+        return tuple(a + (x.backward_bytes or 0.0) for a, x in zip(self.kept[1:], self.layers))
 
     @cached_property
     def kept_input(self) -> tuple[float, ...]:

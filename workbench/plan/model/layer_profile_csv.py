@@ -2,8 +2,8 @@
 
 The columns are those of the profiles that DAPPLE's authors published (2007.01045): times in ms and
 sizes in bytes of all of the profile batch, and the nodes that a layer reads. Ours say further what
-a layer keeps for backward, which parameters it shares, and what was measured; a file may lack these
-columns or leave them empty.
+a layer keeps for backward and needs in it, which parameters it shares, and what was measured; a
+file may lack these columns or leave them empty.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ COLUMNS = (
     "parameter_bytes",
     "inputs",
 )
-FURTHER = ("kept_bytes", "sequence_length", "precision", "source")
+FURTHER = ("kept_bytes", "backward_bytes", "sequence_length", "precision", "source")
 TIED = "tied"
 """The column of parameters that a layer shares with earlier ones, as NODE:BYTES with spaces."""
 FIGURES = ("forward_ms", "backward_ms", "activation_bytes", "parameter_bytes")
@@ -160,11 +160,14 @@ def _layer(line: int, row: Row, problems: list[Problem]) -> Layer:
     forward, backward, activation, parameter = (
         cells.figure(line, row, column, problems) for column in FIGURES
     )
-    kept = cells.figure(line, row, "kept_bytes", problems) if row.get("kept_bytes") else None
+    kept, beside = (
+        cells.figure(line, row, column, problems) if row.get(column) else None
+        for column in FURTHER[:2]
+    )
     node, name = cells.names(line, row, problems)
     inputs, times = tuple((row["inputs"] or "").split()), (forward / 1e3, backward / 1e3)
     tied = cells.sizes_of_nodes(line, row, TIED, problems) if TIED in row else None
-    return Layer(node, name, *times, activation, parameter, inputs, kept, tied)
+    return Layer(node, name, *times, activation, parameter, inputs, kept, tied, beside)
 
 
 def _wrong_nodes(rows: Rows, layers: list[Layer]) -> Iterator[Problem]:
@@ -207,7 +210,8 @@ def write_layer_profile(profile: LayerProfile, path: str | Path) -> None:
         figures = map(_digits, (*times, layer.activation_bytes, layer.parameter_bytes))
         first = [profile.model, profile.profile_batch, index, layer.node, layer.name]
         shared = " ".join(f"{node}:{_digits(size)}" for node, size in layer.tied or ())
-        further = [_digits(layer.kept_bytes), *known, *[shared] * ties]
+        sizes = map(_digits, (layer.kept_bytes, layer.backward_bytes))
+        further = [*sizes, *known, *[shared] * ties]
         writer.writerow([*first, *figures, " ".join(layer.inputs), *further])
     replace_file(path, text.getvalue())
 

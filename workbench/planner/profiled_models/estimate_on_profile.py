@@ -30,8 +30,9 @@ from workbench.planner.unequal_stages.stage_times import one_device_seconds
 from workbench.profile import MOMENTS, Profile
 from workbench.schedules import Timeline
 
-NOT_COUNTED = ("the optimizer's step", "latencies of transfers", "memory that backward alone needs")
+NOT_COUNTED = ("the optimizer's step", "latencies of transfers", "buffers of communication")
 OUTPUTS_ONLY = "what layers keep for backward beside their outputs"
+UNKNOWN_BACKWARD = "memory that backward alone needs, which the file does not say"
 UNKNOWN_TIES = "copies of a weight that layers of several stages share, which the file does not say"
 ASSUMED_LINKS = "links of CPU ranks, which are assumed figures"
 
@@ -93,6 +94,8 @@ def _not_counted(planned: PlannedStages, full: ResolvedPlan) -> Iterator[str]:
     yield from NOT_COUNTED
     if any(layer.kept_bytes is None for layer in planned.profile.layers):
         yield OUTPUTS_ONLY
+    if any(layer.backward_bytes is None for layer in planned.profile.layers):
+        yield UNKNOWN_BACKWARD
     if any(layer.tied is None for layer in planned.profile.layers):
         yield UNKNOWN_TIES
     if full.gpu.device == "cpu" and full.world_size > 1:
@@ -112,10 +115,14 @@ def _memory(
         "master": each.master,
     }
     persistent = {name: sizes * size / each.parameter for name, size in states.items()}
-    kept = [planned.share(at.stage, at.replica) * planned.activations(at.stage) for at in places]
-    in_flight = persistent | {"activations": np.array(kept)}
-    holding = ("forward_end", "peak", "maximum")
-    return {moment: in_flight if moment in holding else persistent for moment in MOMENTS}
+    share = np.array([planned.share(at.stage, at.replica) for at in places])
+    kept, beside = (
+        share * [of(at.stage) for at in places] for of in (planned.activations, planned.temporary)
+    )
+    in_flight = persistent | {"activations": kept}
+    peak = in_flight | {"temporary": beside}
+    holding = {"forward_end": in_flight, "peak": peak, "maximum": peak}
+    return {moment: holding.get(moment, persistent) for moment in MOMENTS}
 
 
 def _timeline(

@@ -16,7 +16,11 @@ from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.schedule_table import stages_in_flight
 from workbench.plan.stage_replicas import Part, even_parts
 from workbench.planner.unequal_stages.cluster_topology import cluster_topology
-from workbench.planner.unequal_stages.memory import activation_bytes, stage_state_bytes
+from workbench.planner.unequal_stages.memory import (
+    activation_bytes,
+    backward_bytes,
+    stage_state_bytes,
+)
 from workbench.planner.unequal_stages.parameter_bytes import stage_parameter_bytes
 from workbench.planner.unequal_stages.stage_times import Batch, Stage, StageTimes, stage_times
 from workbench.planner.unequal_stages.topology import Topology
@@ -55,11 +59,18 @@ class PlannedStages:
         each = activation_bytes(self.profile, self.stages[stage], self.batch)
         return self.in_flight[stage] * float(each)
 
+    def temporary(self, stage: int) -> float:
+        """Bytes that the busiest replica of a stage needs in backward beside those."""
+        return float(backward_bytes(self.profile, self.stages[stage], self.batch))
+
     @property
     def peak_bytes(self) -> list[float]:
         """Largest memory of a device of each stage."""
         states = [float(stage_state_bytes(self.profile, s, self.batch)) for s in self.stages]
-        return [state + self.activations(stage) for stage, state in enumerate(states)]
+        return [
+            state + self.activations(stage) + self.temporary(stage)
+            for stage, state in enumerate(states)
+        ]
 
     def parameter_bytes(self, stage: Stage) -> float:
         """Bytes of a stage's parameters."""

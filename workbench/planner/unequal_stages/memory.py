@@ -33,9 +33,29 @@ def activation_bytes(profile: LayerProfile, stage: Cut, batch: Batch) -> Floats:
     return found
 
 
+def backward_bytes(profile: LayerProfile, stage: Cut, batch: Batch) -> Floats:
+    """What the busiest replica needs at the peak of a backward beside all that it keeps."""
+    sums, peaks = np.array(profile.kept), np.array(profile.backward_peaks)
+    if not profile.ties and (peaks == sums[1:]).all():  # a search asks often
+        return np.zeros(())
+    first, end = np.broadcast_arrays(stage.first, stage.end)
+    most = np.zeros(first.shape)
+    for start in np.unique(stage.first):
+        own = first == start
+        most[own] = np.maximum.accumulate(peaks[start:])[end[own] - start - 1]
+    for tie in profile.ties:  # the later layer's gradient waits for the earlier's, to be summed
+        waiting, summed = peaks[tie.earlier : tie.layer].max(), peaks[tie.earlier] + tie.bytes
+        both = (first <= tie.earlier) & (tie.layer < end)
+        most = np.maximum(most, both * (max(waiting, summed) + tie.bytes))
+    beside = np.maximum(0.0, most - sums[end]) * batch.activation_factor
+    found: Floats = beside * batch.of_profile(stage.replicas, profile)
+    return found
+
+
 def most_in_flight(profile: LayerProfile, stage: Cut, topology: Topology, batch: Batch) -> Ints:
     """Microbatches whose activations fit beside the stage's state; 0 where none does."""
-    free = topology.memory - stage_state_bytes(profile, stage, batch)
+    beside = stage_state_bytes(profile, stage, batch) + backward_bytes(profile, stage, batch)
+    free = topology.memory - beside
     each = activation_bytes(profile, stage, batch)
     most = np.full_like(each, batch.microbatches)
     fitting = np.divide(free, each, out=most, where=each * batch.microbatches > free)
@@ -80,4 +100,6 @@ def peak_bytes(
     """Largest memory of a device, `held` microbatches in flight by stage."""
     each = activation_bytes(profile, cuts(stages), batch)
     kept = np.minimum(held, batch.microbatches) * each
-    return float((stage_state_bytes(profile, cuts(stages), batch) + kept).max())
+    every = cuts(stages)
+    beside = stage_state_bytes(profile, every, batch) + backward_bytes(profile, every, batch)
+    return float((beside + kept).max())

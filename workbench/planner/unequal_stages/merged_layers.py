@@ -50,6 +50,14 @@ class MergedLayers(LayerProfile):
         return self._at_cuts("kept")
 
     @cached_property
+    def backward_peaks(self) -> tuple[float, ...]:
+        """Bytes at the peak of each run's backward that it needs or that it and those before
+        keep.
+        """
+        peaks = self.every.backward_peaks if self.every else ()
+        return tuple(max(peaks[first:end]) for first, end in pairwise(self.cuts))
+
+    @cached_property
     def kept_input(self) -> tuple[float, ...]:
         """Bytes that a stage keeps besides, whose first layer is n."""
         return self._at_cuts("kept_input")
