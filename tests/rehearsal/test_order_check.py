@@ -196,7 +196,7 @@ def test_transfers_merged_into_batches_are_found(monkeypatch: pytest.MonkeyPatch
 def test_receives_out_of_the_order_of_sends_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """As late as possible: a rank then sends while its peer sends too."""
 
-    def just_in_time(table: Any) -> list[list[Any]]:
+    def just_in_time(table: Any, _: float) -> list[list[Any]]:
         rows: list[list[Any]] = []
         for row in table.rows:
             around = [
