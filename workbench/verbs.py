@@ -104,16 +104,19 @@ def operators(
     *,
     memory_gib: float | None = None,
     sequences: int | None = None,
+    mode: str = "dynamic_programming",
 ) -> OperatorPlan:
-    """Choose how each operator is sharded: the optimum, and why.
+    """Choose how each operator is sharded, and say why.
 
     What is split and communicated, with its cost. Every figure is estimated.
 
     Args:
         plan: A plan, or the path of a plan file.
         ranks: Ranks to shard over, or a grid of them such as (2, 4); default all of the plan.
-        memory_gib: Memory limit of a rank, GiB.
-        sequences: Sequences of a microbatch over all ranks; default the plan's.
+        memory_gib: Memory limit of a rank, GiB; where no strategies fit, ZeRO or recompute.
+        sequences: Sequences of a microbatch over these ranks; default the plan's.
+        mode: dynamic_programming, the optimum; recursive_programming, fast; or
+            sharding_propagation, from the strategies that the plan names.
 
     Raises:
         PlanError: No choice is legal, or none fits.
@@ -121,7 +124,7 @@ def operators(
     from workbench.planner.autoshard import choose_for_plan
 
     limit = None if memory_gib is None else memory_gib * 2**30
-    return choose_for_plan(_plan(plan).resolve(), ranks, limit, sequences)
+    return choose_for_plan(_plan(plan).resolve(), ranks, limit, sequences, mode)
 
 
 def search(

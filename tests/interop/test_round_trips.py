@@ -200,7 +200,11 @@ def plans(draw: Callable[..., Any]) -> Plan:
         "expert": {
             "size": draw(st.sampled_from([1, context * data])) if shape["moe"] and data < 4 else 1
         },
-        "recompute": draw(st.sampled_from(["none", "selective", "full", [0], [1, 3]])),
+        "recompute": draw(
+            st.sampled_from(
+                ["none", "selective", "full", [0], [1, 3], ["blocks.*.mlp", "blocks.0"]]
+            )
+        ),
         "precision": precision,
         "gradient_dtype": draw(
             st.sampled_from(["fp32", "bf16" if precision == "fp8" else precision])

@@ -42,6 +42,13 @@ def on_context(**changes: Any) -> Plan:
     return fp8_plan(strategy__context__size=2, cluster__gpus=2, **changes)
 
 
+OPERATORS = {
+    "blocks.*.attention.[qkv]": "((1,1),(1,2))",
+    "blocks.*.attention.o": "((1,2),(2,1))",
+    "blocks.0.mlp.up": "((2,1),(1,1))",
+    "blocks.*.mlp.down": "((1,2),(2,1))",
+}
+"""Each dimension of a GEMM sharded somewhere; what it does not name is replicated."""
 MESHES: dict[str, Callable[[], Plan]] = {
     "ddp": partial(fp8_plan, data=2),
     "zero-3": partial(fp8_plan, data=2, strategy__data__zero=3),
@@ -50,6 +57,7 @@ MESHES: dict[str, Callable[[], Plan]] = {
     "pipeline": partial(fp8_plan, pipeline=2),
     "ring": on_context,
     "ulysses": partial(on_context, strategy__context__algorithm="ulysses"),
+    "operators": partial(fp8_plan, 2, strategy__operators=OPERATORS),
 }
 MORE: dict[str, Callable[[], Plan]] = {
     "gpt": partial(fp8_plan, 2, shape={**GPT, "hidden": 64}),
@@ -103,7 +111,7 @@ def _scales_of_rank(plan: ResolvedPlan, rank: int) -> Scales:
     return found
 
 
-@pytest.mark.parametrize("mesh", ["sequence", *slowly("tensor", "ring", "pipeline")])
+@pytest.mark.parametrize("mesh", ["sequence", "operators", *slowly("tensor", "ring", "pipeline")])
 def test_scales_are_those_of_one_device(mesh: str) -> None:
     (alone,) = scales_of(fp8_plan())
     assert len(alone) == 2 * 7 * 3 and all(len(found) == 2 for found in alone.values())
@@ -111,7 +119,7 @@ def test_scales_are_those_of_one_device(mesh: str) -> None:
         assert rank and all(found == alone[key] for key, found in rank.items())
 
 
-@pytest.mark.parametrize("mesh", ["tensor", *slowly("ring")])
+@pytest.mark.parametrize("mesh", ["tensor", *slowly("ring", "operators")])
 def test_scales_of_each_ranks_own_part_differ(monkeypatch: pytest.MonkeyPatch, mesh: str) -> None:
     """The planted fault: the largest entry is not all-reduced."""
     (alone,) = scales_of(fp8_plan())
@@ -119,7 +127,7 @@ def test_scales_of_each_ranks_own_part_differ(monkeypatch: pytest.MonkeyPatch, m
     ranks = scales_of(MESHES[mesh]())
     wrong = {key for rank in ranks for key, found in rank.items() if found != alone[key]}
     assert {role for _, role in wrong} >= {"input", "gradient"}
-    assert ("weight" in {role for _, role in wrong}) is (mesh == "tensor")
+    assert ("weight" in {role for _, role in wrong}) is (mesh != "ring")
 
 
 REFUSED = {
@@ -129,7 +137,8 @@ REFUSED = {
         "cluster.gpus": 4,
     },
     "strategy.operators": {
-        "strategy.operators": {"blocks.*.mlp.*": "column"},
+        "strategy.operators": {"blocks.*.mlp.up": "((1,1),(1,2))"},
+        "model.ffn": 48,
         "strategy.tensor.size": 2,
         "cluster.gpus": 2,
     },

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -18,6 +18,7 @@ from tests.fuzz import examples
 from workbench.errors import PlanError
 from workbench.plan.model.model_shape import Shape
 from workbench.plan.operators.operator_graph import Operator, OperatorDim, OperatorTensor
+from workbench.plan.operators.tensor_layout import TensorLayout
 from workbench.planner.autoshard import (
     TensorBytes,
     choose_strategies,
@@ -27,16 +28,17 @@ from workbench.planner.autoshard import (
     strategy_text,
     write_strategies,
 )
-from workbench.planner.autoshard.choice_problem import ReshardingEdge, StrategyProblem
 from workbench.planner.autoshard.device_mesh import LogicalMesh, logical_mesh
-from workbench.planner.autoshard.exact_choice import (
-    solve_by_dynamic_programming,
-    solve_by_integer_programming,
-)
 from workbench.planner.autoshard.graph_pricing import price_graph
-from workbench.planner.autoshard.layer_operators import layer_graph, model_graph
+from workbench.planner.autoshard.layer_operators import branch_graph, layer_graph, model_graph
 from workbench.planner.autoshard.operator_cost import operator_cost, redistribution
 from workbench.planner.autoshard.operator_splits import ShardingStrategy, legal_strategies
+from workbench.planner.autoshard.strategy_search.choice_problem import (
+    ReshardingEdge,
+    StrategyProblem,
+)
+from workbench.planner.autoshard.strategy_search.integer_program import solve_by_integer_programming
+from workbench.planner.autoshard.strategy_search.series_parallel import solve_by_dynamic_programming
 
 MACHINE = ideal_machine(flops=1e12, bandwidth=1e9, latency=1e-6)
 GPT = Shape(layers=3, hidden=64, heads=4, ffn=256, vocab=500, mlp="gelu", norm="layernorm")
@@ -83,10 +85,14 @@ def test_strategies_are_all_divisor_triples_whose_product_divides_the_ranks(rank
 
 
 def test_a_grid_gives_each_axis_to_one_dimension_or_none() -> None:
-    found = legal_strategies(product(units=(2, 16, 32)), logical_mesh((4, 2), MACHINE))
-    assert {s.placement for s in found} == {
-        (a, b) for a in (None, "inner", "columns") for b in (None, "rows", "inner", "columns")
-    }
+    found = legal_strategies(product(units=(4, 16, 32)), logical_mesh((4, 2), MACHINE))
+    outside = [("rows", name) for name in (None, "inner", "columns")]
+    inside = [(None, name) for name in (None, "inner", "columns")]
+    both = [("inner", "inner"), ("inner", "columns"), ("columns", "columns")]
+    assert sorted(map(str, (s.placement for s in found))) == sorted(
+        map(str, outside + inside + both)
+    )
+    assert len({s.form for s in found}) == len(found)
 
 
 def test_a_dimension_of_one_unit_stays_whole() -> None:
@@ -170,15 +176,15 @@ def test_redistribution_moves_the_tensor_and_its_gradient_back(
     held: tuple[Any, ...], wanted: tuple[Any, ...], kinds: list[Any]
 ) -> None:
     grid = logical_mesh((4,), ideal_machine(1e12, bandwidth=1.0, latency=0.0))
-    moves = redistribution(held, wanted, 400.0, grid, "x")
+    there, back = (TensorLayout.placed(at, 2) for at in (held, wanted))
+    moves = redistribution(there, back, 400.0, grid, "x")
     assert [(m.when, m.kind, m.seconds) for m in moves] == kinds
 
 
 def test_a_slice_comes_before_a_gather_and_leaves_it_less() -> None:
     grid = logical_mesh((2, 4), ideal_machine(1e12, bandwidth=1.0, latency=0.0))
-    there = [
-        m for m in redistribution((0, None), (None, 0), 800.0, grid, "x") if m.when == "forward"
-    ]
+    held, wanted = (TensorLayout.placed(at, 2) for at in ((0, None), (None, 1)))
+    there = [m for m in redistribution(held, wanted, 800.0, grid, "x") if m.when == "forward"]
     assert [(m.kind, m.bytes, m.seconds) for m in there] == [
         ("slice", 100.0, 0.0),
         ("all_gather", 200.0, 100.0),
@@ -221,7 +227,10 @@ def test_an_addition_takes_as_long_as_its_memory_traffic(form: str, used: int) -
 def test_every_input_that_an_operator_makes_has_its_edge(fused: bool) -> None:
     graph = model_graph(GPT, 2, 16, fused)
     wanted = {
-        (op.name, t.name) for op in graph.operators[1:] for t in op.inputs if t.kind == "activation"
+        (op.name, t.name)
+        for op in graph.operators[1:]
+        for t in op.inputs
+        if t.kind in ("activation", "residual")
     }
     assert {(graph.operators[e.target].name, e.target_tensor.name) for e in graph.edges} == wanted
     names = [op.name for op in graph.operators]
@@ -232,25 +241,41 @@ def test_every_input_that_an_operator_makes_has_its_edge(fused: bool) -> None:
     }
     assert layers == {
         ("embedding", "attention_norm"): 1,
-        ("embedding", "attention.add"): 1,
-        ("mlp.add", "attention_norm"): 2,
-        ("mlp.add", "attention.add"): 2,
-        ("mlp.add", "final_norm"): 1,
+        ("mlp.down", "attention_norm"): 2,
+        ("mlp_norm", "attention_norm"): 2,
+        ("mlp.down", "final_norm"): 1,
+        ("mlp_norm", "final_norm"): 1,
         ("final_norm", "head"): 1,
         ("head", "loss"): 1,
     }
     residual = [
         names[e.source]
         for e in graph.edges
-        if (names[e.target], e.target_tensor.name) == ("mlp.add", "input 1")
+        if (names[e.target], e.target_tensor.name) == ("mlp_norm", "residual")
     ]
-    assert residual == ["attention.add"]
+    assert residual == ["attention_norm"]
+
+
+@pytest.mark.parametrize("runs", [(1, 1, 1), (2, 1)])
+def test_layers_with_a_choice_of_their_own_cost_the_same_together(runs: tuple[int, ...]) -> None:
+    grid = logical_mesh(4, MACHINE)
+    shared, own = (
+        price_graph(model_graph(GPT, 4, 16, True, of), grid, MACHINE, TensorBytes()).problem
+        for of in (None, runs)
+    )
+    picked = solve_by_dynamic_programming(shared)
+    block = picked[1:-3]
+    unrolled = (picked[0], *block * len(runs), *picked[-3:])
+    assert own.total_cost(unrolled) == pytest.approx(shared.total_cost(picked), rel=1e-12)
+    assert own.total_bytes(unrolled) == pytest.approx(shared.total_bytes(picked), rel=1e-12)
+    best = own.total_cost(solve_by_dynamic_programming(own))
+    assert best <= shared.total_cost(picked) * (1 + 1e-12)
 
 
 @given(st.integers(0, 2**32 - 1))
 @settings(max_examples=examples(20), deadline=None)
 def test_the_problem_is_the_sum_of_what_its_operators_and_tensors_cost(seed: int) -> None:
-    grouped = GPT.model_copy(update={"kv_heads": 2, "mlp": "swiglu", "tied": True})
+    grouped = GPT.model_copy(update={"kv_heads": 2, "mlp": "swiglu"})
     priced = price_graph(
         model_graph(grouped, 4, 16), logical_mesh(4, MACHINE), MACHINE, TensorBytes()
     )
@@ -263,6 +288,7 @@ def test_the_problem_is_the_sum_of_what_its_operators_and_tensors_cost(seed: int
     moved = [
         edge.num_layers * move.seconds
         for edge in priced.graph.edges
+        if edge.source_tensor.kind == "activation"
         for move in priced.moves(edge, picked)
     ]
     assert priced.problem.total_cost(picked) == pytest.approx(sum(rows) + sum(moved), rel=1e-12)
@@ -357,7 +383,6 @@ def test_a_priced_block_with_its_residual_is_solved_as_brute_force_does(rate: fl
         layer_graph(GPT, 1, 32, fused=True), logical_mesh(2, machine), machine, TensorBytes()
     )
     best = brute(priced.problem)
-    assert not priced.problem.is_chain
     assert priced.problem.total_cost(solve_by_integer_programming(priced.problem)) == pytest.approx(
         priced.problem.total_cost(best), rel=1e-12
     )
@@ -372,17 +397,17 @@ def test_a_priced_block_with_its_residual_is_solved_as_brute_force_does(rate: fl
 def test_a_priced_branch_is_solved_as_brute_force_does(
     ranks: int | tuple[int], rate: float
 ) -> None:
-    from workbench.planner.autoshard.strategy_choice import _graph, solve_strategies
-
     machine = ideal_machine(1e12, rate, 1e-6, 1e11)
-    for part, fused in (("mlp", False), ("attention", True), ("attention", False)):
+    parts: tuple[tuple[Literal["attention", "mlp"], bool], ...]
+    parts = (("mlp", False), ("attention", True), ("attention", False))
+    for part, fused in parts:
         priced = price_graph(
-            _graph(part, GPT, 2, 16, fused), logical_mesh(ranks, machine), machine, TensorBytes()
+            branch_graph(GPT, 2, 16, fused, part),
+            logical_mesh(ranks, machine),
+            machine,
+            TensorBytes(),
         )
-        picked, solver = solve_strategies(priced, {})
-        assert solver == (
-            "dynamic programming" if part == "mlp" or fused else "integer programming"
-        )
+        picked = solve_by_dynamic_programming(priced.problem)
         assert priced.problem.total_cost(picked) == pytest.approx(
             priced.problem.total_cost(brute(priced.problem)), rel=1e-12
         )
@@ -491,7 +516,7 @@ def test_ranks_that_divide_nothing_are_refused_with_what_could_be_split() -> Non
         ),
         (
             {"fixed": {"blocks.3.nose": ((1,),)}},
-            r"operators.blocks.3.nose: names no operator; legal: embedding",
+            r"operators.blocks.3.nose: names no operator of the model; legal: embedding",
         ),
         (
             {"fixed": {"head": ((3, 1), (1, 1))}},

@@ -7,10 +7,11 @@ function of the position, so that recomputation repeats forward exactly.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -18,24 +19,28 @@ from torch.utils.checkpoint import checkpoint
 from workbench.models import Transformer
 from workbench.models.host_counts import recomputation_contexts
 from workbench.models.seams import Positions
-from workbench.models.transformer import Attention
+from workbench.models.transformer import Block
 from workbench.parallel.context.ulysses_attention import UlyssesAttend
-from workbench.parallel.pipeline.zero_bubble import checkpoint_contexts
+from workbench.parallel.operators import implicit_replicate
+from workbench.parallel.operators.moe_operator import MoEOperator
+from workbench.parallel.operators.operator_forward import FollowInput, LocalOperator
+from workbench.parallel.pipeline import zero_bubble
 
 
 def _contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """What a checkpointed forward and its recomputation run in: a split backward is entered again,
-    and counts of rows are repeated.
+    """What a checkpointed forward and its recomputation run in: a split backward and implicit
+    replication are entered again, and counts of rows are repeated.
     """
-    split, counts = checkpoint_contexts(), recomputation_contexts()
-    return _both(split[0], counts[0]), _both(split[1], counts[1])
+    pairs = zero_bubble.checkpoint_contexts(), implicit_replicate.checkpoint_contexts()
+    forward, recomputation = zip(*pairs, recomputation_contexts())
+    return _within(forward), _within(recomputation)
 
 
 @contextmanager
-def _both(
-    first: AbstractContextManager[Any], second: AbstractContextManager[Any]
-) -> Iterator[None]:
-    with first, second:
+def _within(contexts: Iterable[AbstractContextManager[Any]]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
         yield
 
 
@@ -44,50 +49,39 @@ _checkpoint = partial(
 )
 
 
-def apply_activation_checkpointing(
-    model: Transformer, what: Literal["none", "selective", "full"] | Sequence[int]
-) -> None:
+def apply_activation_checkpointing(model: Transformer, paths: Iterable[str]) -> None:
     """Apply activation checkpointing to a stage, in place.
 
+    A block saves its input alone (Chen et al. 2016), another module its inputs: attention's core
+    (softmax of QK^T times V; Korthikanti et al. 2022, arXiv 2205.05198), or any that a plan names.
+
     Args:
-        what: "full" saves the inputs of all blocks only, a list those of the listed blocks.
-            "selective" recomputes attention's core (softmax of QK^T times V) and saves everything
-            else (Korthikanti et al. 2022, arXiv 2205.05198). "none" recomputes nothing.
+        paths: Of the modules; those that another stage has are passed over.
     """
-    if what == "selective":
-        for module in list(model.modules()):
-            # Within Ulysses only the single-device attention is recomputed: recomputing the
-            # all-to-alls around it would communicate again in backward.
-            is_core = isinstance(module, Attention) and not isinstance(module.attend, UlyssesAttend)
-            if is_core or isinstance(module, UlyssesAttend):
-                checkpointed = CheckpointedAttend(module.get_submodule("attend"))
-                setattr(module, "attend", checkpointed)  # noqa: B010 (a seam takes any module of its signature)
-        return
-    for index, block in model.blocks.items():
-        if what == "full" or (what != "none" and int(index) in what):
-            block.forward = partial(_checkpointed_block, block.forward)
+    own = dict(model.named_modules())
+    for module in (own[path] for path in paths if path in own):
+        # Within Ulysses only the single-device attention is recomputed: recomputing the
+        # all-to-alls around it would communicate again in backward.
+        core = module.attend if isinstance(module, UlyssesAttend) else module
+        core.forward = _checkpointed(core, core.forward)
 
 
-class CheckpointedAttend(nn.Module):
-    """The attend seam, recomputed in backward."""
-
-    def __init__(self, attend: nn.Module) -> None:
-        super().__init__()
-        self.attend = attend
-
-    def forward(self, *qkv_and_positions: Any) -> Tensor:
-        """As the seam it wraps."""
-        out: Tensor = _checkpoint(self.attend, *qkv_and_positions)
-        return out
+def _checkpointed(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Of an operator only what a rank computes on its shards is recomputed, for the same reason."""
+    if isinstance(module, Block):
+        return partial(_checkpointed_block, forward)
+    if isinstance(forward, LocalOperator | FollowInput | MoEOperator):
+        return replace(forward, forward=partial(_checkpoint, forward.forward))
+    return partial(_checkpoint, forward)
 
 
 def _checkpointed_block(
-    forward: Callable[..., tuple[Tensor, Tensor]],
+    forward: Callable[..., tuple[Tensor, Tensor, Tensor | None]],
     x_BTD: Tensor,
     residual_BTD: Tensor | None,
     positions: Positions,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """A checkpointed block that saves one tensor: branch and residual are added before it."""
     total = x_BTD if residual_BTD is None else x_BTD + residual_BTD
-    out: tuple[Tensor, Tensor] = _checkpoint(forward, total, None, positions)
+    out: tuple[Tensor, Tensor, Tensor | None] = _checkpoint(forward, total, None, positions)
     return out

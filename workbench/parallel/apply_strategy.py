@@ -1,11 +1,12 @@
 """Applies a plan's strategy to its model, in one fixed order (torchtitan's `parallelize`).
 
-pipeline stages -> kernels -> tensor or operator strategies -> fp8 GEMMs -> experts -> context ->
+pipeline stages -> kernels -> context -> tensor or operator strategies -> fp8 GEMMs -> experts ->
 activation checkpointing -> tied weights -> initial weights -> data (ZeRO).
 
 - Pipeline stages come first, so that no rank ever holds the whole model.
 - Kernels come before anything is sharded: they replace what a seam runs, and an axis wraps or
   replaces the seam.
+- Context replaces attention, which an operator strategy then wraps.
 - Activation checkpointing wraps what a layer will run, and so comes after the axes.
 - Weights are drawn once every layout is known, so that a rank draws only its shards.
 """
@@ -46,7 +47,9 @@ from workbench.parallel.python_model_stage import apply_to_python_model
 from workbench.parallel.tensor.apply_tensor import apply_tensor_parallel, tensor_reduction_axes
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.rules.operator_rules import placements
+from workbench.plan.rules.recompute_rules import recomputed_modules
 from workbench.plan.schema import PythonModel
+from workbench.planner.autoshard.plan_problem import operator_mesh
 
 TIED, TIE_OWNER = "head.weight", "embedding.tokens.weight"
 
@@ -162,8 +165,13 @@ def _build_stage(
         seam.kernel = plan.strategy.attention
     min_fused_logits = getattr(model.head, "plain_below", 0)
     layouts = _unsharded_layouts(model)
+    if mesh["context"].size > 1:
+        apply_context_parallel(
+            model, mesh["context.ring"], mesh["context.ulysses"], plan.training.sequence_length
+        )
     if plan.strategy.operators:
-        apply_operator_strategies(model, layouts, placements(plan), mesh)
+        least = operator_mesh(plan).redistribution
+        apply_operator_strategies(model, layouts, placements(plan), mesh, least)
     else:
         apply_tensor_parallel(model, layouts, plan, mesh)
     if plan.strategy.precision == "fp8":
@@ -172,11 +180,8 @@ def _build_stage(
 
         apply_float8(model, mesh)
     apply_expert_parallel(model, layouts, mesh, plan.strategy.tensor.sequence, count_reader)
-    if mesh["context"].size > 1:
-        apply_context_parallel(
-            model, mesh["context.ring"], mesh["context.ulysses"], plan.training.sequence_length
-        )
-    apply_activation_checkpointing(model, plan.strategy.recompute)
+    recomputed = recomputed_modules(plan.strategy.recompute, plan.shape)
+    apply_activation_checkpointing(model, recomputed)
     if model.head is not None:  # vocabulary parallelism has replaced the head that had them
         model.head.kernels = plan.strategy.kernels  # type: ignore[assignment]
         model.head.plain_below = min_fused_logits  # type: ignore[assignment]

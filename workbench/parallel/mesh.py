@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from workbench.plan.operators.redistribution_moves import neighbors
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.rules.operator_rules import sides as operator_sides
 from workbench.plan.schedule_table import pair_groups, transfer_pairs
@@ -96,7 +97,8 @@ class Mesh:
     - `tensor gradients`, and one for each grid axis: where tensor ranks see different tokens and
       sum gradients.
     - `operators.0`, the outermost, and so on: axes of the grid that tensor ranks are to operator
-      strategies; `operators` is the same as a DeviceMesh.
+      strategies; `operators.0-1` spans two neighboring ones; `operators` is the same as a
+      DeviceMesh.
     """
 
     rank: int
@@ -262,7 +264,12 @@ def exchange(x: Tensor, into: Tensor, peer: int, group: dist.ProcessGroup | None
 
 def _operators(plan: Plan) -> dict[str, int]:
     """The grid that tensor ranks are to operator strategies: axis -> size, outermost first."""
-    return {f"operators.{i}": size for i, size in enumerate(operator_sides(plan))}
+    return {operator_axis([i]): size for i, size in enumerate(operator_sides(plan))}
+
+
+def operator_axis(run: Sequence[int]) -> str:
+    """Name of the axis that spans neighboring axes of the grid of operator strategies."""
+    return "operators." + "-".join(map(str, run))
 
 
 def _device_mesh(axes: list[MeshAxis], tensor: MeshAxis, device: torch.device) -> DeviceMesh | None:
@@ -364,6 +371,9 @@ def _block_axes(
     }
     found["tensor"] = (along(*(grid_axes or ("tensor",))), "tensor")
     found |= {name: (along(name), "tensor") for name in grid_axes} | gradient_axes
+    for run in neighbors(range(len(_operators(plan)))):
+        names = [operator_axis([axis]) for axis in reversed(run)]
+        found[operator_axis(run)] = (along(*names), "tensor")
     found |= {"replicas": (replicas, "data"), "shard": (_neighbours(replicas, shard), "data")}
     found |= {
         "replicate": (_strided(replicas, shard), "data"),

@@ -21,6 +21,7 @@ from workbench.parallel.operators.apply_operators import (
 )
 from workbench.parallel.operators.module_sites import operator_placements
 from workbench.plan.resolved_plan import ResolvedPlan
+from workbench.planner.autoshard.plan_problem import operator_mesh
 
 
 def apply_to_python_model(
@@ -52,7 +53,9 @@ def apply_to_python_model(
     initial = dict(model.named_parameters())
     layouts = {name: Layout.unsharded(name, tuple(value.shape)) for name, value in initial.items()}
     placements = operator_placements(model, plan)
-    apply_operator_strategies(model, layouts, placements, mesh)
+    if mesh.operators is not None:
+        least = operator_mesh(plan).redistribution
+        apply_operator_strategies(model, layouts, placements, mesh, least)
     add_loss(model, plan.vocab)
     _move_buffers(model, device, dtype)
     sums = {

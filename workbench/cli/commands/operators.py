@@ -5,9 +5,8 @@ and why.
 from __future__ import annotations
 
 import re
-from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -17,7 +16,6 @@ from workbench.cli.options import Json, emit, planned
 from workbench.cli.output_files import write_whole
 from workbench.cli.terminal import Grid
 from workbench.errors import refuse
-from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.schema import Plan
 from workbench.units import bytes_text, seconds_text
 from workbench.untrusted_text import shown
@@ -44,6 +42,14 @@ def operators(
             "--sequences", help="Sequences of a microbatch over all ranks; default the plan's."
         ),
     ] = None,
+    mode: Annotated[
+        str,
+        typer.Option(
+            "--mode",
+            help="dynamic_programming, recursive_programming or sharding_propagation (from the "
+            "strategies that the plan names).",
+        ),
+    ] = "dynamic_programming",
     output: Annotated[
         Path | None,
         typer.Option(
@@ -53,27 +59,14 @@ def operators(
     json: Json = False,
 ) -> None:
     mesh = None if ranks is None else mesh_of(ranks)
-    found = verbs.operators(plan, mesh, memory_gib=memory, sequences=sequences)
+    found = verbs.operators(plan, mesh, memory_gib=memory, sequences=sequences, mode=mode)
     data = found.to_json()
     if output is not None:
-        write_whole(output, plan.replace(**_split(plan.resolve(), found, sequences)).to_yaml())
+        from workbench.planner.autoshard import plan_with
+
+        write_whole(output, plan_with(plan, found).to_yaml())
         data["path"] = str(output)
     emit(json, data, lambda: [_rows(found), _between(found), _total(found), found.reason])
-
-
-def _split(plan: ResolvedPlan, found: OperatorPlan, sequences: int | None) -> dict[str, Any]:
-    """Fields of a complete plan that runs as was found: all its ranks for the operators take one
-    larger micro-batch.
-    """
-    ranks = prod(found.ranks)
-    in_all = sequences or plan.training.micro_batch * plan.sizes["data"]
-    micro = max(1, in_all // max(1, plan.world_size // ranks))
-    fields = {
-        "strategy.operators": found.forms,
-        "strategy.tensor.size": ranks,
-        "training.micro_batch": micro,
-    }
-    return fields | {"training.global_batch": plan.training.global_batch}
 
 
 def mesh_of(text: str) -> int | tuple[int, ...]:
@@ -95,12 +88,13 @@ def _rows(found: OperatorPlan) -> Grid:
         "time a layer",
         "memory a layer",
         "layers",
+        "why",
     )
     title = f"Operators over {' x '.join(map(str, found.ranks))} ranks ({found.source})"
-    built = tables.table(title, columns, columns[4:], ("strategy", "layers"))
+    built = tables.table(title, columns, columns[4:7], ("strategy", "layers"))
     for row in found.rows:
         cost = (seconds_text(row.seconds), bytes_text(row.bytes), str(row.times))
-        built.add_row(row.operator, row.strategy, row.splits, row.communicated, *cost)
+        built.add_row(row.operator, row.strategy, row.splits, row.communicated, *cost, row.reason)
     return built
 
 
@@ -126,5 +120,7 @@ def _total(found: OperatorPlan) -> Grid:
     )
     if found.limit is not None:
         built.add_row("limit", bytes_text(found.limit))
+    for field, value in found.changes.items():
+        built.add_row(f"needs {field}", str(value))
     built.add_row("found by", found.solver)
     return built

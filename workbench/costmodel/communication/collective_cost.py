@@ -252,7 +252,7 @@ def hierarchical_seconds(
     """One call over several mesh axes: rings along the innermost axis first (Thakur et al. 2005).
 
     Every level leaves the next one 1/n of the tensor: an all-reduce over nodes x GPUs crosses the
-    network with what a GPU has reduced inside its node.
+    network with what a GPU has reduced inside its node. An all-to-all leaves it all.
 
     Args:
         kind: The collective.
@@ -264,7 +264,8 @@ def hierarchical_seconds(
     total, left = 0.0, size
     for ranks, link in levels:
         total += float(collective_seconds(kind, left, ranks, link, constants))
-        left /= ranks
+        # Of an all-to-all a rank holds as much on every level as it began with.
+        left /= 1 if kind == "all_to_all" else ranks
     return total
 
 

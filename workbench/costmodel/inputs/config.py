@@ -21,6 +21,7 @@ from workbench.plan.model.model_shape import Shape
 from workbench.plan.optimizer_state import DTYPE_BYTES, master_bytes, moment_bytes, num_moments
 from workbench.plan.rank_placement import RankPlace, axis_strides
 from workbench.plan.resolved_plan import ResolvedPlan
+from workbench.plan.rules.recompute_rules import recomputed_layers
 from workbench.plan.schedule_table import drawn, pair_groups, stages_in_flight, transport
 from workbench.plan.schema import NARROW, Plan
 from workbench.schedules import Table, Transport, generate, round_robin, warm_up
@@ -342,7 +343,7 @@ def recomputed_layers_of(plan: ResolvedPlan) -> tuple[Array, Array]:
     homes = stage_homes(pipeline.size, pipeline.schedule, len(pipeline.partition), drawn(plan))
     where = np.repeat(homes, pipeline.partition)
     chosen = (
-        np.isin(np.arange(len(where)), recompute)
+        np.isin(np.arange(len(where)), recomputed_layers(recompute, plan.shape))
         if isinstance(recompute, list)
         else recompute == "full"
     )

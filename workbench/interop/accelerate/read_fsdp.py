@@ -25,6 +25,7 @@ from workbench.interop.translation_loss import lost, nearest
 from workbench.machine import gpu_catalog
 from workbench.machine.hardware import Fabric
 from workbench.plan.resolved_plan import ResolvedPlan
+from workbench.plan.rules.recompute_rules import recomputed_layers
 from workbench.plan.schema import Plan
 from workbench.safe_io import yaml_files
 from workbench.untrusted_text import shown
@@ -303,7 +304,9 @@ def _config(full: ResolvedPlan) -> dict[str, Any]:
 def _fsdp(full: ResolvedPlan) -> dict[str, Any]:
     data, recompute = full.strategy.data, full.strategy.recompute
     every = recompute == "full" or (
-        isinstance(recompute, list) and len(recompute) == full.shape.layers
+        isinstance(recompute, list)
+        and recompute != []
+        and len(recomputed_layers(recompute, full.shape)) == full.shape.layers
     )
     found: dict[str, Any] = {
         "fsdp_activation_checkpointing": every,

@@ -10,6 +10,7 @@ from workbench.errors import refuse
 from workbench.interop.megatron.model_arguments import write_model
 from workbench.interop.translation_loss import PARTITION
 from workbench.plan.resolved_plan import ResolvedPlan
+from workbench.plan.rules.recompute_rules import recomputed_layers
 from workbench.plan.schema import Plan
 
 MIB = 2**20
@@ -102,7 +103,7 @@ def _data(full: ResolvedPlan) -> dict[str, Any]:
     return found | {"ddp-bucket-size": max(1, round(data.bucket_mib * MIB / size))}
 
 
-def _recompute(full: Plan) -> dict[str, Any]:
+def _recompute(full: ResolvedPlan) -> dict[str, Any]:
     wanted = full.strategy.recompute
     if isinstance(wanted, str):
         whole = (
@@ -111,7 +112,8 @@ def _recompute(full: Plan) -> dict[str, Any]:
         return {} if wanted == "none" else {"recompute-granularity": wanted, **whole}
     stages = full.strategy.pipeline.partition
     assert isinstance(stages, list), "complete() writes the partition out"
-    first = sum(layer in wanted for layer in range(stages[0]))
+    layers = recomputed_layers(wanted, full.shape)
+    first = sum(layer in layers for layer in range(stages[0]))
     block = {
         "recompute-granularity": "full",
         "recompute-method": "block",

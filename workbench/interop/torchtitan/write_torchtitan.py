@@ -8,6 +8,7 @@ from typing import Any
 
 from workbench.interop.torchtitan.torchtitan_keys import SCHEDULES
 from workbench.plan.resolved_plan import ResolvedPlan
+from workbench.plan.rules.recompute_rules import recomputed_layers
 from workbench.plan.schema import Plan
 
 
@@ -130,11 +131,12 @@ def _parts(partition: list[int]) -> list[list[str]]:
 
 
 def _recompute(full: ResolvedPlan) -> dict[str, Any]:
-    wanted, layers = full.strategy.recompute, full.shape.layers
-    if wanted == "selective":
+    word, layers = full.strategy.recompute, full.shape.layers
+    if word == "selective":
         return {"mode": "selective", "selective_ac_option": "op"}
-    if isinstance(wanted, str):
-        return {"mode": wanted}
+    if isinstance(word, str):
+        return {"mode": word}
+    wanted = recomputed_layers(word, full.shape)
     if not wanted:
         return {"mode": "none"}
     step = min(wanted) + 1

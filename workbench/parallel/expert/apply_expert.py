@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import torch
@@ -45,7 +45,8 @@ def apply_expert_parallel(
 ) -> None:
     """Shard the MoE layers of a model, in place, and record their parameters' new layouts.
 
-    On the tensor axis an MoE layer is one parallel region: its input is copied (with sequence
+    With operator strategies an MoE layer is an operator (`moe_operator`), and its width is sharded
+    already. Else, on the tensor axis, it is one parallel region: its input is copied (with sequence
     parallelism all-gathered), and the partial results of routed and shared experts are all-reduced
     (reduce-scattered) once. All of its gradients are then partial, the router's too:
     `gradient_reduction_axes` says so.
@@ -63,8 +64,9 @@ def apply_expert_parallel(
                 _shard_over_experts(path, moe, layouts, mesh, read_counts)
             if mesh["context"].size > 1:
                 moe.route.reduce_counts = partial(all_reduce_counts, axis=mesh["context"])
-            if mesh["tensor"].size > 1:
-                _shard_over_tensor(path, moe, layouts, mesh["tensor"])
+            if mesh["tensor"].size > 1 and mesh.operators is None:
+                axis = mesh["tensor"]
+                shard_expert_width(path, moe, layouts, partial(_split, axis), axis.size)
                 moe.register_forward_pre_hook(
                     partial(_enter_tensor_region, mesh["tensor"], sequence)
                 )
@@ -92,9 +94,8 @@ def gradient_reduction_axes(
             else mesh["replicas"]
         )
         partial = name.endswith((".route.weight", ".experts.down.bias", ".shared.down.bias"))
-        sums[name] = (
-            (tensor_axis, data) if partial and tensor_axis.size > 1 else (*tensor[name], data)
-        )
+        partial = partial and mesh.operators is None and tensor_axis.size > 1
+        sums[name] = (tensor_axis, data) if partial else (*tensor[name], data)
     return sums
 
 
@@ -108,24 +109,37 @@ def _shard_over_experts(
         _replace_parameter(moe.experts, name, layouts, key, layout.split(0, mesh["expert"]))
 
 
-def _shard_over_tensor(path: str, moe: MoE, layouts: dict[str, Layout], axis: MeshAxis) -> None:
+def _split(axis: MeshAxis, layout: Layout, dim: int) -> Layout:
+    return layout.split(dim, axis)
+
+
+def shard_expert_width(
+    path: str,
+    moe: MoE,
+    layouts: dict[str, Layout],
+    split: Callable[[Layout, int], Layout],
+    num_shards: int,
+) -> None:
+    """Shard the width of a layer's experts, in place; their outputs are then partial sums.
+
+    Args:
+        path: Of the layer in the model.
+        layouts: Local parameter name -> layout; updated.
+        split: Shards a layout along a dim.
+        num_shards: Into how many.
+    """
     for group, owner in (("experts", moe.experts), ("shared", moe.shared)):
         for name, _ in [] if owner is None else list(owner.named_parameters()):
             if name in EXPERT_SPLIT_DIMS:
                 assert owner is not None
                 key, stacked = f"{path}.{group}.{name}", group == "experts"
-                _replace_parameter(
-                    owner,
-                    name,
-                    layouts,
-                    key,
-                    layouts[key].split(EXPERT_SPLIT_DIMS[name] + stacked, axis),
-                )
-    moe.experts.down.bias_share = 1 / axis.size
+                layout = split(layouts[key], EXPERT_SPLIT_DIMS[name] + stacked)
+                _replace_parameter(owner, name, layouts, key, layout)
+    moe.experts.down.bias_share = 1 / num_shards
     if moe.shared is not None:
         down = moe.shared.down
         assert isinstance(down, nn.Linear)
-        moe.shared.down = PartialLinear(down, 1 / axis.size)
+        moe.shared.down = PartialLinear(down, 1 / num_shards)
 
 
 def _replace_parameter(

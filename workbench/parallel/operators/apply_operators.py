@@ -11,11 +11,17 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from workbench.models.counter_dropout import Dropout
+from workbench.models.moe import MoE
 from workbench.models.seams import Activate, AddNorm, Attend, HeadLoss, NoRope, Rope
+from workbench.parallel.context.ring_attention import RingAttend
+from workbench.parallel.context.ulysses_attention import UlyssesAttend
 from workbench.parallel.layout import Layout
-from workbench.parallel.mesh import Mesh, MeshAxis
+from workbench.parallel.mesh import Mesh, MeshAxis, operator_axis
 from workbench.parallel.operators.implicit_replicate import ImplicitReplicate
+from workbench.parallel.operators.moe_operator import moe_operator
 from workbench.parallel.operators.operator_forward import (
+    DropoutOperator,
     EmbeddingOperator,
     FollowInput,
     ForwardFn,
@@ -24,7 +30,14 @@ from workbench.parallel.operators.operator_forward import (
     LocalOperator,
     SelfAttentionOperator,
 )
-from workbench.parallel.operators.redistribution import OperatorSharding, SharedInputs, replicated
+from workbench.parallel.operators.operator_grid import OperatorGrid, joint_index
+from workbench.parallel.operators.redistribution import (
+    OperatorSharding,
+    RedistributionGrid,
+    SharedInputs,
+)
+from workbench.plan.operators.least_redistribution import LeastRedistribution
+from workbench.plan.operators.redistribution_moves import neighbors
 from workbench.plan.operators.strategy_form import Placement
 
 SHARDED_PARAMETERS: tuple[tuple[type[nn.Module], dict[str, tuple[str, ...]]], ...] = (
@@ -35,54 +48,27 @@ SHARDED_PARAMETERS: tuple[tuple[type[nn.Module], dict[str, tuple[str, ...]]], ..
 """Modules whose parameters are sharded -> the dimension of each dim of each parameter."""
 FOLLOWING_MODULES: tuple[tuple[tuple[type[nn.Module], ...], tuple[int, ...] | None], ...] = (
     ((Activate,), None),
-    ((Attend, Rope, NoRope), (0, 2)),
+    ((Attend, RingAttend, UlyssesAttend, Rope, NoRope), (0, 2)),
 )
 """Modules that take the sharding of their first input, and the dims that may be sharded there."""
-REPLICATED_HEAD_PARAMETERS = ("in_proj_weight", "in_proj_bias")
-"""Parameters of attention that every rank holds unsharded; it uses the rows of its heads."""
+PARTIAL_GRADIENTS = {
+    ("in_proj_weight", "in_proj_bias"): "heads",
+    ("route.weight", "experts.down.bias", "shared.down.bias"): "width",
+}
+"""Ends of the names of parameters that every rank holds unsharded -> the dimension whose shards
+each have a part of the gradient: attention's joint projection, of which a rank uses the rows of its
+heads; and of an MoE layer, whose output is a sum over shards of the width.
+"""
 LOCAL_DIMS = {"rows": 0, "width": -1, "heads": 2}
 """Dimensions of activations -> their dim, for modules that compute shards independently."""
 
 
-class OperatorGrid:
-    """The grid that tensor ranks are to operator strategies, as this rank sees it."""
-
-    def __init__(self, mesh: Mesh) -> None:
-        assert mesh.operators is not None
-        self.device, self.tensor = mesh.operators, mesh["tensor"]
-        self.axes = [mesh[name] for name in mesh.operator_axes]
-        self.names = tuple(axis.name for axis in self.axes)
-
-    def over(self, placement: Placement, name: str) -> list[MeshAxis]:
-        """Axes that shard the dimension `name`, outermost first."""
-        return [axis for axis, placed in zip(self.axes, placement) if placed == name]
-
-    def shard_over(self, layout: Layout, dim: int, axes: list[MeshAxis]) -> Layout:
-        """`layout` sharded evenly along `dim` over several axes, padded where it does not
-        divide.
-        """
-        if not axes:
-            return layout
-        index, num_shards = _joint_index(axes)
-        length = layout.slices[dim][1] - layout.slices[dim][0]
-        num_local = -(-length // num_shards)
-        start = min(index * num_local, length)
-        layout = layout.split_at(dim, axes[0], (start, min(start + num_local, length)), num_local)
-        for axis in axes[1:]:
-            layout = layout.sharded_over(axis.name)
-        return layout
-
-
-def _joint_index(axes: list[MeshAxis]) -> tuple[int, int]:
-    """(index of this rank, size) on several axes taken as one, outermost first."""
-    index, size = 0, 1
-    for axis in axes:
-        index, size = index * axis.size + axis.index, size * axis.size
-    return index, size
-
-
 def apply_operator_strategies(
-    model: nn.Module, layouts: dict[str, Layout], placements: Mapping[str, Placement], mesh: Mesh
+    model: nn.Module,
+    layouts: dict[str, Layout],
+    placements: Mapping[str, Placement],
+    mesh: Mesh,
+    least: LeastRedistribution,
 ) -> None:
     """Shard a model as `placements` say, module by module, in place, and record the new layouts.
 
@@ -93,15 +79,16 @@ def apply_operator_strategies(
         model: On the meta device.
         layouts: Local parameter name -> layout; updated.
         placements: Module -> the dimension that each axis of the grid shards.
+        least: Chooses how tensors are redistributed.
     """
     if mesh.operators is None:
         return
-    grid = OperatorGrid(mesh)
+    grid, between = OperatorGrid(mesh), _redistribution_grid(mesh, mesh.operators, least)
     for name, layout in layouts.items():
         layouts[name] = layout.sharded_over("tensor", but=grid.names)
     shared: dict[str, SharedInputs] = {}
     replicate: Placement = (None,) * len(grid.axes)
-    for path, module in list(model.named_modules()):
+    for path, module in _outside_experts(model):
         named = path in placements or f"{path}.loss" in placements
         placement = placements.get(path, replicate)
         if named:
@@ -109,17 +96,35 @@ def apply_operator_strategies(
         parent = path.rpartition(".")[0]
         if (named or isinstance(module, HeadLoss)) and parent not in shared:
             shared[parent] = SharedInputs()
-            model.get_submodule(parent).register_forward_hook(
-                shared[parent].clear, always_call=True
-            )
-        sharding = OperatorSharding(grid.device, placement, shared.get(parent, SharedInputs()))
-        if isinstance(module, HeadLoss):
-            forward: ForwardFn | None = _head(path, module, layouts, placements, sharding, grid)
+            owner = model.get_submodule(parent)
+            owner.forward = shared[parent].during(owner.forward)
+        sharding = OperatorSharding(between, placement, shared.get(parent, SharedInputs()))
+        forward: ForwardFn | None
+        if isinstance(module, MoE):
+            forward = moe_operator(path, module, layouts, sharding, grid)
+        elif isinstance(module, HeadLoss):
+            forward = _head(path, module, layouts, placements, sharding, grid)
+        elif named or isinstance(module, nn.Linear):
+            forward = _named(path, module, layouts, sharding, grid)
         else:
-            forward = _named(path, module, layouts, sharding, grid) if named else _unnamed(module)
+            forward = _unnamed(module, between)
         if forward is not None:
             module.forward = forward
-    model.forward = partial(_implicitly_replicated, model.forward, grid.device)
+    model.forward = partial(_implicitly_replicated, model.forward, between)
+
+
+def _redistribution_grid(
+    mesh: Mesh, device: DeviceMesh, least: LeastRedistribution
+) -> RedistributionGrid:
+    axes = {run: mesh[operator_axis(run)] for run in neighbors(range(device.ndim))}
+    return RedistributionGrid(device, axes, least)
+
+
+def _outside_experts(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """All modules, by path, but those within an MoE layer, which is one operator."""
+    modules = list(model.named_modules())
+    layers = tuple(f"{path}." for path, module in modules if isinstance(module, MoE))
+    return [(path, module) for path, module in modules if not path.startswith(layers)]
 
 
 def operator_reduction_axes(
@@ -127,18 +132,22 @@ def operator_reduction_axes(
 ) -> dict[str, tuple[MeshAxis, ...]]:
     """Local parameter name -> the axes of the grid over which its gradient is summed.
 
-    They are those along which its module shards the rows, and for a projection that is replicated
-    for all heads, the heads.
+    They are those along which its module shards the rows, and those of `PARTIAL_GRADIENTS`.
     """
     if mesh.operators is None:
         return dict.fromkeys(names, ())
     grid, found = OperatorGrid(mesh), {}
     for name in names:
-        owner, _, last = name.rpartition(".")
-        own = placements.get(owner, placements.get(owner.removesuffix(".out_proj"), ()))
-        over = ("rows", "heads") if last in REPLICATED_HEAD_PARAMETERS else ("rows",)
+        own = _placement_around(name, placements)
+        over = {"rows"} | {dim for ends, dim in PARTIAL_GRADIENTS.items() if name.endswith(ends)}
         found[name] = tuple(axis for axis, placed in zip(grid.axes, own) if placed in over)
     return found
+
+
+def _placement_around(name: str, placements: Mapping[str, Placement]) -> Placement:
+    """That of the innermost module with a strategy round a parameter; () without one."""
+    owner = name.rpartition(".")[0]
+    return placements.get(owner) or (_placement_around(owner, placements) if owner else ())
 
 
 def _shard_parameters(
@@ -180,29 +189,32 @@ def _named(
         return EmbeddingOperator(module, sharding, layouts[f"{path}.weight"])
     if isinstance(module, nn.MultiheadAttention):
         return SelfAttentionOperator(
-            module, sharding, *_joint_index(grid.over(sharding.placement, "heads"))
+            module, sharding, *joint_index(grid.over(sharding.placement, "heads"))
         )
     if isinstance(module, AddNorm | nn.LayerNorm | nn.RMSNorm):
         return LocalOperator(module.forward, sharding, {"rows": 0})
     return LocalOperator(module.forward, sharding, LOCAL_DIMS)
 
 
-def _unnamed(module: nn.Module) -> ForwardFn | None:
+def _unnamed(module: nn.Module, grid: RedistributionGrid) -> ForwardFn | None:
     for kinds, dims in FOLLOWING_MODULES:
         if isinstance(module, kinds):
-            return FollowInput(module.forward, dims)
+            return FollowInput(grid, module.forward, dims)
+    if isinstance(module, Dropout):
+        return DropoutOperator(grid, module, module.forward)
     if isinstance(module, nn.TransformerEncoderLayer):
         module.activation_relu_or_gelu = (
             0  # else evaluation takes a fused path that does not call its modules
         )
     if next(module.parameters(recurse=False), None) is not None:
-        return partial(_on_replicated, module.forward)
+        return partial(_on_replicated, module.forward, grid)
     return None
 
 
-def _on_replicated(forward: ForwardFn, *inputs: Any, **named: Any) -> Any:
+def _on_replicated(forward: ForwardFn, grid: RedistributionGrid, *inputs: Any, **named: Any) -> Any:
     return forward(
-        *map(replicated, inputs), **{name: replicated(value) for name, value in named.items()}
+        *map(grid.replicated, inputs),
+        **{name: grid.replicated(value) for name, value in named.items()},
     )
 
 
@@ -222,7 +234,6 @@ def _head(
         rows = grid.shard_over(
             Layout.unsharded("", (vocab,)).sharded_over("tensor", but=grid.names), 0, axes
         ).slices[0]
-    axis = None if not axes else axes[0] if len(axes) == 1 else grid.tensor
     kernels, below = getattr(module, "kernels", "eager"), getattr(module, "plain_below", 0)
     return HeadOperator(
         module,
@@ -230,13 +241,15 @@ def _head(
         replace(sharding, placement=loss),
         rows,
         stop - start,
-        axis,
+        grid.joint(axes),
         kernels,
         below,
     )
 
 
-def _implicitly_replicated(forward: ForwardFn, mesh: DeviceMesh, *inputs: Any, **named: Any) -> Any:
+def _implicitly_replicated(
+    forward: ForwardFn, grid: RedistributionGrid, *inputs: Any, **named: Any
+) -> Any:
     """The model's forward; its output is replicated."""
-    with ImplicitReplicate(mesh):
-        return replicated(forward(*inputs, **named))
+    with ImplicitReplicate(grid):
+        return grid.replicated(forward(*inputs, **named))

@@ -9,17 +9,20 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from workbench.kernels import cross_entropy as fused
+from workbench.models.counter_dropout import Dropout
 from workbench.models.seams import IGNORE_INDEX, HeadLoss, at_least_fp32
+from workbench.parallel.float8.float8_linear import Float8Layer, float8_linear
 from workbench.parallel.layout import Layout
 from workbench.parallel.mesh import MeshAxis
+from workbench.parallel.operators.operator_grid import joint_index
 from workbench.parallel.operators.redistribution import (
     OperatorSharding,
+    RedistributionGrid,
     SharedInputs,
-    redistribute_between,
-    replicated,
+    layout_of,
 )
 from workbench.parallel.tensor.vocab_parallel import (
     embedding_lookup,
@@ -39,15 +42,22 @@ class LinearOperator:
 
     module: nn.Linear
     sharding: OperatorSharding
+    float8: Float8Layer | None = None
+    """Of fp8 GEMMs: the axes whose ranks hold parts of each tensor."""
 
     def __call__(self, x: Tensor) -> Tensor:
         """[.., inner] to [.., columns]."""
         weight, bias = self.module.weight, self.module.bias
         local = self.sharding.to_local(x, rows=0, inner=-1)
-        if "inner" not in self.sharding.placement:
+        if self.float8 is None and "inner" not in self.sharding.placement:
             return self.sharding.to_global(F.linear(local, weight, bias), rows=0, columns=-1)
-        y = self.sharding.reduce_partial(F.linear(local, weight), rows=0, columns=-1)
+        y = self._product(local, weight)
+        y = self.sharding.reduce_partial(y, rows=0, columns=-1)
         return self.sharding.to_global(y if bias is None else y + bias, rows=0, columns=-1)
+
+    def _product(self, x: Tensor, weight: Tensor) -> Tensor:
+        """x W^T."""
+        return F.linear(x, weight) if self.float8 is None else float8_linear(x, weight, self.float8)
 
 
 @dataclass(frozen=True)
@@ -156,6 +166,7 @@ class FollowInput:
     input.
     """
 
+    grid: RedistributionGrid
     forward: ForwardFn
     dims: tuple[int, ...] | None
     """Dims that may be sharded; None: any."""
@@ -165,18 +176,40 @@ class FollowInput:
         first = next((x for x in inputs if isinstance(x, DTensor)), None)
         if first is None:
             return self.forward(*inputs)
-        names = tuple(self._name(p, first.ndim) for p in first.placements)
+        at = layout_of(first).at(first.device_mesh.ndim)
+        followed = [dim for dim in at if self.dims is None or dim in self.dims]
+        names = tuple(str(dim) if dim in followed and dim is not None else None for dim in at)
         if not any(names):
-            return self.forward(*map(replicated, inputs))
+            return self.forward(*map(self.grid.replicated, inputs))
         dims = {name: int(name) for name in names if name is not None}
-        sharding = OperatorSharding(first.device_mesh, names, SharedInputs())
+        sharding = OperatorSharding(self.grid, names, SharedInputs())
         return LocalOperator(self.forward, sharding, dims)(*inputs)
 
-    def _name(self, placement: Any, num_dims: int) -> str | None:
-        shardable = isinstance(placement, Shard) and (
-            self.dims is None or placement.dim in self.dims
+
+@dataclass(frozen=True)
+class DropoutOperator:
+    """Dropout of a shard: the mask is that of the tokens and channels which this rank has."""
+
+    grid: RedistributionGrid
+    module: Dropout
+    forward: ForwardFn
+
+    def __call__(self, x_BTD: Tensor, rows_BT: Tensor | None) -> Tensor:
+        """As `Dropout.forward`, sharded as `x_BTD` by sequences or width."""
+        if not isinstance(x_BTD, DTensor) or rows_BT is None:
+            output: Tensor = self.forward(x_BTD, rows_BT)
+            return output
+        names = {0: "rows", x_BTD.ndim - 1: "width"}
+        placement = tuple(
+            None if dim is None else names.get(dim)
+            for dim in layout_of(x_BTD).at(x_BTD.device_mesh.ndim)
         )
-        return str(placement.dim) if shardable else None
+        sharding = OperatorSharding(self.grid, placement, SharedInputs())
+        local, rows = sharding.to_local(x_BTD, rows=0, width=-1), sharding.to_local(rows_BT, rows=0)
+        width = [self.grid.axes[(axis,)] for axis, name in enumerate(placement) if name == "width"]
+        self.module.first_channel = joint_index(width)[0] * local.shape[-1]
+        dropped: Tensor = self.forward(local, rows)
+        return sharding.to_global(dropped, rows=0, width=-1)
 
 
 @dataclass(frozen=True)
@@ -226,9 +259,8 @@ class HeadOperator:
 
     def _redistribute_for_loss(self, logits: Tensor) -> Tensor:
         logits = self.sharding.reduce_partial(logits, rows=0, columns=-1)
-        columns, wanted = {"rows": 0, "columns": 2}, {"rows": 0, "vocabulary": 2}
-        if self.sharding.placements(3, columns) == self.loss.placements(3, wanted):
+        held = self.sharding.layout(3, {"rows": 0, "columns": 2})
+        wanted = self.loss.layout(3, {"rows": 0, "vocabulary": 2})
+        if held == wanted:
             return logits
-        return redistribute_between(
-            logits[..., : self.num_columns], self.sharding, columns, self.loss, wanted
-        )
+        return self.sharding.grid.redistribute(logits[..., : self.num_columns], held, wanted)

@@ -1,25 +1,198 @@
-"""DTensor redistribution at the borders of an operator, to the sharding of its strategy.
+"""Redistribution at the borders of an operator, to the sharding of its strategy.
 
 Within an operator tensors are local and plain. Between operators a tensor that every rank holds
 unsharded is plain, and a sharded one is a DTensor; code that cannot handle a DTensor gets the
-replicated tensor. Partial results are reduced where they arise.
+replicated tensor. Partial results are reduced where they arise. DTensor carries the layout only:
+what is communicated are the steps that `LeastRedistribution` chooses, as the planner prices them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import wraps
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement as DTensorPlacement
 
+from workbench.parallel.mesh import MeshAxis
+from workbench.parallel.operators.redistribution_collectives import GridGroups
+from workbench.plan.operators.least_redistribution import LeastRedistribution
 from workbench.plan.operators.strategy_form import Placement
+from workbench.plan.operators.tensor_layout import TensorLayout
 
-DTensorPlacements = tuple[DTensorPlacement, ...]
-"""One placement for each axis of the operator grid."""
+
+class RedistributionGrid:
+    """The grid that tensor ranks are to operator strategies, with its redistributions.
+
+    Args:
+        device: The grid as a DeviceMesh.
+        axes: Each run of neighboring axes of the grid as this rank sees it.
+        least: Chooses the steps.
+    """
+
+    def __init__(
+        self,
+        device: DeviceMesh,
+        axes: Mapping[tuple[int, ...], MeshAxis],
+        least: LeastRedistribution,
+    ) -> None:
+        self.device, self.axes, self.least = device, axes, least
+        self.groups = GridGroups(axes, least.sizes)
+
+    def run(self, x: Tensor, held: TensorLayout, wanted: TensorLayout) -> Tensor:
+        """A rank's part of a tensor, redistributed; `x` itself where nothing is to do.
+
+        Raises:
+            ValueError: A dim does not divide.
+        """
+        size = x.numel() * x.element_size() * math.prod(held.num_parts(self.least.sizes))
+        result = x
+        steps = self.least.steps(held, wanted, size)
+        if steps:
+            _refuse_uneven(x, held, wanted, self.least.sizes)
+        for step in steps:
+            result = self.groups.take(result, step)
+        if steps and steps[-1].kind == "slice":  # lest it keep the memory that it is a view of
+            result = result.clone(memory_format=torch.contiguous_format)
+        return result
+
+    def redistribute(
+        self,
+        x: Tensor,
+        held: TensorLayout,
+        wanted: TensorLayout,
+        gradient: TensorLayout | None = None,
+    ) -> Tensor:
+        """A rank's part of a tensor, redistributed, and its gradient back in backward.
+
+        Args:
+            x: The local part, plain.
+            held: Its layout.
+            wanted: The layout of the result.
+            gradient: The layout of the result's gradient; default: `wanted`.
+        """
+        back = gradient or wanted
+        if held == wanted and back == held:
+            return x
+        result: Tensor = _Redistribute.apply(x, self, held, wanted, back)
+        return result
+
+    def local(self, x: Tensor) -> tuple[Tensor, TensorLayout]:
+        """A rank's part of a DTensor, or a plain tensor that every rank holds; its layout."""
+        if not isinstance(x, DTensor):
+            return x, TensorLayout(((),) * x.ndim)
+        return x.to_local(grad_placements=x.placements), layout_of(x)
+
+    def dtensor(self, x: Tensor, layout: TensorLayout) -> DTensor:
+        """A local part as a DTensor; backward redistributes the gradient to its layout."""
+        result: DTensor = _ToDTensor.apply(x, self, layout)
+        return result
+
+    def laid_out(self, x: DTensor, layout: TensorLayout) -> DTensor:
+        """A DTensor in this layout."""
+        local, held = self.local(x)
+        return x if held == layout else self.dtensor(self.redistribute(local, held, layout), layout)
+
+    def common_layout(self, tensors: Sequence[DTensor]) -> TensorLayout:
+        """The layout of one of them that the others, of the same shape, get to in least time,
+        there and back.
+        """
+
+        def seconds(to: TensorLayout) -> float:
+            pairs = [(layout_of(x), x.numel() * x.element_size()) for x in tensors]
+            return sum(
+                self.least.seconds(at, to, size) + self.least.seconds(to, at.summed, size)
+                for at, size in pairs
+            )
+
+        return min((layout_of(x).summed for x in tensors), key=seconds)
+
+    def replicated(self, x: Any) -> Any:
+        """A DTensor as a plain tensor that every rank holds; anything else as it is."""
+        if not isinstance(x, DTensor):
+            return x
+        local, held = self.local(x)
+        return self.redistribute(local, held, TensorLayout(((),) * x.ndim))
+
+
+class _Redistribute(torch.autograd.Function):
+    """Forward and backward each run their own steps of least time."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        grid: RedistributionGrid,
+        held: TensorLayout,
+        wanted: TensorLayout,
+        back: TensorLayout,
+    ) -> Tensor:
+        ctx.grid, ctx.back, ctx.held = grid, back, held.summed
+        result = grid.run(x, held, wanted)
+        return x.view_as(x) if result is x else result
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
+        return ctx.grid.run(gradient, ctx.back, ctx.held), None, None, None, None
+
+
+class _ToDTensor(torch.autograd.Function):
+    """`DTensor.from_local`, whose gradient, if operations between have left it in another layout,
+    takes the steps of least time.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, grid: RedistributionGrid, layout: TensorLayout) -> DTensor:
+        ctx.grid, ctx.layout = grid, layout
+        placements = dtensor_placements(layout, grid.device.ndim)
+        return DTensor.from_local(x.view_as(x), grid.device, placements, run_check=False)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: DTensor) -> tuple[Tensor, None, None]:
+        return ctx.grid.run(gradient.to_local(), layout_of(gradient), ctx.layout), None, None
+
+
+def layout_of(x: DTensor) -> TensorLayout:
+    """The layout that a DTensor's placements are.
+
+    Raises:
+        ValueError: It is neither sharded in even parts, replicated nor a sum.
+    """
+    at: list[int | None] = []
+    partial: list[int] = []
+    for axis, placement in enumerate(x.placements):
+        at.append(placement.dim if type(placement) is Shard else None)
+        if isinstance(placement, Partial) and placement.reduce_op == "sum":
+            partial.append(axis)
+        elif type(placement) not in (Shard, Replicate):
+            raise ValueError(f"a tensor is {placement}; legal: sharded, replicated or a sum")
+    return TensorLayout.placed(at, x.ndim, partial)
+
+
+def dtensor_placements(layout: TensorLayout, num_axes: int) -> tuple[DTensorPlacement, ...]:
+    """The layout as one placement for each axis of the grid."""
+    return tuple(
+        Partial() if axis in layout.partial else Replicate() if dim is None else Shard(dim)
+        for axis, dim in enumerate(layout.at(num_axes))
+    )
+
+
+def _refuse_uneven(
+    x: Tensor, held: TensorLayout, wanted: TensorLayout, sizes: tuple[int, ...]
+) -> None:
+    parts = zip(x.shape, held.num_parts(sizes), wanted.num_parts(sizes))
+    for dim, (length, has, wants) in enumerate(parts):
+        if length * has % wants:
+            raise ValueError(
+                f"dim {dim} of a tensor to be redistributed has {length * has} entries, which "
+                f"{wants} ranks do not divide; legal: a multiple of {wants}"
+            )
 
 
 @dataclass(eq=False)
@@ -30,24 +203,33 @@ class SharedInputs:
     referenced until the parent's forward is over, which also keeps their ids valid as keys.
     """
 
-    redistributed: dict[tuple[int, DTensorPlacements], tuple[Tensor, DTensor]] = field(
+    redistributed: dict[tuple[int, TensorLayout], tuple[Tensor, Tensor]] = field(
         default_factory=dict
     )
 
-    def redistribute(self, x: Tensor, mesh: DeviceMesh, wanted: DTensorPlacements) -> DTensor:
-        """`x` with the `wanted` placements; a plain tensor is replicated."""
-        key = id(x), wanted
+    def redistribute(self, x: Tensor, grid: RedistributionGrid, gradient: TensorLayout) -> Tensor:
+        """A rank's part of `x` in the layout of its `gradient`, once that is summed."""
+        key = id(x), gradient
         if key not in self.redistributed:
-            source = (
-                x if isinstance(x, DTensor) else _as_dtensor(x, mesh, (Replicate(),) * mesh.ndim)
-            )
-            result = source if source.placements == wanted else source.redistribute(mesh, wanted)
+            local, held = grid.local(x)
+            result = grid.redistribute(local, held, gradient.summed, gradient)
             self.redistributed[key] = x, result
         return self.redistributed[key][1]
 
-    def clear(self, *_: Any) -> None:
-        """Forward hook of the parent: release the inputs."""
-        self.redistributed.clear()
+    def during(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """The parent's forward, which releases the inputs when it is over.
+
+        Not a hook: activation checkpointing recomputes by calling `forward`, without hooks.
+        """
+
+        @wraps(forward)
+        def releasing(*inputs: Any, **named: Any) -> Any:
+            try:
+                return forward(*inputs, **named)
+            finally:
+                self.redistributed.clear()
+
+        return releasing
 
 
 @dataclass(frozen=True)
@@ -57,86 +239,44 @@ class OperatorSharding:
     Methods take the dim of each named dimension in the tensor at hand, e.g. `rows=0, inner=-1`.
     """
 
-    mesh: DeviceMesh
+    grid: RedistributionGrid
     placement: Placement
     shared: SharedInputs
 
-    def placements(self, num_dims: int, dims: dict[str, int]) -> DTensorPlacements:
-        """Placements of a tensor that has `dims`: sharded along those that the strategy shards."""
-        return tuple(
-            Shard(dims[name] % num_dims) if name is not None and name in dims else Replicate()
-            for name in self.placement
-        )
+    def layout(self, num_dims: int, dims: dict[str, int]) -> TensorLayout:
+        """Layout of a tensor that has `dims`: sharded along those that the strategy shards."""
+        at = [None if name not in dims else dims[name] % num_dims for name in self._names]
+        return TensorLayout.placed(at, num_dims)
 
-    def partial_placements(self, num_dims: int, dims: dict[str, int]) -> DTensorPlacements:
-        """As `placements`, but partial along axes that shard a dimension the tensor lacks."""
-        placements = self.placements(num_dims, dims)
-        return tuple(
-            Partial() if name is not None and name not in dims else each
-            for name, each in zip(self.placement, placements)
-        )
+    def partial_layout(self, num_dims: int, dims: dict[str, int]) -> TensorLayout:
+        """As `layout`, but partial over axes that shard a dimension the tensor lacks."""
+        partial = (a for a, name in enumerate(self._names) if name and name not in dims)
+        return self.layout(num_dims, dims)._replace(partial=tuple(partial))
+
+    @property
+    def _names(self) -> tuple[str, ...]:
+        return tuple(name or "" for name in self.placement)
 
     def to_local(self, x: Tensor, **dims: int) -> Tensor:
         """This rank's shard of an input, as a plain tensor.
 
         Ranks that shard a dimension which the input lacks use the same input, so that its gradient
-        is partial on them: backward reduces it.
+        is partial on them: backward sums it, on its way to the layout of `x`.
         """
-        wanted = self.placements(x.ndim, dims)
-        gradient = self.partial_placements(x.ndim, dims)
-        if not isinstance(x, DTensor) and _all_replicated(gradient):
-            return x
-        shared = self.shared.redistribute(x, self.mesh, wanted)
-        local: Tensor = shared.to_local(grad_placements=gradient)
-        return local
+        return self.shared.redistribute(x, self.grid, self.partial_layout(x.ndim, dims))
 
     def reduce_partial(self, y: Tensor, **dims: int) -> Tensor:
         """Reduce a local result over the ranks that shard a dimension which it lacks."""
-        partial, wanted = self.partial_placements(y.ndim, dims), self.placements(y.ndim, dims)
-        if partial == wanted:
-            return y
-        dtensor = _as_dtensor(y, self.mesh, partial)
-        local: Tensor = dtensor.redistribute(self.mesh, wanted).to_local()
-        return local
+        held = self.partial_layout(y.ndim, dims)
+        return self.grid.redistribute(y, held, held.summed)
 
     def to_global(self, y: Tensor, **dims: int) -> Tensor:
         """A local result as a DTensor, or as it is if every rank holds all of it."""
-        placements = self.placements(y.ndim, dims)
-        return y if _all_replicated(placements) else _as_dtensor(y, self.mesh, placements)
+        layout = self.layout(y.ndim, dims)
+        return self.grid.dtensor(y, layout) if layout.sharding else y
 
     def restricted_to(self, name: str) -> OperatorSharding:
         """The same with only the axes that shard dimension `name`."""
         return replace(
             self, placement=tuple(each if each == name else None for each in self.placement)
         )
-
-
-def redistribute_between(
-    y: Tensor,
-    source: OperatorSharding,
-    dims: dict[str, int],
-    target: OperatorSharding,
-    wanted: dict[str, int],
-) -> Tensor:
-    """Redistribute a local result of operator `source` to a local input of operator `target`."""
-    dtensor = _as_dtensor(y, source.mesh, source.placements(y.ndim, dims))
-    wanted_placements = target.placements(y.ndim, wanted)
-    local: Tensor = dtensor.redistribute(source.mesh, wanted_placements).to_local()
-    return local
-
-
-def _as_dtensor(local: Tensor, mesh: DeviceMesh, placements: DTensorPlacements) -> DTensor:
-    return DTensor.from_local(local, mesh, placements, run_check=False)
-
-
-def _all_replicated(placements: Iterable[DTensorPlacement]) -> bool:
-    return all(isinstance(placement, Replicate) for placement in placements)
-
-
-def replicated(x: Any) -> Any:
-    """A DTensor as a plain tensor that every rank holds (all-gathered); anything else as it is."""
-    return (
-        x.redistribute(placements=(Replicate(),) * x.device_mesh.ndim).to_local()
-        if isinstance(x, DTensor)
-        else x
-    )

@@ -60,7 +60,8 @@ def apply_tensor_parallel(
         return
     shard_modules(model, layouts, MEGATRON_SHARDING, axis, sequence)
     if sequence:
-        model.indices = full_sequence_indices(plan.training.sequence_length)
+        if mesh["context"].size == 1:  # else context parallelism has set them
+            model.indices = full_sequence_indices(plan.training.sequence_length)
         model.local_part_of = partial(local_run, axis)
         if model.embedding is not None:
             model.embedding.register_forward_pre_hook(partial(shard_positions, axis))

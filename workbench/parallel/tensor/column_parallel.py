@@ -14,7 +14,7 @@ same numbers.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
@@ -281,11 +281,13 @@ class ColumnParallelGroup:
     def __init__(self, parent: nn.Module, axis: MeshAxis, sequence: bool) -> None:
         self.axis, self.sequence = axis, sequence
         self.layers: list[ColumnParallelLinear] = []
-        parent.register_forward_pre_hook(self._compute_outputs)
+        # Not a hook: activation checkpointing recomputes by calling `forward`, without hooks.
+        parent.forward = partial(self._after_gemms, parent.forward)
 
-    def _compute_outputs(self, parent: nn.Module, inputs: tuple[Any, ...]) -> None:
+    def _after_gemms(self, forward: Callable[..., Any], x: Tensor, *others: Any) -> Any:
         parameters = [layer.gemm_parameters() for layer in self.layers]
         float8 = [layer.float8 for layer in self.layers if layer.float8 is not None]
-        outputs = column_parallel_linear(inputs[0], parameters, self.axis, self.sequence, float8)
+        outputs = column_parallel_linear(x, parameters, self.axis, self.sequence, float8)
         for layer, y in zip(self.layers, outputs):
             layer.output = y
+        return forward(x, *others)

@@ -23,7 +23,10 @@ class OperatorTensor:
 
     name: str
     dims: tuple[str, ...]
-    kind: Literal["activation", "parameter", "tied", "index"] = "activation"
+    kind: Literal["activation", "residual", "parameter", "tied", "index"] = "activation"
+    """`residual`: added to the first input before the operator, and the sum passed on beside its
+    output; no part of a strategy's written form.
+    """
     share: float = 1.0
     """Elements over the product of the dimensions: below 1 where query heads share key-value heads.
     """
@@ -68,7 +71,7 @@ class Operator:
 @dataclass(frozen=True)
 class TensorEdge:
     """A tensor that operator `source` holds and operator `target` wants; dimensions correspond by
-    position.
+    position. A parameter that both use has one layout.
     """
 
     source: int
@@ -77,6 +80,10 @@ class TensorEdge:
     target_tensor: OperatorTensor
     num_layers: int = 1
     transposed: bool = False
+    unpadded: int | None = None
+    """Entries of the last dimension without padding: where the layouts differ, its pieces divide
+    them.
+    """
 
 
 @dataclass(frozen=True)

@@ -33,13 +33,14 @@ KINDS: dict[str, tuple[tuple[str, ...], ...]] = {
     ),
     "SelfAttention": (("rows", "heads"),),
     "CrossEntropy": (("rows", "vocabulary"), ("rows",)),
+    "MoE": (("rows",), ("width",)),
     "Whole": (("rows",),),
 }
 """Kind -> the dimensions of each input, activations and parameters; a dimension that the output
 lacks is summed over.
 
 `rows` are whole sequences. A self-attention module (projections and all) is split by sequence and
-head; a module of no known kind only by sequence.
+head, an MoE layer by sequence and its experts' width; a module of no known kind only by sequence.
 """
 ORDER = (
     "rows",

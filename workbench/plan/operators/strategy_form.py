@@ -102,3 +102,8 @@ def on_grid(first: str, pieces: Mapping[str, int], sides: Sequence[int]) -> Plac
     if len(sides) > 1:
         return placed(first, pieces, sides)
     return (next((name for name, number in pieces.items() if number > 1), None),)
+
+
+def are_neighbors(axes: Sequence[int]) -> bool:
+    """Whether axes, in ascending order, follow one another."""
+    return not axes or axes[-1] - axes[0] == len(axes) - 1

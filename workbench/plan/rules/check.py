@@ -13,7 +13,13 @@ from workbench.errors import PlanError, Problem
 from workbench.plan.model.attention_kernel import attention_kernels, is_aligned
 from workbench.plan.model.model_shape import Shape
 from workbench.plan.resolved_plan import ResolvedPlan
-from workbench.plan.rules import axis_rules, layer_profile_rules, legal_sizes, python_model_rules
+from workbench.plan.rules import (
+    axis_rules,
+    layer_profile_rules,
+    legal_sizes,
+    python_model_rules,
+    recompute_rules,
+)
 from workbench.plan.schema import NARROW, STORED, Plan
 
 BYTES = 256
@@ -40,7 +46,7 @@ def problems(plan: ResolvedPlan) -> list[Problem]:
         _sequence,
         _precision,
         _attention,
-        _recompute,
+        recompute_rules.problems,
         _training,
         _corpus,
     )
@@ -183,18 +189,6 @@ def _attention(plan: ResolvedPlan) -> Iterator[Problem]:
             why = f"ring attention cannot use with {s.precision} and head_dim {head_dim}"
         fit = ", ".join(("auto", *legal)) if legal else "none; a head_dim that 8 divides has flash"
         yield Problem("strategy.attention", f"is {s.attention}, which {why}; legal: {fit}")
-
-
-def _recompute(plan: ResolvedPlan) -> Iterator[Problem]:
-    wanted, layers = plan.strategy.recompute, plan.shape.layers
-    if not isinstance(wanted, list):
-        return
-    outside = [layer for layer in wanted if layer >= layers]
-    if outside or len(set(wanted)) < len(wanted):
-        yield Problem(
-            "strategy.recompute",
-            f"is {wanted}; legal: each layer at most once, from 0 to {layers - 1}",
-        )
 
 
 def _training(plan: Plan) -> Iterator[Problem]:

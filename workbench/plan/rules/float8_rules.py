@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import product
 
 from workbench.errors import PlanError, Problem, refuse
 from workbench.plan.model.head_split import padded_heads_per_rank
 from workbench.plan.resolved_plan import ResolvedPlan
+from workbench.plan.rules import operator_rules
 from workbench.schedules.generators import SCHEDULES
 
 GEMM_MULTIPLE = 16
@@ -33,12 +35,6 @@ def _axes(plan: ResolvedPlan) -> Iterator[Problem]:
             f"is '{s.tensor.algorithm}', whose tiles fp8 does not scale together; legal with "
             "strategy.precision fp8: '1d'",
         )
-    if s.operators:
-        yield Problem(
-            "strategy.operators",
-            "shards what fp8 does not scale together; legal with strategy.precision fp8: none, "
-            "with strategy.tensor.size ranks",
-        )
     if s.pipeline.replicas and not s.pipeline.is_round_robin:
         yield Problem(
             "strategy.pipeline.replicas",
@@ -63,6 +59,9 @@ def _shape(plan: ResolvedPlan) -> Iterator[Problem]:
             f"has {shape.moe.experts} experts, whose grouped GEMMs are not fp8; legal with "
             "strategy.precision fp8: a dense model",
         )
+    if plan.strategy.operators:
+        yield from [] if operator_rules.problems(plan) else _operators(plan)
+        return
     heads, kv_heads = padded_heads_per_rank(shape, ranks)
     head_dim, t = int(shape.head_dim or 0), plan.training
     sizes = {
@@ -83,6 +82,30 @@ def _shape(plan: ResolvedPlan) -> Iterator[Problem]:
                 f"{words} {size:g}, which fp8 GEMMs do not take; legal with strategy.precision "
                 f"fp8: a multiple of {GEMM_MULTIPLE}",
             )
+
+
+def _operators(plan: ResolvedPlan) -> Iterator[Problem]:
+    """Each operator's own pieces of its GEMM."""
+    shape, t = plan.shape, plan.training
+    tokens = t.micro_batch * t.sequence_length // plan.strategy.context.size
+    found = operator_rules.pieces(plan)
+    widths = {"q": shape.q_width, "k": shape.kv_width, "v": shape.kv_width}
+    gemms = {f"attention.{name}": (shape.hidden, width) for name, width in widths.items()}
+    gemms |= {"attention.o": (shape.q_width, shape.hidden), "mlp.up": (shape.hidden, shape.ffn)}
+    gemms |= {"mlp.down": (shape.ffn, shape.hidden)}
+    gemms |= {"mlp.gate": (shape.hidden, shape.ffn)} if shape.gated else {}
+    for layer, (name, (inner, columns)) in product(range(shape.layers), gemms.items()):
+        path = f"blocks.{layer}.{name}"
+        split = found.get(path, {})
+        sizes = {"rows": tokens, "inner": inner, "columns": columns}
+        for dim, size in ((dim, size / split.get(dim, 1)) for dim, size in sizes.items()):
+            if size % GEMM_MULTIPLE:
+                yield Problem(
+                    "strategy.operators",
+                    f"gives {path} {size:g} {dim} a rank, which fp8 GEMMs do not take; legal with "
+                    f"strategy.precision fp8: a multiple of {GEMM_MULTIPLE}",
+                )
+                return
 
 
 def verified_precision(plan: ResolvedPlan, precision: str | None, on: str) -> str:

@@ -9,13 +9,16 @@ from workbench.errors import PlanError, Problem
 from workbench.plan.model.model_shape import Shape
 from workbench.plan.operators.operator_sites import Site, matched
 from workbench.plan.operators.strategy_form import (
+    Form,
     Placement,
+    are_neighbors,
     read_strategies,
     strategy_grid,
     strategy_text,
 )
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.schema import Plan
+from workbench.plan.stage_replicas import even_parts
 
 WORD = 128
 """Vocabularies are padded so that they can be split (1909.08053): any number of pieces up to it."""
@@ -50,81 +53,102 @@ def placements(plan: ResolvedPlan) -> dict[str, Placement]:
     """Module -> where its strategy lies on the grid, for all modules that the plan's operators
     name.
     """
-    ranks, shape = plan.strategy.tensor.ranks, sides(plan)
-    found = matched(
-        plan.strategy.operators, sites(plan.shape, plan.training.micro_batch, ranks), ranks
-    )
-    return {name: site.placement(form, shape) for name, (site, form) in found.items()}
+    shape = sides(plan)
+    return {name: site.placement(form, shape) for name, (site, form) in _named(plan).items()}
+
+
+def pieces(plan: ResolvedPlan) -> dict[str, dict[str, int]]:
+    """Module -> pieces of each dimension, for all modules that the plan's operators name."""
+    return {name: site.pieces(form) for name, (site, form) in _named(plan).items()}
+
+
+def _named(plan: ResolvedPlan) -> dict[str, tuple[Site, Form]]:
+    ranks = plan.strategy.tensor.ranks
+    return matched(plan.strategy.operators, sites(plan.shape, _sequences(plan), ranks), ranks)
+
+
+def _sequences(plan: ResolvedPlan) -> int:
+    """Sequences of a microbatch on every rank; replicas of a stage that share each microbatch have
+    some of them, of which any number of pieces must be legal on all.
+    """
+    pipeline, batch = plan.strategy.pipeline, plan.training.micro_batch
+    if not pipeline.replicas or pipeline.is_round_robin:
+        return batch
+    parts = (part for count in pipeline.replicas for part in even_parts(batch, count))
+    return math.gcd(*(stop - start for start, stop in parts))
 
 
 def sites(shape: Shape, sequences: int, ranks: int) -> dict[str, Site]:
     """Modules of a model of ours that a strategy may name. `sequences` of a microbatch are never
     cut through.
     """
-    groups, rows = math.gcd(shape.heads, int(shape.kv_heads or shape.heads)), {"rows": sequences}
+    rows = {"rows": sequences}
     padded = -(-shape.vocab // (WORD * ranks)) * WORD * ranks
     table = Site("Embedding", rows | {"vocabulary": padded, "hidden": shape.hidden})
     norm = Site("Norm", rows)
-
-    def product(inner: int, columns: int) -> Site:
-        return Site("MatMul", rows | {"inner": inner, "columns": columns})
-
     found = {"embedding.tokens": table} | ({"embedding.norm": norm} if shape.embedding_norm else {})
     for i in range(shape.layers):
-        block = {"attention_norm": norm, "mlp_norm": norm}
-        block |= {f"attention.{name}": product(shape.hidden, groups) for name in "qkv"}
-        block["attention.attend"] = Site("FlashAttention", rows | {"heads": groups})
-        block["attention.o"] = product(groups, shape.hidden)
-        block |= {
-            f"mlp.{name}": product(shape.hidden, shape.ffn)
-            for name in (("gate", "up") if shape.gated else ("up",))
-        }
-        kind = "GatedActivation" if shape.gated else "Activation"
-        block |= {
-            "mlp.activate": Site(kind, rows | {"width": shape.ffn}),
-            "mlp.down": product(shape.ffn, shape.hidden),
-        }
+        dense = shape.moe is None or i < shape.moe.first_dense
+        block = {"attention_norm": norm, "mlp_norm": norm} | _attention_sites(shape, rows)
+        block |= _mlp_sites(shape, rows) if dense else _moe_sites(shape, rows)
         found |= {f"blocks.{i}.{name}": site for name, site in block.items()}
+    head = Site("MatMul", rows | {"inner": shape.hidden, "columns": padded})
     loss = Site("CrossEntropy", rows | {"vocabulary": padded})
-    return found | {"final_norm": norm, "head": product(shape.hidden, padded), "head.loss": loss}
+    return found | {"final_norm": norm, "head": head, "head.loss": loss}
+
+
+def _attention_sites(shape: Shape, rows: dict[str, int]) -> dict[str, Site]:
+    groups = math.gcd(shape.heads, int(shape.kv_heads or shape.heads))
+    project = Site("MatMul", rows | {"inner": shape.hidden, "columns": groups})
+    return {f"attention.{name}": project for name in "qkv"} | {
+        "attention.attend": Site("FlashAttention", rows | {"heads": groups}),
+        "attention.o": Site("MatMul", rows | {"inner": groups, "columns": shape.hidden}),
+    }
+
+
+def _mlp_sites(shape: Shape, rows: dict[str, int]) -> dict[str, Site]:
+    wide = Site("MatMul", rows | {"inner": shape.hidden, "columns": shape.ffn})
+    kind = "GatedActivation" if shape.gated else "Activation"
+    gate = {"mlp.gate": wide} if shape.gated else {}
+    return gate | {
+        "mlp.up": wide,
+        "mlp.activate": Site(kind, rows | {"width": shape.ffn}),
+        "mlp.down": Site("MatMul", rows | {"inner": shape.ffn, "columns": shape.hidden}),
+    }
+
+
+def _moe_sites(shape: Shape, rows: dict[str, int]) -> dict[str, Site]:
+    assert shape.moe is not None
+    return {"mlp": Site("MoE", rows | {"width": shape.moe.ffn})}
 
 
 def _beside(plan: ResolvedPlan) -> Iterator[Problem]:
-    """Other choices that exclude operator strategies."""
-    s = plan.strategy
-    needs = (
-        ("strategy.tensor.algorithm", s.tensor.algorithm, "1d"),
-        ("strategy.tensor.sequence", s.tensor.sequence, False),
-        ("strategy.context.size", s.context.size, 1),
-        ("strategy.recompute", s.recompute if s.recompute != [] else "none", "none"),
-        ("model.moe", "set" if plan.shape.moe else None, None),
-    )
-    for field, value, legal in needs:
-        if value != legal:
-            yield Problem(
-                field,
-                f"is {value!r}, but strategy.operators says how each operator is split; legal: "
-                f"{legal}",
-            )
+    """Other answers to how an operator is split."""
+    s, ranks = plan.strategy, plan.strategy.tensor.ranks
+    if s.tensor.algorithm != "1d":
+        what = f"is '{s.tensor.algorithm}', which splits every operator over one grid, but "
+        what += "strategy.operators say how each is split; legal: '1d'"
+        yield Problem("strategy.tensor.algorithm", what)
+    if s.tensor.sequence:
+        what = "is true, which splits norms and dropout by tokens, but strategy.operators say how "
+        what += "they are split, by whole sequences; legal: false, e.g. with blocks.*.*_norm: "
+        yield Problem("strategy.tensor.sequence", what + strategy_text(((ranks, 1), (1,))))
+    if s.expert.tensor is not None:
+        what = f"is {s.expert.tensor}, but strategy.operators say how experts are split; legal: "
+        what += f"null, e.g. with blocks.*.mlp: {strategy_text(((1,), (s.expert.tensor,)))}"
+        yield Problem("strategy.expert.tensor", what)
 
 
 def _fitting(plan: ResolvedPlan) -> Iterator[Problem]:
-    ranks = plan.strategy.tensor.ranks
-    found = matched(
-        plan.strategy.operators, sites(plan.shape, plan.training.micro_batch, ranks), ranks
-    )
-    pieces = {name: site.pieces(form) for name, (site, form) in found.items()}
-    yield from _loss(plan, pieces, sides(plan))
+    found = pieces(plan)
+    yield from _loss(plan, found)
+    yield from _loss_axes(_named(plan), sides(plan))
     if plan.shape.tied:
-        yield from _tied(pieces)
+        yield from _tied(found)
 
 
-def _loss(
-    plan: ResolvedPlan, pieces: dict[str, dict[str, int]], shape: tuple[int, ...]
-) -> Iterator[Problem]:
-    """The loss adds up over one axis of the grid, or over all of them; only even pieces of logits
-    are redistributed.
-    """
+def _loss(plan: ResolvedPlan, pieces: dict[str, dict[str, int]]) -> Iterator[Problem]:
+    """Only even pieces of logits are redistributed."""
     head = pieces.get("head", {})
     own = {"rows": head.get("rows", 1), "vocabulary": head.get("columns", 1)}
     vocabulary = pieces.get("head.loss", own)["vocabulary"]
@@ -136,12 +160,23 @@ def _loss(
             f"differs from the head's, and {uneven[0]} pieces do not divide "
             f"vocab = {plan.shape.vocab}; legal: {legal}",
         )
-    if vocabulary not in (1, *shape, plan.strategy.tensor.ranks):
-        ways = ", ".join(map(str, sorted({1, *shape, plan.strategy.tensor.ranks})))
-        field = (
-            "strategy.operators.head.loss" if "head.loss" in pieces else "strategy.operators.head"
+
+
+def _loss_axes(found: dict[str, tuple[Site, Form]], grid: tuple[int, ...]) -> Iterator[Problem]:
+    """The loss adds up over neighboring axes of the grid, which have one group."""
+    name = "head.loss" if "head.loss" in found else "head"
+    if name not in found:
+        return
+    site, form = found[name]
+    split = "vocabulary" if name == "head.loss" else "columns"
+    axes = [a for a, placed in enumerate(site.placement(form, grid)) if placed == split]
+    if not are_neighbors(axes):
+        ways = site.pieces(form)[split]
+        yield Problem(
+            f"strategy.operators.{name}",
+            f"splits the vocabulary {ways} ways, over axes {axes} of the grid {list(grid)}, which "
+            f"are not neighbors; legal: {', '.join(map(str, sorted({1, *grid})))} ways",
         )
-        yield Problem(field, f"splits the vocabulary {vocabulary} ways; legal: {ways}")
 
 
 def _tied(pieces: dict[str, dict[str, int]]) -> Iterator[Problem]:

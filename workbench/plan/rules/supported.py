@@ -20,6 +20,7 @@ from workbench.plan.rules import (
     legal_sizes,
     operator_rules,
     python_model_rules,
+    recompute_rules,
 )
 from workbench.plan.schema import Plan
 from workbench.schedules.generators import SCHEDULES
@@ -50,11 +51,6 @@ def _split_of_an_expert(plan: Plan) -> int | None:
     """Tensor ranks of an expert, where they are not all."""
     split = plan.strategy.expert.tensor
     return None if split == plan.strategy.tensor.ranks else split
-
-
-def _split_dropout(plan: Plan) -> float:
-    """The rate, where what is dropped would be split as operators say."""
-    return plan.training.dropout if plan.strategy.operators else 0.0
 
 
 def _experts_on_grid(plan: ResolvedPlan) -> list[Problem]:
@@ -89,7 +85,6 @@ ENGINE_LIMITS: tuple[tuple[str, Callable[[ResolvedPlan], Any], tuple[Any, ...]],
     ("strategy.data.overlap", lambda p: p.strategy.data.overlap, (True,)),
     ("strategy.stack", lambda p: p.strategy.stack, ("workbench",)),
     ("training.optimizer.moments", lambda p: p.training.optimizer.moments, ("fp32", "bf16")),
-    ("training.dropout", _split_dropout, (0.0,)),
     ("training.lora", lambda p: "set" if p.training.lora else None, (None,)),
     (
         "model.moe.capacity",
@@ -117,9 +112,21 @@ their values.
 OF_SHAPE = ("model.", "strategy.tensor.")
 """Fields that say something of a model's shape."""
 
+
+def _parts_recomputed(plan: ResolvedPlan) -> list[int | str] | None:
+    """What is recomputed, where a list names parts of layers."""
+    wanted = plan.strategy.recompute
+    if isinstance(wanted, str) or not wanted:
+        return None
+    modules = recompute_rules.recomputed_modules(wanted, plan.shape)
+    whole = recompute_rules.recomputed_layers(wanted, plan.shape)
+    return wanted if len(modules) > len(whole) else None
+
+
 ESTIMATE_LIMITS: tuple[tuple[str, Callable[[ResolvedPlan], Any], tuple[Any, ...]], ...] = (
     ("strategy.pipeline.schedule", _named_schedule, tuple(SCHEDULES)),
     ("strategy.operators", lambda p: p.strategy.operators, ({},)),
+    ("strategy.recompute", _parts_recomputed, (None,)),
 )
 """The same for `estimate`."""
 

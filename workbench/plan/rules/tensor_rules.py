@@ -18,19 +18,14 @@ def tensor(plan: ResolvedPlan) -> Iterator[Problem]:
         yield Problem(
             "strategy.tensor.size", f"is the grid {tensor.size}, but algorithm 1d takes one number"
         )
+    elif plan.strategy.operators:
+        pass  # each operator's strategy is checked by itself, and what none names is replicated
     elif reasons := legal_sizes.exceeds(shape, tensor.size):
         most = min(shape.heads, shape.ffn, shape.moe.ffn if shape.moe else shape.ffn)
         yield Problem(
             "strategy.tensor.size",
             f"is {tensor.size}, more than {', '.join(reasons)}; "
             f"legal for {shape.name}: 1 to {most}",
-        )
-    elif plan.strategy.operators and (reasons := legal_sizes.splits(shape, tensor.size)):
-        near = legal_sizes.near(tensor.size, legal_sizes.tensor_sizes(shape, shape.heads))
-        yield Problem(
-            "strategy.tensor.size",
-            f"is {tensor.size}, which does not divide {', '.join(reasons)}, and "
-            f"strategy.operators pad nothing; legal for {shape.name}: {near}",
         )
     length = plan.training.sequence_length // plan.strategy.context.size
     if tensor.sequence and length % tensor.ranks:

@@ -21,6 +21,8 @@ elements (OCP Microscaling Formats 1.0), 4 bits with one for 16 (2509.25149).
 STORED = {"tf32": "fp32", "fp8": "bf16", "mxfp8": "bf16", "nvfp4": "bf16"}
 """Precision of GEMMs -> dtype of parameters, activations and gradients, where they differ."""
 GradientDtype = Literal["fp32", "bf16", "fp16", "parameters", "auto"]
+Recompute = Literal["none", "selective", "full"] | list[LayerIndex | str]
+"""Layers by number, modules by a pattern of their paths: `blocks.*.mlp`."""
 
 
 class Data(Frozen):
@@ -159,9 +161,10 @@ class Strategy(Frozen):
         "names is repeated.",
     )
     placement: list[Axis] = Field(default=list(AXES), description="Axes, innermost first.")
-    recompute: Literal["none", "selective", "full"] | list[LayerIndex] = Field(
+    recompute: Recompute = Field(
         "none",
-        description="Activations recomputed in backward; a list names layers recomputed in full.",
+        description="Activations recomputed in backward; a list names layers, or patterns such as "
+        "blocks.*.mlp.",
     )
     stack: str = Field(
         "workbench",

@@ -9,6 +9,7 @@ from workbench.plan.operators.strategy_form import (
     write_strategies,
 )
 from workbench.planner.autoshard.choice_result import OperatorPlan
+from workbench.planner.autoshard.for_plans.written_plan import plan_with
 from workbench.planner.autoshard.machine_model import MachineModel, ideal_machine
 from workbench.planner.autoshard.operator_cost import TensorBytes
 from workbench.planner.autoshard.plan_problem import choose_for_plan
@@ -22,6 +23,7 @@ __all__ = [
     "choose_strategies",
     "ideal_machine",
     "parse_strategy",
+    "plan_with",
     "read_strategies",
     "strategy_text",
     "write_strategies",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -33,37 +34,34 @@ replicates the others.
 
 
 def explain_choice(
-    priced: PricedGraph, picked: tuple[int, ...], free: tuple[int, ...] | None = None
+    priced: PricedGraph,
+    picked: tuple[int, ...],
+    memory: float | None = None,
+    forbidden: tuple[float, float] | None = None,
 ) -> str:
     """Sentences on paired GEMMs, the batch and replicated operators, and the cost of simpler
     choices.
 
     Args:
-        priced: The graph with the costs of all options.
+        priced: The graph with the costs of its options.
         picked: The chosen option of each operator.
-        free: The best choice without the memory limit, where the limit forbids it.
+        memory: The limit, bytes of a rank.
+        forbidden: Seconds and bytes of the best choice, where the limit forbids it.
     """
     problem = priced.problem
+    own = problem.total_cost(picked), problem.total_bytes(picked)
     sentences = [*_pairs(priced, picked), *_rows(priced, picked), *_replicated(priced, picked)]
-    sentences.append(
-        f"Estimated {_cost(problem.total_cost(picked), problem.total_bytes(picked))}"
-        " a rank and microbatch."
-    )
+    sentences.append(f"Estimated {_cost(*own)} a rank and microbatch.")
     simple = {
-        "Without the limit the best choice": free,
+        "Without the limit the best choice": forbidden,
         "Data parallel": _uniform(priced, dict.fromkeys(_names(priced), "rows")),
         "Megatron's pairing over all ranks": _uniform(priced, MEGATRON_DIMS),
         "Everything repeated on every rank": _uniform(priced, {}),
     }
     for name, other in simple.items():
-        if other is not None and other != picked:
-            size = problem.total_bytes(other)
-            over = (
-                ", more than the limit"
-                if problem.memory_limit is not None and size > problem.memory_limit
-                else ""
-            )
-            sentences.append(f"{name} would take {_cost(problem.total_cost(other), size)}{over}.")
+        if other is not None and other != own:
+            over = ", more than the limit" if memory is not None and other[1] > memory else ""
+            sentences.append(f"{name} would take {_cost(*other)}{over}.")
     return " ".join(sentences)
 
 
@@ -136,16 +134,29 @@ def _names(priced: PricedGraph) -> list[str]:
     return [operator.name for operator in priced.graph.operators]
 
 
-def _uniform(priced: PricedGraph, dims: Mapping[str, str]) -> tuple[int, ...] | None:
-    """The named operators split over all ranks by that dimension, the others replicated; None where
-    that is illegal.
+def _uniform(priced: PricedGraph, dims: Mapping[str, str]) -> tuple[float, float] | None:
+    """Seconds and bytes where the named operators are split over all ranks by that dimension, and
+    the others replicated; None where that is illegal.
     """
-    picked = [_find(found, dims.get(name)) for name, found in zip(_names(priced), priced.options)]
-    return None if None in picked else tuple(option for option in picked if option is not None)
+    found = [
+        _find(priced.pricing.options(operator), dims.get(_without_layers(operator.name)))
+        for operator in priced.graph.operators
+    ]
+    options = [(one,) for one in found if one is not None]
+    if len(options) < len(found):
+        return None
+    problem = priced.pricing.price(priced.graph, options).problem
+    only = (0,) * len(options)
+    seconds = problem.total_cost(only)
+    return (seconds, problem.total_bytes(only)) if math.isfinite(seconds) else None
 
 
-def _find(options: tuple[ShardingStrategy, ...], name: str | None) -> int | None:
-    return next((i for i, option in enumerate(options) if set(option.placement) <= {name}), None)
+def _without_layers(name: str) -> str:
+    return name.split(".", 2)[2] if name.startswith("blocks.") else name
+
+
+def _find(options: tuple[ShardingStrategy, ...], name: str | None) -> ShardingStrategy | None:
+    return next((one for one in options if set(one.placement) <= {name}), None)
 
 
 def _cost(seconds: float, size: float) -> str:

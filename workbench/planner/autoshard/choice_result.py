@@ -4,7 +4,7 @@ cost.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from workbench.planner.autoshard.operator_cost import Communication
@@ -30,6 +30,8 @@ class OperatorRow:
     """Parameters with their states, and the output kept for backward."""
     times: int
     """Layers that have it."""
+    reason: str = "least time"
+    """Why it has this strategy."""
 
     @property
     def seconds(self) -> float:
@@ -73,11 +75,17 @@ class OperatorPlan:
     redistributions: tuple[Redistribution, ...]
     ranks: tuple[int, ...]
     """Ranks, or the grid's axes."""
+    mode: str
+    """How it was searched, by MindSpore's name."""
     solver: str
     seconds: float
     bytes: float
     limit: float | None
     reason: str
+    sequences: int = 1
+    """Of one microbatch over all ranks."""
+    changes: dict[str, Any] = field(default_factory=dict)
+    """Fields of the plan that have to change so that these strategies fit."""
     source: str = SOURCE
 
     @property
@@ -111,6 +119,6 @@ class OperatorPlan:
 def _moves_text(moves: tuple[Communication, ...]) -> str:
     parts = []
     for move in moves:
-        what = move.tensor if move.when == "forward" else f"gradient of {move.tensor}"
+        what = f"gradient of {move.tensor}" if move.when == "backward" else move.tensor
         parts.append(f"{move.when} {move.kind.replace('_', '-')} of {what}")
     return "; ".join(parts) or "nothing"

@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from workbench.costmodel.communication.collective_cost import AxisLink, hierarchical_seconds
 from workbench.costmodel.rates.constants import Constants
 from workbench.errors import refuse
+from workbench.plan.operators.least_redistribution import LeastRedistribution
 from workbench.plan.operators.strategy_form import factors
 from workbench.planner.autoshard.machine_model import MachineModel
 
@@ -39,6 +41,23 @@ class LogicalMesh:
     def ranks(self) -> int:
         """Ranks of the whole mesh."""
         return math.prod(axis.size for axis in self.axes)
+
+    @cached_property
+    def redistribution(self) -> LeastRedistribution:
+        """Redistributions between layouts on this mesh, at its prices."""
+        return LeastRedistribution(tuple(axis.size for axis in self.axes), self.seconds)
+
+    @cached_property
+    def fastest_rate(self) -> float:
+        """Bytes/s that no rank receives faster, over any axis."""
+        size, kinds = 2.0**50, ("all_gather", "all_to_all", "reduce_scatter")
+        rates = [
+            size * (1 - 1 / axis.size) / self.seconds(kind, size, [a])
+            for a, axis in enumerate(self.axes)
+            if axis.size > 1
+            for kind in kinds
+        ]
+        return max(rates, default=math.inf)
 
     def ranks_over(self, axes: Iterable[int]) -> int:
         """Ranks of a group that spans these axes."""

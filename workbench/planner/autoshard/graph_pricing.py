@@ -4,148 +4,258 @@ edge.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from typing import Any
 
 import numpy as np
 
 from workbench.errors import refuse
-from workbench.plan.operators.operator_graph import OperatorGraph, TensorEdge
-from workbench.planner.autoshard.choice_problem import Array, ReshardingEdge, StrategyProblem
+from workbench.plan.operators.operator_graph import (
+    Operator,
+    OperatorGraph,
+    OperatorTensor,
+    TensorEdge,
+)
 from workbench.planner.autoshard.device_mesh import LogicalMesh
+from workbench.planner.autoshard.edge_table import EdgeTable, Layouts, edge_layouts, is_aligned
 from workbench.planner.autoshard.machine_model import MachineModel
 from workbench.planner.autoshard.operator_cost import (
     Communication,
     OperatorCost,
     TensorBytes,
+    forward_again,
     operator_cost,
+    recomputed,
     redistribution,
 )
-from workbench.planner.autoshard.operator_splits import (
-    ShardingStrategy,
-    TensorLayout,
-    legal_strategies,
+from workbench.planner.autoshard.operator_splits import ShardingStrategy, legal_strategies
+from workbench.planner.autoshard.strategy_search.choice_problem import (
+    Array,
+    ReshardingEdge,
+    StrategyProblem,
 )
 
 
 @dataclass(frozen=True)
 class PricedGraph:
-    """A graph with the strategies of each operator, what each costs, and the choice between
+    """A graph with some strategies of each operator, what each costs, and the choice between
     them.
     """
 
     graph: OperatorGraph
-    mesh: LogicalMesh
-    sizes: TensorBytes
+    pricing: GraphPricing
     options: tuple[tuple[ShardingStrategy, ...], ...]
     costs: tuple[tuple[OperatorCost, ...], ...]
     """Of one layer; the problem's costs are of all layers."""
-    problem: StrategyProblem
+    tables: tuple[EdgeTable, ...]
+    """Of each edge."""
+    memory: float | None = None
+    """Bytes of a rank."""
+
+    @property
+    def mesh(self) -> LogicalMesh:
+        """The ranks."""
+        return self.pricing.mesh
+
+    @cached_property
+    def problem(self) -> StrategyProblem:
+        """The choice at exact prices."""
+        for table in self.tables:
+            table.exact()
+        return self.bounded()
+
+    def bounded(self) -> StrategyProblem:
+        """The choice at the prices that are known, and bounds of the others."""
+        times = [operator.num_layers for operator in self.graph.operators]
+        seconds = (np.array([c.seconds for c in own]) * n for own, n in zip(self.costs, times))
+        held = (np.array([c.bytes for c in own]) * n for own, n in zip(self.costs, times))
+        edges: dict[tuple[int, int], Array] = {}
+        for edge, table in zip(self.graph.edges, self.tables):
+            # Tensors between the same two operators are one edge.
+            pair, costs = (edge.source, edge.target), edge.num_layers * table.seconds
+            edges[pair] = edges[pair] + costs if pair in edges else costs
+        found = tuple(ReshardingEdge(*pair, edges[pair]) for pair in sorted(edges))
+        return StrategyProblem(tuple(seconds), found, tuple(held), self.memory)
+
+    def refine(self, picked: tuple[int, ...]) -> bool:
+        """Price the redistributions between these options; whether any was not known."""
+        pairs = ((picked[edge.source], picked[edge.target]) for edge in self.graph.edges)
+        priced = [table.refine(pair) for table, pair in zip(self.tables, pairs)]
+        return any(priced)
+
+    def narrowed(self, picked: tuple[int, ...]) -> PricedGraph:
+        """The same with these options alone."""
+        options = [(own[option],) for own, option in zip(self.options, picked)]
+        return self.pricing.price(self.graph, options, self.memory)
 
     def moves(self, edge: TensorEdge, picked: tuple[int, ...]) -> tuple[Communication, ...]:
         """What is redistributed along `edge`, in one layer, under these options."""
-        held = self.options[edge.source][picked[edge.source]].layout(edge.source_tensor)
-        return _moves(
-            edge,
-            held,
-            self.options[edge.target][picked[edge.target]],
-            self.graph,
-            self.mesh,
-            self.sizes,
+        source, target = (self.options[i][picked[i]] for i in (edge.source, edge.target))
+        layouts = edge_layouts(edge, source, target)
+        return self.pricing.moves(self.graph.operators[edge.target], edge.target_tensor, layouts)
+
+    def is_aligned(self, edge: TensorEdge, picked: tuple[int, ...]) -> bool:
+        """Whether the tensor of `edge` already has the layout that its reader wants."""
+        source, target = (self.options[i][picked[i]] for i in (edge.source, edge.target))
+        return is_aligned(edge, source, target)
+
+
+@dataclass(frozen=True)
+class GraphPricing:
+    """Prices of operators and of redistribution; equal operators and equal edges are priced once,
+    so that a layer that repeats costs nothing more.
+    """
+
+    mesh: LogicalMesh
+    machine: MachineModel
+    sizes: TensorBytes
+    microbatches: int = 1
+    """Over which a weight's gradient adds up before it is reduced."""
+    recomputed_layers: int = 0
+    """Layers whose forward runs again in backward; 0: none does."""
+    _options: dict[Operator, tuple[ShardingStrategy, ...]] = field(default_factory=dict)
+    _costs: dict[tuple[Any, ...], tuple[OperatorCost, ...]] = field(default_factory=dict)
+    _tables: dict[tuple[Any, ...], EdgeTable] = field(default_factory=dict)
+
+    def options(self, operator: Operator) -> tuple[ShardingStrategy, ...]:
+        """Every legal strategy of an operator."""
+        key = _anonymous(operator)
+        if key not in self._options:
+            self._options[key] = legal_strategies(operator, self.mesh)
+        return self._options[key]
+
+    def outermost(self, count: int) -> GraphPricing:
+        """Prices on the outermost axes of the mesh alone."""
+        mesh = replace(self.mesh, axes=self.mesh.axes[:count])
+        return GraphPricing(
+            mesh, self.machine, self.sizes, self.microbatches, self.recomputed_layers
         )
+
+    def refuse_indivisible(self, graph: OperatorGraph) -> None:
+        """Raises `PlanError` where the ranks divide no dimension of any operator."""
+        found = (option for op in graph.operators for option in self.options(op))
+        if self.mesh.ranks > 1 and not any(option.num_axes for option in found):
+            raise refuse("ranks", _no_divisor_text(graph, self.mesh))
+
+    def costs(
+        self, operator: Operator, options: tuple[ShardingStrategy, ...], produced: frozenset[str]
+    ) -> tuple[OperatorCost, ...]:
+        """What strategies cost in one layer, where other operators produce these inputs."""
+        key = self._key(operator), options, produced
+        if key not in self._costs:
+            self._costs[key] = tuple(self._cost(operator, one, produced) for one in options)
+        return self._costs[key]
+
+    def _cost(
+        self, operator: Operator, option: ShardingStrategy, produced: frozenset[str]
+    ) -> OperatorCost:
+        cost = operator_cost(
+            operator, option, self.mesh, self.machine, self.sizes, self.microbatches, produced
+        )
+        if not self._recomputes(operator):
+            return cost
+        # Of a layer its input is kept, which its first norm passes on as the residual stream.
+        kept = cost.activation_bytes / 2 if is_first_of_layer(operator) else 0.0
+        return recomputed(cost, kept, self.recomputed_layers)
+
+    def _recomputes(self, operator: Operator) -> bool:
+        return self.recomputed_layers > 0 and is_in_layer(operator)
+
+    def _key(self, operator: Operator) -> tuple[Operator, bool, bool]:
+        """What an operator's price depends on."""
+        recomputes = self._recomputes(operator)
+        return _anonymous(operator), recomputes, recomputes and is_first_of_layer(operator)
+
+    def moves(
+        self, reader: Operator, tensor: OperatorTensor, layouts: Layouts
+    ) -> tuple[Communication, ...]:
+        """What is redistributed for an input of `reader`, in one layer; its gradient is summed on
+        the way back.
+        """
+        held, gradient = layouts
+        size = reader.size(tensor) * self.sizes.element
+        moves = redistribution(held, gradient.summed, size, self.mesh, tensor.name, gradient)
+        return moves + forward_again(moves) if self._recomputes(reader) else moves
+
+    def price(
+        self,
+        graph: OperatorGraph,
+        options: Sequence[tuple[ShardingStrategy, ...]] | None = None,
+        memory: float | None = None,
+    ) -> PricedGraph:
+        """Price strategies; the redistributions between them are priced when they are asked for.
+
+        Args:
+            graph: Operators and the tensors between them.
+            options: Strategies of each operator that are priced; default: all legal ones.
+            memory: Bytes of a rank.
+        """
+        found = tuple(options or (self.options(operator) for operator in graph.operators))
+        costs = tuple(
+            self.costs(operator, own, names)
+            for operator, own, names in zip(graph.operators, found, _produced(graph))
+        )
+        tables = tuple(self._table(graph, edge, found) for edge in graph.edges)
+        return PricedGraph(graph, self, found, costs, tables, memory)
+
+    def _table(
+        self,
+        graph: OperatorGraph,
+        edge: TensorEdge,
+        options: tuple[tuple[ShardingStrategy, ...], ...],
+    ) -> EdgeTable:
+        source, reader = graph.operators[edge.source], graph.operators[edge.target]
+        sources, targets = options[edge.source], options[edge.target]
+        anonymous = replace(edge, source=0, target=1, num_layers=1)
+        key = self._key(source), self._key(reader), anonymous, sources, targets
+        if key not in self._tables:
+            tensor = edge.target_tensor
+            size = reader.size(tensor) * self.sizes.element
+            self._tables[key] = EdgeTable(
+                edge, sources, targets, self.mesh, size, partial(self._seconds, reader, tensor)
+            )
+        return self._tables[key]
+
+    def _seconds(self, reader: Operator, tensor: OperatorTensor, layouts: Layouts) -> float:
+        return sum(move.seconds for move in self.moves(reader, tensor, layouts))
+
+
+def _produced(graph: OperatorGraph) -> list[frozenset[str]]:
+    """Inputs of each operator that others produce."""
+    found: list[set[str]] = [set() for _ in graph.operators]
+    for edge in graph.edges:
+        if edge.source_tensor.kind != "parameter":
+            found[edge.target].add(edge.target_tensor.name)
+    return [frozenset(names) for names in found]
+
+
+def is_in_layer(operator: Operator) -> bool:
+    """Whether an operator belongs to a transformer layer."""
+    return any(module.startswith("blocks.") for module in operator.modules)
+
+
+def is_first_of_layer(operator: Operator) -> bool:
+    """Whether a layer's input enters here."""
+    return any(module.endswith(".attention_norm") for module in operator.modules)
+
+
+def _anonymous(operator: Operator) -> Operator:
+    """What an operator's price depends on."""
+    return replace(operator, name="", modules=(), num_layers=1)
 
 
 def price_graph(
     graph: OperatorGraph,
-    grid: LogicalMesh,
+    mesh: LogicalMesh,
     machine: MachineModel,
     sizes: TensorBytes,
     microbatches: int = 1,
     memory: float | None = None,
 ) -> PricedGraph:
-    """Price every strategy and every redistribution.
-
-    Args:
-        graph: Operators and the tensors between them.
-        grid: The ranks.
-        machine: What a rank computes and communicates with.
-        sizes: Bytes per element.
-        microbatches: Over which a weight's gradient adds up before it is reduced.
-        memory: Bytes of a rank.
-
-    Raises:
-        PlanError: The ranks divide no dimension of any operator.
-    """
-    options = tuple(legal_strategies(operator, grid) for operator in graph.operators)
-    if grid.ranks > 1 and all(
-        option.num_ranks_used(grid) == 1 for found in options for option in found
-    ):
-        raise refuse("ranks", _no_divisor_text(graph, grid))
-    costs = tuple(
-        tuple(
-            operator_cost(operator, option, grid, machine, sizes, microbatches) for option in found
-        )
-        for operator, found in zip(graph.operators, options)
-    )
-    times = [operator.num_layers for operator in graph.operators]
-    seconds = tuple(
-        np.array([cost.seconds for cost in found]) * n for found, n in zip(costs, times)
-    )
-    held = tuple(np.array([cost.bytes for cost in found]) * n for found, n in zip(costs, times))
-    edges: dict[
-        tuple[int, int], ReshardingEdge
-    ] = {}  # tensors between the same two operators are one edge of the problem
-    for edge in graph.edges:
-        pair, costs_of = (edge.source, edge.target), _edge_costs(edge, options, graph, grid, sizes)
-        edges[pair] = ReshardingEdge(
-            *pair, edges[pair].costs + costs_of if pair in edges else costs_of
-        )
-    return PricedGraph(
-        graph,
-        grid,
-        sizes,
-        options,
-        costs,
-        StrategyProblem(seconds, tuple(edges[pair] for pair in sorted(edges)), held, memory),
-    )
-
-
-def _edge_costs(
-    edge: TensorEdge,
-    options: tuple[tuple[ShardingStrategy, ...], ...],
-    graph: OperatorGraph,
-    grid: LogicalMesh,
-    sizes: TensorBytes,
-) -> Array:
-    """Costs of all pairs; pairs of equal layouts are priced once."""
-    known: dict[tuple[TensorLayout, TensorLayout], float] = {}
-    costs = np.empty((len(options[edge.source]), len(options[edge.target])))
-    for i, source in enumerate(options[edge.source]):
-        held = source.layout(edge.source_tensor)
-        for j, target in enumerate(options[edge.target]):
-            key = held, target.layout(edge.target_tensor)
-            if key not in known:
-                known[key] = edge.num_layers * sum(
-                    m.seconds for m in _moves(edge, held, target, graph, grid, sizes)
-                )
-            costs[i, j] = known[key]
-    return costs
-
-
-def _moves(
-    edge: TensorEdge,
-    held: TensorLayout,
-    target: ShardingStrategy,
-    graph: OperatorGraph,
-    grid: LogicalMesh,
-    sizes: TensorBytes,
-) -> tuple[Communication, ...]:
-    wanted = target.layout(edge.target_tensor)
-    if edge.transposed:
-        wanted = tuple(
-            None if at is None else len(edge.target_tensor.dims) - 1 - at for at in wanted
-        )
-    size = graph.operators[edge.target].size(edge.target_tensor) * sizes.element
-    return redistribution(held, wanted, size, grid, edge.target_tensor.name)
+    """Price every strategy and every redistribution, as `GraphPricing.price` does."""
+    return GraphPricing(mesh, machine, sizes, microbatches).price(graph, memory=memory)
 
 
 def _no_divisor_text(graph: OperatorGraph, grid: LogicalMesh) -> str:

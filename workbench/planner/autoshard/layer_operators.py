@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from itertools import accumulate
 from typing import Literal
 
 from workbench.errors import refuse
@@ -29,16 +30,14 @@ VOCABULARY_MULTIPLE = 128
 
 BRANCHES = (
     ("attention_norm", "attention.qkv", 0),
-    ("attention.o", "attention.add", 1),
-    ("attention.add", "mlp_norm", 0),
+    ("attention.o", "mlp_norm", 0),
+    ("attention_norm", "mlp_norm", 1),
     ("mlp_norm", "mlp.up", 0),
     ("mlp.activate", "mlp.down", 0),
-    ("mlp.down", "mlp.add", 1),
-    ("attention.add", "mlp.add", 0),
 )
 """Inside a block: (from, to, which input); attention and activation come beside."""
-ENTRIES = (("attention_norm", 0), ("attention.add", 0))
-"""Where the residual stream enters a block."""
+EXITS = (("mlp.down", 0), ("mlp_norm", 1))
+"""What leaves a block for the next norm: a branch that it adds, and the residual stream."""
 
 
 def layer_graph(shape: Shape, sequences: int, length: int, fused: bool = False) -> OperatorGraph:
@@ -46,8 +45,9 @@ def layer_graph(shape: Shape, sequences: int, length: int, fused: bool = False) 
     `PlanError`.
     """
     operators = _block(shape, sequences, length, fused)
-    wrap = [("mlp.add", entry, place) for entry, place in ENTRIES]
-    return OperatorGraph(operators, _edges(operators, [*_inside(operators), *wrap]))
+    return OperatorGraph(
+        operators, _edges(operators, [*_inside(operators), *_leaving("", "attention_norm")])
+    )
 
 
 def branch_graph(
@@ -65,44 +65,107 @@ def branch_graph(
     )
 
 
-def model_graph(shape: Shape, sequences: int, length: int, fused: bool = False) -> OperatorGraph:
-    """The whole model: embedding, all blocks with one choice for all, norm, head, loss. Raises
-    `PlanError`.
+def model_graph(
+    shape: Shape,
+    sequences: int,
+    length: int,
+    fused: bool = False,
+    runs: Sequence[int] | None = None,
+) -> OperatorGraph:
+    """The whole model: embedding, blocks, norm, head, loss.
+
+    Args:
+        shape: The model.
+        sequences: Of one microbatch over all ranks.
+        length: Tokens of a sequence.
+        fused: Whether attention is one operator that keeps no scores.
+        runs: Numbers of consecutive layers that share one choice; default: all layers.
+
+    Raises:
+        PlanError: The shape has layers without operator strategies.
     """
-    block = tuple(
-        replace(op, num_layers=shape.layers) for op in _block(shape, sequences, length, fused)
-    )
+    runs = tuple(runs or (shape.layers,))
     first, final = _ends(shape, sequences * length, sequences)
-    operators = (first, *block, *final)
-    once = [("embedding", entry, place) for entry, place in ENTRIES]
-    once += [("mlp.add", "final_norm", 0), ("final_norm", "head", 0), ("head", "loss", 0)]
-    wrap = [("mlp.add", entry, place) for entry, place in ENTRIES if shape.layers > 1]
-    edges = _edges(operators, once) + _edges(operators, _inside(block), shape.layers)
-    edges += _edges(operators, wrap, shape.layers - 1)
+    blocks = [
+        _layers(_block(shape, sequences, length, fused), start, count, len(runs) > 1)
+        for start, count in zip(accumulate(runs, initial=0), runs)
+    ]
+    operators = (first, *(op for block in blocks for op in block), *final)
+    edges = [("embedding", f"{_prefix(blocks[0])}attention_norm", 0, 1)]
+    for block, after in zip(blocks, [*map(_prefix, blocks[1:]), None]):
+        own = _prefix(block)
+        edges += [(own + a, own + b, place, block[0].num_layers) for a, b, place in _inside(block)]
+        entry = f"{own}attention_norm"
+        edges += [(*pair, block[0].num_layers - 1) for pair in _leaving(own, entry)]
+        entry = "final_norm" if after is None else f"{after}attention_norm"
+        edges += [(*pair, 1) for pair in _leaving(own, entry)]
+    found = _counted_edges(operators, edges)
+    head = len(operators) - 2
+    logits = operators[-1].inputs[0]
+    found += _counted_edges(operators, [("final_norm", "head", 0, 1)])
+    found += (TensorEdge(head, operators[head].output, head + 1, logits, unpadded=shape.vocab),)
     if shape.tied:
-        head = len(operators) - 2
-        edges += (TensorEdge(0, first.inputs[0], head, operators[head].inputs[1], transposed=True),)
-    return OperatorGraph(operators, edges)
+        found += (TensorEdge(0, first.inputs[0], head, operators[head].inputs[1], transposed=True),)
+    return OperatorGraph(operators, found)
+
+
+def _layers(
+    block: tuple[Operator, ...], start: int, count: int, named: bool
+) -> tuple[Operator, ...]:
+    """A block that stands for `count` layers from `start`, which its names say where `named`."""
+    if not named:
+        return tuple(replace(op, num_layers=count) for op in block)
+    layers = f"{start}" if count == 1 else f"{start}-{start + count - 1}"
+    return tuple(
+        replace(
+            op,
+            name=f"blocks.{layers}.{op.name}",
+            num_layers=count,
+            modules=tuple(
+                module.replace("*", str(layer))
+                for layer in range(start, start + count)
+                for module in op.modules
+            ),
+        )
+        for op in block
+    )
+
+
+def _prefix(block: Sequence[Operator]) -> str:
+    return block[0].name.removesuffix("attention_norm")
+
+
+def _leaving(prefix: str, entry: str) -> list[tuple[str, str, int]]:
+    return [(prefix + name, entry, place) for name, place in EXITS]
 
 
 def _inside(block: Sequence[Operator]) -> list[tuple[str, str, int]]:
-    activate = next(op for op in block if op.name == "mlp.activate")
+    """What passes within a block, by the operators' own names."""
+    prefix = _prefix(block)
+    activate = next(op for op in block if op.name == f"{prefix}mlp.activate")
+    own = [replace(op, name=op.name.removeprefix(prefix)) for op in block]
     return [
         *BRANCHES,
-        *attention_edges(block),
-        *(("mlp.up", activate.name, i) for i in range(len(activate.inputs))),
+        *attention_edges(own),
+        *(("mlp.up", "mlp.activate", i) for i in range(len(activate.inputs))),
     ]
 
 
 def _edges(
-    operators: Sequence[Operator], pairs: Iterable[tuple[str, str, int]], num_layers: int = 1
+    operators: Sequence[Operator], pairs: Iterable[tuple[str, str, int]]
 ) -> tuple[TensorEdge, ...]:
+    return _counted_edges(operators, [(*pair, 1) for pair in pairs])
+
+
+def _counted_edges(
+    operators: Sequence[Operator], edges: Iterable[tuple[str, str, int, int]]
+) -> tuple[TensorEdge, ...]:
+    """Edges of (from, to, which input, layers that have it)."""
     at = {op.name: i for i, op in enumerate(operators)}
     return tuple(
-        TensorEdge(
-            at[a], operators[at[a]].output, at[b], operators[at[b]].inputs[place], num_layers
-        )
-        for a, b, place in pairs
+        TensorEdge(at[a], operators[at[a]].output, at[b], operators[at[b]].inputs[place], count)
+        for a, b, place, count in edges
+        if count
     )
 
 
@@ -123,7 +186,7 @@ def _block(shape: Shape, sequences: int, length: int, fused: bool) -> tuple[Oper
     qkv = (shape.q_width, shape.kv_width, shape.kv_width)
     ups = ("mlp.gate", "mlp.up") if shape.gated else ("mlp.up",)
     return (
-        _norm("attention_norm", rows, shape.hidden, "blocks.*.attention_norm"),
+        _add_norm("attention_norm", rows, shape.hidden, "blocks.*.attention_norm"),
         _matmul(
             "attention.qkv",
             rows,
@@ -141,8 +204,7 @@ def _block(shape: Shape, sequences: int, length: int, fused: bool) -> tuple[Oper
             shape.hidden,
             "blocks.*.attention.o",
         ),
-        _elementwise("attention.add", "Add", rows, shape.hidden, 2),
-        _norm("mlp_norm", rows, shape.hidden, "blocks.*.mlp_norm"),
+        _add_norm("mlp_norm", rows, shape.hidden, "blocks.*.mlp_norm"),
         _matmul(
             "mlp.up",
             rows,
@@ -151,11 +213,8 @@ def _block(shape: Shape, sequences: int, length: int, fused: bool) -> tuple[Oper
             shape.ffn,
             *(f"blocks.*.{name}" for name in ups),
         ),
-        _elementwise(
-            "mlp.activate", "Activation", rows, shape.ffn, len(ups), "blocks.*.mlp.activate"
-        ),
+        _activation("mlp.activate", rows, shape.ffn, len(ups), "blocks.*.mlp.activate"),
         _matmul("mlp.down", rows, ffn, hidden[:1], shape.hidden, "blocks.*.mlp.down"),
-        _elementwise("mlp.add", "Add", rows, shape.hidden, 2),
     )
 
 
@@ -163,7 +222,8 @@ def _ends(shape: Shape, tokens: int, sequences: int) -> tuple[Operator, tuple[Op
     """The embedding, and what follows the last block."""
     rows, hidden = (
         OperatorDim("rows", tokens, sequences),
-        OperatorDim("hidden", shape.hidden, shape.hidden),
+        # A table that the head shares is split by its entries alone.
+        OperatorDim("hidden", shape.hidden, 1 if shape.tied else shape.hidden),
     )
     padded = -(-shape.vocab // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
     vocabulary = OperatorDim("vocabulary", padded, padded)
@@ -180,7 +240,7 @@ def _ends(shape: Shape, tokens: int, sequences: int) -> tuple[Operator, tuple[Op
         embedded,
         modules=("embedding.tokens",),
     )
-    head = _matmul("head", rows, (shape.hidden, shape.hidden), (padded,), padded, "head")
+    head = _matmul("head", rows, (shape.hidden, hidden.units), (padded,), padded, "head")
     head = replace(head, fp8=False)
     if shape.tied:
         head = replace(head, inputs=(head.inputs[0], replace(head.inputs[1], kind="tied")))
@@ -199,7 +259,7 @@ def _ends(shape: Shape, tokens: int, sequences: int) -> tuple[Operator, tuple[Op
         statistics,
         modules=("head.loss",),
     )
-    return embedding, (_norm("final_norm", rows, shape.hidden, "final_norm"), head, loss)
+    return embedding, (_add_norm("final_norm", rows, shape.hidden, "final_norm"), head, loss)
 
 
 def _matmul(
@@ -225,9 +285,13 @@ def _matmul(
     )
 
 
-def _norm(name: str, rows: OperatorDim, hidden: int, module: str) -> Operator:
+def _add_norm(name: str, rows: OperatorDim, hidden: int, module: str) -> Operator:
+    """The residual addition and the norm after it, which are one module: its sequences alone are
+    split.
+    """
     inputs = (
         OperatorTensor("input", ("rows", "hidden")),
+        OperatorTensor("residual", ("rows", "hidden"), "residual"),
         OperatorTensor("weight", ("hidden",), "parameter"),
     )
     output = OperatorTensor("output", ("rows", "hidden"))
@@ -236,12 +300,10 @@ def _norm(name: str, rows: OperatorDim, hidden: int, module: str) -> Operator:
     )
 
 
-def _elementwise(
-    name: str, kind: str, rows: OperatorDim, width: int, count: int, *modules: str
-) -> Operator:
+def _activation(name: str, rows: OperatorDim, width: int, count: int, module: str) -> Operator:
     inputs = tuple(OperatorTensor(f"input {i + 1}", ("rows", "width")) for i in range(count))
     dims, output = (
         (rows, OperatorDim("width", width, width)),
         OperatorTensor("output", ("rows", "width")),
     )
-    return Operator(name, kind, dims, inputs, output, modules=modules)
+    return Operator(name, "Activation", dims, inputs, output, modules=(module,))

@@ -53,13 +53,14 @@ def _moved_elements(operator: Operator, local: Mapping[str, float]) -> float:
     """Elements read and written at the textbook count.
 
     Forward reads the inputs and writes the output; backward reads the inputs and the output's
-    gradient, and writes the inputs' gradients.
+    gradient, and writes the inputs' gradients. The sum with a residual is an output too.
     """
     output = local[operator.output.name]
     learned = [t for t in operator.inputs if t.kind != "index"]
     # A table is read by the rows that are looked up, as much as the output, not as a whole.
     read = sum(output if operator.kind == "Embedding" else local[t.name] for t in learned)
-    return 3 * read + 2 * output
+    sums = sum(t.kind == "residual" for t in operator.inputs)
+    return 3 * read + 2 * (1 + sums) * output
 
 
 def _gemms(
@@ -67,7 +68,7 @@ def _gemms(
 ) -> float:
     """FLOPs of output, input gradient and weight gradient, for each GEMM of the operator."""
     rows, inner, columns = (
-        operator.dim(name) / _num_shards(name, strategy, mesh)
+        operator.dim(name) / strategy.num_shards(name, mesh)
         for name in ("rows", "inner", "columns")
     )
     device, fp8 = machine.device, machine.fp8 and operator.fp8
@@ -106,7 +107,3 @@ def _attention(
 
 def _total(times: PassTimes) -> float:
     return float(times.forward + times.backward)
-
-
-def _num_shards(name: str, strategy: ShardingStrategy, mesh: LogicalMesh) -> int:
-    return mesh.ranks_over(a for a, placed in enumerate(strategy.placement) if placed == name)

@@ -6,14 +6,17 @@ Times are of one microbatch, forward and backward. After OptCNN and FlexFlow (ar
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Container
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from workbench.plan.operators.operator_graph import Operator, OperatorTensor
+from workbench.plan.operators.redistribution_moves import Kind
+from workbench.plan.operators.tensor_layout import TensorLayout
 from workbench.planner.autoshard.device_mesh import LogicalMesh
 from workbench.planner.autoshard.machine_model import MachineModel
 from workbench.planner.autoshard.operator_compute import compute_seconds
-from workbench.planner.autoshard.operator_splits import ShardingStrategy, TensorLayout
+from workbench.planner.autoshard.operator_splits import ShardingStrategy
 
 
 @dataclass(frozen=True)
@@ -32,8 +35,8 @@ class TensorBytes:
 class Communication:
     """One collective, or a slice, which moves nothing."""
 
-    when: Literal["forward", "backward"]
-    kind: Literal["all_reduce", "all_gather", "all_to_all", "slice"]
+    when: Literal["forward", "backward", "recompute"]
+    kind: Kind
     tensor: str
     ranks: int
     bytes: float
@@ -50,7 +53,7 @@ class OperatorCost:
     parameter_bytes: float
     """Parameters with gradients and optimizer state."""
     activation_bytes: float
-    """The output, kept for backward."""
+    """The output, kept for backward, and the residual stream that it was normalized from."""
 
     @property
     def seconds(self) -> float:
@@ -70,6 +73,7 @@ def operator_cost(
     machine: MachineModel,
     sizes: TensorBytes,
     microbatches: int = 1,
+    produced: Container[str] = (),
 ) -> OperatorCost:
     """The cost of one operator on one rank, in one layer.
 
@@ -80,67 +84,82 @@ def operator_cost(
         machine: What a rank computes and communicates with.
         sizes: Bytes per element.
         microbatches: Over which a weight's gradient adds up before it is reduced.
+        produced: Inputs that another operator produces: their partial gradients are reduced on the
+            way back to it (`redistribution`), not here.
     """
     local = {
         t.name: _local_elements(operator, t, strategy, mesh)
         for t in (*operator.inputs, operator.output)
     }
-    moves = [_all_reduce_partial("forward", operator.output, local, strategy, mesh, sizes)]
+    moves = _reduction("forward", operator, operator.output, strategy, mesh, sizes)
     for tensor in operator.inputs:
-        if tensor.kind != "index":
-            times = 1.0 if tensor.kind == "activation" else 1 / microbatches
-            moves.append(
-                _all_reduce_partial("backward", tensor, local, strategy, mesh, sizes, times)
-            )
+        if tensor.kind != "index" and tensor.name not in produced:
+            times = 1 / microbatches if tensor.kind in ("parameter", "tied") else 1.0
+            moves += _reduction("backward", operator, tensor, strategy, mesh, sizes, times)
     parameters = sum(local[t.name] for t in operator.inputs if t.kind == "parameter")
+    outputs = 1 + sum(t.kind == "residual" for t in operator.inputs)
     return OperatorCost(
         compute_seconds(operator, strategy, mesh, machine, local, sizes.element),
-        tuple(move for move in moves if move is not None),
+        moves,
         parameters * sizes.state,
-        local[operator.output.name] * sizes.element,
+        outputs * local[operator.output.name] * sizes.element,
     )
+
+
+def recomputed(cost: OperatorCost, kept: float, num_layers: int) -> OperatorCost:
+    """The cost where the layers' forward runs again in backward (full recompute).
+
+    Args:
+        cost: Without it.
+        kept: Bytes that are kept for backward all the same.
+        num_layers: Layers that are recomputed, one at a time.
+    """
+    return replace(
+        cost,
+        compute=cost.compute * 4 / 3,  # backward takes twice a forward
+        moves=cost.moves + forward_again(cost.moves),
+        activation_bytes=kept + cost.activation_bytes / num_layers,
+    )
+
+
+def forward_again(moves: tuple[Communication, ...]) -> tuple[Communication, ...]:
+    """What the recomputed forward communicates."""
+    return tuple(replace(move, when="recompute") for move in moves if move.when == "forward")
 
 
 def _local_elements(
     operator: Operator, tensor: OperatorTensor, strategy: ShardingStrategy, mesh: LogicalMesh
 ) -> float:
     """Elements of a rank's part."""
-    return operator.size(tensor) / mesh.ranks_over(
-        a for a, at in enumerate(strategy.layout(tensor)) if at is not None
-    )
+    return operator.size(tensor) / mesh.ranks_over(strategy.layout(tensor).sharding)
 
 
-def _all_reduce_partial(
+def _reduction(
     when: Literal["forward", "backward"],
+    operator: Operator,
     tensor: OperatorTensor,
-    local: dict[str, float],
     strategy: ShardingStrategy,
     mesh: LogicalMesh,
     sizes: TensorBytes,
     times: float = 1.0,
-) -> Communication | None:
-    """The all-reduce of a tensor that ranks hold partial sums of, or None.
+) -> tuple[Communication, ...]:
+    """The reduction of a tensor that ranks hold partial sums of; nothing where they hold none.
 
     That is the output forward, where the strategy splits a contracted dimension, and an input's
     gradient backward, where it splits a dimension that the input lacks.
     """
-    axes = strategy.partial_axes(tensor)
     element = sizes.gradient if tensor.kind in ("parameter", "tied") else sizes.element
-    ranks, size = mesh.ranks_over(axes), local[tensor.name] * element
-    if ranks == 1:
-        return None
-    return Communication(
-        when,
-        "all_reduce",
-        tensor.name,
-        ranks,
-        size * times,
-        mesh.seconds("all_reduce", size, axes) * times,
-    )
+    held, size = strategy.partial_layout(tensor), operator.size(tensor) * element
+    return _moves(when, held, held.summed, size, mesh, tensor.name, times)
 
 
 def redistribution(
-    held: TensorLayout, wanted: TensorLayout, size: float, mesh: LogicalMesh, tensor: str
+    held: TensorLayout,
+    wanted: TensorLayout,
+    size: float,
+    mesh: LogicalMesh,
+    tensor: str,
+    gradient: TensorLayout | None = None,
 ) -> tuple[Communication, ...]:
     """Resharding of a tensor from the layout that it has to the one that is wanted, and its
     gradient back (tensor redistribution in MindSpore).
@@ -151,46 +170,31 @@ def redistribution(
         size: Bytes of the unsharded tensor.
         mesh: The ranks.
         tensor: Its name.
+        gradient: The layout in which the reader leaves the tensor's gradient, if that is partial;
+            it is summed on the way.
     """
-    there = _reshard("forward", held, wanted, size, mesh, tensor)
-    return there + _reshard("backward", wanted, held, size, mesh, tensor)
+    there = _moves("forward", held, wanted, size, mesh, tensor)
+    return there + _moves("backward", gradient or wanted, held, size, mesh, tensor)
 
 
-def _reshard(
+def _moves(
     when: Literal["forward", "backward"],
     held: TensorLayout,
     wanted: TensorLayout,
     size: float,
     mesh: LogicalMesh,
     tensor: str,
+    times: float = 1.0,
 ) -> tuple[Communication, ...]:
-    """Slices, then all-to-alls, then one all-gather."""
-    # Slices are free and leave less to move, so they come first.
-    pairs = list(enumerate(zip(held, wanted)))
-    sliced = [a for a, (has, wants) in pairs if has is None and wants is not None]
-    exchanged = [
-        a for a, (has, wants) in pairs if has is not None and wants is not None and has != wants
-    ]
-    gathered = [a for a, (has, wants) in pairs if has is not None and wants is None]
-    local = size / mesh.ranks_over([*sliced, *(a for a, (has, _) in pairs if has is not None)])
-    moves = (
-        [Communication(when, "slice", tensor, mesh.ranks_over(sliced), local, 0.0)]
-        if mesh.ranks_over(sliced) > 1
-        else []
-    )
-    for a in exchanged:
-        seconds = mesh.seconds("all_to_all", local, [a])
-        moves.append(Communication(when, "all_to_all", tensor, mesh.axes[a].size, local, seconds))
-    if (ranks := mesh.ranks_over(gathered)) > 1:
-        whole = local * ranks
-        moves.append(
-            Communication(
-                when,
-                "all_gather",
-                tensor,
-                ranks,
-                whole,
-                mesh.seconds("all_gather", whole, gathered),
-            )
+    """The steps of least time, `times` a microbatch."""
+    return tuple(
+        Communication(
+            when,
+            step.kind,
+            tensor,
+            mesh.ranks_over(step.axes),
+            (step.after if step.kind == "slice" else step.bytes) * times,
+            mesh.redistribution.step_seconds(step) * times,
         )
-    return tuple(moves)
+        for step in mesh.redistribution.steps(held, wanted, size)
+    )

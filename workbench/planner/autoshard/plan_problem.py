@@ -14,14 +14,23 @@ from workbench.costmodel.memory.model_states import unsharded_state_bytes
 from workbench.costmodel.rates.constants import Constants
 from workbench.costmodel.rates.constants import constants as catalog_constants
 from workbench.fields.bounds import SEQUENCES, hold
-from workbench.plan.operators.strategy_form import read_strategies
+from workbench.plan.operators.strategy_form import factors, read_strategies
 from workbench.plan.optimizer_state import DTYPE_BYTES
+from workbench.plan.rank_placement import axis_strides
 from workbench.plan.resolved_plan import ResolvedPlan
+from workbench.plan.rules.operator_rules import sides
 from workbench.planner.autoshard.choice_result import OperatorPlan
+from workbench.planner.autoshard.device_mesh import LogicalAxis, LogicalMesh
+from workbench.planner.autoshard.for_plans.memory_changes import first_that_fits, sharded_state
 from workbench.planner.autoshard.machine_model import MachineModel
 from workbench.planner.autoshard.operator_cost import TensorBytes
 from workbench.planner.autoshard.strategy_choice import choose_strategies
 from workbench.planner.calibrated_plan import with_calibration
+
+PLAIN_RANKS = 64
+"""Ranks of several nodes up to which they are split by their prime factors; beyond, by nodes and
+GPUs.
+"""
 
 
 def choose_for_plan(
@@ -29,44 +38,68 @@ def choose_for_plan(
     ranks: int | Sequence[int] | None = None,
     memory: float | None = None,
     sequences: int | None = None,
+    mode: str = "dynamic_programming",
 ) -> OperatorPlan:
     """The operator strategies that cost a resolved `plan` least.
 
-    Pipeline and other axes are not priced: the choice stands for them. What the plan's
-    `strategy.operators` names is kept.
+    Pipeline and context axes are not priced: the choice stands beside them. What the plan's
+    `strategy.operators` names is kept. Where no strategies fit the memory, the plan's ZeRO stage
+    and recompute are changed so that some do, which the answer's `changes` say.
 
     Args:
         plan: The plan; its calibration and framework profile are priced.
-        ranks: Over which the operators are split, as a number or a grid; default all of the plan.
-            Ranks of several nodes become a grid of (nodes, GPUs per node).
+        ranks: Over which the operators are split, as a number or a grid; default all of the plan
+            that are not of the pipeline or context axis.
         memory: Bytes of a rank.
-        sequences: Of one microbatch over all ranks; default the plan's micro-batch on each
-            data-parallel rank.
+        sequences: Of one microbatch over the ranks of the operators; default the plan's micro-batch
+            on each data-parallel rank that they take.
+        mode: How strategies are searched.
 
     Raises:
         PlanError: No choice is legal.
     """
-    node, length = int(plan.cluster.gpus_per_node or 1), plan.training.sequence_length
-    wanted = plan.world_size if ranks is None else ranks
-    grid = (
-        (wanted // node, node)
-        if isinstance(wanted, int) and wanted > node > 1 and wanted % node == 0
-        else wanted
-    )
-    count = plan.training.micro_batch * plan.sizes["data"] if sequences is None else sequences
-    hold("sequences", count, 1, SEQUENCES)
-    return choose_strategies(
-        plan.shape,
-        count * length,
-        grid,
-        machine_model(plan, grid),
-        sequence_length=length,
-        fused=True,
-        memory=memory,
-        microbatches=max(1, plan.training.global_batch // count),
-        sizes=tensor_bytes(plan),
-        fixed=read_strategies(plan.strategy.operators),
-    )
+    length, sizes = plan.training.sequence_length, plan.sizes
+    inside = sizes["tensor"] * sizes["data"]
+    wanted = inside if ranks is None else ranks
+    count = wanted if isinstance(wanted, int) else math.prod(wanted)
+    data = max(1, inside // count)
+    own = max(1, plan.training.micro_batch * sizes["data"] // data)
+    if sequences is not None:
+        own = sequences
+    hold("sequences", own, 1, SEQUENCES)
+    grid, machine = _grid(plan, wanted)
+    by_microbatch = plan.strategy.data.reduce == "microbatch"
+
+    def search(zero: int, recompute: bool) -> OperatorPlan:
+        found = choose_strategies(
+            plan.shape,
+            own * length,
+            grid,
+            machine,
+            sequence_length=length,
+            fused=True,
+            memory=memory,
+            microbatches=max(1, plan.training.global_batch // (own * data)),
+            sizes=sharded_state(tensor_bytes(plan), zero, data, by_microbatch),
+            fixed=read_strategies(plan.strategy.operators),
+            mode=mode,
+            recompute=recompute,
+        )
+        return replace(found, sequences=own)
+
+    return first_that_fits(plan, data, memory, search)
+
+
+def _grid(
+    plan: ResolvedPlan, wanted: int | Sequence[int]
+) -> tuple[int | Sequence[int], MachineModel]:
+    """The ranks as a number or a grid, and the machine with their links."""
+    node = int(plan.cluster.gpus_per_node or 1)
+    if not isinstance(wanted, int) or wanted <= node or node == 1:
+        return wanted, machine_model(plan, wanted)
+    if wanted <= PLAIN_RANKS or wanted % node:
+        return wanted, machine_model(plan, factors(wanted))
+    return (wanted // node, node), machine_model(plan, (wanted // node, node))
 
 
 def tensor_bytes(plan: ResolvedPlan) -> TensorBytes:
@@ -74,6 +107,17 @@ def tensor_bytes(plan: ResolvedPlan) -> TensorBytes:
     gradient = DTYPE_BYTES[plan.strategy.gradient_dtype]
     state = unsharded_state_bytes(fixed_config(plan), gradient)
     return TensorBytes(DTYPE_BYTES[plan.strategy.precision], gradient, state)
+
+
+def operator_mesh(plan: ResolvedPlan) -> LogicalMesh:
+    """The grid of ranks that the plan's `strategy.operators` run on, with its links: who prices the
+    plan and who runs it choose redistributions by it.
+    """
+    stride = int(axis_strides(plan.strategy.placement, plan.sizes)["tensor"])
+    grid, (measured, found) = sides(plan), with_calibration(plan)
+    constants = _operator_constants(plan, found)
+    links = _axis_links(measured, constants, grid, stride)
+    return LogicalMesh(tuple(map(LogicalAxis, grid, links)), True, constants)
 
 
 def machine_model(plan: ResolvedPlan, grid: int | Sequence[int]) -> MachineModel:
@@ -89,19 +133,22 @@ def machine_model(plan: ResolvedPlan, grid: int | Sequence[int]) -> MachineModel
     measured, found = with_calibration(plan)
     constants = _operator_constants(plan, found)
     sizes = [grid] if isinstance(grid, int) else list(grid)
-    node = int(plan.cluster.gpus_per_node or 1)
-
-    def link(axis: int) -> AxisLink:
-        stride = math.prod(sizes[axis + 1 :])
-        found = group_link(measured.gpu, measured.fabric, node, constants, sizes[axis], stride)
-        return AxisLink(float(found.bandwidth), float(found.latency))
-
     return MachineModel(
         device_rates(measured.gpu, precision, constants),
-        tuple(link(axis) for axis in range(len(sizes))),
+        _axis_links(measured, constants, sizes),
         framework_profile(plan.strategy.stack),
         precision == "fp8",
     )
+
+
+def _axis_links(
+    plan: ResolvedPlan, constants: Constants, sizes: Sequence[int], stride: int = 1
+) -> tuple[AxisLink, ...]:
+    """The link along each axis of a grid whose innermost neighbors are `stride` ranks apart."""
+    node, cluster = int(plan.cluster.gpus_per_node or 1), (plan.gpu, plan.fabric)
+    apart = [stride * math.prod(sizes[axis + 1 :]) for axis in range(len(sizes))]
+    found = [group_link(*cluster, node, constants, size, at) for size, at in zip(sizes, apart)]
+    return tuple(AxisLink(float(link.bandwidth), float(link.latency)) for link in found)
 
 
 def _operator_constants(plan: ResolvedPlan, constants: Constants) -> Constants:

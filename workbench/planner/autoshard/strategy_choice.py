@@ -1,36 +1,49 @@
-"""Choose a strategy for each operator of a transformer, exactly; and say what it costs and why."""
+"""Choose a strategy for each operator of a transformer; say what it costs and why.
+
+The modes are those of MindSpore's `auto_parallel_search_mode`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from fnmatch import fnmatchcase
-from typing import Literal
+from typing import Literal, get_args
 
-import numpy as np
-
-from workbench.errors import PlanError, Problem, refuse
+from workbench.errors import refuse
 from workbench.plan.model.model_shape import Shape
-from workbench.plan.operators.operator_graph import Operator, OperatorGraph
-from workbench.plan.operators.strategy_form import Form, strategy_text
-from workbench.planner.autoshard.choice_problem import ReshardingEdge
-from workbench.planner.autoshard.choice_reasons import explain_choice
-from workbench.planner.autoshard.choice_result import OperatorPlan, OperatorRow, Redistribution
+from workbench.plan.operators.operator_graph import OperatorGraph
+from workbench.plan.operators.strategy_form import Form
+from workbench.planner.autoshard.choice_result import OperatorPlan
 from workbench.planner.autoshard.device_mesh import logical_mesh
-from workbench.planner.autoshard.exact_choice import (
-    solve_by_dynamic_programming,
-    solve_by_integer_programming,
-)
-from workbench.planner.autoshard.graph_pricing import PricedGraph, price_graph
+from workbench.planner.autoshard.graph_pricing import GraphPricing, PricedGraph
 from workbench.planner.autoshard.layer_operators import branch_graph, layer_graph, model_graph
 from workbench.planner.autoshard.machine_model import MachineModel
 from workbench.planner.autoshard.operator_cost import TensorBytes
 from workbench.planner.autoshard.operator_splits import ShardingStrategy
+from workbench.planner.autoshard.operator_table import Choice, operator_plan
+from workbench.planner.autoshard.strategy_search.memory_limit import (
+    least_memory,
+    solve_within_memory,
+)
+from workbench.planner.autoshard.strategy_search.pinned_strategies import (
+    layer_runs,
+    legal_choice,
+    pinned_strategies,
+    with_shared_weights,
+)
+from workbench.planner.autoshard.strategy_search.propagation import propagate
+from workbench.planner.autoshard.strategy_search.propagation_reasons import (
+    propagated_reasons,
+    searched_reasons,
+)
+from workbench.planner.autoshard.strategy_search.recursive_choice import choose_recursively
 
 GraphPart = Literal["model", "layer", "attention", "mlp"]
+SearchMode = Literal["dynamic_programming", "recursive_programming", "sharding_propagation"]
 GIB = 2**30
-MAX_LISTED = 8
-"""Legal strategies that a refusal lists."""
+PRICES = tuple(4.0**k for k in range(-4, 9))
+"""Prices of memory that the recursive choice tries, relative to its seconds per byte without
+one.
+"""
 
 
 def choose_strategies(
@@ -46,12 +59,14 @@ def choose_strategies(
     microbatches: int = 1,
     sizes: TensorBytes | None = None,
     fixed: Mapping[str, Form] | None = None,
+    mode: str = "dynamic_programming",
+    recompute: bool = False,
 ) -> OperatorPlan:
-    """The strategies of least cost: seconds of one microbatch, forward and backward, with nothing
-    overlapped.
+    """The strategies of each operator: seconds of one microbatch, forward and backward, with
+    nothing overlapped.
 
-    The optimum is exact: dynamic programming on a chain (arXiv:1802.04924), integer programming on
-    a graph (arXiv:2201.12023).
+    `dynamic_programming` is exact, `recursive_programming` fast, and `sharding_propagation` follows
+    the strategies that are given.
 
     Args:
         shape: The model.
@@ -65,11 +80,13 @@ def choose_strategies(
         microbatches: Over which a weight's gradient adds up before it is reduced.
         sizes: Bytes per element; default: 16-bit tensors and mixed-precision Adam.
         fixed: Module patterns whose strategy is given.
+        mode: How the others are found.
+        recompute: Whether every layer's forward runs again in backward.
 
     Raises:
-        PlanError: Tokens, ranks, memory or a fixed strategy are illegal for this model.
+        PlanError: Tokens, ranks, memory, the mode or a fixed strategy are illegal for this model.
     """
-    length = sequence_length or tokens
+    length, fixed = sequence_length or tokens, fixed or {}
     if tokens < 1 or length < 1 or tokens % length:
         raise refuse(
             "tokens",
@@ -77,172 +94,125 @@ def choose_strategies(
         )
     if memory is not None and not memory > 0:
         raise refuse("memory", f"is {memory / GIB:g} GiB a rank; legal: more than 0")
-    graph = _graph(part, shape, tokens // length, length, fused)
-    priced = price_graph(
-        graph, logical_mesh(ranks, machine), machine, sizes or TensorBytes(), microbatches, memory
-    )
-    picked, solver = solve_strategies(priced, fixed or {})
-    return _operator_plan(
-        priced,
-        picked,
-        solver,
-        None if memory is None else _choice_without_limit(priced, fixed or {}),
-    )
+    graph = _graph(part, shape, tokens // length, length, fused, fixed)
+    mesh = logical_mesh(ranks, machine)
+    again = shape.layers if recompute and part == "model" else int(recompute)
+    pricing = GraphPricing(mesh, machine, sizes or TensorBytes(), microbatches, again)
+    found = choose(graph, pricing, fixed, search_mode(mode), memory)
+    free = None if memory is None else choose(graph, pricing, fixed, search_mode(mode))
+    return operator_plan(found, mode, memory, free)
+
+
+def search_mode(mode: str) -> SearchMode:
+    """`mode`, if it is one. Raises `PlanError`."""
+    for known in get_args(SearchMode):
+        if mode == known:
+            return known  # type: ignore[no-any-return]
+    raise refuse("mode", f"is {mode!r}; legal: {', '.join(get_args(SearchMode))}")
 
 
 def _graph(
-    part: GraphPart, shape: Shape, sequences: int, length: int, fused: bool
+    part: GraphPart,
+    shape: Shape,
+    sequences: int,
+    length: int,
+    fused: bool,
+    fixed: Mapping[str, Form],
 ) -> OperatorGraph:
     if part == "attention" or part == "mlp":
         return branch_graph(shape, sequences, length, fused, part)
-    return (model_graph if part == "model" else layer_graph)(shape, sequences, length, fused)
+    if part == "layer":
+        return layer_graph(shape, sequences, length, fused)
+    graph = model_graph(shape, sequences, length, fused)
+    modules = [module for operator in graph.operators for module in operator.modules]
+    runs = layer_runs(modules, shape.layers, fixed)
+    return graph if len(runs) == 1 else model_graph(shape, sequences, length, fused, runs)
 
 
-def _choice_without_limit(priced: PricedGraph, fixed: Mapping[str, Form]) -> tuple[int, ...] | None:
-    """The best choice without the limit, where the limit forbids it."""
-    free, _ = solve_strategies(
-        replace(priced, problem=replace(priced.problem, memory_limit=None)), fixed
-    )
-    return free if priced.problem.total_bytes(free) > (priced.problem.memory_limit or 0.0) else None
-
-
-def solve_strategies(priced: PricedGraph, fixed: Mapping[str, Form]) -> tuple[tuple[int, ...], str]:
-    """The options of least cost, and the solver that found them.
+def choose(
+    graph: OperatorGraph,
+    pricing: GraphPricing,
+    fixed: Mapping[str, Form],
+    mode: SearchMode,
+    memory: float | None = None,
+) -> Choice:
+    """Search one graph.
 
     Args:
-        priced: The graph with the costs of all options.
+        graph: Operators and the tensors between them.
+        pricing: What they cost on a mesh.
         fixed: Module patterns whose strategy is given.
+        mode: How the others are found.
+        memory: Bytes of a rank.
 
     Raises:
-        PlanError: No option agrees with `fixed`, or none fits the memory limit.
+        PlanError: No choice agrees with `fixed`, or none fits the memory.
     """
-    allowed = _allowed_options(priced, fixed)
-    whole = priced.problem
-    problem = replace(
-        whole,
-        node_costs=tuple(cost[keep] for cost, keep in zip(whole.node_costs, allowed)),
-        node_bytes=tuple(size[keep] for size, keep in zip(whole.node_bytes, allowed)),
-        edges=tuple(
-            ReshardingEdge(
-                e.source, e.target, e.costs[np.ix_(allowed[e.source], allowed[e.target])]
+    pricing.refuse_indivisible(graph)
+    options = [pricing.options(operator) for operator in graph.operators]
+    named = pinned_strategies(graph, options, fixed)
+    pinned = with_shared_weights(graph, pricing, named)
+    if mode == "sharding_propagation":
+        if not named:
+            raise refuse(
+                "mode",
+                "is sharding_propagation, which starts from strategies that the plan names; legal: "
+                "one or more in strategy.operators, or dynamic_programming",
             )
-            for e in whole.edges
-        ),
-    )
-    least = sum(float(size.min()) for size in problem.node_bytes)
-    if problem.memory_limit is not None and least > problem.memory_limit:
-        size, limit = least / GIB, problem.memory_limit / GIB
+        priced, picked, distance = propagate(graph, pricing, pinned)
+        priced, picked = legal_choice(priced, picked, pinned)
+        _refuse_above(priced, picked, memory)
+        reasons = propagated_reasons(priced, picked, named, distance)
+        return Choice(priced, picked, "sharding propagation", tuple(reasons))
+    reasons = searched_reasons(len(options), named)
+    if mode == "recursive_programming":
+        priced, picked = _recursive(graph, pricing, pinned, memory)
+        solver = "recursive programming"
+    else:
+        priced = pricing.price(graph, _kept(graph, pricing, pinned), memory)
+        picked, solver = solve_within_memory(priced)
+        priced, picked = priced.narrowed(picked), (0,) * len(picked)
+    priced, picked = legal_choice(priced, picked, pinned)
+    return Choice(priced, picked, solver, tuple(reasons))
+
+
+def _recursive(
+    graph: OperatorGraph,
+    pricing: GraphPricing,
+    pinned: Mapping[int, ShardingStrategy],
+    memory: float | None,
+) -> tuple[PricedGraph, tuple[int, ...]]:
+    """The recursive choice; where it takes too much memory, the one of the least price of memory
+    that does not.
+    """
+    priced, picked = choose_recursively(graph, pricing, pinned)
+    if memory is None or priced.problem.total_bytes(picked) <= memory:
+        return priced, picked
+    per_byte = priced.problem.total_cost(picked) / priced.problem.total_bytes(picked)
+    for price in PRICES:
+        priced, picked = choose_recursively(graph, pricing, pinned, price * per_byte)
+        if priced.problem.total_bytes(picked) <= memory:
+            return priced, picked
+    priced = pricing.price(graph, _kept(graph, pricing, pinned), memory)
+    return priced, least_memory(priced.bounded())
+
+
+def _kept(
+    graph: OperatorGraph, pricing: GraphPricing, pinned: Mapping[int, ShardingStrategy]
+) -> list[tuple[ShardingStrategy, ...]]:
+    """Options of each operator: all, or the one that is pinned."""
+    return [
+        (pinned[i],) if i in pinned else pricing.options(operator)
+        for i, operator in enumerate(graph.operators)
+    ]
+
+
+def _refuse_above(priced: PricedGraph, picked: tuple[int, ...], memory: float | None) -> None:
+    size = priced.problem.total_bytes(picked)
+    if memory is not None and size > memory:
         raise refuse(
             "memory",
-            f"is {limit:.4g} GiB a rank, but every choice takes {size:.4g} GiB or more (estimated);"
-            f" legal: {size:.4g} GiB or more, more ranks, or fewer tokens",
+            f"is {memory / GIB:.4g} GiB a rank, but what follows from the named strategies takes "
+            f"{size / GIB:.4g} GiB (estimated); legal: {size / GIB:.4g} GiB or more, mode "
+            "dynamic_programming, or strategies that split more",
         )
-    if problem.is_chain and problem.memory_limit is None:
-        picked, solver = solve_by_dynamic_programming(problem), "dynamic programming"
-    else:
-        picked, solver = solve_by_integer_programming(problem), "integer programming"
-    return tuple(int(keep[option]) for keep, option in zip(allowed, picked)), solver
-
-
-def _allowed_options(
-    priced: PricedGraph, fixed: Mapping[str, Form]
-) -> list[np.ndarray[tuple[int], np.dtype[np.int64]]]:
-    """Options of each operator that agree with the fixed strategies. Raises `PlanError`."""
-    problems = [
-        _unknown(pattern, priced)
-        for pattern in fixed
-        if not any(_matches(pattern, op) for op in _all(priced))
-    ]
-    allowed = []
-    for operator, options in zip(priced.graph.operators, priced.options):
-        asked = {pattern: form for pattern, form in fixed.items() if _matches(pattern, operator)}
-        keep = [
-            i
-            for i, option in enumerate(options)
-            if all(option.form == form for form in asked.values())
-        ]
-        if not keep:
-            problems.append(_illegal(operator, options, asked))
-        allowed.append(np.array(keep, dtype=np.int64))
-    if problems:
-        raise PlanError(problems)
-    return allowed
-
-
-def _all(priced: PricedGraph) -> tuple[Operator, ...]:
-    return priced.graph.operators
-
-
-def _matches(pattern: str, operator: Operator) -> bool:
-    return any(fnmatchcase(module, pattern) for module in operator.modules)
-
-
-def _unknown(pattern: str, priced: PricedGraph) -> Problem:
-    known = ", ".join(module for operator in _all(priced) for module in operator.modules)
-    return Problem(f"strategy.operators.{pattern}", f"names no operator; legal: {known}")
-
-
-def _illegal(
-    operator: Operator, options: tuple[ShardingStrategy, ...], asked: Mapping[str, Form]
-) -> Problem:
-    forms = list(dict.fromkeys(strategy_text(option.form) for option in options))
-    more = f", and {len(forms) - MAX_LISTED} more" if len(forms) > MAX_LISTED else ""
-    said = " and ".join(dict.fromkeys(strategy_text(form) for form in asked.values()))
-    legal = f"{', '.join(forms[:MAX_LISTED])}{more}"
-    return Problem(
-        f"strategy.operators.{next(iter(asked))}", f"is {said} for {operator.name}; legal: {legal}"
-    )
-
-
-def _operator_plan(
-    priced: PricedGraph, picked: tuple[int, ...], solver: str, free: tuple[int, ...] | None
-) -> OperatorPlan:
-    operators, grid = priced.graph.operators, priced.mesh
-    rows = tuple(_row(priced, i, option) for i, option in enumerate(picked))
-    between = [
-        Redistribution(
-            operators[edge.source].name,
-            operators[edge.target].name,
-            edge.target_tensor.name,
-            moves,
-            edge.num_layers,
-        )
-        for edge in priced.graph.edges
-        if (moves := priced.moves(edge, picked))
-    ]
-    axes = tuple(axis.size for axis in grid.axes) if grid.grid else (grid.ranks,)
-    seconds, size = priced.problem.total_cost(picked), priced.problem.total_bytes(picked)
-    why = explain_choice(priced, picked, free)
-    return OperatorPlan(
-        rows, tuple(between), axes, solver, seconds, size, priced.problem.memory_limit, why
-    )
-
-
-def _row(priced: PricedGraph, index: int, option: int) -> OperatorRow:
-    operator, strategy = priced.graph.operators[index], priced.options[index][option]
-    cost = priced.costs[index][option]
-    words = describe_splits(operator, strategy, priced)
-    communication = sum(move.seconds for move in cost.moves)
-    return OperatorRow(
-        operator.name,
-        operator.kind,
-        operator.modules,
-        strategy_text(strategy.form),
-        words,
-        cost.moves,
-        cost.compute,
-        communication,
-        cost.bytes,
-        operator.num_layers,
-    )
-
-
-def describe_splits(operator: Operator, strategy: ShardingStrategy, priced: PricedGraph) -> str:
-    """A strategy in words; on a grid with the axis of each split."""
-    said = []
-    for dim in operator.dims:
-        axes = [a for a, name in enumerate(strategy.placement) if name == dim.name]
-        if (ranks := priced.mesh.ranks_over(axes)) > 1:
-            where = f" (axis {' and '.join(map(str, axes))})" if priced.mesh.grid else ""
-            said.append(f"{dim.name} {ranks} ways{where}")
-    return ", ".join(said) or "whole"

@@ -28,12 +28,19 @@ def strategy_summary(plan: Plan) -> str:
         words.append(f"e{s.expert.size}")
     words += [f"micro {t.micro_batch}", f"zero {s.data.zero}"]
     kind = s.recompute
-    words.append(f"recompute {kind if isinstance(kind, str) else f'{len(kind)} layers'}")
+    words.append(f"recompute {kind if isinstance(kind, str) else _listed(kind)}")
     if s.data.offload != "none":
         words.append(f"offload {s.data.offload}")
     if s.kernels != "eager":
         words.append(f"{s.kernels} kernels")
     return " · ".join(words)
+
+
+def _listed(recompute: Sequence[int | str]) -> str:
+    """Layers by their number, modules by their patterns."""
+    patterns = [one for one in recompute if isinstance(one, str)]
+    layers = len(recompute) - len(patterns)
+    return ", ".join([*([f"{layers} layers"] if layers or not patterns else []), *patterns])
 
 
 def by_stage(numbers: Sequence[int]) -> str:

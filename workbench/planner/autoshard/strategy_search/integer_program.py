@@ -1,5 +1,5 @@
-"""Exact choice of operator strategies: on a chain by dynamic programming, on any graph by integer
-linear programming (Alpa, arXiv:2201.12023, section 4).
+"""Exact choice of operator strategies on any graph, within a memory limit, by integer linear
+programming (Alpa, arXiv:2201.12023, section 4).
 
 In the integer program a binary x[node, option] picks options. An edge's cost, a product of two
 binaries, is linear in e[a, b], which equals x[source, a] x[target, b] once its rows add up to
@@ -14,36 +14,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from workbench.planner.autoshard.choice_problem import Array, ReshardingEdge, StrategyProblem
+from workbench.planner.autoshard.strategy_search.choice_problem import (
+    Array,
+    ReshardingEdge,
+    StrategyProblem,
+)
 
 Triplets = tuple[NDArray[np.int64], NDArray[np.int64], Array]
 SCALE = 1e4
 """What costs are scaled to: the solver stops within 1e-6 of the optimum, in absolute terms."""
-
-
-def solve_by_dynamic_programming(problem: StrategyProblem) -> tuple[int, ...]:
-    """The options that cost least on a chain (OptCNN, arXiv:1802.04924), in time linear in its
-    length.
-
-    Args:
-        problem: A chain without a memory limit.
-
-    Returns:
-        The option of each node.
-    """
-    assert problem.is_chain and problem.memory_limit is None, (
-        "dynamic programming takes chains without a limit"
-    )
-    # least[o]: seconds of the best choice up to this node, if this node takes option o.
-    least, best_sources = problem.node_costs[0], []
-    for edge, cost in zip(problem.edges, problem.node_costs[1:]):
-        through = least[:, None] + edge.costs
-        best_sources.append(through.argmin(axis=0))
-        least = through.min(axis=0) + cost
-    picked = [int(np.argmin(least))]
-    for sources in reversed(best_sources):
-        picked.append(int(sources[picked[-1]]))
-    return tuple(reversed(picked))
 
 
 def solve_by_integer_programming(problem: StrategyProblem) -> tuple[int, ...]:
@@ -55,7 +34,7 @@ def solve_by_integer_programming(problem: StrategyProblem) -> tuple[int, ...]:
     Returns:
         The option of each node.
     """
-    from scipy.optimize import LinearConstraint, milp  # half a second to import
+    from scipy.optimize import Bounds, LinearConstraint, milp  # half a second to import
     from scipy.sparse import coo_array
 
     starts = np.cumsum([0, *(len(cost) for cost in problem.node_costs)])
@@ -68,11 +47,13 @@ def solve_by_integer_programming(problem: StrategyProblem) -> tuple[int, ...]:
         padded = np.concatenate([*problem.node_bytes, np.zeros(len(objective) - starts[-1])])
         constraints.append(LinearConstraint(padded[None, :] / problem.memory_limit, ub=1.0))
     integral = np.arange(len(objective)) < starts[-1]
+    legal = np.isfinite(objective)
+    objective = np.where(legal, objective, 0.0)
     scale = SCALE / max(float(np.abs(objective).max()), 1e-300)
     solution = milp(
         objective * scale,
         integrality=integral,
-        bounds=(0, 1),
+        bounds=Bounds(0.0, legal.astype(float)),
         constraints=constraints,
         options={"mip_rel_gap": 0.0},
     )

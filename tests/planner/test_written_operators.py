@@ -1,0 +1,103 @@
+"""The plan that `operators -o` writes: legal for every catalog model, as it was priced, and
+verified on ranks; a memory limit answered with a change of the plan.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import Ask
+from tests.parallel.small import GPT, LLAMA, plan
+from workbench.engine.verify.equivalence import verify
+from workbench.plan.catalog import catalog
+from workbench.plan.rules.supported import require
+from workbench.plan.schema import Plan
+from workbench.planner.autoshard import choose_for_plan, plan_with
+
+H100 = ["--model", "llama-3-8b", "--gpu", "h100-sxm-80gb", "--gpus", 8]
+
+
+RUN = [
+    name
+    for name, entry in sorted(catalog.models().items())
+    if (shape := entry.shape).moe is shape.mla is shape.window is shape.unmodelled is None
+    and shape.positions != "alibi"
+]
+"""Models of the catalog that run, with dense layers."""
+
+
+@pytest.mark.drawn(12)
+@pytest.mark.parametrize("gpus", [2, 4, 8])
+@pytest.mark.parametrize("model", [pytest.param(name, marks=pytest.mark.slow) for name in RUN])
+def test_what_is_written_for_a_catalog_model_is_legal(model: str, gpus: int) -> None:
+    start = Plan.of(model, gpu="h100-sxm-80gb", gpus=gpus, strategy="ddp")
+    require(start.resolve(), "run")
+    found = plan_with(start, choose_for_plan(start.resolve()))
+    require(found.resolve(), "run")
+    assert found.strategy.operators and found.resolve().strategy.tensor.ranks == gpus
+
+
+@pytest.mark.parametrize(
+    ("shape", "mesh", "changes"),
+    [
+        (LLAMA, (1, 1, 2), {}),
+        (GPT, (1, 1, 4), {}),
+        (GPT, (1, 1, 4), {"strategy.recompute": "full"}),
+        pytest.param(LLAMA, (1, 1, 8), {}, marks=pytest.mark.slow),
+    ],
+)
+def test_what_is_written_equals_one_device(
+    shape: dict[str, Any], mesh: tuple[int, ...], changes: dict[str, Any]
+) -> None:
+    start = plan(*mesh, shape=shape, layers=2, changes=changes)
+    built = plan_with(start, choose_for_plan(start.resolve()))
+    answer = verify(built, "fp64")
+    assert answer["passed"] and built.strategy.operators, answer
+
+
+def test_a_limit_below_all_strategies_is_answered_with_recompute(ask: Ask, tmp_path: Path) -> None:
+    path = tmp_path / "plan.yaml"
+    words = [*H100, "--strategy", "ddp", "--set", "training.micro_batch=2", "--memory", 30]
+    code, out, err = ask("operators", *words, "-o", path, "--json")
+    assert code == 0, err
+    found = json.loads(out)
+    assert found["changes"] == {"strategy.recompute": "full"} and found["bytes"] <= 30 * 2**30
+    assert "with strategy.recompute: full these do" in found["reason"]
+    full = Plan.load(path).resolve()
+    require(full, "run")
+    assert full.strategy.recompute == "full" and full.strategy.tensor.ranks == 8
+
+
+def test_a_data_axis_beside_the_operators_takes_zero_first(ask: Ask) -> None:
+    words = [*H100, "--strategy", "ddp", "--ranks", 2, "--memory", 60, "--json"]
+    code, out, err = ask("operators", *words)
+    assert code == 0, err
+    assert json.loads(out)["changes"] == {"strategy.data.zero": 1}
+
+
+def test_where_nothing_fits_the_least_number_is_said(ask: Ask) -> None:
+    code, _, err = ask("operators", *H100, "--strategy", "ddp", "--memory", 10, "--json")
+    assert code == 2 and "memory: is 10 GiB a rank, but every choice takes 18.16 GiB" in err
+    assert "recompute full" in err
+
+
+@pytest.mark.parametrize("mode", ["recursive_programming", "sharding_propagation"])
+def test_pins_are_kept_in_the_written_plan(ask: Ask, tmp_path: Path, mode: str) -> None:
+    path = tmp_path / "plan.yaml"
+    pin = 'strategy.operators={blocks.*.mlp.up: "((1,1),(1,8))"}'
+    words = [*H100, "--strategy", "ddp", "--set", pin, "--mode", mode, "-o", path]
+    code, out, err = ask("operators", *words)
+    assert code == 0, err
+    assert "pinned by you" in out
+    kept = Plan.load(path)
+    assert kept.strategy.operators["blocks.*.mlp.up"] == "((1,1),(1,8))"
+    require(kept.resolve(), "run")
+
+
+def test_an_unknown_mode_is_refused(ask: Ask) -> None:
+    code, _, err = ask("operators", *H100, "--strategy", "ddp", "--mode", "magic", "--json")
+    assert code == 2 and "mode: is 'magic'; legal: dynamic_programming, recursive" in err

@@ -1,0 +1,178 @@
+"""Layouts of a tensor on small meshes, and the least cost of redistributing it, found by trying
+every sequence of steps.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import pairwise, permutations, product
+from typing import Any
+
+import numpy as np
+
+from workbench.plan.operators.tensor_layout import TensorLayout
+
+Price = Callable[[str, float, tuple[int, ...]], float]
+LONGEST = 6
+"""Steps of the sequences that are tried."""
+NEVER = np.iinfo(np.int64).max // 4
+COUNTS = 64
+"""A cost is femtoseconds times this, plus collectives."""
+
+
+def layouts(num_axes: int, num_dims: int, partial: bool = False) -> list[TensorLayout]:
+    """All layouts whose dims have their axes in the mesh's order."""
+    choices: list[int | None] = [None, *range(num_dims), *([num_dims] if partial else [])]
+    return [
+        TensorLayout.placed(
+            [None if at == num_dims else at for at in each],
+            num_dims,
+            [axis for axis, at in enumerate(each) if at == num_dims],
+        )
+        for each in product(choices, repeat=num_axes)
+    ]
+
+
+def one_step(
+    a: TensorLayout, b: TensorLayout, num_axes: int
+) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """(kind, axes) of the steps that lead from `a` to `b`."""
+    runs = [tuple(range(i, j)) for i in range(num_axes) for j in range(i + 1, num_axes + 1)]
+    gone, come = ({*x.sharding} - {*y.sharding} for x, y in ((a, b), (b, a)))
+    summed = {*a.partial} - {*b.partial}
+    if {*b.partial} - {*a.partial}:
+        return
+    if not summed and not gone and come and not come & {*a.partial} and _begins(a, b):
+        yield "slice", tuple(sorted(come))
+    for run in runs:
+        if {*run} == gone and not come and not summed and _begins(b, a):
+            yield "all_gather", run
+        if {*run} == summed and a.dims == b.dims:
+            yield "all_reduce", run
+        if {*run} == summed == come and not gone and _begins(a, b):
+            yield "reduce_scatter", run
+        if not gone | come | summed and {*run} <= {*a.sharding} and a != b:
+            kept = [tuple(axis for axis in axes if axis not in run) for axes in a.dims]
+            outer = TensorLayout(tuple(kept))
+            if _begins(outer, a) and _begins(outer, b):
+                yield "all_to_all", run
+
+
+def _begins(a: TensorLayout, b: TensorLayout) -> bool:
+    """Whether each dim of `b` has the axes of `a`, then others."""
+    return all(y[: len(x)] == x for x, y in zip(a.dims, b.dims))
+
+
+@dataclass(frozen=True)
+class EverySequence:
+    """All states of a tensor on a mesh, and what it costs to go from each to each in one step."""
+
+    sizes: tuple[int, ...]
+    num_dims: int
+    price: Price
+    size: float
+    _allowed: dict[Any, np.ndarray[tuple[int, int], np.dtype[np.int64]]] = field(
+        default_factory=dict
+    )
+
+    @cached_property
+    def states(self) -> list[TensorLayout]:
+        """All layouts, in any order of axes, partial over any."""
+        axes, found = range(len(self.sizes)), set()
+        for at in product(range(self.num_dims + 2), repeat=len(self.sizes)):
+            partial = tuple(a for a in axes if at[a] == self.num_dims + 1)
+            for order in permutations(axes):
+                dims = (tuple(a for a in order if at[a] == d) for d in range(self.num_dims))
+                found.add(TensorLayout(tuple(dims), partial))
+        return sorted(found)
+
+    @cached_property
+    def steps(self) -> dict[tuple[int, int], list[tuple[str, tuple[int, ...], int]]]:
+        """(kind, axes, cost) of the steps between two states."""
+        return {
+            (i, j): [(kind, axes, self._cost(kind, axes, a, b)) for kind, axes in steps]
+            for (i, a), (j, b) in product(enumerate(self.states), repeat=2)
+            if (steps := [*one_step(a, b, len(self.sizes))])
+        }
+
+    def costs(
+        self, alike: frozenset[tuple[int, int]], parts: tuple[int, ...]
+    ) -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:
+        """[from, to] of the cheapest step, without collectives that leave out one of a pair of axes
+        `alike` that could take part as the other does.
+        """
+        if (alike, parts) not in self._allowed:
+            found = np.full((len(self.states),) * 2, NEVER)
+            for (i, j), steps in self.steps.items():
+                for kind, axes, cost in steps:
+                    if not self._splits(kind, axes, (i, j), alike, parts):
+                        found[i, j] = min(found[i, j], cost)
+            self._allowed[alike, parts] = found
+        return self._allowed[alike, parts]
+
+    def _splits(
+        self,
+        kind: str,
+        axes: tuple[int, ...],
+        step: tuple[int, int],
+        alike: frozenset[tuple[int, int]],
+        parts: tuple[int, ...],
+    ) -> bool:
+        state, after = (self.states[i] for i in step)
+        for a, b in alike:
+            if kind == "slice" or (a in axes) == (b in axes):
+                continue
+            joint, other = {*axes, a, b}, self.sizes[b if a in axes else a]
+            in_parts = after.num_parts(self.sizes)
+            kept = tuple(tuple(axis for axis in dim if axis not in joint) for dim in state.dims)
+            could = {
+                "all_reduce": joint <= {*state.partial},
+                "reduce_scatter": joint <= {*state.partial}
+                and any(n % (p * other) == 0 for n, p in zip(parts, in_parts)),
+            }
+            trailing = joint <= {*state.sharding} and _begins(TensorLayout(kept), state)
+            if could.get(kind, trailing):
+                return True
+        return False
+
+    def _cost(self, kind: str, axes: tuple[int, ...], a: TensorLayout, b: TensorLayout) -> int:
+        if kind == "slice":
+            return 0
+        larger = max(self.size / math.prod(x.num_parts(self.sizes)) for x in (a, b))
+        return round(self.price(kind, larger, axes) * 1e15) * COUNTS + 1
+
+    def least(
+        self,
+        held: TensorLayout,
+        wanted: TensorLayout,
+        alike: frozenset[tuple[int, int]] = frozenset(),
+    ) -> tuple[int, int]:
+        """(femtoseconds, collectives) of the best sequence whose states divide no dim further than
+        both ends do together, and of whose collectives none leaves out an `alike` axis.
+        """
+        parts = tuple(
+            math.lcm(a, b) for a, b in zip(held.num_parts(self.sizes), wanted.num_parts(self.sizes))
+        )
+        legal = [
+            i
+            for i, state in enumerate(self.states)
+            if all(n % p == 0 for n, p in zip(parts, state.num_parts(self.sizes)))
+        ]
+        costs = self.costs(alike, parts)[np.ix_(legal, legal)]
+        at = [self.states[i] for i in legal]
+        best = np.full(len(legal), NEVER)
+        best[at.index(held)] = 0
+        for _ in range(LONGEST):
+            best = np.minimum(best, (best[:, None] + costs).min(axis=0))
+        least = int(best[at.index(wanted)])
+        return least // COUNTS, least % COUNTS
+
+
+def together(state: TensorLayout, a: int, b: int) -> bool:
+    """Whether `b` shards right within `a`, or neither shards and both or none are partial."""
+    if a in state.sharding or b in state.sharding:
+        return any((a, b) in pairwise(axes) for axes in state.dims)
+    return (a in state.partial) == (b in state.partial)

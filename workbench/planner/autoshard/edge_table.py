@@ -1,0 +1,127 @@
+"""Seconds of redistribution along one edge, for each pair of strategies of its ends.
+
+The sequence of collectives of least time is itself searched, which takes a millisecond a pair. A
+table therefore begins with lower bounds, and prices pairs as they are asked for.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from workbench.plan.operators.operator_graph import TensorEdge
+from workbench.plan.operators.tensor_layout import TensorLayout
+from workbench.planner.autoshard.device_mesh import LogicalMesh
+from workbench.planner.autoshard.operator_splits import ShardingStrategy
+from workbench.planner.autoshard.strategy_search.choice_problem import Array
+
+Layouts = tuple[TensorLayout, TensorLayout]
+"""Of the tensor of an edge: as it is held; and of its gradient as its reader leaves it, which once
+it is summed is how the reader wants the tensor.
+"""
+
+
+@dataclass
+class EdgeTable:
+    """One layer's seconds of an edge, in both passes, [strategies of source, of target]."""
+
+    edge: TensorEdge
+    sources: Sequence[ShardingStrategy]
+    targets: Sequence[ShardingStrategy]
+    mesh: LogicalMesh
+    size: float
+    """Bytes of the unsharded tensor."""
+    price: Callable[[Layouts], float]
+    seconds: Array = field(init=False)
+    """Prices where they are known, else bounds; inf: illegal together."""
+    number: NDArray[np.int64] = field(init=False)
+    """Of the layouts of each pair whose price is not known, else -1."""
+    layouts: list[Layouts] = field(init=False, default_factory=list)
+
+    def __post_init__(self) -> None:
+        shape = len(self.sources), len(self.targets)
+        self.seconds, self.number = np.zeros(shape), np.full(shape, -1, dtype=np.int64)
+        numbers: dict[Layouts, int] = {}
+        for i, source in enumerate(self.sources):
+            for j, target in enumerate(self.targets):
+                if not legal_together(self.edge, source, target, self.mesh):
+                    self.seconds[i, j] = math.inf
+                elif self.edge.source_tensor.kind != "parameter":
+                    found = edge_layouts(self.edge, source, target)
+                    self.number[i, j] = numbers.setdefault(found, len(numbers))
+        self.layouts = list(numbers)
+        bounds = np.array([self._bound(one) for one in self.layouts] or [0.0])
+        self.seconds = np.where(self.number < 0, self.seconds, bounds[self.number])
+
+    def refine(self, pair: tuple[int, int]) -> bool:
+        """Price a pair and those of equal layouts; whether its price was not known."""
+        number = int(self.number[pair])
+        if number < 0:
+            return False
+        alike = self.number == number
+        self.seconds[alike], self.number[alike] = self.price(self.layouts[number]), -1
+        return True
+
+    def exact(self) -> EdgeTable:
+        """This table with every pair priced."""
+        for number in np.unique(self.number[self.number >= 0]):
+            self.refine(tuple(np.argwhere(self.number == number)[0]))
+        return self
+
+    def _bound(self, layouts: Layouts) -> float:
+        """Seconds that no sequence of collectives beats: what a rank has to receive, at the rate of
+        the fastest.
+        """
+        held, gradient = layouts
+        wanted = gradient.summed
+        there = self._missing(held, wanted)
+        back = self._missing(wanted, held)
+        if gradient.partial:  # every part of a sum comes from another rank too
+            back = self.size / math.prod(self._parts(held))
+        return (there + back) / self._rate
+
+    def _missing(self, held: TensorLayout, wanted: TensorLayout) -> float:
+        """Bytes of its part under `wanted` that a rank at best does not have under `held`."""
+        has, wants = self._parts(held), self._parts(wanted)
+        return self.size / math.prod(wants) - self.size / math.prod(map(max, has, wants))
+
+    def _parts(self, layout: TensorLayout) -> tuple[int, ...]:
+        return tuple(self.mesh.ranks_over(axes) for axes in layout.dims)
+
+    @cached_property
+    def _rate(self) -> float:
+        return self.mesh.fastest_rate
+
+
+def edge_layouts(edge: TensorEdge, source: ShardingStrategy, target: ShardingStrategy) -> Layouts:
+    """Layouts of the tensor of `edge` and of its gradient under these strategies."""
+    held, gradient = (source.layout(edge.source_tensor), target.partial_layout(edge.target_tensor))
+    if edge.transposed:
+        gradient = gradient._replace(dims=gradient.dims[::-1])
+    num_dims = max(len(held.dims), len(gradient.dims))
+    return held.of_dims(num_dims), gradient.of_dims(num_dims)
+
+
+def is_aligned(edge: TensorEdge, source: ShardingStrategy, target: ShardingStrategy) -> bool:
+    """Whether the tensor of `edge` already has the layout that its reader wants."""
+    held, gradient = edge_layouts(edge, source, target)
+    return held == gradient.summed
+
+
+def legal_together(
+    edge: TensorEdge, source: ShardingStrategy, target: ShardingStrategy, mesh: LogicalMesh
+) -> bool:
+    """Whether a shared parameter lies and is reduced alike, and unpadded pieces are even."""
+    held, gradient = edge_layouts(edge, source, target)
+    if edge.source_tensor.kind == "parameter":
+        partial = source.partial_axes(edge.source_tensor)
+        return held == gradient.summed and partial == target.partial_axes(edge.target_tensor)
+    if edge.unpadded is None or held == gradient.summed:
+        return True
+    pieces = (mesh.ranks_over(layout.dims[-1]) for layout in (held, gradient))
+    return all(edge.unpadded % count == 0 for count in pieces)

@@ -1,0 +1,175 @@
+"""Exact choice by dynamic programming: nodes with one or two neighbors are eliminated one by one
+(OptCNN, arXiv:1802.04924, section 5; the series and parallel reductions of Tofu, arXiv:1807.08887).
+
+A node between two others becomes an edge between them, whose table is the min-plus product of its
+tables; parallel edges add up. A series-parallel graph, such as a transformer's, is left with
+nothing. What is left of another graph is solved for each option of a few of its nodes, or by the
+integer program.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from workbench.planner.autoshard.strategy_search.choice_problem import (
+    Array,
+    ReshardingEdge,
+    StrategyProblem,
+)
+from workbench.planner.autoshard.strategy_search.integer_program import solve_by_integer_programming
+
+MAX_CONDITIONS = 2048
+"""Combinations of options that are tried one by one; beyond, the integer program is faster."""
+MAX_BROADCAST = 1 << 20
+"""Elements of a min-plus product that are held at once."""
+
+Graph = dict[int, dict[int, Array]]
+"""Node -> neighbor -> table, [options of the node, options of the neighbor]."""
+
+
+@dataclass
+class _Elimination:
+    """A choice on its way to nothing, and the steps back."""
+
+    costs: dict[int, Array]
+    tables: Graph
+    steps: list[tuple[int, Array, dict[int, Array]]] = field(default_factory=list)
+
+    def run(self) -> None:
+        """Eliminate nodes with at most two neighbors while there are any."""
+        ready = [node for node, near in self.tables.items() if len(near) <= 2]
+        while ready:
+            node = ready.pop()
+            if node in self.tables and len(self.tables[node]) <= 2:
+                ready += self._eliminate(node)
+
+    def _eliminate(self, node: int) -> Iterable[int]:
+        """One node; returns its neighbors."""
+        cost, near = self.costs.pop(node), self.tables.pop(node)
+        self.steps.append((node, cost, near))
+        for other in near:
+            del self.tables[other][node]
+        if len(near) == 1:
+            ((other, table),) = near.items()
+            self.costs[other] = self.costs[other] + (cost[:, None] + table).min(axis=0)
+        elif near:
+            (a, left), (b, right) = near.items()
+            self._connect(a, b, _min_plus(left.T + cost, right))
+        return near
+
+    def _connect(self, a: int, b: int, table: Array) -> None:
+        if b in self.tables[a]:
+            table = self.tables[a][b] + table
+        self.tables[a][b], self.tables[b][a] = table, table.T
+
+    def fix(self, node: int, option: int) -> None:
+        """Give a node one option; its edges become costs of its neighbors."""
+        for other, table in self.tables.pop(node).items():
+            self.costs[other] = self.costs[other] + table[option]
+            del self.tables[other][node]
+        self.steps.append((node, self.costs.pop(node)[[option]], {}))
+
+    def copy(self) -> _Elimination:
+        """What is left, without the steps."""
+        return _Elimination(dict(self.costs), {n: dict(near) for n, near in self.tables.items()})
+
+    def picked(self, known: dict[int, int]) -> dict[int, int]:
+        """The option of each eliminated node, given those of the nodes that were left."""
+        found = dict(known)
+        for node, cost, near in reversed(self.steps):
+            total = cost + sum((table[:, found[other]] for other, table in near.items()), 0.0)
+            found[node] = int(np.argmin(total))
+        return found
+
+
+def solve_by_dynamic_programming(problem: StrategyProblem) -> tuple[int, ...]:
+    """The options that cost least without regard to memory, in time linear in a series-parallel
+    graph.
+
+    Args:
+        problem: Any graph; its limit is not read.
+
+    Returns:
+        The option of each node.
+    """
+    tables: Graph = {node: {} for node in range(len(problem.node_costs))}
+    whole = _Elimination(dict(enumerate(problem.node_costs)), tables)
+    for edge in problem.edges:
+        if edge.source == edge.target:
+            whole.costs[edge.source] = whole.costs[edge.source] + np.diagonal(edge.costs)
+        else:
+            whole._connect(edge.source, edge.target, edge.costs)
+    found = _solve(whole)
+    return tuple(found[node] for node in range(len(problem.node_costs)))
+
+
+def _solve(graph: _Elimination) -> dict[int, int]:
+    graph.run()
+    if not graph.tables:
+        return graph.picked({})
+    conditions = _conditions(graph)
+    if math.prod(len(graph.costs[node]) for node in conditions) > MAX_CONDITIONS:
+        return graph.picked(_by_integer_programming(graph))
+    return graph.picked(_by_conditions(graph, conditions[0]))
+
+
+def _conditions(graph: _Elimination) -> list[int]:
+    """Nodes whose options have to be tried until the rest can be eliminated."""
+    near = {node: set(others) for node, others in graph.tables.items()}
+    found = []
+    while near:
+        node = min(near, key=lambda n: math.log(len(graph.costs[n])) / len(near[n]))
+        found.append(node)
+        _drop(near, node)
+        while (
+            low := next((n for n, others in near.items() if len(others) <= 2), None)
+        ) is not None:
+            _drop(near, low, join=True)
+    return found
+
+
+def _drop(near: dict[int, set[int]], node: int, join: bool = False) -> None:
+    others = near.pop(node)
+    for other in others:
+        near[other].discard(node)
+        if join:
+            near[other] |= others - {other}
+
+
+def _by_conditions(graph: _Elimination, node: int) -> dict[int, int]:
+    tried = []
+    for option in range(len(graph.costs[node])):
+        own = graph.copy()
+        own.fix(node, option)
+        tried.append(_solve(own) | {node: option})
+    return min(tried, key=lambda found: _cost(graph, found))
+
+
+def _cost(graph: _Elimination, found: dict[int, int]) -> float:
+    own = sum(float(cost[found[node]]) for node, cost in graph.costs.items())
+    pairs = ((a, b, t) for a, near in graph.tables.items() for b, t in near.items() if a < b)
+    return own + sum(float(table[found[a], found[b]]) for a, b, table in pairs)
+
+
+def _by_integer_programming(graph: _Elimination) -> dict[int, int]:
+    at = {node: i for i, node in enumerate(graph.costs)}
+    edges = (
+        ReshardingEdge(at[a], at[b], table)
+        for a, near in graph.tables.items()
+        for b, table in near.items()
+        if a < b
+    )
+    left = StrategyProblem(tuple(graph.costs.values()), tuple(edges))
+    return dict(zip(at, solve_by_integer_programming(left)))
+
+
+def _min_plus(left: Array, right: Array) -> Array:
+    """min over b of left[a, b] + right[b, c]."""
+    if left.size * right.shape[1] <= MAX_BROADCAST:
+        product: Array = (left[:, :, None] + right[None]).min(axis=1)
+        return product
+    return np.stack([(row[:, None] + right).min(axis=0) for row in left])
