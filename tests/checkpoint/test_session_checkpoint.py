@@ -27,6 +27,7 @@ from workbench.engine.session_checkpoint import SessionCheckpointer
 from workbench.engine.verify.forked_ranks import run_ranks
 from workbench.parallel.mesh import build_mesh
 from workbench.plan.resolved_plan import ResolvedPlan
+from workbench.plan.schema import Plan
 
 UNEVEN = {**GPT, "heads": 6, "kv_heads": 3, "head_dim": 6, "ffn": 45}
 """Divided by neither two nor four tensor ranks."""
@@ -132,20 +133,43 @@ def test_any_mesh_loads_a_checkpoint_of_another(
     tmp_path: Path, mesh: tuple[int, int, int], shape: dict[str, Any]
 ) -> None:
     batch = {"training.global_batch": 8}
-    written = plan(*mesh, shape=shape, changes=batch).resolve()
+    written, alone = (plan(*at, shape=shape, changes=batch) for at in (mesh, (1, 1, 1)))
+    back = plan(4 if mesh[0] == 2 else 2, 1, 1, shape=shape, changes=batch)
+    assert_loads(tmp_path, written, alone, back)
+
+
+COLUMNS = {
+    "embedding.tokens": "((2,1),(1,))",
+    "head": "((1,1),(1,2))",
+    "blocks.*.attention.[qkv]": "((1,1),(1,2))",
+    "blocks.*.attention.o": "((1,2),(2,1))",
+}
+"""Two ways; a tied weight alike in both places."""
+GRID = COLUMNS | {"blocks.*.mlp.up": "((2,2),(2,1))", "blocks.*.mlp.down": "((1,4),(4,1))"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("zero", [0, 3])
+def test_operators_load_a_checkpoint_of_other_operators(tmp_path: Path, zero: int) -> None:
+    shape, changes = {**GPT, "tied": True}, {"training.global_batch": 8, "strategy.data.zero": zero}
+    written = plan(2, 1, 2, shape=shape, changes=changes | {"strategy.operators": COLUMNS})
+    back = plan(4, 1, 1, shape=shape, changes=changes | {"strategy.operators": GRID})
+    assert_loads(tmp_path, written, plan(shape=shape, changes=changes), back)
+
+
+def assert_loads(tmp_path: Path, saved: Plan, alone: Plan, back: Plan) -> None:
+    """A checkpoint of one plan gives the ranks of another what it gives one device."""
+    written = saved.resolve()
     run_ranks(written.world_size, partial(save, written, tmp_path))
-    read = {"checkpoint.load": str(tmp_path / "checkpoints" / "step-00000001"), **batch}
+    read = {"checkpoint.load": str(tmp_path / "checkpoints" / "step-00000001")}
+    device, others = (each.replace(**read).resolve() for each in (alone, back))
     wholes: Whole = {
-        (name, kind): tensor
-        for name, kind, _, tensor in run_ranks(
-            1, partial(load, plan(shape=shape, changes=read).resolve())
-        )[0]
+        (name, kind): tensor for name, kind, _, tensor in run_ranks(1, partial(load, device))[0]
     }
     assert any(
         np.abs(tensor).max() > 0 for (_, kind), tensor in wholes.items() if kind == "moment1"
     )
-    back = plan(4 if mesh[0] == 2 else 2, 1, 1, shape=shape, changes=read).resolve()
-    for rank, shards in enumerate(run_ranks(back.world_size, partial(load, back))):
+    for rank, shards in enumerate(run_ranks(others.world_size, partial(load, others))):
         for name, kind, slices, tensor in shards:
             expected = wholes[name, kind][tuple(slice(*s) for s in slices)]
             assert np.array_equal(tensor, expected), (rank, name, kind)

@@ -30,12 +30,14 @@ from typing import Any
 
 import torch
 
+from tests.parallel.operator_strategies import columns_before_rows, sequences
 from tests.parallel.small import GPT, LLAMA
 from tests.parallel.sweep_record import Details, summary, verify_all, versions, write_summary
 from workbench.engine.verify.equivalence import verify
 from workbench.errors import PlanError
 from workbench.kernels.fused_seams import VocabParallelLoss, replace_seams, warm_up
 from workbench.models import Transformer
+from workbench.plan.model.model_shape import Shape
 from workbench.plan.rules.supported import unsupported
 from workbench.plan.schema import Plan
 from workbench.rehearsal.order_check import check_order
@@ -50,6 +52,7 @@ UNEVEN = {**LLAMA, "heads": 6, "kv_heads": 3, "head_dim": 6, "ffn": 45}
 AXES = ("tensor", "context", "pipeline", "data")
 """Of a mesh, in the order of its sizes."""
 MODELS: dict[str, dict[str, Any]] = {"llama": LLAMA, "gpt": GPT, "moe": MOE, "uneven": UNEVEN}
+OPERATORS = {"columns": columns_before_rows, "sequences": sequences}
 SPACE: dict[str, tuple[Any, ...]] = {
     "mesh": tuple(
         (t, c, p, n // (t * c * p))
@@ -67,11 +70,12 @@ SPACE: dict[str, tuple[Any, ...]] = {
     "sequence": (False, True),
     "context": ("ring", "ulysses", "usp"),
     "expert": (1, 2, 4),
+    "operators": (None, *OPERATORS),
     "shard": ("all", 2),
     "reduce": ("step", "microbatch"),
     "keep_gathered": (False, True),
     "offload": ("none", "optimizer", "parameters"),
-    "recompute": ("none", "selective", "full", (1, 2)),
+    "recompute": ("none", "selective", "full", (1, 2), ("blocks.*.mlp", "blocks.*.attend")),
     "model": tuple(MODELS),
     "tied": (False, True),
     "microbatches": (2, 4, 8),
@@ -96,6 +100,7 @@ IDLE = {
     "offload": (lambda c: c["zero"] == 0, "none"),
     "shard": (lambda c: c["zero"] == 0, "all"),
     "expert": (lambda c: c["model"] != "moe", 1),
+    "operators": (lambda c: c["mesh"][0] == 1, None),
     "microbatches": (lambda c: c["mesh"][2] == 1, 3),
     "replicas": (lambda c: c["mesh"][2] == 1 or c["mesh"][3] == 1, "equal"),
     "distribution": (lambda c: c["replicas"] == "equal", "split"),
@@ -147,6 +152,7 @@ def plan_of(choice: Choice) -> Plan | None:
                 "offload": choice["offload"],
             },
             "expert": {"size": choice["expert"]},
+            "operators": operators_of(choice),
             "recompute": recompute,
             "placement": list(choice["placement"]),
             "kernels": choice["kernels"],
@@ -164,6 +170,14 @@ def plan_of(choice: Choice) -> Plan | None:
     except (PlanError, ValueError):
         return None
     return None if unsupported(plan, "run") else plan
+
+
+def operators_of(choice: Choice) -> dict[str, str]:
+    """The operator strategies of a choice; {} without."""
+    if choice["operators"] is None:
+        return {}
+    shape = Shape.model_validate(MODELS[choice["model"]])
+    return OPERATORS[choice["operators"]](shape, choice["mesh"][0])
 
 
 def unequal_replicas(kind: str, stages: int, data: int) -> list[int] | None:

@@ -118,8 +118,8 @@ def parallelize(
     aux_loss, samples = AuxLossCarrier(), SampleIndices()
     layouts: dict[str, Layout] = {}
     for stage in stages:
-        built[stage], own = _build_stage(plan, mesh, stage, partition, count_reader)
-        built[stage].attach_aux_loss, built[stage].samples = aux_loss, samples
+        built[stage], own = _build_stage(plan, mesh, stage, partition, count_reader, aux_loss)
+        built[stage].samples = samples
         layouts |= own
     _tie_weights(plan, built, layouts)
     tied = _tied_across_stages(plan, layouts, {0, len(partition) - 1} <= set(stages))
@@ -154,11 +154,17 @@ def _python_model(code: PythonModel, seed: int) -> tuple[nn.Module, Mapping[str,
 
 
 def _build_stage(
-    plan: ResolvedPlan, mesh: Mesh, stage: int, partition: list[int], count_reader: CountReader
+    plan: ResolvedPlan,
+    mesh: Mesh,
+    stage: int,
+    partition: list[int],
+    count_reader: CountReader,
+    aux_loss: AuxLossCarrier,
 ) -> tuple[Transformer, dict[str, Layout]]:
     """A stage on the meta device, everything but ZeRO applied, and its parameters' layouts."""
     with torch.device("meta"):
         model = Transformer(plan.shape, plan.training.dropout, plan.training.seed)
+    model.attach_aux_loss = aux_loss
     keep_pipeline_stage(model, stage, partition)
     replace_seams(model, plan.strategy.kernels, plan.gpu.device)
     for seam in (module for module in model.modules() if isinstance(module, Attend)):

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from workbench.models import Transformer
 from workbench.models.counter_dropout import Dropout
 from workbench.models.moe import MoE
 from workbench.models.seams import Activate, AddNorm, Attend, HeadLoss, NoRope, Rope
@@ -110,6 +111,8 @@ def apply_operator_strategies(
             forward = _unnamed(module, between)
         if forward is not None:
             module.forward = forward
+    if isinstance(model, Transformer):  # its custom backward takes no DTensor
+        model.attach_aux_loss = partial(_on_replicated, model.attach_aux_loss, between)
     model.forward = partial(_implicitly_replicated, model.forward, between)
 
 

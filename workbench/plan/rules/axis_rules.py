@@ -68,6 +68,8 @@ def _data(plan: ResolvedPlan) -> Iterator[Problem]:
 def _context(plan: ResolvedPlan) -> Iterator[Problem]:
     context, size = plan.strategy.context, plan.strategy.tensor.size
     tensor = size if isinstance(size, int) else size[0]  # heads lie along one side of a grid
+    if plan.strategy.operators:
+        tensor = 1  # `operator_rules` knows the heads of each layer
     length, world = plan.training.sequence_length, plan.world_size
     if context.size == 1:
         return

@@ -17,6 +17,7 @@ from workbench.plan.operators.strategy_form import (
     strategy_text,
 )
 from workbench.plan.resolved_plan import ResolvedPlan
+from workbench.plan.rules.legal_sizes import divisors, near
 from workbench.plan.schema import Plan
 from workbench.plan.stage_replicas import even_parts
 
@@ -143,8 +144,24 @@ def _fitting(plan: ResolvedPlan) -> Iterator[Problem]:
     found = pieces(plan)
     yield from _loss(plan, found)
     yield from _loss_axes(_named(plan), sides(plan))
+    yield from _exchanged_heads(plan, found)
     if plan.shape.tied:
         yield from _tied(found)
+
+
+def _exchanged_heads(plan: ResolvedPlan, pieces: dict[str, dict[str, int]]) -> Iterator[Problem]:
+    """Ulysses exchanges the heads that a layer's attention has; unnamed, it follows its query."""
+    ranks, heads = plan.strategy.context.num_ulysses_ranks, plan.shape.heads
+    for layer in range(plan.shape.layers):
+        attention = f"blocks.{layer}.attention"
+        split = pieces.get(f"{attention}.q", {}).get("columns", 1)
+        split = pieces.get(f"{attention}.attend", {"heads": split}).get("heads", 1)
+        if heads // split % ranks:
+            legal = [n for n in divisors(ranks) if heads // split % n == 0]
+            what = f"exchanges heads over {ranks} ranks, but {attention} has {heads // split} on a "
+            what += f"rank, of {heads} that strategy.operators split {split} ways; legal: "
+            yield Problem("strategy.context.size", what + near(ranks, legal))
+            return
 
 
 def _loss(plan: ResolvedPlan, pieces: dict[str, dict[str, int]]) -> Iterator[Problem]:
