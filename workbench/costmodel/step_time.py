@@ -30,6 +30,7 @@ from workbench.costmodel.compute.measured_layer import (
 from workbench.costmodel.compute.roofline import LayerTimes, MicrobatchCompute, model_flops
 from workbench.costmodel.inputs.config import Array, FixedConfig, Number, named_table, stage_homes
 from workbench.costmodel.inputs.layer_gemms import column_parallel_share
+from workbench.costmodel.inputs.operator_strategies import group_name
 from workbench.costmodel.inputs.rank_workload import Workload
 from workbench.costmodel.memory.model_states import owned_params
 from workbench.costmodel.rates.constants import Constants
@@ -103,6 +104,9 @@ def step_time(
         "overhead": 1e-3
         * (constants.step_fixed_ms + constants.step_doubling_ms * math.log2(w.fixed.world_size)),
     }
+    if w.fixed.operators is not None:  # gradients of modules that shard rows
+        sums = comm_seconds(calls, links, constants, "tensor", "REDUCE_GRAD")
+        after["tensor_comm"] = np.asarray(sums).max(axis=0)
     return StepTime(makespan + _sum(after.values()), durations, bubble, after, calls)
 
 
@@ -205,7 +209,7 @@ def _durations(
     idle = {"F": work.idle_forward, "B": work.idle_backward}
     attention = {"F": k.attention.forward, "B": k.attention.backward}
     tensor = wires["tensor"]
-    bytes_link, latency_link = _tensor_links(w, tensor, c)
+    bytes_link, latency_link = _tensor_links(w, wires, c)
     exposed: dict[str, dict[str, Array]] = {}
     hides, transfers = hides_transfers(w.fixed), w.zeros
     for action in ("F", "B"):
@@ -232,7 +236,8 @@ def _durations(
             if wires["context"].measured is not None:
                 behind = behind * (w.ring > 1)  # Ulysses waits for its all-to-alls
             exposed[action]["context_comm"] = np.maximum(0.0, of("context") - behind)
-        if action == "B" and (tensor.measured is not None or c.backward_overlap):
+        overlaps = w.fixed.operators is None  # else backward waits for every collective
+        if action == "B" and overlaps and (tensor.measured is not None or c.backward_overlap):
             hiding: Number
             if tensor.measured is not None:
                 hiding = _behind_weight_gradients(w, work, every, wires, c)
@@ -270,23 +275,29 @@ def hides_transfers(s: FixedConfig) -> bool:
 
 
 def _tensor_links(
-    w: Workload, tensor: AxisLink, c: Constants
+    w: Workload, wires: dict[str, AxisLink], c: Constants
 ) -> tuple[dict[str, AxisLink], dict[str, AxisLink]]:
-    """The tensor axis' link by what hides its collectives; the second is empty inside nodes.
+    """Links of the tensor axis, and of its groups under operator strategies, by what hides their
+    collectives; the second is empty inside nodes.
 
     GEMMs split into chunks overlap the bytes of tensor-parallel collectives, not their latency.
     While the GPU waits for its host, all of it is hidden except the network's latency: hosts of
     different nodes are late at different times.
     """
-    crosses_nodes = w.tensor * w.searched.strides["tensor"] > w.fixed.gpus_per_node
-    moved = AxisLink(
-        tensor.bandwidth / (1 - c.tensor_overlap),
-        tensor.latency * (1 - crosses_nodes),
-        tensor.measured,
-    )
-    if not np.any(crosses_nodes):
-        return {"tensor": moved}, {}
-    return {"tensor": moved}, {"tensor": AxisLink(math.inf, tensor.latency * crosses_nodes)}
+    stride, named = w.searched.strides["tensor"], w.fixed.operators
+    spans = {"tensor": w.tensor * stride}
+    if named is not None:
+        spans |= {group_name(axes): math.prod(named.group(axes)) * stride for axes in named.groups()}
+    moved, late = {}, {}
+    for name, span in spans.items():
+        link, crosses_nodes = wires[name], span > w.fixed.gpus_per_node
+        moved[name] = AxisLink(
+            link.bandwidth / (1 - c.tensor_overlap),
+            link.latency * (1 - crosses_nodes),
+            link.measured,
+        )
+        late[name] = AxisLink(math.inf, link.latency * crosses_nodes)
+    return moved, late if np.any(spans["tensor"] > w.fixed.gpus_per_node) else {}
 
 
 def _behind_weight_gradients(

@@ -11,13 +11,14 @@ import numpy as np
 
 from workbench.costmodel.communication.collective_call import CollectiveCall
 from workbench.costmodel.communication.collective_cost import WIRE_FACTOR, axis_links, comm_seconds
-from workbench.costmodel.inputs.rank_workload import Workload, workload
+from workbench.costmodel.inputs.rank_workload import Workload
 from workbench.costmodel.rates.constants import Constants
 from workbench.costmodel.step_time import step_time
 from workbench.plan.rank_placement import TrafficReach, axis_reach, axis_strides
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.schema import AXES, Axis, Plan
 from workbench.planner.calibrated_plan import with_calibration
+from workbench.planner.planned_workload import planned_workload
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ def rank_placements(plan: Plan) -> list[AxisPlacement]:
     Completes the plan; a few milliseconds. Raises `PlanError` as `estimate` does.
     """
     full, constants = with_calibration(plan.resolve())
-    w = workload(full)
+    w = planned_workload(full)
     return sorted(
         (_evaluate_order(w, constants, order) for order in _distinct_orders(full)),
         key=lambda one: one.seconds,

@@ -12,7 +12,7 @@ from workbench.costmodel.communication.collective_volume import exact_collective
 from workbench.costmodel.compute.kernel_benchmarks import kernel_cost_source
 from workbench.costmodel.cpu_seconds import cpu_seconds
 from workbench.costmodel.inputs.config import Array
-from workbench.costmodel.inputs.rank_workload import Workload, workload
+from workbench.costmodel.inputs.rank_workload import Workload
 from workbench.costmodel.memory.near_full import near_full_slowdown
 from workbench.costmodel.memory.peak_memory import peak_memory
 from workbench.costmodel.memory.reported_memory import memory_requirement
@@ -41,6 +41,7 @@ from workbench.planner.estimated_frames import (
 from workbench.planner.estimated_timeline import simulated_step_seconds, simulated_timeline
 from workbench.planner.framework_limits import broken_limits
 from workbench.planner.memory_advice import first_fitting_change
+from workbench.planner.planned_workload import planned_workload
 from workbench.planner.profiled_models.estimate_on_profile import estimate_on_profile
 from workbench.planner.published_steps import beyond_published, published_beside
 from workbench.planner.step_interval import step_seconds_interval
@@ -65,7 +66,7 @@ def estimate(plan: Plan) -> Profile:
     if full.profiled:
         return estimate_on_profile(plan, full)
     full, k = with_calibration(full)
-    w = workload(full)
+    w = planned_workload(full)
     time = step_time(w, k)
     drawn, microbatches = simulated_timeline(w, time.durations)
     representative = representative_ranks(full)
@@ -138,7 +139,7 @@ def _shown(
     rows = ShownRanks.of(full, ranks)
     if not full.strategy.pipeline.replicas:
         return _Shown(rows, w, time.calls, time.durations)
-    own = workload(full, ranks)
+    own = planned_workload(full, ranks)
     calls = step_collectives(own)
     return _Shown(rows, own, calls, microbatch_durations(own, k, calls))
 

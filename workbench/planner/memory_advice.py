@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from workbench.costmodel.inputs.rank_workload import workload
 from workbench.costmodel.memory.peak_memory import peak_memory
 from workbench.errors import PlanError
 from workbench.machine.hardware import GPU
@@ -20,6 +19,7 @@ from workbench.planner.plan_changes import (
     more_gpus,
     one_field_changes,
 )
+from workbench.planner.planned_workload import planned_workload
 from workbench.planner.profiled_models.planned_stages import planned_stages
 from workbench.units import GIB
 
@@ -29,7 +29,7 @@ def plan_peak_bytes(full: ResolvedPlan) -> int:
     if full.profiled:
         return round(max(planned_stages(full).peak_bytes))
     here, constants = with_calibration(full)
-    return round(float(peak_memory(workload(here), constants).peak.max()))
+    return round(float(peak_memory(planned_workload(here), constants).peak.max()))
 
 
 def first_fitting_change(plan: Plan, full: ResolvedPlan) -> dict[str, Any] | None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from workbench.costmodel.inputs.rank_workload import Workload, workload
+from workbench.costmodel.inputs.rank_workload import Workload
 from workbench.costmodel.rates.fitted_constants import measured_profile
 from workbench.costmodel.rates.step_uncertainty import StepSituation, step_uncertainty
 from workbench.costmodel.step_time import StepTime, step_time, waiting_share
 from workbench.machine.calibration_file import read_calibration
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.planner.calibrated_plan import with_calibration
+from workbench.planner.planned_workload import planned_workload
 from workbench.planner.published_steps import is_measured, octaves_to_measured
 
 
@@ -18,7 +19,7 @@ def estimated_interval(plan: ResolvedPlan) -> tuple[float, float]:
     Raises `PlanError` for what the planner does not model.
     """
     full, k = with_calibration(plan)
-    w = workload(full)
+    w = planned_workload(full)
     return step_seconds_interval(full, w, step_time(w, k))
 
 

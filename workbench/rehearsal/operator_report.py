@@ -16,12 +16,12 @@ from workbench.costmodel.compute.operator_roofline import (
     host_wait_seconds,
     operator_times,
 )
-from workbench.costmodel.inputs.rank_workload import workload
 from workbench.costmodel.rates.constants import Constants
 from workbench.costmodel.step_time import compute_seconds_by_rank
 from workbench.errors import PlanError
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.planner.calibrated_plan import with_calibration
+from workbench.planner.planned_workload import planned_workload
 
 
 def operator_report(plan: ResolvedPlan, counted: Mapping[int, Counter[Operator]]) -> dict[str, Any]:
@@ -73,7 +73,7 @@ def _estimated_compute(
     a model that is code.
     """
     try:
-        w = workload(plan, ranks)
+        w = planned_workload(plan, ranks)
     except PlanError:
         return None
     return dict(zip(ranks, compute_seconds_by_rank(w, constants)))

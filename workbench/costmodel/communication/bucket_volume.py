@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from workbench.costmodel.inputs.config import Number, stage_homes
+from workbench.costmodel.inputs.operator_stages import stage_parts
+from workbench.costmodel.inputs.operator_strategies import stage_parameters
 from workbench.costmodel.inputs.rank_workload import Workload
 from workbench.runtime_facts.bucket_packing import pack_by_size, padded_numel
 
@@ -194,6 +196,9 @@ def _parameters(
     w: Workload, stage: int, stages: int, both: bool, apart: bool
 ) -> Iterator[StageParameter]:
     """Tensors of a stage, in the model's order."""
+    if w.fixed.operators is not None:
+        yield from _under_operators(w, stage, both, apart)
+        return
     shape, partition = w.shape, w.fixed.partition
     matrix, split, _ = sides = _grid_sides(w)
     table, h = float(w.table_params), float(shape.hidden * w.tiling.vector_share)
@@ -216,6 +221,21 @@ def _parameters(
         yield from (StageParameter("head", round(size), partial) for size, partial in norm)
         if not (shape.tied and both):
             yield StageParameter("head", round(table), matrix, own_bucket=apart)
+
+
+def _under_operators(
+    w: Workload, stage: int, both: bool, apart: bool
+) -> Iterator[StageParameter]:
+    """The same where each module is sharded by a strategy of its own."""
+    named = w.fixed.operators
+    assert named is not None
+    parts = stage_parts(w.fixed, stage)
+    for p in stage_parameters(named, w.shape, parts.layers, parts.has_embedding, parts.has_head):
+        if both and w.shape.tied and p.name == "head.weight":
+            continue
+        sides = tuple((f"operators.{axis}", named.sides[axis]) for axis in p.partial_over)
+        table = p.name in ("embedding.tokens.weight", "head.weight")
+        yield StageParameter(p.unit, p.elements, sides, own_bucket=apart and table)
 
 
 def _attention_params(w: Workload) -> Iterator[tuple[float, GridSides]]:

@@ -15,6 +15,7 @@ import numpy as np
 
 from workbench.costmodel.communication.collective_call import CollectiveCall
 from workbench.costmodel.inputs.config import Number
+from workbench.costmodel.inputs.operator_strategies import group_name
 from workbench.costmodel.inputs.rank_workload import Workload
 from workbench.costmodel.rates.constants import Constants
 from workbench.costmodel.rates.measured_operators import MeasuredOperators
@@ -56,7 +57,8 @@ def axis_links(w: Workload, constants: Constants) -> dict[str, AxisLink]:
     Returns:
         Axis -> link, for tensor, context, data, pipeline and expert; where not all replicas share
         one sharding also for data.shard, within a group that shards, and data.replicas, between
-        such groups; with `usp` for context.ulysses and context.ring.
+        such groups; with `usp` for context.ulysses and context.ring; for each group of the grid
+        that tensor ranks are to operator strategies.
     """
     s, k = w.fixed, w.searched
     sizes = {"tensor": k.tensor, "context": k.context, "data": w.data, "pipeline": s.pipeline}
@@ -66,6 +68,10 @@ def axis_links(w: Workload, constants: Constants) -> dict[str, AxisLink]:
         each = [_link(w, constants, side, k.strides["tensor"] * side**n) for n in range(sides)]
         slowness, latency = sum(1 / one.bandwidth for one in each), sum(one.latency for one in each)
         result["tensor"] = AxisLink(sides / slowness, latency / sides, each[0].measured)
+    if s.operators is not None:
+        for axes in s.operators.groups():
+            size, stride = s.operators.group(axes)
+            result[group_name(axes)] = _link(w, constants, size, k.strides["tensor"] * stride)
     if s.context_algorithm == "usp":
         stride = k.strides["context"]
         result["context.ulysses"] = _link(w, constants, w.ulysses, stride)

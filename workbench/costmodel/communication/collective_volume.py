@@ -21,6 +21,7 @@ from workbench.costmodel.communication.collective_call import (
 )
 from workbench.costmodel.communication.float8_volume import float8_collectives
 from workbench.costmodel.communication.grid_volume import grid_collectives
+from workbench.costmodel.operators.operator_calls import operator_collectives
 from workbench.costmodel.inputs.config import Array, Number
 from workbench.costmodel.inputs.rank_workload import Workload
 from workbench.plan.rank_placement import RankPlace
@@ -101,6 +102,8 @@ def _tensor_calls(w: Workload) -> list[CollectiveCall]:
     """
     if w.fixed.algorithm != "1d":
         return grid_collectives(w)
+    if w.fixed.operators is not None:
+        return operator_collectives(w)
     t, m, dtype, stream = w.tensor, w.microbatches, w.dtype, w.hidden_activation_bytes
     two, first, last, gathered = 2 * w.layers, w.has_embedding, w.has_head, 2 * w.recomputed_layers
     if w.fixed.expert_tensor and w.shape.moe and not w.shape.moe.shared:
@@ -137,6 +140,8 @@ def _tensor_calls(w: Workload) -> list[CollectiveCall]:
 
 def _loss_calls(w: Workload) -> list[CollectiveCall]:
     """Vocabulary-parallel cross-entropy: all-reduces of maximum, and of target logit and sum."""
+    if w.fixed.operators is not None:  # they are among the operators' own
+        return []
     count = w.microbatches * w.has_head * (1 + w.shape.mtp_layers)
     return [
         CollectiveCall(

@@ -139,12 +139,7 @@ def _attention_bytes(w: Workload) -> MovedBytes:
     e, t = w.element_bytes, w.tokens
     found = MovedBytes()
     if w.shape.positions == "rope":
-        # Four products of halves, their sums, and the concatenation; of queries and of keys.
-        if w.uses_fused_kernels:
-            found += moved_by([2 * e], [2 * e]).wide(t * (w.q_width + w.k_width))
-        else:
-            turned = moved_by([e] * 4 + [1.5 * e] * 2 + [2 * e], [e] * 5 + [1.5 * e] * 2 + [2 * e])
-            found += turned.wide(t * w.q_width) + turned.wide(t * w.k_width)
+        found += rope_bytes(w, t * w.q_width, t * w.k_width)
     if w.shape.biases in ("qkv", "all"):
         for width in (w.q_width, w.k_width, w.v_width):
             found += moved_by([], [e]).wide(t * width)
@@ -153,6 +148,16 @@ def _attention_bytes(w: Workload) -> MovedBytes:
         + _row_parallel_bias(w)
         + (_ulysses_bytes(w) if w.fixed.has_context_parallel else MovedBytes())
     )
+
+
+def rope_bytes(w: Workload, queries: Number, keys: Number) -> MovedBytes:
+    """Bytes of rotating so many elements of queries and of keys."""
+    e = w.element_bytes
+    if w.uses_fused_kernels:
+        return moved_by([2 * e], [2 * e]).wide(queries + keys)
+    # Four products of halves, their sums, and the concatenation; of queries and of keys.
+    turned = moved_by([e] * 4 + [1.5 * e] * 2 + [2 * e], [e] * 5 + [1.5 * e] * 2 + [2 * e])
+    return turned.wide(queries) + turned.wide(keys)
 
 
 def dropout_bytes(w: Workload, drawn: float) -> Number:
@@ -232,7 +237,7 @@ def _row_parallel_bias(w: Workload) -> MovedBytes:
 def _mlp_bytes(w: Workload, width: Number, sums: Number) -> MovedBytes:
     """Activation, biases, and the sum of both gradients of a gated layer's input."""
     e, t = w.element_bytes, w.tokens
-    found = _activation_bytes(w).wide(t * width) + _row_parallel_bias(w)
+    found = activation_bytes(w).wide(t * width) + _row_parallel_bias(w)
     if w.shape.gated:
         found += moved_by([], [3 * e]).wide(t * w.hidden_per_rank * sums)
     if w.shape.biases == "all":
@@ -240,7 +245,7 @@ def _mlp_bytes(w: Workload, width: Number, sums: Number) -> MovedBytes:
     return found
 
 
-def _activation_bytes(w: Workload) -> MovedBytes:
+def activation_bytes(w: Workload) -> MovedBytes:
     """Bytes an element of an activation, gated or not."""
     e = w.element_bytes
     if not w.shape.gated:
@@ -264,7 +269,7 @@ def _moe_bytes(w: Workload) -> MovedBytes:
     found += moved_by([2 * e * w.routed_rows_per_token], [2 * e] + [2 * e, 3 * e] * (k - 1)).wide(
         t * h
     )
-    found += _activation_bytes(w).wide(rows * w.expert_ffn)
+    found += activation_bytes(w).wide(rows * w.expert_ffn)
     if w.shape.gated:
         found += moved_by([], [3 * e]).wide(rows * h)
     # Combine: a product with the gate for each choice, added up.
@@ -288,25 +293,33 @@ def _moe_bytes(w: Workload) -> MovedBytes:
 
 def head_bytes(w: Workload) -> MovedBytes:
     """Final norm, and the loss over the logits of a rank."""
-    e, u, t, h = w.element_bytes, w.upcast_bytes, w.tokens, w.hidden_per_rank
-    cast, logits = (e + u) * (e < u), t * w.vocab_rows
+    e, t, h = w.element_bytes, w.tokens, w.hidden_per_rank
+    logits, split = t * w.vocab_rows, 1.0 * (w.tensor > 1)
     found = norm_bytes(w, False).wide(t * h / w.sequence_parallel)
     if not w.uses_fused_kernels:
-        split = 1.0 * (w.tensor > 1)
-        # Log-softmax and the loss; vocabulary-parallel: maximum, difference, exponentials, their
-        # sum and quotient, in place.
-        whole = moved_by([cast, 2 * u], [u, 3 * u, cast])
-        parts = moved_by([cast, u, 2 * u, 2 * u, u, 2 * u], [2 * u, cast])
-        return found + whole.wide(logits).times(1 - split) + parts.wide(logits).times(split)
+        return found + loss_bytes(w, split).wide(logits)
     # Split: statistics, then the gradient in place. Whole: both in one kernel where it is Triton's,
     # in forward; backward scales both gradients.
-    split = 1.0 * (w.tensor > 1)
-    parts = moved_by([e], [2 * e]).wide(logits)
     one = 1 if w.fixed.kernels == "fused" else 2
     wide = e if w.fixed.precision != "fp16" else 4
     whole = moved_by([(one + 1) * e], []).wide(logits)
     whole += moved_by([], [wide + e]).wide(t * h) + moved_by([], [wide + e]).wide(w.table_params)
-    return found + parts.times(split) + whole.times(1 - split)
+    return found + loss_bytes(w, split).wide(logits).times(split) + whole.times(1 - split)
+
+
+def loss_bytes(w: Workload, split: Number) -> MovedBytes:
+    """Bytes an element of the loss of logits that there are; `split` is 1 where ranks share the
+    vocabulary.
+    """
+    e, u = w.element_bytes, w.upcast_bytes
+    if w.uses_fused_kernels:
+        return moved_by([e], [2 * e])
+    # Log-softmax and the loss; vocabulary-parallel: maximum, difference, exponentials, their sum
+    # and quotient, in place.
+    cast = (e + u) * (e < u)
+    whole = moved_by([cast, 2 * u], [u, 3 * u, cast])
+    parts = moved_by([cast, u, 2 * u, 2 * u, u, 2 * u], [2 * u, cast])
+    return whole.times(1 - split) + parts.times(split)
 
 
 def chunked_head(w: Workload, tokens: Number) -> Number:

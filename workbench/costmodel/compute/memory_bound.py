@@ -45,7 +45,7 @@ def memory_bound_pass(w: Workload, m: DeviceRates, is_moe: bool) -> PassTimes:
     rotated = w.q_width + w.k_width if w.shape.positions == "rope" else 0.0
     forward, backward = (
         2 * h * norm + rotated * rope + wide * activation + copies + bias
-        for (norm, rope, activation), bias in zip(_seam_passes(w, m.constants, is_moe), biases)
+        for (norm, rope, activation), bias in zip(seam_passes(w, m.constants, is_moe), biases)
     )
     if w.quantized_format is not None:
         casts = _quantized_bytes(w, w.quantized_format, is_moe)
@@ -56,7 +56,7 @@ def memory_bound_pass(w: Workload, m: DeviceRates, is_moe: bool) -> PassTimes:
     return PassTimes(forward / rate, backward / rate)
 
 
-def _seam_passes(w: Workload, c: Constants, is_moe: bool) -> list[tuple[Number, Number, Number]]:
+def seam_passes(w: Workload, c: Constants, is_moe: bool) -> list[tuple[Number, Number, Number]]:
     """Bytes an element of (norm and residual, rotary positions, activation), forward and backward.
 
     Small activations of this engine leave fused seams eager (`kernels/fused_seams.py`).

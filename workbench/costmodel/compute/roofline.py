@@ -96,7 +96,7 @@ def microbatch_compute(w: Workload, m: DeviceRates, k: LayerTimes) -> Microbatch
     if w.shape.moe:
         forward = forward + sparse * k.moe.forward
         backward = backward + sparse * k.moe.backward
-    backward = backward + _accumulation_seconds(w, m)
+    backward = backward + accumulation_seconds(w, m)
     # Selective recompute repeats attention, or the share of a layer's forward that the framework's
     # profile states; full recompute repeats the layer.
     behavior = w.fixed.framework.recompute
@@ -120,13 +120,13 @@ def microbatch_compute(w: Workload, m: DeviceRates, k: LayerTimes) -> Microbatch
     if counts_operators(w):
         gemms = [len(layer_gemms(w, kind)) for kind in (False, True)]
         host = [1e-6 * m.constants.launch_us * each for each in stage_kernels(w, *gemms)]
-        forward, idle[0] = _host_ahead(forward - idle[0], host[0])
+        forward, idle[0] = host_ahead(forward - idle[0], host[0])
         repeated = w.recomputed_layers * k.moe.idle_forward
-        backward, idle[1] = _host_ahead(backward - repeated - idle[1], host[1])
+        backward, idle[1] = host_ahead(backward - repeated - idle[1], host[1])
     return MicrobatchCompute(forward, backward, np.asarray(weight), *idle)
 
 
-def _host_ahead(gpu: Array, host: Number) -> tuple[Array, Array]:
+def host_ahead(gpu: Array, host: Number) -> tuple[Array, Array]:
     """(seconds of a stage, those of them in which its GPU waits for the host), which gets ahead
     while large kernels run and falls behind in small ones.
     """
@@ -143,7 +143,7 @@ def _embedding_seconds(w: Workload, m: DeviceRates) -> tuple[Number, Number]:
     return embedding, embedding
 
 
-def _accumulation_seconds(w: Workload, m: DeviceRates) -> Number:
+def accumulation_seconds(w: Workload, m: DeviceRates) -> Number:
     """Seconds in which a microbatch's gradients are added to those before."""
     if counts_operators(w):
         return counted_seconds(m, MovedBytes(backward=accumulated_bytes(w)))[1]

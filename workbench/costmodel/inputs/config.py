@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from workbench.costmodel.frameworks.framework_profile import FrameworkProfile, plan_profile
+from workbench.costmodel.inputs.operator_strategies import OperatorStrategies
 from workbench.machine.hardware import GPU, Fabric
 from workbench.plan.model.model_shape import Shape
 from workbench.plan.optimizer_state import DTYPE_BYTES, master_bytes, moment_bytes, num_moments
@@ -113,6 +114,9 @@ class FixedConfig:
     """Whether both residual branches of a layer apply dropout, with masks that backward draws
     again.
     """
+
+    operators: OperatorStrategies | None = None
+    """Where the tensor ranks are a grid over which each module is sharded in its own way."""
 
     def table_row(self, place: RankPlace) -> int:
         """The row of the schedule's table that a rank's actions are in."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 import numpy as np
 
 from workbench.costmodel.inputs.config import Array, Number
+from workbench.costmodel.inputs.operator_stages import rank_parameters
 from workbench.costmodel.inputs.rank_shapes import RankShapes
 from workbench.plan.model.parameter_count import (
     BlockWidths,
@@ -46,6 +48,8 @@ class ParamCounts:
 
 def count_params(w: RankShapes) -> ParamCounts:
     """Count the parameters of each pipeline rank before data parallelism shards them."""
+    if w.fixed.operators is not None:
+        return _under_operators(w)
     shape = w.shape
     widths = _block_widths(w)
     layer = attention_parameters(shape, widths) + block_norms(shape) * w.tiling.vector_share
@@ -61,6 +65,20 @@ def count_params(w: RankShapes) -> ParamCounts:
     experts = sparse * (moe.experts / w.searched.expert * expert if moe else 0.0)
     unit = layer + (mlp if moe is None else router + moe.experts / w.searched.expert * expert)
     return ParamCounts(dense, experts, unit, w.layers * _adapter(w))
+
+
+def _under_operators(w: RankShapes) -> ParamCounts:
+    """Parameters of ranks whose modules are sharded by strategies of their own; the largest layer
+    is the unit.
+    """
+    total, largest = [], []
+    for place in w.places:
+        by_unit: Counter[str] = Counter()
+        for p in rank_parameters(w.fixed, place.stage):
+            by_unit[p.unit] += p.elements
+        total.append(by_unit.total())
+        largest.append(max(n for unit, n in by_unit.items() if unit.isdigit()))
+    return ParamCounts(np.array(total, float), w.zeros, np.array(largest, float), w.zeros)
 
 
 def _adapter(w: RankShapes) -> Number:

@@ -19,7 +19,7 @@ from workbench.plan.rank_placement import RankPlace
 from workbench.plan.schema import STORED
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class RankShapes:
     """Problem sizes of one rank, per candidate."""
 
@@ -54,6 +54,8 @@ class RankShapes:
     """Width of all shared experts together."""
     vocab_rows: Number
     """Vocabulary rows of a rank, padding included."""
+    head_rows: Number
+    """The same of the head, which operator strategies may shard in another way."""
     sequence_parallel: Number
     """Number of ranks over which norms and residuals are sharded: the tensor ranks, or 1."""
     element_bytes: int
@@ -162,8 +164,13 @@ class RankShapes:
 
     @property
     def table_params(self) -> Number:
-        """Parameters of the embedding table, or of the head, on one tensor rank."""
-        return self.vocab_rows * self.weight_in_dim
+        """Parameters of the larger of the embedding table and the head on one tensor rank."""
+        return np.maximum(self.vocab_rows, self.head_rows) * self.weight_in_dim
+
+    @property
+    def head_params(self) -> Number:
+        """Parameters of the head on one tensor rank."""
+        return self.head_rows * self.weight_in_dim
 
     @property
     def ulysses(self) -> Number:

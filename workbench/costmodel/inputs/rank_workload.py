@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -20,6 +20,8 @@ from workbench.costmodel.inputs.config import (
     searched_config,
     stage_homes,
 )
+from workbench.costmodel.inputs.operator_stages import rank_parameters
+from workbench.costmodel.inputs.operator_strategies import OperatorStrategies
 from workbench.costmodel.inputs.rank_parameters import ParamCounts, count_params
 from workbench.costmodel.inputs.rank_shapes import RankShapes
 from workbench.costmodel.inputs.tensor_tiling import TensorTiling, tensor_tiling
@@ -42,7 +44,7 @@ from workbench.schedules import in_flight as most_held
 from workbench.schedules.generators import SCHEDULES
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Workload(RankShapes):
     """Per-rank problem sizes with the parameter counts that follow from them."""
 
@@ -52,22 +54,31 @@ class Workload(RankShapes):
         return count_params(self)
 
 
-def workload(plan: ResolvedPlan, ranks: Sequence[int] | None = None) -> Workload:
+def workload(
+    plan: ResolvedPlan,
+    ranks: Sequence[int] | None = None,
+    operators: OperatorStrategies | None = None,
+) -> Workload:
     """Compute the per-rank problem sizes of a resolved plan.
 
     Args:
         plan: The plan.
         ranks: Global ranks to evaluate; None: the first of each pipeline stage, of whose replicas
             it has the most sequences. A step's time and model FLOPs are of these.
+        operators: The plan's operator strategies, where it has them.
 
     Raises:
         PlanError: The plan uses a field that the cost model does not cover; the message names it.
     """
     _refuse(plan)
+    assert operators is not None or not plan.strategy.operators or plan.strategy.tensor.ranks == 1, (
+        "operator strategies are given by `planner.planned_workload`"
+    )
     evaluated = first_ranks_of_stages(plan) if ranks is None else ranks
     places = [rank_place(plan, rank) for rank in evaluated]
     searched = searched_config(plan, [place.stage for place in places])
-    return assemble_workload(fixed_config(plan), searched, places)
+    fixed = replace(fixed_config(plan), operators=operators)
+    return assemble_workload(fixed, searched, places)
 
 
 def assemble_workload(
@@ -111,7 +122,7 @@ def assemble_workload(
         hidden_per_rank=shape.hidden / blocks.hidden_parts,
         weight_in_dim=shape.hidden / blocks.in_dim_parts,
         **tensor_parallel_widths(shape, blocks.column_parts, s.expert_tensor),
-        vocab_rows=_rows(shape, blocks),
+        **_table_rows(s, places, blocks),
         sequence_parallel=1 + k.sequence * (k.tensor - 1),
         element_bytes=DTYPE_BYTES[s.precision],
         gradient_element_bytes=_gradient_element(s, k.gradient_element_bytes, microbatches),
@@ -282,6 +293,25 @@ def _rows(shape: Shape, blocks: TensorTiling) -> Number:
         np.ceil(shape.vocab / (blocks.column_parts * blocks.gathered_blocks))
         * blocks.gathered_blocks
     )
+
+
+def _table_rows(
+    s: FixedConfig, places: Sequence[RankPlace], blocks: TensorTiling
+) -> dict[str, Number]:
+    """Rows of the hidden width that a rank's embedding and head are."""
+    if s.operators is None:
+        return dict.fromkeys(("vocab_rows", "head_rows"), _rows(s.shape, blocks))
+    found = [
+        {p.name: p.elements / s.shape.hidden for p in rank_parameters(s, place.stage)}
+        for place in places
+    ]
+    vocab = [own.get("embedding.tokens.weight", 0.0) for own in found]
+    # Of a tied weight that a rank has once, the head is the embedding.
+    head = [
+        own.get("head.weight", rows * ("final_norm.weight" in own))
+        for own, rows in zip(found, vocab)
+    ]
+    return {"vocab_rows": np.array(vocab), "head_rows": np.array(head)}
 
 
 def _gradient_element(s: FixedConfig, written: Number, microbatches: Number) -> Number:

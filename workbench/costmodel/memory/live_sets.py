@@ -15,6 +15,7 @@ from workbench.costmodel.memory import activation_memory, attention_memory
 from workbench.costmodel.memory.activation_memory import LayerActivations
 from workbench.costmodel.memory.loss_memory import HeadMemory
 from workbench.costmodel.memory.loss_memory import head_memory as head_of
+from workbench.costmodel.operators import operator_live_sets
 from workbench.schedules import receives_early
 
 MemoryByCategory = dict[str, Array]
@@ -35,6 +36,8 @@ class ActivationsInFlight:
     """What those layers leave for a deferred W."""
 
 
+FORWARD_PHASES = ("forward", "head_forward")
+"""Phases of the forward of plans with operator strategies."""
 PHASES_WITH_ALL_GRADIENTS = ("embedding", "optimizer")
 """Phases at which all gradients exist, whatever the framework."""
 
@@ -56,6 +59,8 @@ def live_by_phase(w: Workload) -> dict[str, MemoryByCategory]:
         Phase -> category -> bytes by pipeline rank; `first_forward` is the state after the first
         microbatch's forward.
     """
+    if w.fixed.operators is not None:
+        return _under_operators(w)
     head, layer = (
         head_of(w),
         activation_memory.layer_activations(w, is_moe=w.shape.moe is not None),
@@ -71,6 +76,25 @@ def live_by_phase(w: Workload) -> dict[str, MemoryByCategory]:
     }
 
 
+def _under_operators(w: Workload) -> dict[str, MemoryByCategory]:
+    """The same of plans with operator strategies, whose microbatch runs on shapes."""
+    boundary, transfers = activation_memory.boundary_bytes(w)[1], _between_stages(w)
+    kept = operator_live_sets.kept_of_first_microbatch(w)
+    first = {"activations": kept["activations"] + boundary, "logits": kept["logits"]}
+    forward = operator_live_sets.phases_of_passes(w, transfers - boundary)
+    backward = operator_live_sets.phases_of_passes(w, transfers - _sent_before_backward(w))
+    received = {"communication": _received_gradient(w)}
+    return {
+        "first_forward": first,
+        **{name: live for name, live in forward.items() if name in FORWARD_PHASES},
+        **{
+            name: add_categories(live, received)
+            for name, live in backward.items()
+            if name not in FORWARD_PHASES
+        },
+    }
+
+
 def _activations_in_flight(w: Workload, head: HeadMemory) -> ActivationsInFlight:
     """Sum the saved activations over the microbatches in flight (1F1B: p - r of them on rank r)."""
     dense, moe = (
@@ -81,7 +105,7 @@ def _activations_in_flight(w: Workload, head: HeadMemory) -> ActivationsInFlight
     layer_saved = share * dense.saved + (1 - share) * moe.saved
     checkpoint = share * dense.checkpoint + (1 - share) * moe.checkpoint
     saved = (w.layers - w.recomputed_layers) * layer_saved + w.recomputed_layers * checkpoint
-    ends, boundary = activation_memory.boundary_bytes(w)
+    ends, _ = activation_memory.boundary_bytes(w)
     per_microbatch = saved + ends
     if w.shape.mtp_layers:  # each norms its two inputs, and projects what it joins
         further = w.shape.mtp_layers * (2 + 2)
@@ -92,6 +116,20 @@ def _activations_in_flight(w: Workload, head: HeadMemory) -> ActivationsInFlight
     deferred_delta = w.deferred_microbatches * (deferred - saved) * float(w.fixed.splits_backward)
     # Losses of all tokens that are predicted have run before any backward of theirs.
     num_losses = w.losses_in_flight * w.has_head * (1 + w.shape.mtp_layers)
+    total = (
+        w.microbatches_in_flight * per_microbatch
+        + num_losses * head.saved
+        + _between_stages(w)
+        + deferred_delta
+    )
+    return ActivationsInFlight(
+        total, num_losses * head.logits, saved / w.fixed.chunks, deferred / w.fixed.chunks
+    )
+
+
+def _between_stages(w: Workload) -> Array:
+    """Bytes of outputs on their way to other stages, and of inputs that came ahead."""
+    _, boundary = activation_memory.boundary_bytes(w)
     outputs = boundary * (
         1
         + w.fixed.framework.model_parallel.keeps_sent_outputs
@@ -101,16 +139,7 @@ def _activations_in_flight(w: Workload, head: HeadMemory) -> ActivationsInFlight
     # there it comes after the backward, unless receives are posted early.
     first = 1 - w.has_head * receives_early(w.fixed.schedule)
     inputs = float(w.pipeline > 1) * w.residual_bytes * np.maximum(0.0, w.inputs_ahead - first)
-    total = (
-        w.microbatches_in_flight * per_microbatch
-        + num_losses * head.saved
-        + outputs
-        + inputs
-        + deferred_delta
-    )
-    return ActivationsInFlight(
-        total, num_losses * head.logits, saved / w.fixed.chunks, deferred / w.fixed.chunks
-    )
+    return np.asarray(outputs + inputs)
 
 
 def _forward_end(w: Workload, head: HeadMemory, layer: LayerActivations) -> MemoryByCategory:

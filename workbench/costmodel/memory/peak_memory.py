@@ -64,8 +64,8 @@ def peak_memory(w: Workload, constants: Constants) -> PeakMemory:
         )
         for name, live in live_sets.live_by_phase(w).items()
     }
-    for name, change in zero_buffers.zero_buffer_deltas(w, parameters).items():
-        phases[name] = add_categories(phases[name], change)
+    changes = zero_buffers.zero_buffer_deltas(w, parameters)
+    phases = {name: add_categories(live, changes.get(name, {})) for name, live in phases.items()}
     forward_end = phases.pop("first_forward")
     phases["optimizer"] = add_categories(persistent, optimizer_step_buffers(w, parameters))
     peak = _at_largest(list(phases.values()))

@@ -42,6 +42,7 @@ def zero_buffer_deltas(w: Workload, p: ParamCounts) -> dict[str, MemoryByCategor
     )
     by_phase = {
         **dict.fromkeys(PHASES_BEFORE_LAYER_BACKWARD, _head_phase(w, p)),
+        "head_forward": _head_phase(w, p, num_layers=0),
         **dict.fromkeys(backward, layer),
         "embedding": _embedding_phase(w, p),
     }
@@ -65,19 +66,20 @@ def _gathered_bytes(w: Workload, p: ParamCounts, units: Number) -> Number:
     )
 
 
-def _head_phase(w: Workload, p: ParamCounts) -> MemoryByCategory:
-    """The last unit (with a tied weight the embedding too) and the prefetched layers; no gradient
-    yet.
+def _head_phase(
+    w: Workload, p: ParamCounts, num_layers: int | None = None
+) -> MemoryByCategory:
+    """The last unit (with a tied weight the embedding too) and the prefetched layers, or
+    `num_layers` of them; no gradient yet.
     """
-    table = w.table_params
+    layers = w.fixed.num_zero_in_flight - 1 if num_layers is None else num_layers
+    table = w.head_params
     rest = (
         w.has_embedding * (p.total - w.layers * p.layer - table) * float(has_tied_head_on_rank(w))
     )
     return {
         "gathered": w.zeros
-        + _gathered_bytes(
-            w, p, w.has_head * table + rest + (w.fixed.num_zero_in_flight - 1) * p.layer
-        ),
+        + _gathered_bytes(w, p, w.has_head * table + rest + layers * p.layer),
         "communication": w.zeros,
     }
 
@@ -90,7 +92,7 @@ def _layer_phase(w: Workload, p: ParamCounts) -> MemoryByCategory:
     if w.zero == 3:
         gradients = p.layer + (
             w.fixed.num_zero_in_flight > 1
-        ) * w.has_head * w.vocab_rows * w.weight_in_dim * (1 - float(has_tied_head_on_rank(w)))
+        ) * w.has_head * w.head_params * (1 - float(has_tied_head_on_rank(w)))
     return {
         "gathered": w.zeros + _gathered_bytes(w, p, w.fixed.num_zero_in_flight * p.layer),
         "communication": w.zeros + _gradient_bytes(w, gradients),

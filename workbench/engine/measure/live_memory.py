@@ -94,6 +94,20 @@ class MemoryLevels:
             self.peak = _nonzero(before)
 
 
+def _local_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The tensors that hold the bytes: of a DTensor its local one, whose operators the mode does not
+    see.
+    """
+    if type(tensor) in (torch.Tensor, torch.nn.Parameter) or not is_traceable_wrapper_subclass(
+        tensor
+    ):
+        yield tensor
+        return
+    for part in (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]):
+        if isinstance(part, torch.Tensor):
+            yield from _local_tensors(part)
+
+
 def _nonzero(levels: Mapping[str, int]) -> dict[str, int]:
     return {category: size for category, size in levels.items() if size}
 
@@ -129,25 +143,21 @@ class LiveBytes(TorchDispatchMode):
         if func.namespace in ("c10d", "_c10d_functional", "_dtensor"):
             self._collective(func, args, out)
         # inductor's ops resize a storage in place where parameters are freed or all-gathered.
-        for tensor in tensors_in(args if func.namespace == "inductor" else out):
-            if self._countable(tensor):
-                self._see(tensor, args)
+        for result in tensors_in(args if func.namespace == "inductor" else out):
+            for tensor in _local_tensors(result):
+                if self._countable(tensor):
+                    self._see(tensor, args)
         return out
 
     def _countable(self, tensor: torch.Tensor) -> bool:
-        if tensor.device != self.device:
-            return False
-        return type(tensor) in (
-            torch.Tensor,
-            torch.nn.Parameter,
-        ) or not is_traceable_wrapper_subclass(tensor)
+        return tensor.device == self.device
 
     def _see(self, tensor: torch.Tensor, args: tuple[Any, ...]) -> None:
         storage = tensor.untyped_storage()
         known = self._live.get(id(storage))
         if known is not None:
             self._resize(known, storage.nbytes())
-        elif any(x.untyped_storage() is storage for x in tensors_in(args)):
+        elif any(x.untyped_storage() is storage for arg in tensors_in(args) for x in _local_tensors(arg)):
             self._count(storage, "overhead")
         else:
             self._count(storage, self._scopes[-1] if self._scopes else None)

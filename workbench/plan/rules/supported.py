@@ -114,9 +114,11 @@ OF_SHAPE = ("model.", "strategy.tensor.")
 
 
 def _parts_recomputed(plan: ResolvedPlan) -> list[int | str] | None:
-    """What is recomputed, where a list names parts of layers."""
+    """What is recomputed, where a list names parts of layers whose modules have no strategies of
+    their own.
+    """
     wanted = plan.strategy.recompute
-    if isinstance(wanted, str) or not wanted:
+    if isinstance(wanted, str) or not wanted or operator_rules.sides(plan):
         return None
     modules = recompute_rules.recomputed_modules(wanted, plan.shape)
     whole = recompute_rules.recomputed_layers(wanted, plan.shape)
@@ -125,10 +127,25 @@ def _parts_recomputed(plan: ResolvedPlan) -> list[int | str] | None:
 
 ESTIMATE_LIMITS: tuple[tuple[str, Callable[[ResolvedPlan], Any], tuple[Any, ...]], ...] = (
     ("strategy.pipeline.schedule", _named_schedule, tuple(SCHEDULES)),
-    ("strategy.operators", lambda p: p.strategy.operators, ({},)),
     ("strategy.recompute", _parts_recomputed, (None,)),
 )
 """The same for `estimate`."""
+
+
+OPERATOR_ESTIMATE_LIMITS: tuple[
+    tuple[str, Callable[[ResolvedPlan], Any], tuple[Any, ...]], ...
+] = (
+    ("strategy.stack", lambda p: p.strategy.stack, ("workbench",)),
+    ("strategy.context.size", lambda p: p.strategy.context.size, (1,)),
+    ("strategy.precision", lambda p: p.strategy.precision, ("fp32", "tf32", "bf16", "fp16")),
+    ("strategy.attention", lambda p: p.strategy.attention, ("flash", "efficient")),
+    ("training.dropout", lambda p: p.training.dropout, (0.0,)),
+    ("training.lora", lambda p: "set" if p.training.lora else None, (None,)),
+    ("model.moe", lambda p: "set" if p.shape.moe else None, (None,)),
+    ("model.mla", lambda p: "set" if p.shape.mla else None, (None,)),
+    ("model.mtp_layers", lambda p: p.shape.mtp_layers, (0,)),
+)
+"""The same for `estimate` where strategy.operators say how each module is sharded."""
 
 
 def unsupported(plan: ResolvedPlan, verb: Verb, allow_code: bool = False) -> list[Problem]:
@@ -177,14 +194,17 @@ def _lacking(plan: ResolvedPlan, verb: Verb) -> list[Problem]:
         knows = f"'{plan.code.python}' is code, whose cost no closed form knows"
         what = f"{knows}; legal: rehearse or run it, with {python_model_rules.ALLOW}"
         return [Problem("model.python", what)]
+    beside = ""
+    if verb == "estimate" and operator_rules.sides(plan):
+        table, beside = (*table, *OPERATOR_ESTIMATE_LIMITS), " beside strategy.operators"
     if plan.code:
         table = tuple(row for row in table if not row[0].startswith(OF_SHAPE))
-    unfit: list[Problem] = []
+    unfit = operator_rules.problems(plan)
     if verb != "estimate":
-        unfit = [*operator_rules.problems(plan), *_experts_on_grid(plan), *_kernels_of_code(plan)]
+        unfit += [*_experts_on_grid(plan), *_kernels_of_code(plan)]
         unfit += [*float8_rules.problems(plan), *_stage_without_layers(plan, verb)]
     return unfit + [
-        Problem(field, f"is {value!r}; this version can {verb} {_legal(can)}")
+        Problem(field, f"is {value!r}{beside}; this version can {verb} {_legal(can)}")
         for field, read, can in table
         if (value := read(plan)) not in can
     ]

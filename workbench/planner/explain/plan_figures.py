@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from workbench.costmodel.inputs.rank_workload import workload
 from workbench.costmodel.memory.peak_memory import peak_memory
 from workbench.costmodel.rates.constants import Constants
 from workbench.costmodel.step_time import step_time
@@ -17,6 +16,7 @@ from workbench.planner.calibrated_plan import with_calibration
 from workbench.planner.estimate import estimate
 from workbench.planner.framework_limits import stays_possible
 from workbench.planner.plan_changes import Change
+from workbench.planner.planned_workload import planned_workload
 from workbench.profile import Profile
 from workbench.units import GIB
 
@@ -146,7 +146,7 @@ def plan_figures(full: ResolvedPlan) -> PlanFigures:
 
 
 def _calibrated_figures(full: ResolvedPlan, constants: Constants) -> PlanFigures:
-    w = workload(full)
+    w = planned_workload(full)
     return PlanFigures(
         seconds=float(step_time(w, constants).seconds),
         tokens=float(full.training.global_batch * full.training.sequence_length),

@@ -9,13 +9,13 @@ from typing import Any, Protocol
 
 from workbench.costmodel.compute.kernel_rates import peak_flops
 from workbench.costmodel.compute.roofline import model_flops
-from workbench.costmodel.inputs.rank_workload import workload
 from workbench.costmodel.memory.near_full import near_full_slowdown
 from workbench.costmodel.memory.reported_memory import probability_of_running_out
 from workbench.costmodel.rates.constants import Constants
 from workbench.costmodel.rates.fitted_constants import measured_profile
 from workbench.plan.schema import Plan
 from workbench.planner.calibrated_plan import with_calibration
+from workbench.planner.planned_workload import planned_workload
 from workbench.planner.published_steps import published_beside
 from workbench.planner.search.results.search_result import Candidate
 from workbench.planner.search.search_space import SearchSpace
@@ -102,7 +102,7 @@ class CandidateFigures:
         the same batch.
         """
         if self._flops is None:
-            w = workload(plan.resolve())
+            w = planned_workload(plan.resolve())
             ranks = w.tensor * w.searched.context
             self._flops = float(model_flops(w) * w.step_microbatches * ranks)
         setting = self.space.fixed_configs[0]

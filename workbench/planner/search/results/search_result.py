@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from workbench.costmodel.inputs.rank_workload import workload
 from workbench.costmodel.step_time import step_time
 from workbench.plan.model.layer_profile_file import profiled_model
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.schema import Plan
 from workbench.planner.calibrated_plan import with_calibration
 from workbench.planner.estimated_timeline import simulated_step_seconds, simulated_timeline
+from workbench.planner.planned_workload import planned_workload
 from workbench.planner.published_steps import beyond_published
 from workbench.planner.search.results import result_tables
 from workbench.planner.search.results.stage_figures import StageFigures
@@ -183,6 +183,6 @@ def _simulated(plan: ResolvedPlan) -> float | None:
     if plan.strategy.pipeline.size == 1:
         return None
     full, k = with_calibration(plan)
-    w = workload(full)
+    w = planned_workload(full)
     time = step_time(w, k)
     return simulated_step_seconds(w, time, *simulated_timeline(w, time.durations))

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from workbench.costmodel.inputs.rank_workload import workload
 from workbench.costmodel.memory.peak_memory import peak_memory
 from workbench.costmodel.step_time import longest_compute_seconds, step_time
 from workbench.errors import PlanError
@@ -16,6 +15,7 @@ from workbench.plan.schema import Plan
 from workbench.planner.calibrated_plan import with_calibration
 from workbench.planner.framework_limits import broken_limits
 from workbench.planner.plan_conditions import Condition
+from workbench.planner.planned_workload import planned_workload
 from workbench.planner.profiled_models.planned_stages import planned_stages
 from workbench.planner.profiled_models.step_seconds import step_seconds
 from workbench.planner.search.results.candidate_figures import Figures
@@ -84,7 +84,7 @@ def _estimate(full: ResolvedPlan) -> tuple[float, float, float]:
         took = step_seconds(planned, full.strategy.data.overlap)
         return took.simulated, took.parts["compute"], max(planned.peak_bytes)
     calibrated, constants = with_calibration(full)
-    w = workload(calibrated)
+    w = planned_workload(calibrated)
     time = step_time(w, constants)
     compute, peak = longest_compute_seconds(w, time), peak_memory(w, constants).peak
     return float(time.seconds), float(compute), float(peak.max())

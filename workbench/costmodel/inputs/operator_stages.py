@@ -1,0 +1,47 @@
+"""Which parts of the model a pipeline rank has, and the parameters that are its shards of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from workbench.costmodel.inputs.config import FixedConfig, stage_homes
+from workbench.costmodel.inputs.operator_strategies import OperatorParameter, stage_parameters
+
+
+@dataclass(frozen=True)
+class StageParts:
+    """A stage of the pipeline."""
+
+    layers: range
+    has_embedding: bool
+    has_head: bool
+
+
+def rank_stages(s: FixedConfig, pipeline_rank: int) -> list[StageParts]:
+    """The stages of a pipeline rank, in their order."""
+    homes = stage_homes(s.pipeline, s.schedule, len(s.partition), s.table)
+    return [stage_parts(s, stage) for stage in np.flatnonzero(homes == pipeline_rank).tolist()]
+
+
+def stage_parts(s: FixedConfig, stage: int) -> StageParts:
+    """A stage of the pipeline."""
+    first = sum(s.partition[:stage])
+    layers = range(first, first + s.partition[stage])
+    return StageParts(layers, stage == 0, stage == len(s.partition) - 1)
+
+
+def rank_parameters(s: FixedConfig, pipeline_rank: int) -> Iterator[OperatorParameter]:
+    """Parameters of a pipeline rank under operator strategies: one weight where the head is tied to
+    an embedding of the same rank.
+    """
+    assert s.operators is not None
+    stages = rank_stages(s, pipeline_rank)
+    both = s.shape.tied and any(x.has_embedding for x in stages)
+    for x in stages:
+        ends = x.has_embedding, x.has_head
+        for p in stage_parameters(s.operators, s.shape, x.layers, *ends):
+            if not (both and p.name == "head.weight"):
+                yield p

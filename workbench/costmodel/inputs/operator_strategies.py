@@ -1,0 +1,135 @@
+"""A plan's operator strategies as the cost model reads them, and the parameters that a rank holds
+under them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from workbench.plan.model.model_shape import Shape
+from workbench.plan.operators.least_redistribution import LeastRedistribution
+from workbench.plan.operators.redistribution_moves import neighbors
+from workbench.plan.operators.strategy_form import Placement
+
+
+@dataclass(frozen=True)
+class OperatorStrategies:
+    """Which dimension of each named module each axis of the grid shards."""
+
+    sides: tuple[int, ...]
+    """Of the grid that tensor ranks are, outermost first."""
+    placements: Mapping[str, Placement]
+    """Module -> the dimension that each axis shards."""
+    least: LeastRedistribution
+    """Chooses the steps of each redistribution, as the runtime does."""
+    recomputed: frozenset[str] = frozenset()
+    """Modules that keep their inputs alone, and run again in backward."""
+
+    def axes(self, module: str, dimension: str) -> tuple[int, ...]:
+        """Axes that shard a dimension of a module."""
+        own = self.placements.get(module, ())
+        return tuple(axis for axis, name in enumerate(own) if name == dimension)
+
+    def ranks_over(self, axes: tuple[int, ...]) -> int:
+        """Ranks of a group that spans these axes."""
+        return math.prod(self.sides[axis] for axis in axes)
+
+    def group(self, axes: tuple[int, ...]) -> tuple[int, int]:
+        """(ranks of the group that spans a run of neighboring axes, distance between them among the
+        ranks of the grid).
+        """
+        return self.ranks_over(axes), math.prod(self.sides[axes[-1] + 1 :])
+
+    def groups(self) -> Iterator[tuple[int, ...]]:
+        """Axes of every group that collectives may span."""
+        yield from neighbors(range(len(self.sides)))
+
+    def local(self, size: int, module: str, dimension: str) -> int:
+        """Entries of a rank's shard of a dimension, padding included."""
+        return -(-size // self.ranks_over(self.axes(module, dimension)))
+
+
+
+def group_name(axes: tuple[int, ...]) -> str:
+    """Name of the link that the group over these axes of the grid sees."""
+    return f"operators.{'.'.join(map(str, axes))}"
+
+
+@dataclass(frozen=True)
+class OperatorParameter:
+    """One parameter of a stage on this rank."""
+
+    name: str
+    """In the model, e.g. blocks.0.attention.q.weight."""
+    shape: tuple[int, ...]
+    partial_over: tuple[int, ...]
+    """Axes of the grid over which its gradient is a partial sum: those that shard rows."""
+
+    @property
+    def elements(self) -> int:
+        """Entries, padding included."""
+        return math.prod(self.shape)
+
+    @property
+    def unit(self) -> str:
+        """The ZeRO-3 unit that it belongs to."""
+        first, second, *_ = self.name.split(".")
+        return {"blocks": second, "embedding": first}.get(first, "head")
+
+
+def stage_parameters(
+    s: OperatorStrategies,
+    shape: Shape,
+    layers: Iterable[int],
+    has_embedding: bool,
+    has_head: bool,
+) -> Iterator[OperatorParameter]:
+    """Parameters of a stage in the model's order; of a tied weight the head has one too."""
+    if has_embedding:
+        yield _matrix(s, "embedding.tokens", (shape.vocab, "vocabulary"), (shape.hidden, "hidden"))
+        if shape.positions == "learned":
+            positions = (shape.max_positions, shape.hidden)
+            yield OperatorParameter("embedding.positions.weight", positions, ())
+        if shape.embedding_norm:
+            yield from _norm(s, shape, "embedding.norm")
+    for layer in layers:
+        yield from _block(s, shape, f"blocks.{layer}")
+    if has_head:
+        yield from _norm(s, shape, "final_norm")
+        yield _matrix(s, "head", (shape.vocab, "columns"), (shape.hidden, "inner"))
+
+
+def _block(s: OperatorStrategies, shape: Shape, block: str) -> Iterator[OperatorParameter]:
+    some, every = shape.biases in ("qkv", "all"), shape.biases == "all"
+    h, keys = shape.hidden, shape.kv_width
+    yield from _norm(s, shape, f"{block}.attention_norm")
+    for name, width in (("q", shape.q_width), ("k", keys), ("v", keys)):
+        yield from _linear(s, f"{block}.attention.{name}", width, h, some)
+    yield from _linear(s, f"{block}.attention.o", h, shape.q_width, every)
+    yield from _norm(s, shape, f"{block}.mlp_norm")
+    for name in ("gate", "up") if shape.gated else ("up",):
+        yield from _linear(s, f"{block}.mlp.{name}", shape.ffn, h, every)
+    yield from _linear(s, f"{block}.mlp.down", h, shape.ffn, every)
+
+
+def _linear(
+    s: OperatorStrategies, module: str, columns: int, inner: int, bias: bool
+) -> Iterator[OperatorParameter]:
+    yield _matrix(s, module, (columns, "columns"), (inner, "inner"))
+    if bias:
+        width = s.local(columns, module, "columns")
+        yield OperatorParameter(f"{module}.bias", (width,), s.axes(module, "rows"))
+
+
+def _matrix(
+    s: OperatorStrategies, module: str, *dims: tuple[int, str]
+) -> OperatorParameter:
+    shape = tuple(s.local(size, module, name) for size, name in dims)
+    return OperatorParameter(f"{module}.weight", shape, s.axes(module, "rows"))
+
+
+def _norm(s: OperatorStrategies, shape: Shape, module: str) -> Iterator[OperatorParameter]:
+    for name in ("weight", "bias") if shape.norm == "layernorm" else ("weight",):
+        yield OperatorParameter(f"{module}.{name}", (shape.hidden,), s.axes(module, "rows"))

@@ -1,0 +1,82 @@
+"""Live sets of plans with operator strategies, by the phases of `memory/live_sets.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from workbench.costmodel.inputs.config import Array
+from workbench.costmodel.inputs.rank_workload import Workload
+from workbench.costmodel.operators.allocation_tape import LiveSet
+from workbench.costmodel.operators.rank_passes import rank_passes
+from workbench.costmodel.operators.stage_pass import StagePass
+
+CATEGORIES = ("activations", "logits", "temporary", "communication")
+
+
+def kept_in_flight(w: Workload) -> tuple[Array, Array]:
+    """(activations, logits) of all microbatches between forward and backward, bytes by rank."""
+    passes = rank_passes(w)
+    layers, head, logits = (
+        np.array([sum(getattr(stage, name) for stage in own) for own in passes])
+        for name in ("kept_of_layers", "kept_of_head", "kept_logits")
+    )
+    losses = w.losses_in_flight
+    return np.asarray(w.microbatches_in_flight * layers + losses * head), losses * logits
+
+
+def kept_of_first_microbatch(w: Workload) -> dict[str, Array]:
+    """What the first forward of a step leaves, bytes by rank."""
+    first = [own[0] for own in rank_passes(w)]
+    return {
+        "activations": np.array([stage.kept_of_layers + stage.kept_of_head for stage in first]),
+        "logits": np.array([stage.kept_logits for stage in first]),
+    }
+
+
+def phases_of_passes(w: Workload, between: Array) -> dict[str, dict[str, Array]]:
+    """Phase -> category -> bytes by rank, of what a microbatch needs beside those in flight.
+
+    Args:
+        w: Per-rank problem sizes.
+        between: Bytes of outputs and inputs on their way between stages, by rank.
+    """
+    activations, logits = kept_in_flight(w)
+    others = {"activations": activations + between, "logits": logits}
+    names = {name for own in rank_passes(w) for stage in own for name in stage.phases}
+    return {
+        name: _with_own(w, others, lambda stage, name=name: stage.phases.get(name))
+        for name in sorted(names)
+    }
+
+
+def _with_own(
+    w: Workload, others: dict[str, Array], phase_of: Callable[[StagePass], LiveSet | None]
+) -> dict[str, Array]:
+    """The live set of one phase: other microbatches, and the one that runs in place of what it
+    keeps; of a rank's stages the one that needs most, nothing where none has the phase.
+    """
+    columns: dict[str, list[float]] = {category: [] for category in CATEGORIES}
+    for at, own in enumerate(rank_passes(w)):
+        beside = {name: float(np.broadcast_to(x, w.zeros.shape)[at]) for name, x in others.items()}
+        sets = [
+            _replaced(beside, stage, live)
+            for stage in own
+            if (live := phase_of(stage)) is not None
+        ]
+        largest = max(sets, key=lambda live: sum(live.values()), default={})
+        for category, column in columns.items():
+            column.append(largest.get(category, 0.0))
+    return {category: np.array(column) for category, column in columns.items()}
+
+
+def _replaced(beside: LiveSet, stage: StagePass, live: LiveSet) -> LiveSet:
+    kept = {
+        "activations": stage.kept_of_layers + stage.kept_of_head,
+        "logits": stage.kept_logits,
+    }
+    return {
+        name: beside.get(name, 0.0) - kept.get(name, 0.0) + live.get(name, 0.0)
+        for name in CATEGORIES
+    }

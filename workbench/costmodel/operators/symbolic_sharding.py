@@ -1,0 +1,165 @@
+"""Redistribution at the borders of an operator on shapes, as `parallel/operators/redistribution.py`
+does it: by the steps that `LeastRedistribution` chooses.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+
+from workbench.costmodel.operators.redistribution_shapes import redistributed
+from workbench.costmodel.operators.symbolic_autograd import Gradients, SymbolicTensor
+from workbench.costmodel.operators.symbolic_functions import add
+from workbench.costmodel.operators.symbolic_rank import SymbolicRank
+from workbench.plan.operators.strategy_form import Placement
+from workbench.plan.operators.tensor_layout import TensorLayout
+
+
+@dataclass(eq=False)
+class SharedShapes:
+    """Inputs that several modules of one parent read, redistributed once; they stay referenced
+    until the parent's forward is over.
+    """
+
+    redistributed: dict[tuple[int, TensorLayout], tuple[SymbolicTensor, SymbolicTensor]] = field(
+        default_factory=dict
+    )
+
+    def redistribute(
+        self, r: SymbolicRank, x: SymbolicTensor, gradient: TensorLayout
+    ) -> SymbolicTensor:
+        """This rank's part of `x` in the layout of its `gradient`, once that is summed."""
+        key = id(x), gradient
+        if key not in self.redistributed:
+            local, held = local_part(r, x)
+            self.redistributed[key] = x, redistribute(r, local, held, gradient.summed, gradient)
+        return self.redistributed[key][1]
+
+
+@dataclass(frozen=True)
+class ShapeSharding:
+    """One operator's strategy on the grid: the dimension that each axis shards."""
+
+    r: SymbolicRank
+    placement: Placement
+    shared: SharedShapes
+
+    def layout(self, num_dims: int, dims: dict[str, int]) -> TensorLayout:
+        """Layout of a tensor that has `dims`, sharded along those that the strategy shards."""
+        at = [
+            dims[name] % num_dims if name is not None and name in dims else None
+            for name in self.placement
+        ]
+        return TensorLayout.placed(at, num_dims)
+
+    def partial_layout(self, num_dims: int, dims: dict[str, int]) -> TensorLayout:
+        """As `layout`, but partial over axes that shard a dimension the tensor lacks."""
+        partial = (
+            axis
+            for axis, name in enumerate(self.placement)
+            if name is not None and name not in dims
+        )
+        return self.layout(num_dims, dims)._replace(partial=tuple(partial))
+
+    def to_local(self, x: SymbolicTensor, **dims: int) -> SymbolicTensor:
+        """This rank's shard of an input, plain."""
+        return self.shared.redistribute(self.r, x, self.partial_layout(len(x.shape), dims))
+
+    def reduce_partial(self, y: SymbolicTensor, **dims: int) -> SymbolicTensor:
+        """Reduce a local result over the ranks that shard a dimension which it lacks."""
+        held = self.partial_layout(len(y.shape), dims)
+        return redistribute(self.r, y, held, held.summed)
+
+    def to_global(self, y: SymbolicTensor, **dims: int) -> SymbolicTensor:
+        """A local result as a shard, or as it is if every rank holds all of it."""
+        layout = self.layout(len(y.shape), dims)
+        return as_shard(self.r, y, layout) if layout.sharding else y
+
+    def only(self, name: str) -> ShapeSharding:
+        """The same with the axes alone that shard dimension `name`."""
+        own = tuple(each if each == name else None for each in self.placement)
+        return replace(self, placement=own)
+
+
+def unsharded(num_dims: int) -> TensorLayout:
+    """The layout of a tensor that every rank holds."""
+    return TensorLayout(((),) * num_dims)
+
+
+def replicated(r: SymbolicRank, x: SymbolicTensor) -> SymbolicTensor:
+    """A shard as the plain tensor that every rank holds."""
+    if x.layout is None:
+        return x
+    local, held = local_part(r, x)
+    return redistribute(r, local, held, unsharded(len(x.shape)))
+
+
+def local_part(r: SymbolicRank, x: SymbolicTensor) -> tuple[SymbolicTensor, TensorLayout]:
+    """A rank's part, plain, and how it lies."""
+    layout = x.layout
+    if layout is None:
+        return x, unsharded(len(x.shape))
+
+    def backward(gradient: SymbolicTensor) -> Gradients:
+        return (replace(gradient, layout=layout),)
+
+    return r.made(replace(x, layout=None), backward, x), layout
+
+
+def as_shard(r: SymbolicRank, x: SymbolicTensor, layout: TensorLayout) -> SymbolicTensor:
+    """A local part as a shard; backward brings the gradient to its layout."""
+
+    def backward(gradient: SymbolicTensor) -> Gradients:
+        assert gradient.layout is not None
+        local = replace(gradient, layout=None)
+        return (redistributed(r, local, gradient.layout, layout),)
+
+    return r.made(replace(x, layout=layout), backward, x)
+
+
+def redistribute(
+    r: SymbolicRank,
+    x: SymbolicTensor,
+    held: TensorLayout,
+    wanted: TensorLayout,
+    gradient: TensorLayout | None = None,
+) -> SymbolicTensor:
+    """A rank's part of a tensor, plain, in another layout; `gradient` is that of the result's
+    gradient, `wanted` by default.
+    """
+    back = gradient or wanted
+    if held == wanted and back == held:
+        return x
+
+    def backward(gradient: SymbolicTensor) -> Gradients:
+        return (redistributed(r, gradient, back, held.summed),)
+
+    return r.made(redistributed(r, x, held, wanted), backward, x)
+
+
+def sharded_sum(r: SymbolicRank, x: SymbolicTensor, y: SymbolicTensor) -> SymbolicTensor:
+    """x + y, where either may be a shard: in the layout of one of them that is reached in least
+    time.
+    """
+    if x.layout is None and y.layout is None:
+        return add(r, x, y)
+    every = unsharded(len(x.shape))
+    both = [z if z.layout is not None else as_shard(r, z, every) for z in (x, y)]
+    layouts = [z.layout or every for z in both]
+    size = x.bytes * math.prod(layouts[0].num_parts(r.sides))
+
+    def seconds(to: TensorLayout) -> float:
+        return sum(
+            r.least.seconds(at, to, size) + r.least.seconds(to, at.summed, size) for at in layouts
+        )
+
+    chosen = min((layout.summed for layout in layouts), key=seconds)
+    x, y = (_laid_out(r, z, chosen) for z in both)
+    return add(r, x, y)
+
+
+def _laid_out(r: SymbolicRank, x: SymbolicTensor, layout: TensorLayout) -> SymbolicTensor:
+    if x.layout == layout:
+        return x
+    local, held = local_part(r, x)
+    return as_shard(r, redistribute(r, local, held, layout), layout)

@@ -1,0 +1,41 @@
+"""A plan's problem sizes, with its operator strategies and the redistributions between them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from workbench.costmodel.inputs.operator_strategies import OperatorStrategies
+from workbench.costmodel.inputs.rank_workload import Workload, workload
+from workbench.plan.resolved_plan import ResolvedPlan
+from workbench.plan.rules.operator_rules import placements, sides
+from workbench.plan.rules.recompute_rules import recomputed_modules
+from workbench.plan.rules.supported import require
+from workbench.planner.autoshard.plan_problem import operator_mesh
+
+
+def planned_workload(plan: ResolvedPlan, ranks: Sequence[int] | None = None) -> Workload:
+    """Per-rank problem sizes of a complete plan, operators and all.
+
+    Args:
+        plan: The plan.
+        ranks: Global ranks to evaluate, as `workload` takes them.
+
+    Raises:
+        PlanError: The plan uses a field that the cost model does not cover; the message names it.
+    """
+    require(plan, "estimate")
+    return workload(plan, ranks, operator_strategies(plan))
+
+
+def operator_strategies(plan: ResolvedPlan) -> OperatorStrategies | None:
+    """Operator strategies of a complete plan, with the redistributions that its ranks choose; None
+    where its operators are not named, or one rank has them all.
+    """
+    if plan.code or plan.profiled or not sides(plan):
+        return None
+    return OperatorStrategies(
+        sides(plan),
+        placements(plan),
+        operator_mesh(plan).redistribution,
+        frozenset(recomputed_modules(plan.strategy.recompute, plan.shape)),
+    )
