@@ -16,6 +16,7 @@ import numpy as np
 from workbench.plan.operators.tensor_layout import TensorLayout
 
 Price = Callable[[str, float, tuple[int, ...]], float]
+Costs = np.ndarray[tuple[int, int], np.dtype[np.int64]]
 LONGEST = 6
 """Steps of the sequences that are tried."""
 NEVER = np.iinfo(np.int64).max // 4
@@ -74,9 +75,7 @@ class EverySequence:
     num_dims: int
     price: Price
     size: float
-    _allowed: dict[Any, np.ndarray[tuple[int, int], np.dtype[np.int64]]] = field(
-        default_factory=dict
-    )
+    _allowed: dict[Any, Costs] = field(default_factory=dict)
 
     @cached_property
     def states(self) -> list[TensorLayout]:
@@ -98,9 +97,7 @@ class EverySequence:
             if (steps := [*one_step(a, b, len(self.sizes))])
         }
 
-    def costs(
-        self, alike: frozenset[tuple[int, int]], parts: tuple[int, ...]
-    ) -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:
+    def costs(self, alike: frozenset[tuple[int, int]], parts: tuple[int, ...]) -> Costs:
         """[from, to] of the cheapest step, without collectives that leave out one of a pair of axes
         `alike` that could take part as the other does.
         """

@@ -8,6 +8,7 @@ and no verb loads torch, which works in child processes.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -105,6 +106,7 @@ def operators(
     memory_gib: float | None = None,
     sequences: int | None = None,
     mode: str = "dynamic_programming",
+    allow_code: bool = False,
 ) -> OperatorPlan:
     """Choose how each operator is sharded, and say why.
 
@@ -117,14 +119,24 @@ def operators(
         sequences: Sequences of a microbatch over these ranks; default the plan's.
         mode: dynamic_programming, the optimum; recursive_programming, fast; or
             sharding_propagation, from the strategies that the plan names.
+        allow_code: Run a model that is given as Python, to trace its operators.
 
     Raises:
         PlanError: No choice is legal, or none fits.
     """
-    from workbench.planner.autoshard import choose_for_plan
+    from workbench.plan.operators.graph_json import graph_from_json
+    from workbench.planner.autoshard import choose_for_plan, microbatch_sequences
+    from workbench.runs.launch import subprocess_verbs
 
     limit = None if memory_gib is None else memory_gib * 2**30
-    return choose_for_plan(_plan(plan).resolve(), ranks, limit, sequences, mode)
+    full, graph = _plan(plan).resolve(), None
+    unsharded: list[str] = []
+    if full.code:
+        count = microbatch_sequences(full, ranks, sequences)
+        found = subprocess_verbs.traced_operators(full, count, allow_code)
+        graph, unsharded = graph_from_json(found["graph"]), found["unsharded"]
+    chosen = choose_for_plan(full, ranks, limit, sequences, mode, graph)
+    return replace(chosen, reason=" ".join([chosen.reason, *unsharded])) if unsharded else chosen
 
 
 def search(

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from tests.costmodel.test_calibrated import made, plan
-from workbench.costmodel.compute.measured_layer import host_costs
+from workbench.costmodel.compute.measured_seams import host_costs
 from workbench.costmodel.rates.measured_operators import MeasuredOperators
 from workbench.errors import PlanError
 from workbench.machine import calibration_file

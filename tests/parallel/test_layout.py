@@ -73,3 +73,29 @@ def test_flat_shards_of_padded_slices_make_the_tensor(
             held += layout.num_elements()
     assert torch.equal(rebuilt, whole)
     assert held == whole.numel()
+
+
+@given(
+    st.integers(1, 3), st.integers(1, 4), st.integers(1, 3), st.integers(1, 5), st.integers(0, 1)
+)
+def test_flat_shards_of_strided_slices_make_the_tensor(
+    count: int, ranks: int, inner: int, shards: int, dim: int
+) -> None:
+    """Query, key and value packed (`count`), each sharded by heads."""
+    stride = ranks * inner
+    shape = (count * stride, 3) if dim == 0 else (3, count * stride)
+    whole = torch.arange(torch.Size(shape).numel(), dtype=torch.float64).view(shape) + 1
+    rebuilt, held = torch.zeros_like(whole), 0
+    for index in range(ranks):
+        bounds = index * inner, (index + 1) * inner
+        local = Layout.unsharded("w", shape).split_strided(dim, ("tensor",), bounds, count, stride)
+        packed = whole.unflatten(dim, (count, ranks, inner)).select(dim + 1, index)
+        assert torch.equal(local.take(whole), packed.flatten(dim, dim + 1))
+        size = torch.Size(local.local_shape).numel()
+        piece = -(-size // shards)
+        for shard in range(shards):
+            layout = local.flattened(min(shard * piece, size), min((shard + 1) * piece, size))
+            layout.put(layout.take(whole), rebuilt)
+            held += layout.num_elements()
+    assert torch.equal(rebuilt, whole)
+    assert held == whole.numel()

@@ -10,14 +10,14 @@ import pytest
 from torch import Tensor, nn
 
 from tests.parallel.users_model import build, build_plain
-from workbench.engine.check_python_model import check_python_model
+from workbench.engine.python_model.check_python_model import check_python_model
 from workbench.engine.verify.equivalence import verify
 from workbench.engine.worker_lifecycle import train
 from workbench.errors import PlanError
 from workbench.models.deferred_init import build_deferred
 from workbench.models.python_model import build_python_model
 from workbench.parallel import python_model_stage
-from workbench.parallel.operators.redistribution import OperatorSharding
+from workbench.parallel.operators import apply_traced, factor_redistribution, traced_forward
 from workbench.plan.rules.supported import require
 from workbench.plan.schema import Plan, PythonModel
 from workbench.rehearsal.rehearse import rehearse
@@ -27,19 +27,21 @@ from workbench.runs.launch.accelerate_command import Recipe, compose
 LAYERS = "encoder.layers.*"
 PAIRED = {
     "tokens": "((2,1),(1,))",
-    f"{LAYERS}.self_attn": "((1,2),)",
+    f"{LAYERS}.self_attn.linear": "((1,1),(1,2))",
+    f"{LAYERS}.self_attn.linear_2": "((1,2),(2,1))",
     f"{LAYERS}.linear1": "((1,1),(1,2))",
     f"{LAYERS}.linear2": "((1,2),(2,1))",
     "output": "((1,1),(1,2))",
 }
 ROWS = {
-    f"{LAYERS}.self_attn": "((2,1),)",
+    f"{LAYERS}.self_attn.linear": "((2,1),(1,1))",
     f"{LAYERS}.linear1": "((2,1),(1,1))",
     f"{LAYERS}.norm1": "((2,1),(1,))",
 }
 GRID = {
     "tokens": "((1,2),(2,))",
-    f"{LAYERS}.self_attn": "((2,2),)",
+    f"{LAYERS}.self_attn.linear": "((2,1),(1,2))",
+    f"{LAYERS}.self_attn.linear_2": "((2,2),(2,1))",
     f"{LAYERS}.linear1": "((2,1),(1,2))",
     f"{LAYERS}.linear2": "((2,2),(2,1))",
 }
@@ -126,25 +128,25 @@ def test_zero_3_all_gathers_the_model_once_a_step() -> None:
 def test_a_partial_sum_of_heads_that_is_not_reduced_is_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def reduce_partial(self: OperatorSharding, y: Tensor, **dims: Any) -> Tensor:
-        return y if "heads" in self.placement else original(self, y, **dims)
+    def unreduced(x: Tensor, known: Any, grid: Any, factors: Any, ways: Any) -> Tensor:
+        return x if ways[0].partial else original(x, known, grid, factors, ways)
 
-    original = OperatorSharding.reduce_partial
-    monkeypatch.setattr(OperatorSharding, "reduce_partial", reduce_partial)
+    original = factor_redistribution.redistributed
+    monkeypatch.setattr(traced_forward, "redistributed", unreduced)
     answer = verify(users(2, operators=PAIRED), allow_code=True)
     assert not answer["passed"] and answer["worst"]["relative"] > 100 * answer["tolerance"]
 
 
-def test_projections_whose_gradients_are_not_summed_are_found(
+def test_partial_gradients_of_weights_that_are_not_summed_are_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(
-        python_model_stage,
-        "operator_reduction_axes",
-        lambda names, placements, mesh: dict.fromkeys(names, ()),
-    )
-    answer = verify(users(2, operators=PAIRED), allow_code=True)
-    assert not answer["passed"] and "in_proj" in answer["worst"]["tensor"]
+    def unsummed(*arguments: Any) -> dict[str, tuple[Any, ...]]:
+        return dict.fromkeys(original(*arguments), ())
+
+    original = apply_traced.apply_traced
+    monkeypatch.setattr(python_model_stage, "apply_traced", unsummed)
+    answer = verify(users(2, operators=ROWS), allow_code=True)
+    assert not answer["passed"] and "encoder.layers" in answer["worst"]["tensor"]
 
 
 def test_a_model_without_values_trains_as_one_that_has_them() -> None:
@@ -221,9 +223,9 @@ def test_a_resolved_plan_names_the_code_by_its_hash(
             "make 4 parts for strategy.tensor.size = 2",
         ),
         (
-            users(4, operators={"*.self_attn": "((1,4),)"}, width=36, heads=6),
-            "*.self_attn",
-            "cuts heads into 4 pieces",
+            users(4, operators={"*.self_attn.linear": "((1,1),(1,4))"}, width=36, heads=6),
+            "*.self_attn.linear",
+            "cuts columns into 4 pieces, but it has 6",
         ),
         (
             users(2, operators={"*.linear1": "((1,1),(1,2))", "*.0.linear1": "((1,1),(1,1))"}),
@@ -266,7 +268,7 @@ def test_plan_fields_that_name_parts_of_our_models_are_refused(
 @pytest.mark.parametrize(
     ("factory", "said"),
     [
-        ("build_with_dropout", "encoder.layers.0.dropout drops with rate 0.1"),
+        ("build_with_channel_dropout", "encoder.layers.0.dropout drops channels"),
         ("missing", "is not found"),
         ("no_module", "returns a int; legal: an nn.Module"),
         ("frozen", "output.weight is frozen"),

@@ -60,10 +60,10 @@ def build_with_loss() -> nn.Module:
     return WithLoss()
 
 
-def build_with_dropout() -> nn.Module:
+def build_with_channel_dropout() -> nn.Module:
     model = build()
     assert isinstance(model, LanguageModel)
-    model.encoder.layers[0].dropout.p = 0.1
+    model.encoder.layers[0].dropout = nn.Dropout1d(0.1)
     return model
 
 

@@ -35,11 +35,6 @@ ILLEGAL = [
     ),
     (
         "strategy.tensor.size",
-        "heads = 4, kv_heads = 2, and strategy.operators pad nothing; legal for tiny: 1, 2, 4",
-        {"strategy__tensor__size": 3, "strategy__operators": {"blocks.*.mlp.up": "((1,1),(1,3))"}},
-    ),
-    (
-        "strategy.tensor.size",
         "whose sides divide heads = 5",
         {**FIVE_HEADS, "strategy__tensor": {"size": [2, 2], "algorithm": "2d"}},
     ),

@@ -234,7 +234,13 @@ def test_a_plan_that_fits_gets_no_advice(megatron: Profile) -> None:
 
 @pytest.mark.parametrize(
     ("strategy", "changes", "field"),
-    [("ddp", {"strategy.operators": {"blocks.*": [[4, 1], [1, 1]]}}, "strategy.operators")],
+    [
+        (
+            "ddp",
+            {"strategy.operators": {"blocks.*": [[4, 1], [1, 1]]}},
+            "strategy.operators.blocks.*",
+        )
+    ],
 )
 def test_what_is_not_modelled_is_refused_by_name(
     strategy: str, changes: dict[str, Any], field: str

@@ -39,3 +39,12 @@ def test_a_limit_costs_time_and_is_kept() -> None:
     assert tight.strategies != free.strategies
     with pytest.raises(PlanError, match="memory"):
         costs.cost(0, 6, 4, 0.01 * free.bytes)
+
+
+def test_microbatches_in_flight_keep_their_activations() -> None:
+    costs = StageCosts(SHAPE, 8, 512, lambda count: pricing(1e9, count))
+    one, two, four = (costs.cost(2, 8, 2, in_flight=n) for n in (1, 2, 4))
+    assert one.seconds == two.seconds == four.seconds
+    assert four.bytes - two.bytes == pytest.approx(2 * (two.bytes - one.bytes), rel=1e-12)
+    limited = costs.cost(2, 8, 2, memory=0.8 * four.bytes, in_flight=4)
+    assert limited.bytes <= 0.8 * four.bytes and limited.seconds > one.seconds

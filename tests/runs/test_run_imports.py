@@ -39,7 +39,9 @@ def test_a_run_imports_nothing_from_the_current_folder(planted: Path, plan: Plan
 
 
 def test_a_child_imports_nothing_from_the_current_folder(planted: Path) -> None:
-    child_process.python("workbench.engine.check_python_model", ["--help"], lambda line: None)
+    child_process.python(
+        "workbench.engine.python_model.check_python_model", ["--help"], lambda line: None
+    )
 
 
 def test_the_command_imports_nothing_from_the_current_folder(planted: Path) -> None:

@@ -287,7 +287,9 @@ def _tensor_links(
     stride, named = w.searched.strides["tensor"], w.fixed.operators
     spans = {"tensor": w.tensor * stride}
     if named is not None:
-        spans |= {group_name(axes): math.prod(named.group(axes)) * stride for axes in named.groups()}
+        spans |= {
+            group_name(axes): math.prod(named.group(axes)) * stride for axes in named.groups()
+        }
     moved, late = {}, {}
     for name, span in spans.items():
         link, crosses_nodes = wires[name], span > w.fixed.gpus_per_node

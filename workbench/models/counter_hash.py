@@ -28,7 +28,12 @@ def row_keys(rows_N: Tensor, key: int) -> Tensor:
 
 def column_counters(first: int, count: int, device: torch.device) -> Tensor:
     """Counters [D] of the columns `first` and after, for `random_bits`."""
-    return torch.arange(first, first + count, dtype=torch.int32, device=device) * _STRIDE
+    return counters_of(torch.arange(first, first + count, device=device))
+
+
+def counters_of(columns_D: Tensor) -> Tensor:
+    """Counters [D] of columns, for `random_bits`."""
+    return columns_D.to(torch.int32) * _STRIDE
 
 
 def random_bits(

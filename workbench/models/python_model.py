@@ -17,14 +17,14 @@ from workbench.errors import PlanError, Problem, refuse
 from workbench.models.seams import IGNORE_INDEX, at_least_fp32
 from workbench.plan.schema import PythonModel
 
-DROPOUT_MODULES = (
-    nn.Dropout,
+CHANNEL_DROPOUT_MODULES = (
     nn.Dropout1d,
     nn.Dropout2d,
     nn.Dropout3d,
     nn.AlphaDropout,
     nn.FeatureAlphaDropout,
 )
+DROPOUT_MODULES = (nn.Dropout, *CHANNEL_DROPOUT_MODULES)
 BATCH_STATISTICS_MODULES = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 Forward = Callable[..., Any]
 
@@ -99,7 +99,7 @@ def _checked_loss(forward: Forward, vocab: int) -> Forward:
     def checked(tokens_BT: Tensor, targets_BT: Tensor) -> Tensor:
         loss = forward(tokens_BT, targets_BT)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
-            raise _other_output(loss, "the summed loss, one number")
+            raise other_output(_said(loss), "the summed loss, one number")
         return loss
 
     return checked
@@ -111,7 +111,9 @@ def _with_loss(forward: Forward, vocab: int) -> Forward:
         fits = isinstance(found, Tensor) and found.shape[:-1] == tokens_BT.shape
         if not fits or found.shape[-1] < vocab:
             wanted = f"logits {[*tokens_BT.shape, vocab]}"
-            raise _other_output(found, f"{wanted}, or of forward(tokens, targets) the summed loss")
+            raise other_output(
+                _said(found), f"{wanted}, or of forward(tokens, targets) the summed loss"
+            )
         logits_NV = at_least_fp32(found.flatten(0, -2))
         return F.cross_entropy(
             logits_NV, targets_BT.flatten(), reduction="sum", ignore_index=IGNORE_INDEX
@@ -120,20 +122,31 @@ def _with_loss(forward: Forward, vocab: int) -> Forward:
     return summed
 
 
-def _other_output(output: Any, legal: str) -> PlanError:
-    """That a forward returned something else."""
+def _said(output: Any) -> str:
+    """What a forward returns, in words."""
     kind = "None" if output is None else f"a {type(output).__name__}"
-    said = f"a tensor {list(output.shape)}" if isinstance(output, Tensor) else kind
+    return f"a tensor {list(output.shape)}" if isinstance(output, Tensor) else kind
+
+
+def other_output(said: str, legal: str) -> PlanError:
+    """That a forward returned something else."""
     return refuse("model.python", f"its forward returns {said}; legal: {legal}")
+
+
+def dropout_modules(model: nn.Module) -> Iterator[str]:
+    """Paths of the modules that drop at a rate above 0."""
+    for path, module in model.named_modules():
+        rate = module.p if isinstance(module, DROPOUT_MODULES) else getattr(module, "dropout", 0.0)
+        if isinstance(rate, float) and rate > 0:
+            yield path
 
 
 def _mesh_dependent(model: nn.Module) -> Iterator[Problem]:
     """Modules and parameters that would not train on several ranks as on one device."""
     for path, module in model.named_modules():
-        rate = module.p if isinstance(module, DROPOUT_MODULES) else getattr(module, "dropout", 0.0)
-        if isinstance(rate, float) and rate > 0:
-            what = f"{path or 'the model'} drops with rate {rate}, drawn otherwise on every rank"
-            yield Problem("model.python", f"{what}; legal: 0.0")
+        if isinstance(module, CHANNEL_DROPOUT_MODULES) and module.p > 0:
+            what = f"{path or 'the model'} drops channels, drawn otherwise on every rank"
+            yield Problem("model.python", f"{what}; legal: nn.Dropout, or rate 0.0")
         if isinstance(module, BATCH_STATISTICS_MODULES):
             yield Problem(
                 "model.python",

@@ -1,12 +1,21 @@
-"""Torch's dispatch modes, which see every operator: a private API, imported here only."""
+"""Torch's dispatch modes and fake tensors: private APIs, imported here only."""
 
 from __future__ import annotations
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._python_dispatch import _disable_current_modes as without_dispatch_modes
 from torch.utils._python_dispatch import (
     is_traceable_wrapper_subclass as is_traceable_wrapper_subclass,
 )
+
+__all__ = [
+    "FakeTensorMode",
+    "TorchDispatchMode",
+    "is_traceable_wrapper_subclass",
+    "without_dispatch_modes",
+]
 
 if not "2.11" <= torch.__version__ < "2.14":
     raise ImportError(

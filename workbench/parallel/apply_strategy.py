@@ -105,17 +105,17 @@ def parallelize(
         drawer: Draws initial weights; None where a checkpoint is loaded over them.
     """
     drawing = None if drawer is None else drawer(device, _chunk_numel(plan))
+    aux_loss, samples = AuxLossCarrier(), SampleIndices()
     if plan.code:
         fills: Mapping[str, RecordedFill] = {}
         if model is None:
             model, fills = _python_model(plan.code, plan.training.seed)
         replay = None if drawing is None else FillReplay(fills, plan.training.seed, drawing)
         store = apply_to_python_model(
-            model, plan, mesh, overlap, device, dtype, gradient_dtype, replay
+            model, plan, mesh, overlap, device, dtype, gradient_dtype, replay, samples
         )
-        return ParallelModel({0: model}, store, None, AuxLossCarrier(), SampleIndices())
+        return ParallelModel({0: model}, store, None, aux_loss, samples)
     built: dict[int, Transformer] = {}
-    aux_loss, samples = AuxLossCarrier(), SampleIndices()
     layouts: dict[str, Layout] = {}
     for stage in stages:
         built[stage], own = _build_stage(plan, mesh, stage, partition, count_reader, aux_loss)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 import torch
@@ -35,6 +36,8 @@ class Layout:
             embedding at the head, or a key-value head that several tensor ranks share (GQA).
         flat: If set, the local tensor is 1-D: entries [start, stop) of what is described so far,
             in row-major order (a ZeRO shard).
+        strided: (dim, count, stride): the slice of `dim` comes `count` times, each `stride`
+            further: the same heads of query, key and value in one packed projection.
     """
 
     name: str
@@ -44,6 +47,7 @@ class Layout:
     replicated_over: tuple[str, ...] = ("tensor", "replicas")
     replica: bool = False
     flat: tuple[int, int] | None = None
+    strided: tuple[tuple[int, int, int], ...] = ()
 
     @classmethod
     def unsharded(
@@ -92,6 +96,21 @@ class Layout:
             replica=self.replica or replica,
         )
 
+    def split_strided(
+        self, dim: int, axes: tuple[str, ...], bounds: tuple[int, int], count: int, stride: int
+    ) -> Layout:
+        """This layout, sharded along an unsharded `dim` over `axes`: [start, stop) of each of
+        `count` equal parts of `stride` entries.
+        """
+        assert self.slices[dim] == (0, count * stride), (self, dim, count, stride)
+        layout = self
+        for axis in axes:
+            layout = layout.sharded_over(axis)
+        more = ((dim, count, stride),) if count > 1 else ()
+        return replace(
+            layout, slices=_replaced(self.slices, dim, bounds), strided=(*self.strided, *more)
+        )
+
     def sharded_over(self, axis: str, but: tuple[str, ...] = ()) -> Layout:
         """This layout, with different contents along `axis`, except along its sub-axes `but`."""
         assert axis in self.replicated_over, (self, axis)
@@ -113,34 +132,46 @@ class Layout:
         """Shape of the local tensor, padding included."""
         if self.flat is not None:
             return (self.flat[1] - self.flat[0],)
-        return tuple(stop - start + pad for (start, stop), pad in zip(self.slices, self.padding))
+        counts = {dim: count for dim, count, _ in self.strided}
+        return tuple(
+            (stop - start) * counts.get(dim, 1) + pad
+            for dim, ((start, stop), pad) in enumerate(zip(self.slices, self.padding))
+        )
 
     def parts(self, local: Tensor) -> Iterator[tuple[Tensor, Slices]]:
         """The local tensor without padding, as views, each with its slices of the global tensor.
 
-        It is one view, unless the layout is flat: a 1-D shard begins and ends within rows, and is
-        a few boxes of the global tensor.
+        It is one view, unless the layout is flat or strided: a 1-D shard begins and ends within
+        rows, and is a few boxes of the global tensor.
         """
-        if self.flat is None:
+        if self.flat is None and not self.strided:
             yield local[tuple(slice(0, stop - start) for start, stop in self.slices)], self.slices
             return
-        box = replace(self, flat=None)
-        for begin, local_slices in _boxes(box.local_shape, *self.flat):
-            extent = [stop - start for start, stop in local_slices]
-            view = local[begin - self.flat[0] :][: math.prod(extent)].view(extent)
-            # Rows of the local tensor may end in padding, which no global slice has.
-            unpadded = tuple(
-                (min(a, stop - start), min(b, stop - start))
-                for (a, b), (start, stop) in zip(local_slices, self.slices)
-            )
-            if all(a < b for a, b in unpadded):
-                inner = tuple(slice(0, b - a) for a, b in unpadded)
-                yield (
-                    view[inner],
-                    tuple(
-                        (start + a, start + b) for (a, b), (start, _) in zip(unpadded, self.slices)
-                    ),
-                )
+        for view, box in self._local_boxes(local):
+            for runs in product(*(self._runs(dim, *ends) for dim, ends in enumerate(box))):
+                inner = tuple(slice(a - b, c - b) for (a, c, _), (b, _) in zip(runs, box))
+                yield view[inner], tuple((start, start + c - a) for a, c, start in runs)
+
+    def _local_boxes(self, local: Tensor) -> Iterator[tuple[Tensor, Slices]]:
+        """The local tensor as boxes of its unflattened self, padding included."""
+        if self.flat is None:
+            yield local, tuple((0, size) for size in local.shape)
+            return
+        for begin, box in _boxes(replace(self, flat=None).local_shape, *self.flat):
+            extent = [stop - start for start, stop in box]
+            yield local[begin - self.flat[0] :][: math.prod(extent)].view(extent), box
+
+    def _runs(self, dim: int, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+        """Local entries [start, stop) of a dim without padding, as runs (start, stop, where the run
+        starts in the global tensor).
+        """
+        first, last = self.slices[dim]
+        length, known = last - first, {each[0]: each[1:] for each in self.strided}
+        count, stride = known.get(dim, (1, 0))
+        for part in range(count):
+            begin, end = max(start, part * length), min(stop, (part + 1) * length)
+            if begin < end:
+                yield begin, end, first + part * stride + begin - part * length
 
     def take(self, global_tensor: Tensor) -> Tensor:
         """A new local tensor with its slices of the global one, padded with zeros."""

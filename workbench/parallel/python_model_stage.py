@@ -9,17 +9,15 @@ import torch
 from torch import Tensor, nn
 
 from workbench.copy_stream import CopyStream
+from workbench.models.counter_dropout import SampleIndices
 from workbench.models.deferred_init import FillReplay
 from workbench.models.python_model import add_loss
 from workbench.parallel.data.sharded_params import ParamInit
 from workbench.parallel.data.zero_shards import ParamAndGradStore
 from workbench.parallel.layout import Layout
-from workbench.parallel.mesh import Mesh
-from workbench.parallel.operators.apply_operators import (
-    apply_operator_strategies,
-    operator_reduction_axes,
-)
-from workbench.parallel.operators.module_sites import operator_placements
+from workbench.parallel.mesh import Mesh, MeshAxis
+from workbench.parallel.operators.apply_traced import apply_traced
+from workbench.parallel.operators.traced_module import trace_for_plan
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.planner.autoshard.plan_problem import operator_mesh
 
@@ -33,6 +31,7 @@ def apply_to_python_model(
     dtype: torch.dtype,
     gradient_dtype: torch.dtype,
     replay: FillReplay | None,
+    samples: SampleIndices,
 ) -> ParamAndGradStore:
     """Shard `model`, in place, and return the store of its parameters and gradients.
 
@@ -45,23 +44,22 @@ def apply_to_python_model(
         gradient_dtype: Of accumulated and reduced gradients.
         replay: Fills parameters whose initialization was recorded; None where a checkpoint is
             loaded over all of them.
+        samples: Which samples the next forward sees, for dropout.
 
     Raises:
         PlanError: Where a strategy names what the module does not have.
     """
-    model.train()
+    traced = trace_for_plan(model, plan, dtype)
     initial = dict(model.named_parameters())
     layouts = {name: Layout.unsharded(name, tuple(value.shape)) for name, value in initial.items()}
-    placements = operator_placements(model, plan)
-    if mesh.operators is not None:
-        least = operator_mesh(plan).redistribution
-        apply_operator_strategies(model, layouts, placements, mesh, least)
-    add_loss(model, plan.vocab)
+    summed: dict[str, tuple[MeshAxis, ...]] = dict.fromkeys(layouts, ())
+    if traced is not None:
+        least = operator_mesh(plan).redistribution if mesh.operators is not None else None
+        summed = apply_traced(model, traced, layouts, mesh, least, samples, plan.training.seed)
+    else:
+        add_loss(model, plan.vocab)
     _move_buffers(model, device, dtype)
-    sums = {
-        name: (*axes, mesh["replicas"])
-        for name, axes in operator_reduction_axes(layouts, placements, mesh).items()
-    }
+    sums = {name: (*axes, mesh["replicas"]) for name, axes in summed.items()}
     fill = None if replay is None else partial(_fill_initial, initial, replay)
     init = ParamInit(device, dtype, fill, CopyStream(device))
     store = ParamAndGradStore(

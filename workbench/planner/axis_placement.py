@@ -18,7 +18,7 @@ from workbench.plan.rank_placement import TrafficReach, axis_reach, axis_strides
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.schema import AXES, Axis, Plan
 from workbench.planner.calibrated_plan import with_calibration
-from workbench.planner.planned_workload import planned_workload
+from workbench.planner.operator_plans.planned_workload import planned_workload
 
 
 @dataclass(frozen=True)

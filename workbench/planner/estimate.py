@@ -41,7 +41,7 @@ from workbench.planner.estimated_frames import (
 from workbench.planner.estimated_timeline import simulated_step_seconds, simulated_timeline
 from workbench.planner.framework_limits import broken_limits
 from workbench.planner.memory_advice import first_fitting_change
-from workbench.planner.planned_workload import planned_workload
+from workbench.planner.operator_plans.planned_workload import planned_workload
 from workbench.planner.profiled_models.estimate_on_profile import estimate_on_profile
 from workbench.planner.published_steps import beyond_published, published_beside
 from workbench.planner.step_interval import step_seconds_interval

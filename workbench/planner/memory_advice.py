@@ -12,6 +12,7 @@ from workbench.plan.rules.supported import unsupported
 from workbench.plan.schema import Plan
 from workbench.planner.calibrated_plan import with_calibration
 from workbench.planner.framework_limits import stays_possible
+from workbench.planner.operator_plans.planned_workload import planned_workload
 from workbench.planner.plan_changes import (
     Change,
     combined_changes,
@@ -19,7 +20,6 @@ from workbench.planner.plan_changes import (
     more_gpus,
     one_field_changes,
 )
-from workbench.planner.planned_workload import planned_workload
 from workbench.planner.profiled_models.planned_stages import planned_stages
 from workbench.units import GIB
 

@@ -9,7 +9,7 @@ from workbench.costmodel.step_time import StepTime, step_time, waiting_share
 from workbench.machine.calibration_file import read_calibration
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.planner.calibrated_plan import with_calibration
-from workbench.planner.planned_workload import planned_workload
+from workbench.planner.operator_plans.planned_workload import planned_workload
 from workbench.planner.published_steps import is_measured, octaves_to_measured
 
 

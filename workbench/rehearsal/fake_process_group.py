@@ -7,8 +7,9 @@ from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from workbench.models.torch_dispatch import FakeTensorMode
 
 if not "2.11" <= torch.__version__ < "2.14":
     raise ImportError(

@@ -21,7 +21,7 @@ from workbench.costmodel.step_time import compute_seconds_by_rank
 from workbench.errors import PlanError
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.planner.calibrated_plan import with_calibration
-from workbench.planner.planned_workload import planned_workload
+from workbench.planner.operator_plans.planned_workload import planned_workload
 
 
 def operator_report(plan: ResolvedPlan, counted: Mapping[int, Counter[Operator]]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import typer
 
 from workbench import verbs
 from workbench.cli import tables
-from workbench.cli.options import Json, emit, planned
+from workbench.cli.options import AllowCode, Json, emit, planned
 from workbench.cli.output_files import write_whole
 from workbench.cli.terminal import Grid
 from workbench.errors import refuse
@@ -56,10 +56,13 @@ def operators(
             "-o", "--output", help="Write the plan with `strategy.operators` filled in here."
         ),
     ] = None,
+    allow_code: AllowCode = False,
     json: Json = False,
 ) -> None:
     mesh = None if ranks is None else mesh_of(ranks)
-    found = verbs.operators(plan, mesh, memory_gib=memory, sequences=sequences, mode=mode)
+    found = verbs.operators(
+        plan, mesh, memory_gib=memory, sequences=sequences, mode=mode, allow_code=allow_code
+    )
     data = found.to_json()
     if output is not None:
         from workbench.planner.autoshard import plan_with

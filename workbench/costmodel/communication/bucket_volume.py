@@ -223,9 +223,7 @@ def _parameters(
             yield StageParameter("head", round(table), matrix, own_bucket=apart)
 
 
-def _under_operators(
-    w: Workload, stage: int, both: bool, apart: bool
-) -> Iterator[StageParameter]:
+def _under_operators(w: Workload, stage: int, both: bool, apart: bool) -> Iterator[StageParameter]:
     """The same where each module is sharded by a strategy of its own."""
     named = w.fixed.operators
     assert named is not None

@@ -70,8 +70,8 @@ def axis_links(w: Workload, constants: Constants) -> dict[str, AxisLink]:
         result["tensor"] = AxisLink(sides / slowness, latency / sides, each[0].measured)
     if s.operators is not None:
         for axes in s.operators.groups():
-            size, stride = s.operators.group(axes)
-            result[group_name(axes)] = _link(w, constants, size, k.strides["tensor"] * stride)
+            ranks, apart = s.operators.group(axes)
+            result[group_name(axes)] = _link(w, constants, ranks, k.strides["tensor"] * apart)
     if s.context_algorithm == "usp":
         stride = k.strides["context"]
         result["context.ulysses"] = _link(w, constants, w.ulysses, stride)

@@ -21,9 +21,9 @@ from workbench.costmodel.communication.collective_call import (
 )
 from workbench.costmodel.communication.float8_volume import float8_collectives
 from workbench.costmodel.communication.grid_volume import grid_collectives
-from workbench.costmodel.operators.operator_calls import operator_collectives
 from workbench.costmodel.inputs.config import Array, Number
 from workbench.costmodel.inputs.rank_workload import Workload
+from workbench.costmodel.operators.operator_calls import operator_collectives
 from workbench.plan.rank_placement import RankPlace
 from workbench.plan.stage_replicas import Part, overlaps, own_part, stage_tokens
 from workbench.runtime_facts.bucket_packing import shard_parts

@@ -131,11 +131,18 @@ def _seams(w: Workload, o: MeasuredOperators, is_moe: bool) -> list[OperatorTime
         wide = w.routed_rows_per_token * w.expert_ffn + w.shared_ffn
     rows = w.tokens / w.sequence_parallel
     norm = measured_seam(w, o, shape.norm, rows, w.hidden_per_rank, rows * w.hidden_per_rank)
-    activation = measured_seam(w, o, "swiglu" if shape.gated else "gelu", w.tokens, wide, w.tokens * wide)
+    activation = measured_seam(
+        w, o, "swiglu" if shape.gated else "gelu", w.tokens, wide, w.tokens * wide
+    )
     if shape.positions != "rope":
         return [norm, norm, activation]
     heads = w.q_width + w.k_width
-    return [norm, norm, activation, measured_seam(w, o, "rope", w.tokens, heads, w.tokens * w.q_width)]
+    return [
+        norm,
+        norm,
+        activation,
+        measured_seam(w, o, "rope", w.tokens, heads, w.tokens * w.q_width),
+    ]
 
 
 def _head(w: Workload, o: MeasuredOperators) -> PassTimes:

@@ -31,8 +31,7 @@ from workbench.costmodel.compute.roofline import (
 )
 from workbench.costmodel.inputs.layer_gemms import layer_gemms
 from workbench.costmodel.inputs.rank_workload import Workload
-from workbench.costmodel.operators.rank_passes import rank_passes
-from workbench.costmodel.operators.stage_pass import StagePass
+from workbench.costmodel.operators.stage_pass import StagePass, rank_passes
 
 NO_TIME = PassTimes(0.0, 0.0)
 
@@ -58,8 +57,9 @@ def operator_microbatch_compute(w: Workload, m: DeviceRates) -> MicrobatchComput
     if counts_operators(w):
         gemms = len(layer_gemms(w, False))
         host = [1e-6 * m.constants.launch_us * each for each in stage_kernels(w, gemms, gemms)]
-        (forward, first), (backward, second) = host_ahead(forward, host[0]), host_ahead(
-            backward, host[1]
+        (forward, first), (backward, second) = (
+            host_ahead(forward, host[0]),
+            host_ahead(backward, host[1]),
         )
         return MicrobatchCompute(forward, backward, slowdown * weight, first, second)
     launches = [1e-6 * m.constants.launch_us * n * w.layers for n in kernel_launches(w, False)]
@@ -173,7 +173,9 @@ def _measured(w: Workload, m: DeviceRates, kind: str, sizes: tuple[float, ...]) 
         return PassTimes(one.forward, one.backward, one.weight)
     if kind == "lookup":
         elements, table, _ = sizes
-        one = o.operator("embedding", "eager", elements / shape.hidden, shape.hidden, table / shape.hidden)
+        one = o.operator(
+            "embedding", "eager", elements / shape.hidden, shape.hidden, table / shape.hidden
+        )
         return PassTimes(one.forward, one.backward)
     if kind == "loss":
         elements, columns, _ = sizes
@@ -182,7 +184,8 @@ def _measured(w: Workload, m: DeviceRates, kind: str, sizes: tuple[float, ...]) 
             for name in ("head_loss", "linear")
         ]
         forward, backward = (
-            max(0.0, float(getattr(both[0], x) - getattr(both[1], x))) for x in ("forward", "backward")
+            max(0.0, float(getattr(both[0], x) - getattr(both[1], x)))
+            for x in ("forward", "backward")
         )
         return PassTimes(forward, backward)
     if kind not in SEAMS:

@@ -226,6 +226,7 @@ def fixed_config(plan: ResolvedPlan) -> FixedConfig:
         adapter_rank=t.lora.rank if t.lora else 0,
         adapts_all_projections=bool(t.lora and t.lora.targets == "all"),
         dropout=t.dropout > 0,
+        operators=None,
     )
 
 

@@ -51,7 +51,6 @@ class OperatorStrategies:
         return -(-size // self.ranks_over(self.axes(module, dimension)))
 
 
-
 def group_name(axes: tuple[int, ...]) -> str:
     """Name of the link that the group over these axes of the grid sees."""
     return f"operators.{'.'.join(map(str, axes))}"
@@ -80,11 +79,7 @@ class OperatorParameter:
 
 
 def stage_parameters(
-    s: OperatorStrategies,
-    shape: Shape,
-    layers: Iterable[int],
-    has_embedding: bool,
-    has_head: bool,
+    s: OperatorStrategies, shape: Shape, layers: Iterable[int], has_embedding: bool, has_head: bool
 ) -> Iterator[OperatorParameter]:
     """Parameters of a stage in the model's order; of a tied weight the head has one too."""
     if has_embedding:
@@ -123,9 +118,7 @@ def _linear(
         yield OperatorParameter(f"{module}.bias", (width,), s.axes(module, "rows"))
 
 
-def _matrix(
-    s: OperatorStrategies, module: str, *dims: tuple[int, str]
-) -> OperatorParameter:
+def _matrix(s: OperatorStrategies, module: str, *dims: tuple[int, str]) -> OperatorParameter:
     shape = tuple(s.local(size, module, name) for size, name in dims)
     return OperatorParameter(f"{module}.weight", shape, s.axes(module, "rows"))
 

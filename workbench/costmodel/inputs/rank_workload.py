@@ -71,9 +71,9 @@ def workload(
         PlanError: The plan uses a field that the cost model does not cover; the message names it.
     """
     _refuse(plan)
-    assert operators is not None or not plan.strategy.operators or plan.strategy.tensor.ranks == 1, (
-        "operator strategies are given by `planner.planned_workload`"
-    )
+    assert (
+        operators is not None or not plan.strategy.operators or plan.strategy.tensor.ranks == 1
+    ), "operator strategies are given by `planner.operator_plans`"
     evaluated = first_ranks_of_stages(plan) if ranks is None else ranks
     places = [rank_place(plan, rank) for rank in evaluated]
     searched = searched_config(plan, [place.stage for place in places])
@@ -311,7 +311,8 @@ def _table_rows(
         own.get("head.weight", rows * ("final_norm.weight" in own))
         for own, rows in zip(found, vocab)
     ]
-    return {"vocab_rows": np.array(vocab), "head_rows": np.array(head)}
+    # Where there is no table, a row stands for what no rank has.
+    return {"vocab_rows": np.maximum(1.0, vocab), "head_rows": np.maximum(1.0, head)}
 
 
 def _gradient_element(s: FixedConfig, written: Number, microbatches: Number) -> Number:

@@ -66,9 +66,7 @@ def _gathered_bytes(w: Workload, p: ParamCounts, units: Number) -> Number:
     )
 
 
-def _head_phase(
-    w: Workload, p: ParamCounts, num_layers: int | None = None
-) -> MemoryByCategory:
+def _head_phase(w: Workload, p: ParamCounts, num_layers: int | None = None) -> MemoryByCategory:
     """The last unit (with a tied weight the embedding too) and the prefetched layers, or
     `num_layers` of them; no gradient yet.
     """
@@ -78,8 +76,7 @@ def _head_phase(
         w.has_embedding * (p.total - w.layers * p.layer - table) * float(has_tied_head_on_rank(w))
     )
     return {
-        "gathered": w.zeros
-        + _gathered_bytes(w, p, w.has_head * table + rest + layers * p.layer),
+        "gathered": w.zeros + _gathered_bytes(w, p, w.has_head * table + rest + layers * p.layer),
         "communication": w.zeros,
     }
 
@@ -90,9 +87,9 @@ def _layer_phase(w: Workload, p: ParamCounts) -> MemoryByCategory:
     """
     gradients = np.minimum(w.searched.bucket_bytes / w.gradient_element_bytes, p.trained)
     if w.zero == 3:
-        gradients = p.layer + (
-            w.fixed.num_zero_in_flight > 1
-        ) * w.has_head * w.head_params * (1 - float(has_tied_head_on_rank(w)))
+        gradients = p.layer + (w.fixed.num_zero_in_flight > 1) * w.has_head * w.head_params * (
+            1 - float(has_tied_head_on_rank(w))
+        )
     return {
         "gathered": w.zeros + _gathered_bytes(w, p, w.fixed.num_zero_in_flight * p.layer),
         "communication": w.zeros + _gradient_bytes(w, gradients),

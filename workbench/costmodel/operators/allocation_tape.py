@@ -1,12 +1,13 @@
-"""What is allocated and freed on one rank, in order; the largest live set of each part of a pass."""
+"""What is allocated and freed on one rank, in order; the largest live set of each part."""
 
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 LiveSet = dict[str, float]
 """Category of the memory frame -> bytes."""
@@ -48,8 +49,8 @@ class AllocationTape:
     """Bytes that are live now."""
     _scope: str | None = None
     _events: list[tuple[str, _Allocation, float]] = field(default_factory=list)
-    _live: Counter[str] = field(default_factory=Counter)
-    _kept: Counter[str] = field(default_factory=Counter)
+    _live: dict[str, float] = field(default_factory=partial(defaultdict, float))
+    _kept: dict[str, float] = field(default_factory=partial(defaultdict, float))
     """Part -> activations that it has made."""
 
     def allocate(self, num_bytes: float) -> Storage:
@@ -78,7 +79,6 @@ class AllocationTape:
         """Settle categories: what outlives the action is of category `survivors`, the rest
         temporary.
         """
-        total = most = -math.inf
         for part, allocation, change in self._events:
             if allocation.category is None:
                 allocation.category = survivors if allocation.is_live else "temporary"

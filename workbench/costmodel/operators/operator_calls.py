@@ -11,7 +11,7 @@ from workbench.costmodel.communication.collective_call import CollectiveCall, gr
 from workbench.costmodel.inputs.operator_stages import rank_parameters
 from workbench.costmodel.inputs.operator_strategies import OperatorStrategies, group_name
 from workbench.costmodel.inputs.rank_workload import Workload
-from workbench.costmodel.operators.rank_passes import rank_passes
+from workbench.costmodel.operators.stage_pass import rank_passes
 from workbench.costmodel.operators.symbolic_rank import GridCall
 
 

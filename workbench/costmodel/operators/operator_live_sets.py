@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 
 from workbench.costmodel.inputs.config import Array
 from workbench.costmodel.inputs.rank_workload import Workload
 from workbench.costmodel.operators.allocation_tape import LiveSet
-from workbench.costmodel.operators.rank_passes import rank_passes
-from workbench.costmodel.operators.stage_pass import StagePass
+from workbench.costmodel.operators.stage_pass import StagePass, rank_passes
 
 CATEGORIES = ("activations", "logits", "temporary", "communication")
 
@@ -45,15 +42,10 @@ def phases_of_passes(w: Workload, between: Array) -> dict[str, dict[str, Array]]
     activations, logits = kept_in_flight(w)
     others = {"activations": activations + between, "logits": logits}
     names = {name for own in rank_passes(w) for stage in own for name in stage.phases}
-    return {
-        name: _with_own(w, others, lambda stage, name=name: stage.phases.get(name))
-        for name in sorted(names)
-    }
+    return {name: _with_own(w, others, name) for name in sorted(names)}
 
 
-def _with_own(
-    w: Workload, others: dict[str, Array], phase_of: Callable[[StagePass], LiveSet | None]
-) -> dict[str, Array]:
+def _with_own(w: Workload, others: dict[str, Array], phase: str) -> dict[str, Array]:
     """The live set of one phase: other microbatches, and the one that runs in place of what it
     keeps; of a rank's stages the one that needs most, nothing where none has the phase.
     """
@@ -61,9 +53,7 @@ def _with_own(
     for at, own in enumerate(rank_passes(w)):
         beside = {name: float(np.broadcast_to(x, w.zeros.shape)[at]) for name, x in others.items()}
         sets = [
-            _replaced(beside, stage, live)
-            for stage in own
-            if (live := phase_of(stage)) is not None
+            _replaced(beside, stage, stage.phases[phase]) for stage in own if phase in stage.phases
         ]
         largest = max(sets, key=lambda live: sum(live.values()), default={})
         for category, column in columns.items():
@@ -72,10 +62,7 @@ def _with_own(
 
 
 def _replaced(beside: LiveSet, stage: StagePass, live: LiveSet) -> LiveSet:
-    kept = {
-        "activations": stage.kept_of_layers + stage.kept_of_head,
-        "logits": stage.kept_logits,
-    }
+    kept = {"activations": stage.kept_of_layers + stage.kept_of_head, "logits": stage.kept_logits}
     return {
         name: beside.get(name, 0.0) - kept.get(name, 0.0) + live.get(name, 0.0)
         for name in CATEGORIES

@@ -48,7 +48,7 @@ def _slice(r: SymbolicRank, x: SymbolicTensor, step: RedistributionStep) -> Symb
 
 
 def _lies_in_one_piece(whole: Shape, part: Shape) -> bool:
-    """Whether a part of a contiguous tensor is contiguous: only the first dim longer than 1 is cut."""
+    """Whether a part of a contiguous tensor is: no dim but the first longer than 1 is sharded."""
     cut = [dim for dim, (length, own) in enumerate(zip(whole, part)) if own != length]
     return all(length == 1 for length in whole[: max(cut, default=0)])
 
@@ -90,9 +90,7 @@ def _joined_parts(
     return order, is_view
 
 
-def _reduce_scatter(
-    r: SymbolicRank, x: SymbolicTensor, step: RedistributionStep
-) -> SymbolicTensor:
+def _reduce_scatter(r: SymbolicRank, x: SymbolicTensor, step: RedistributionStep) -> SymbolicTensor:
     source = r.like(x)
     shard = r.empty(_shape_after(r, x, step), x.element_bytes)
     del source
@@ -118,9 +116,7 @@ def _is_sent_whole(x: SymbolicTensor, step: RedistributionStep) -> bool:
     return x.is_contiguous and all(n == 1 for n in x.shape[: min(cut, default=0)])
 
 
-_STEPS: dict[
-    str, Callable[[SymbolicRank, SymbolicTensor, RedistributionStep], SymbolicTensor]
-] = {
+_STEPS: dict[str, Callable[[SymbolicRank, SymbolicTensor, RedistributionStep], SymbolicTensor]] = {
     "slice": _slice,
     "all_gather": _all_gather,
     "all_to_all": _all_to_all,

@@ -7,18 +7,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from itertools import groupby
 
-from workbench.costmodel.inputs.operator_stages import StageParts
+from workbench.costmodel.inputs.operator_stages import StageParts, rank_stages
 from workbench.costmodel.inputs.operator_strategies import OperatorStrategies
 from workbench.costmodel.inputs.rank_workload import Workload
 from workbench.costmodel.operators.allocation_tape import LiveSet
-from workbench.costmodel.operators.symbolic_autograd import (
-    SymbolicTensor,
-    leaf,
-    run_backward,
-)
+from workbench.costmodel.operators.symbolic_autograd import SymbolicTensor, leaf, run_backward
 from workbench.costmodel.operators.symbolic_rank import GridCall, SymbolicRank, Work
 from workbench.costmodel.operators.symbolic_stage import Layers, SymbolicStage
 from workbench.plan.operators.strategy_form import Placement
@@ -65,7 +61,8 @@ def stage_pass(w: Workload, named: OperatorStrategies, parts: StageParts) -> Sta
         x = r.empty((batch, length, w.shape.hidden))
         x = replace(x, node=leaf(gradients.append, "input"))
     y = stage.forward(x, targets)
-    if not parts.has_head:  # backward starts from the graph's edge: the output is freed once it is sent
+    if not parts.has_head:
+        # Backward starts from the graph's edge: the output is freed once it is sent.
         y = replace(y, storage=r.tape.allocate(0))
     r.tape.end_action("activations")
     phases = _phases(r.tape.largest, FORWARD_PHASES, "forward")
@@ -73,8 +70,9 @@ def stage_pass(w: Workload, named: OperatorStrategies, parts: StageParts) -> Sta
     r.tape.largest, r.action = {}, "B"
     gradient = replace(y, storage=r.tape.allocate(0), node=None)  # it is counted elsewhere
     roots = [(y, gradient)]
-    del x, y, gradient
-    run_backward(r.tape, roots)
+    del y, gradient
+    run_backward(r.tape, roots)  # which the stage's input outlives
+    del x
     r.tape.end_action("communication")
     return StagePass(
         kept["activations"] - of_head,
@@ -84,6 +82,18 @@ def stage_pass(w: Workload, named: OperatorStrategies, parts: StageParts) -> Sta
         r.calls,
         r.work,
     )
+
+
+@lru_cache(maxsize=8)
+def rank_passes(w: Workload) -> tuple[tuple[StagePass, ...], ...]:
+    """A microbatch through every stage of each of `w.places`."""
+    named, found = w.fixed.operators, {}
+    assert named is not None
+    for place in w.places:
+        if place.stage not in found:
+            stages = rank_stages(w.fixed, place.stage)
+            found[place.stage] = tuple(stage_pass(w, named, parts) for parts in stages)
+    return tuple(found[place.stage] for place in w.places)
 
 
 def _runs(named: OperatorStrategies, numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
@@ -108,9 +118,7 @@ def _largest(sets: Iterable[LiveSet]) -> LiveSet:
     return max(sets, key=lambda live: sum(live.values()))
 
 
-def _phases(
-    parts: dict[str, LiveSet], named: Mapping[str, str], layers: str
-) -> dict[str, LiveSet]:
+def _phases(parts: dict[str, LiveSet], named: Mapping[str, str], layers: str) -> dict[str, LiveSet]:
     """The largest live set of each phase that has any of these parts; `layers` is the layers'."""
     found: dict[str, list[LiveSet]] = {}
     for part, live in parts.items():

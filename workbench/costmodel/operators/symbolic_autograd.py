@@ -80,9 +80,7 @@ def leaf(accumulate: Callable[[SymbolicTensor], None], part: str) -> Node:
     return Node((), backward, part, number=math.inf)
 
 
-def run_backward(
-    tape: AllocationTape, roots: list[tuple[SymbolicTensor, SymbolicTensor]]
-) -> None:
+def run_backward(tape: AllocationTape, roots: list[tuple[SymbolicTensor, SymbolicTensor]]) -> None:
     """Run backward from roots, given with their gradients, latest node first, and free what each
     has saved; `roots` is emptied.
     """
@@ -119,10 +117,7 @@ def run_backward(
 
 
 def _add(
-    tape: AllocationTape,
-    sums: list[SymbolicTensor | None],
-    place: int,
-    gradient: SymbolicTensor,
+    tape: AllocationTape, sums: list[SymbolicTensor | None], place: int, gradient: SymbolicTensor
 ) -> None:
     """Add a gradient to those before it, into a new tensor."""
     before = sums[place]

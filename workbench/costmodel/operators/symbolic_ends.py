@@ -10,13 +10,11 @@ from workbench.costmodel.operators.symbolic_functions import linear
 from workbench.costmodel.operators.symbolic_modules import SymbolicStrategies
 from workbench.costmodel.operators.symbolic_rank import SymbolicRank
 from workbench.costmodel.operators.symbolic_sharding import (
-    ShapeSharding,
     as_shard,
     local_part,
     redistribute,
     unsharded,
 )
-from workbench.plan.operators.strategy_form import Placement
 from workbench.plan.operators.tensor_layout import TensorLayout
 from workbench.runtime_facts.fused_thresholds import MIN_FUSED_LOSS_NUMEL
 
@@ -53,9 +51,7 @@ def _table_rows(
     return r.made(r.empty(shape), backward, table)
 
 
-def embed(
-    s: SymbolicStrategies, tokens: SymbolicTensor, table: SymbolicTensor
-) -> SymbolicTensor:
+def embed(s: SymbolicStrategies, tokens: SymbolicTensor, table: SymbolicTensor) -> SymbolicTensor:
     """The token embedding, sharded by rows of tokens, vocabulary or width."""
     sharding = s.of("embedding.tokens")
     if sharding is None:
@@ -65,9 +61,7 @@ def embed(
     return sharding.to_global(sharding.reduce_partial(x, rows=0, hidden=-1), rows=0, hidden=-1)
 
 
-def add_positions(
-    r: SymbolicRank, x: SymbolicTensor, positions: SymbolicTensor
-) -> SymbolicTensor:
+def add_positions(r: SymbolicRank, x: SymbolicTensor, positions: SymbolicTensor) -> SymbolicTensor:
     """[B, T, D] with the rows of learned positions [T, D] added, which every rank holds."""
     if x.layout is None:
         return _broadcast_sum(r, x, positions, None)
@@ -96,8 +90,7 @@ def head_loss(
 ) -> SymbolicTensor:
     """The head's GEMM sharded by its strategy, and its loss by rows or vocabulary."""
     r = s.r
-    replicate: Placement = (None,) * len(r.sides)
-    sharding = s.of("head") or ShapeSharding(r, replicate, s.shared_by("head"))
+    sharding = s.of("head") or s.replicate("head")
     own = {"rows": "rows", "columns": "vocabulary"}
     follows = tuple(own.get(name or "") for name in sharding.placement)
     loss = replace(sharding, placement=s.placements.get("head.loss", follows))
@@ -178,9 +171,7 @@ def _fused_loss(
     return r.made(r.empty((), u), backward, logits)
 
 
-def _eager_loss(
-    r: SymbolicRank, logits: SymbolicTensor, targets: SymbolicTensor
-) -> SymbolicTensor:
+def _eager_loss(r: SymbolicRank, logits: SymbolicTensor, targets: SymbolicTensor) -> SymbolicTensor:
     """`F.cross_entropy` of logits in fp32 or better: log-softmax and the negative likelihood."""
     u, narrow = r.w.upcast_bytes, logits.element_bytes
     r.compute("loss", logits.numel, logits.shape[-1], 0)

@@ -11,11 +11,7 @@ from functools import partial
 from workbench.costmodel.operators.symbolic_autograd import Gradients, SymbolicTensor
 from workbench.costmodel.operators.symbolic_functions import contiguous, linear, view
 from workbench.costmodel.operators.symbolic_rank import SymbolicRank
-from workbench.costmodel.operators.symbolic_sharding import (
-    ShapeSharding,
-    SharedShapes,
-    replicated,
-)
+from workbench.costmodel.operators.symbolic_sharding import ShapeSharding, SharedShapes, replicated
 from workbench.plan.operators.strategy_form import Placement
 
 Tensors = tuple[SymbolicTensor, ...]
@@ -39,6 +35,10 @@ class SymbolicStrategies:
             return None
         return ShapeSharding(self.r, self.placements[path], self.shared_by(path))
 
+    def replicate(self, path: str) -> ShapeSharding:
+        """The strategy of a module that computes the same on every rank."""
+        return ShapeSharding(self.r, (None,) * len(self.r.sides), self.shared_by(path))
+
     def shared_by(self, path: str) -> SharedShapes:
         """The inputs that a module's parent has redistributed."""
         return self.shared.setdefault(path.rpartition(".")[0], SharedShapes())
@@ -49,16 +49,10 @@ class SymbolicStrategies:
             self.shared.pop(parent).redistributed.clear()
 
     def linear(
-        self,
-        path: str,
-        x: SymbolicTensor,
-        weight: SymbolicTensor,
-        bias: SymbolicTensor | None,
+        self, path: str, x: SymbolicTensor, weight: SymbolicTensor, bias: SymbolicTensor | None
     ) -> SymbolicTensor:
         """A linear layer; its parameters are this rank's shards."""
-        sharding, product = self.of(path), partial(linear, self.r, path)
-        if sharding is None:
-            return product(replicated(self.r, x), weight, bias)
+        sharding, product = self.of(path) or self.replicate(path), partial(linear, self.r, path)
         local = sharding.to_local(x, rows=0, inner=-1)
         if "inner" not in sharding.placement:
             return sharding.to_global(product(local, weight, bias), rows=0, columns=-1)
@@ -126,5 +120,5 @@ def heads(r: SymbolicRank, x: SymbolicTensor, head_dim: int) -> SymbolicTensor:
 
 
 def flattened(r: SymbolicRank, x: SymbolicTensor) -> SymbolicTensor:
-    """[B, T, heads, head_dim] as [B, T, heads x head_dim]: a copy where memory has another order."""
+    """[B, T, heads, head_dim] as [B, T, heads x head_dim]; a copy where memory is not in order."""
     return view(r, contiguous(r, x), (*x.shape[:-2], x.shape[-2] * x.shape[-1]))

@@ -77,9 +77,7 @@ class SymbolicRank:
         """Name the part of the stage that runs now."""
         self.tape.part = part
 
-    def empty(
-        self, shape: Sequence[int], element_bytes: int | None = None
-    ) -> SymbolicTensor:
+    def empty(self, shape: Sequence[int], element_bytes: int | None = None) -> SymbolicTensor:
         """A new tensor, of the plan's dtype by default."""
         size = self.w.element_bytes if element_bytes is None else element_bytes
         if self.is_over:
@@ -152,5 +150,3 @@ class SymbolicRank:
         if float(w.gradient_element_bytes) != gradient.element_bytes and not on_gpu:
             pieces = min(gradient.numel, GRADIENT_CAST_NUMEL)
             self.tape.allocate(pieces * float(w.gradient_element_bytes))
-
-

@@ -8,16 +8,18 @@ from functools import partial
 
 from workbench.costmodel.inputs.operator_strategies import OperatorStrategies, stage_parameters
 from workbench.costmodel.memory.activation_memory import TOKEN_ID_BYTES
-from workbench.costmodel.operators import symbolic_functions as functions
+from workbench.costmodel.operators.symbolic_attention import attend, rope
 from workbench.costmodel.operators.symbolic_autograd import SymbolicTensor
 from workbench.costmodel.operators.symbolic_checkpoint import checkpointed
 from workbench.costmodel.operators.symbolic_ends import add_positions, embed, head_loss, lookup
+from workbench.costmodel.operators.symbolic_functions import activate
 from workbench.costmodel.operators.symbolic_modules import (
     LocalFn,
     SymbolicStrategies,
     flattened,
     heads,
 )
+from workbench.costmodel.operators.symbolic_norms import add_norm
 from workbench.costmodel.operators.symbolic_rank import SymbolicRank
 from workbench.costmodel.operators.symbolic_sharding import replicated, sharded_sum
 
@@ -96,11 +98,7 @@ class SymbolicStage:
         return x
 
     def _block(
-        self,
-        layer: int,
-        x: SymbolicTensor,
-        residual: SymbolicTensor | None,
-        tables: SymbolicTensor,
+        self, layer: int, x: SymbolicTensor, residual: SymbolicTensor | None, tables: SymbolicTensor
     ) -> tuple[SymbolicTensor, SymbolicTensor]:
         block = f"blocks.{layer}"
         forward = partial(self._block_forward, block, tables)
@@ -144,8 +142,8 @@ class SymbolicStage:
         head = int(self.r.w.shape.head_dim or 0)
         q, k, v = (heads(self.r, self._linear(f"{path}.{name}", x), head) for name in "qkv")
         q, k = self.s.local(f"{path}.rope", self._rope(tables), HEAD_DIMS, q, k)
-        attend = self._local(f"{path}.attend", functions.attend, "")
-        (attended,) = self.s.local(f"{path}.attend", attend, HEAD_DIMS, q, k, v)
+        core = self._local(f"{path}.attend", attend, "")
+        (attended,) = self.s.local(f"{path}.attend", core, HEAD_DIMS, q, k, v)
         output = self._linear(f"{path}.o", flattened(self.r, attended))
         self.s.left(path)
         return (output,)
@@ -163,12 +161,12 @@ class SymbolicStage:
     def _rope(self, tables: SymbolicTensor) -> LocalFn:
         if self.r.w.shape.positions != "rope":
             return lambda q, k: (q, k)
-        return partial(functions.rope, self.r, tables)
+        return partial(rope, self.r, tables)
 
     def _mlp(self, path: str, x: SymbolicTensor) -> tuple[SymbolicTensor, ...]:
         up, is_gated = self._linear(f"{path}.up", x), self.r.w.shape.gated
-        activate = self._local(f"{path}.activate", functions.activate, "activate")
-        run = partial(self.s.local, f"{path}.activate", activate, None)
+        core = self._local(f"{path}.activate", activate, "activate")
+        run = partial(self.s.local, f"{path}.activate", core, None)
         # The gate is let go of once it is activated.
         (activated,) = run(self._linear(f"{path}.gate", x), up) if is_gated else run(up)
         output = self._linear(f"{path}.down", activated)
@@ -184,7 +182,7 @@ class SymbolicStage:
     ) -> tuple[SymbolicTensor, SymbolicTensor]:
         own = [f"{path}.weight", f"{path}.bias"]
         parameters = tuple(self.parameters[name] for name in own if name in self.parameters)
-        forward = partial(functions.add_norm, self.r, parameters)
+        forward = partial(add_norm, self.r, parameters)
         y, total = self.s.norm(path, forward, x, residual)
         return y, total
 

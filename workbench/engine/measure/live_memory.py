@@ -95,8 +95,8 @@ class MemoryLevels:
 
 
 def _local_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The tensors that hold the bytes: of a DTensor its local one, whose operators the mode does not
-    see.
+    """The tensors that hold the bytes: of a DTensor its local one, which operators that the mode
+    does not see have made.
     """
     if type(tensor) in (torch.Tensor, torch.nn.Parameter) or not is_traceable_wrapper_subclass(
         tensor
@@ -157,7 +157,9 @@ class LiveBytes(TorchDispatchMode):
         known = self._live.get(id(storage))
         if known is not None:
             self._resize(known, storage.nbytes())
-        elif any(x.untyped_storage() is storage for arg in tensors_in(args) for x in _local_tensors(arg)):
+        elif any(
+            x.untyped_storage() is storage for arg in tensors_in(args) for x in _local_tensors(arg)
+        ):
             self._count(storage, "overhead")
         else:
             self._count(storage, self._scopes[-1] if self._scopes else None)

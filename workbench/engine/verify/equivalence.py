@@ -14,9 +14,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from workbench.engine.check_python_model import check_python_model
 from workbench.engine.exit_codes import exit_status
 from workbench.engine.precision import DTYPES
+from workbench.engine.python_model.check_python_model import check_python_model
 from workbench.engine.session import Session
 from workbench.engine.verify.forked_ranks import run_ranks
 from workbench.engine.verify.single_device import (

@@ -40,8 +40,8 @@ def main() -> int:
 def _compare(plan_path: Path, rank: int, allow_code: bool) -> dict[str, Any]:
     from dataclasses import asdict
 
-    from workbench.engine.check_python_model import check_python_model
     from workbench.engine.precision import set_determinism, set_matmul_precision
+    from workbench.engine.python_model.check_python_model import check_python_model
     from workbench.engine.verify.equivalence import (
         GPU_TOLERANCE,
         compare_with_reference,

@@ -14,9 +14,13 @@ from torch import Tensor, nn
 
 from workbench.engine.optimizer import learning_rate
 from workbench.models import Transformer
+from workbench.models.counter_dropout import SampleIndices
 from workbench.models.python_model import add_loss, build_python_model
 from workbench.models.seams import Attend
 from workbench.models.weight_init import seed_of
+from workbench.parallel.operators.apply_traced import traced_forward
+from workbench.parallel.operators.factor_redistribution import FactorGrid
+from workbench.parallel.operators.traced_module import trace_for_plan
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.schema import Plan
 
@@ -94,7 +98,9 @@ def train_on_one_device(
     Returns:
         Its results, on CPU.
     """
-    model = _model(plan, attention).to(device=device, dtype=dtype)
+    t, samples = plan.training, SampleIndices()
+    rows = t.micro_batch if float8 else t.global_batch
+    model = _model(plan, attention, samples, dtype, rows).to(device=device, dtype=dtype)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(
@@ -102,19 +108,16 @@ def train_on_one_device(
             )
     if float8:
         _convert_to_float8(model, device)
-    stepped, t = _SteppedParameters(model), plan.training
-    rows = t.micro_batch if float8 else t.global_batch
+    stepped = _SteppedParameters(model)
     optimizer = _optimizer(stepped.targets, plan)
     losses: list[float] = []
     first: dict[str, Tensor] = {}
     for step, (tokens, targets) in enumerate(batches):
         model.zero_grad()
-        if isinstance(model, Transformer):
-            model.samples.start_step(step * t.global_batch, rows)
+        samples.start_step(step * t.global_batch, rows)
         losses.append(0.0)
         for index, pair in enumerate(zip(tokens.split(rows), targets.split(rows))):
-            if isinstance(model, Transformer):
-                model.samples.start_microbatch(index)
+            samples.start_microbatch(index)
             loss = model(pair[0].to(device), pair[1].to(device)) / targets.numel()
             loss.backward()
             losses[-1] += loss.item()
@@ -153,8 +156,9 @@ class _SteppedParameters:
     def take_gradients(self) -> None:
         """Give the copies the parameters' gradients."""
         for name, target in self.targets.items():
+            gradient = _gradient(self.parameters[name])
             if target is not self.parameters[name]:
-                target.grad = _gradient(self.parameters[name]).float()
+                target.grad = gradient.float()
 
     @torch.no_grad()
     def store(self) -> None:
@@ -164,17 +168,37 @@ class _SteppedParameters:
                 self.parameters[name].copy_(target)
 
 
-def _model(plan: ResolvedPlan, attention: str) -> nn.Module:
+def _model(
+    plan: ResolvedPlan, attention: str, samples: SampleIndices, dtype: torch.dtype, rows: int
+) -> nn.Module:
+    """The plan's model; a module that drops elements as its graph, whose masks are drawn alike on
+    every mesh.
+    """
     if plan.code:
-        return add_loss(build_python_model(plan.code, plan.training.seed), plan.vocab)
+        return _python_model(plan, samples, dtype, rows)
     model = Transformer(plan.shape, plan.training.dropout, plan.training.seed)
+    model.samples = samples
     for seam in (module for module in model.modules() if isinstance(module, Attend)):
         seam.kernel = attention
     return model
 
 
+def _python_model(
+    plan: ResolvedPlan, samples: SampleIndices, dtype: torch.dtype, rows: int
+) -> nn.Module:
+    assert plan.code is not None
+    model = build_python_model(plan.code, plan.training.seed)
+    traced = trace_for_plan(model, plan, dtype, rows, sharded=False)
+    if traced is None:
+        return add_loss(model, plan.vocab)
+    model.forward = traced_forward(model, traced, FactorGrid(), samples, plan.training.seed)
+    return model
+
+
 def _gradient(parameter: nn.Parameter) -> Tensor:
-    assert parameter.grad is not None
+    """Its gradient; zero where nothing used it, as an expert that no token chose."""
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
     return parameter.grad
 
 

@@ -29,9 +29,8 @@ from workbench.parallel.operators.operator_forward import (
     HeadOperator,
     LinearOperator,
     LocalOperator,
-    SelfAttentionOperator,
 )
-from workbench.parallel.operators.operator_grid import OperatorGrid, joint_index
+from workbench.parallel.operators.operator_grid import OperatorGrid
 from workbench.parallel.operators.redistribution import (
     OperatorSharding,
     RedistributionGrid,
@@ -52,13 +51,9 @@ FOLLOWING_MODULES: tuple[tuple[tuple[type[nn.Module], ...], tuple[int, ...] | No
     ((Attend, RingAttend, UlyssesAttend, Rope, NoRope), (0, 2)),
 )
 """Modules that take the sharding of their first input, and the dims that may be sharded there."""
-PARTIAL_GRADIENTS = {
-    ("in_proj_weight", "in_proj_bias"): "heads",
-    ("route.weight", "experts.down.bias", "shared.down.bias"): "width",
-}
-"""Ends of the names of parameters that every rank holds unsharded -> the dimension whose shards
-each have a part of the gradient: attention's joint projection, of which a rank uses the rows of its
-heads; and of an MoE layer, whose output is a sum over shards of the width.
+PARTIAL_GRADIENTS = ("route.weight", "experts.down.bias", "shared.down.bias")
+"""Ends of the names of parameters of an MoE layer that every rank holds unsharded, and of whose
+gradients each shard of the width has a part, for the layer's output is a sum over these shards.
 """
 LOCAL_DIMS = {"rows": 0, "width": -1, "heads": 2}
 """Dimensions of activations -> their dim, for modules that compute shards independently."""
@@ -84,7 +79,7 @@ def apply_operator_strategies(
     """
     if mesh.operators is None:
         return
-    grid, between = OperatorGrid(mesh), _redistribution_grid(mesh, mesh.operators, least)
+    grid, between = OperatorGrid(mesh), redistribution_grid(mesh, mesh.operators, least)
     for name, layout in layouts.items():
         layouts[name] = layout.sharded_over("tensor", but=grid.names)
     shared: dict[str, SharedInputs] = {}
@@ -95,7 +90,7 @@ def apply_operator_strategies(
         if named:
             _shard_parameters(path, module, layouts, placement, grid)
         parent = path.rpartition(".")[0]
-        if (named or isinstance(module, HeadLoss)) and parent not in shared:
+        if (named or isinstance(module, HeadLoss | nn.Linear)) and parent not in shared:
             shared[parent] = SharedInputs()
             owner = model.get_submodule(parent)
             owner.forward = shared[parent].during(owner.forward)
@@ -116,7 +111,7 @@ def apply_operator_strategies(
     model.forward = partial(_implicitly_replicated, model.forward, between)
 
 
-def _redistribution_grid(
+def redistribution_grid(
     mesh: Mesh, device: DeviceMesh, least: LeastRedistribution
 ) -> RedistributionGrid:
     axes = {run: mesh[operator_axis(run)] for run in neighbors(range(device.ndim))}
@@ -135,14 +130,14 @@ def operator_reduction_axes(
 ) -> dict[str, tuple[MeshAxis, ...]]:
     """Local parameter name -> the axes of the grid over which its gradient is summed.
 
-    They are those along which its module shards the rows, and those of `PARTIAL_GRADIENTS`.
+    They are those along which its module shards the rows, and for `PARTIAL_GRADIENTS` the width.
     """
     if mesh.operators is None:
         return dict.fromkeys(names, ())
     grid, found = OperatorGrid(mesh), {}
     for name in names:
         own = _placement_around(name, placements)
-        over = {"rows"} | {dim for ends, dim in PARTIAL_GRADIENTS.items() if name.endswith(ends)}
+        over = {"rows", "width"} if name.endswith(PARTIAL_GRADIENTS) else {"rows"}
         found[name] = tuple(axis for axis, placed in zip(grid.axes, own) if placed in over)
     return found
 
@@ -160,9 +155,6 @@ def _shard_parameters(
     placement: Placement,
     grid: OperatorGrid,
 ) -> None:
-    if isinstance(module, nn.MultiheadAttention):
-        inner: Placement = tuple("inner" if name == "heads" else name for name in placement)
-        return _shard_parameters(f"{path}.out_proj", module.out_proj, layouts, inner, grid)
     table = next((table for kind, table in SHARDED_PARAMETERS if isinstance(module, kind)), {})
     for name, dims in table.items():
         parameter, key = getattr(module, name), f"{path}.{name}"
@@ -190,10 +182,6 @@ def _named(
         return LinearOperator(module, sharding)
     if isinstance(module, nn.Embedding):
         return EmbeddingOperator(module, sharding, layouts[f"{path}.weight"])
-    if isinstance(module, nn.MultiheadAttention):
-        return SelfAttentionOperator(
-            module, sharding, *joint_index(grid.over(sharding.placement, "heads"))
-        )
     if isinstance(module, AddNorm | nn.LayerNorm | nn.RMSNorm):
         return LocalOperator(module.forward, sharding, {"rows": 0})
     return LocalOperator(module.forward, sharding, LOCAL_DIMS)
@@ -205,10 +193,6 @@ def _unnamed(module: nn.Module, grid: RedistributionGrid) -> ForwardFn | None:
             return FollowInput(grid, module.forward, dims)
     if isinstance(module, Dropout):
         return DropoutOperator(grid, module, module.forward)
-    if isinstance(module, nn.TransformerEncoderLayer):
-        module.activation_relu_or_gelu = (
-            0  # else evaluation takes a fused path that does not call its modules
-        )
     if next(module.parameters(recurse=False), None) is not None:
         return partial(_on_replicated, module.forward, grid)
     return None

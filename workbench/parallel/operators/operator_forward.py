@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -81,64 +80,6 @@ class EmbeddingOperator:
         return self.sharding.to_global(
             self.sharding.reduce_partial(x, rows=0, hidden=-1), rows=0, hidden=-1
         )
-
-
-@dataclass(frozen=True)
-class SelfAttentionOperator:
-    """`nn.MultiheadAttention` with its projections, sharded by rows or heads.
-
-    The rows of one head are not contiguous in the joint projection of query, key and value, so that
-    every rank holds all of it and uses those of its heads.
-
-    Attributes:
-        part: Which of `parts` ranges of heads this rank has.
-    """
-
-    module: nn.MultiheadAttention
-    sharding: OperatorSharding
-    part: int
-    parts: int
-
-    def __call__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        key_padding_mask: Tensor | None = None,
-        need_weights: bool = True,
-        attn_mask: Tensor | None = None,
-        average_attn_weights: bool = True,
-        is_causal: bool = False,
-    ) -> tuple[Tensor, None]:
-        """[B, T, D] each to ([B, T, D], None): attention weights are not returned."""
-        assert key_padding_mask is None, "sharded attention takes no key_padding_mask"
-        assert attn_mask is None or attn_mask.ndim == 2, "sharded attention takes masks of [T, T]"
-        out, bias = self.module.out_proj.weight, self.module.out_proj.bias
-        q, k, v = (
-            self._heads(self.sharding.to_local(x, rows=0), i)
-            for i, x in enumerate((query, key, value))
-        )
-        mask = (
-            attn_mask.logical_not()
-            if attn_mask is not None and attn_mask.dtype == torch.bool
-            else attn_mask
-        )
-        attended = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=is_causal and mask is None
-        )
-        y = self.sharding.reduce_partial(
-            F.linear(attended.transpose(1, 2).flatten(-2), out), rows=0
-        )
-        return self.sharding.to_global(y if bias is None else y + bias, rows=0), None
-
-    def _heads(self, x_BTD: Tensor, which: int) -> Tensor:
-        """Query, key or value (`which`) of this rank's heads, [B, heads, T, head_dim]."""
-        width, head = self.module.embed_dim, self.module.head_dim
-        first, own = which * width + self.part * width // self.parts, width // self.parts
-        weight, bias = self.module.in_proj_weight, self.module.in_proj_bias
-        part = F.linear(x_BTD, weight[first:][:own], None if bias is None else bias[first:][:own])
-        output: Tensor = part.unflatten(-1, (-1, head)).transpose(1, 2)
-        return output
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,6 @@ KINDS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("rows", "heads", "depth", "key"),
         ("rows", "heads", "key", "depth"),
     ),
-    "SelfAttention": (("rows", "heads"),),
     "CrossEntropy": (("rows", "vocabulary"), ("rows",)),
     "MoE": (("rows",), ("width",)),
     "Whole": (("rows",),),
@@ -67,13 +66,20 @@ class Site:
 
     kind: str
     units: Mapping[str, int]
+    named: tuple[tuple[str, ...], ...] = ()
+    """Dimensions of each input, where the kind does not say them."""
+
+    @property
+    def dims(self) -> tuple[tuple[str, ...], ...]:
+        """Dimensions of each input."""
+        return self.named or KINDS[self.kind]
 
     def pieces(self, form: Form) -> dict[str, int]:
         """Pieces of each dimension under a legal form."""
         found = dict(
-            zip((d for dims in KINDS[self.kind] for d in dims), (n for part in form for n in part))
+            zip((d for dims in self.dims for d in dims), (n for part in form for n in part))
         )
-        return {name: found[name] for name in ORDER if name in found}
+        return {name: found[name] for name in (*ORDER, *found) if name in found}
 
     def placement(self, form: Form, sides: Sequence[int]) -> Placement:
         """Where a legal form's pieces lie on the grid of `sides`."""
@@ -81,7 +87,7 @@ class Site:
 
     def faults(self, form: Form, ranks: int) -> Iterator[str]:
         """Why a form is not legal here over `ranks`, and what would be."""
-        dims = KINDS[self.kind]
+        dims = self.dims
         if tuple(map(len, form)) != tuple(map(len, dims)):
             said = ", ".join(f"({', '.join(part)})" for part in dims)
             yield (

@@ -132,10 +132,14 @@ ESTIMATE_LIMITS: tuple[tuple[str, Callable[[ResolvedPlan], Any], tuple[Any, ...]
 """The same for `estimate`."""
 
 
-OPERATOR_ESTIMATE_LIMITS: tuple[
-    tuple[str, Callable[[ResolvedPlan], Any], tuple[Any, ...]], ...
-] = (
+OPERATOR_ESTIMATE_LIMITS: tuple[tuple[str, Callable[[ResolvedPlan], Any], tuple[Any, ...]], ...] = (
     ("strategy.stack", lambda p: p.strategy.stack, ("workbench",)),
+    ("strategy.pipeline.schedule", _named_schedule, ("1f1b", "eager-1f1b", "gpipe", "interleaved")),
+    (
+        "strategy.pipeline.replicas",
+        lambda p: "set" if p.strategy.pipeline.replicas else None,
+        (None,),
+    ),
     ("strategy.context.size", lambda p: p.strategy.context.size, (1,)),
     ("strategy.precision", lambda p: p.strategy.precision, ("fp32", "tf32", "bf16", "fp16")),
     ("strategy.attention", lambda p: p.strategy.attention, ("flash", "efficient")),
@@ -145,7 +149,9 @@ OPERATOR_ESTIMATE_LIMITS: tuple[
     ("model.mla", lambda p: "set" if p.shape.mla else None, (None,)),
     ("model.mtp_layers", lambda p: p.shape.mtp_layers, (0,)),
 )
-"""The same for `estimate` where strategy.operators say how each module is sharded."""
+"""The same for `estimate` where strategy.operators say how each module is sharded: the operators of
+what is left out do not run on shapes yet (`costmodel/operators`).
+"""
 
 
 def unsupported(plan: ResolvedPlan, verb: Verb, allow_code: bool = False) -> list[Problem]:

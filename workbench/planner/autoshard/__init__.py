@@ -12,7 +12,7 @@ from workbench.planner.autoshard.choice_result import OperatorPlan
 from workbench.planner.autoshard.for_plans.written_plan import plan_with
 from workbench.planner.autoshard.machine_model import MachineModel, ideal_machine
 from workbench.planner.autoshard.operator_cost import TensorBytes
-from workbench.planner.autoshard.plan_problem import choose_for_plan
+from workbench.planner.autoshard.plan_problem import choose_for_plan, microbatch_sequences
 from workbench.planner.autoshard.strategy_choice import choose_strategies
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "choose_for_plan",
     "choose_strategies",
     "ideal_machine",
+    "microbatch_sequences",
     "parse_strategy",
     "plan_with",
     "read_strategies",

@@ -4,9 +4,10 @@ cost.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from workbench.plan.operators.layer_patterns import joined_layers, layer_pattern
 from workbench.planner.autoshard.operator_cost import Communication
 
 SOURCE = "estimated"
@@ -91,7 +92,26 @@ class OperatorPlan:
     @property
     def forms(self) -> dict[str, str]:
         """Module pattern -> strategy, as a plan's `strategy.operators` holds them."""
-        return {module: row.strategy for row in self.rows for module in row.modules}
+        return joined_layers({m: row.strategy for row in self.rows for m in row.modules})
+
+    def joined(self) -> OperatorPlan:
+        """The same, with one row for an operator of layers that repeat."""
+        rows: dict[Any, list[OperatorRow]] = {}
+        for row in self.rows:
+            key = replace(row, operator=layer_pattern(row.operator), modules=(), reason="")
+            rows.setdefault(key, []).append(row)
+        between: dict[Any, list[Redistribution]] = {}
+        for each in self.redistributions:
+            ends = {"source": layer_pattern(each.source), "target": layer_pattern(each.target)}
+            between.setdefault(replace(each, **ends), []).append(each)  # type: ignore[arg-type]
+        return replace(
+            self,
+            rows=tuple(_joined_row(key, found) for key, found in rows.items()),
+            redistributions=tuple(
+                replace(found[0] if len(found) == 1 else key, times=sum(r.times for r in found))
+                for key, found in between.items()
+            ),
+        )
 
     def count(self, kind: str, when: str) -> int:
         """Collectives of a kind, forward or backward, of every operator and redistribution in one
@@ -114,6 +134,19 @@ class OperatorPlan:
                 for item in items
             ]
         return data
+
+
+def _joined_row(key: OperatorRow, found: list[OperatorRow]) -> OperatorRow:
+    """Rows of one operator of several layers as one."""
+    if len(found) == 1:
+        return found[0]
+    reasons = dict.fromkeys(layer_pattern(row.reason) for row in found)
+    return replace(
+        key,
+        modules=tuple(module for row in found for module in row.modules),
+        times=sum(row.times for row in found),
+        reason="; ".join(reasons),
+    )
 
 
 def _moves_text(moves: tuple[Communication, ...]) -> str:

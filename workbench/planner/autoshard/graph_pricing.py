@@ -70,7 +70,7 @@ class PricedGraph:
         """The choice at the prices that are known, and bounds of the others."""
         times = [operator.num_layers for operator in self.graph.operators]
         seconds = (np.array([c.seconds for c in own]) * n for own, n in zip(self.costs, times))
-        held = (np.array([c.bytes for c in own]) * n for own, n in zip(self.costs, times))
+        held = (np.array([self._bytes(c) for c in own]) * n for own, n in zip(self.costs, times))
         edges: dict[tuple[int, int], Array] = {}
         for edge, table in zip(self.graph.edges, self.tables):
             # Tensors between the same two operators are one edge.
@@ -78,6 +78,9 @@ class PricedGraph:
             edges[pair] = edges[pair] + costs if pair in edges else costs
         found = tuple(ReshardingEdge(*pair, edges[pair]) for pair in sorted(edges))
         return StrategyProblem(tuple(seconds), found, tuple(held), self.memory)
+
+    def _bytes(self, cost: OperatorCost) -> float:
+        return cost.parameter_bytes + self.pricing.in_flight * cost.activation_bytes
 
     def refine(self, picked: tuple[int, ...]) -> bool:
         """Price the redistributions between these options; whether any was not known."""
@@ -115,6 +118,8 @@ class GraphPricing:
     """Over which a weight's gradient adds up before it is reduced."""
     recomputed_layers: int = 0
     """Layers whose forward runs again in backward; 0: none does."""
+    in_flight: int = 1
+    """Microbatches whose activations a pipeline stage keeps at once."""
     _options: dict[Operator, tuple[ShardingStrategy, ...]] = field(default_factory=dict)
     _costs: dict[tuple[Any, ...], tuple[OperatorCost, ...]] = field(default_factory=dict)
     _tables: dict[tuple[Any, ...], EdgeTable] = field(default_factory=dict)
@@ -130,7 +135,12 @@ class GraphPricing:
         """Prices on the outermost axes of the mesh alone."""
         mesh = replace(self.mesh, axes=self.mesh.axes[:count])
         return GraphPricing(
-            mesh, self.machine, self.sizes, self.microbatches, self.recomputed_layers
+            mesh,
+            self.machine,
+            self.sizes,
+            self.microbatches,
+            self.recomputed_layers,
+            self.in_flight,
         )
 
     def refuse_indivisible(self, graph: OperatorGraph) -> None:

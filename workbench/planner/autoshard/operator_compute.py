@@ -5,6 +5,7 @@ Launch floors are left out: a layer launches as many kernels under every strateg
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 from workbench.costmodel.compute.kernel_rates import (
@@ -44,6 +45,8 @@ def compute_seconds(
         moved = _moved_elements(operator, local) * element / device.bandwidth
         if operator.kind == "MatMul":
             seconds = max(_gemms(operator, strategy, mesh, machine), moved)
+        elif operator.kind == "Einsum" and len(operator.inputs) == 2:
+            seconds = max(_batched_gemms(operator, strategy, mesh, machine), moved)
         else:
             seconds = device.constants.traffic * moved
     return float(device.constants.compute_slowdown * seconds)
@@ -82,6 +85,25 @@ def _gemms(
         total += float(gemm_seconds(device, rows, inner, n, 0, fp8))
         total += float(gemm_seconds(device, n, inner, rows, 0, fp8))
     return total
+
+
+def _batched_gemms(
+    operator: Operator, strategy: ShardingStrategy, mesh: LogicalMesh, machine: MachineModel
+) -> float:
+    """As `_gemms`, of two inputs: dimensions of both and of the output count GEMMs."""
+    left, right, output = (set(t.dims) for t in (*operator.inputs, operator.output))
+
+    def local(names: set[str], whole: float = 1.0) -> float:
+        return math.prod(operator.dim(n) / strategy.num_shards(n, mesh) for n in names) * whole
+
+    rows, columns, inner = left - right, right - left, (left & right) - output
+    count, device = local(left & right & output), machine.device
+    # What a dimension that no strategy names adds to the elements, rows have.
+    hidden = operator.output.share
+    sides = local(rows, hidden), local(columns), local(inner)
+    m, n, k = (max(1.0, side) for side in sides)
+    orders = (m, n, k), (m, k, n), (n, k, m)
+    return count * sum(float(gemm_seconds(device, *order, 0)) for order in orders)
 
 
 def _attention(

@@ -14,8 +14,9 @@ from workbench.costmodel.memory.model_states import unsharded_state_bytes
 from workbench.costmodel.rates.constants import Constants
 from workbench.costmodel.rates.constants import constants as catalog_constants
 from workbench.fields.bounds import SEQUENCES, hold
+from workbench.plan.operators.operator_graph import OperatorGraph
 from workbench.plan.operators.strategy_form import factors, read_strategies
-from workbench.plan.optimizer_state import DTYPE_BYTES
+from workbench.plan.optimizer_state import DTYPE_BYTES, master_bytes, moment_bytes
 from workbench.plan.rank_placement import axis_strides
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.rules.operator_rules import sides
@@ -24,7 +25,7 @@ from workbench.planner.autoshard.device_mesh import LogicalAxis, LogicalMesh
 from workbench.planner.autoshard.for_plans.memory_changes import first_that_fits, sharded_state
 from workbench.planner.autoshard.machine_model import MachineModel
 from workbench.planner.autoshard.operator_cost import TensorBytes
-from workbench.planner.autoshard.strategy_choice import choose_strategies
+from workbench.planner.autoshard.strategy_choice import choose_in_graph, choose_strategies
 from workbench.planner.calibrated_plan import with_calibration
 
 PLAIN_RANKS = 64
@@ -39,6 +40,7 @@ def choose_for_plan(
     memory: float | None = None,
     sequences: int | None = None,
     mode: str = "dynamic_programming",
+    graph: OperatorGraph | None = None,
 ) -> OperatorPlan:
     """The operator strategies that cost a resolved `plan` least.
 
@@ -54,23 +56,24 @@ def choose_for_plan(
         sequences: Of one microbatch over the ranks of the operators; default the plan's micro-batch
             on each data-parallel rank that they take.
         mode: How strategies are searched.
+        graph: The operators of a model that is code, traced at these sequences.
 
     Raises:
         PlanError: No choice is legal.
     """
-    length, sizes = plan.training.sequence_length, plan.sizes
-    inside = sizes["tensor"] * sizes["data"]
-    wanted = inside if ranks is None else ranks
-    count = wanted if isinstance(wanted, int) else math.prod(wanted)
-    data = max(1, inside // count)
-    own = max(1, plan.training.micro_batch * sizes["data"] // data)
-    if sequences is not None:
-        own = sequences
-    hold("sequences", own, 1, SEQUENCES)
+    length, wanted = plan.training.sequence_length, _wanted(plan, ranks)
+    data = _data_ranks(plan, wanted)
+    own = microbatch_sequences(plan, ranks, sequences)
     grid, machine = _grid(plan, wanted)
     by_microbatch = plan.strategy.data.reduce == "microbatch"
+    microbatches = max(1, plan.training.global_batch // (own * data))
+    fixed = read_strategies(plan.strategy.operators)
 
     def search(zero: int, recompute: bool) -> OperatorPlan:
+        sizes = sharded_state(tensor_bytes(plan), zero, data, by_microbatch)
+        if graph is not None:
+            found = choose_in_graph(graph, grid, machine, memory, microbatches, sizes, fixed, mode)
+            return replace(found.joined(), sequences=own)
         found = choose_strategies(
             plan.shape,
             own * length,
@@ -79,15 +82,42 @@ def choose_for_plan(
             sequence_length=length,
             fused=True,
             memory=memory,
-            microbatches=max(1, plan.training.global_batch // (own * data)),
-            sizes=sharded_state(tensor_bytes(plan), zero, data, by_microbatch),
-            fixed=read_strategies(plan.strategy.operators),
+            microbatches=microbatches,
+            sizes=sizes,
+            fixed=fixed,
             mode=mode,
             recompute=recompute,
         )
         return replace(found, sequences=own)
 
     return first_that_fits(plan, data, memory, search)
+
+
+def microbatch_sequences(
+    plan: ResolvedPlan, ranks: int | Sequence[int] | None = None, sequences: int | None = None
+) -> int:
+    """Sequences of one microbatch over the ranks of the operators; default: the plan's.
+
+    Raises:
+        PlanError: There are none, or too many.
+    """
+    own = plan.training.micro_batch * plan.sizes["data"]
+    count = max(1, own // _data_ranks(plan, _wanted(plan, ranks)))
+    if sequences is not None:
+        count = sequences
+    hold("sequences", count, 1, SEQUENCES)
+    return count
+
+
+def _wanted(plan: ResolvedPlan, ranks: int | Sequence[int] | None) -> int | Sequence[int]:
+    """The ranks of the operators; default: all that are not of the pipeline or context axis."""
+    return plan.sizes["tensor"] * plan.sizes["data"] if ranks is None else ranks
+
+
+def _data_ranks(plan: ResolvedPlan, wanted: int | Sequence[int]) -> int:
+    """Data-parallel ranks beside those of the operators."""
+    count = wanted if isinstance(wanted, int) else math.prod(wanted)
+    return max(1, plan.sizes["tensor"] * plan.sizes["data"] // count)
 
 
 def _grid(
@@ -103,8 +133,14 @@ def _grid(
 
 
 def tensor_bytes(plan: ResolvedPlan) -> TensorBytes:
-    """Bytes of activations, gradients and parameters with their state, by the framework profile."""
+    """Bytes of activations, gradients and parameters with their state, by the framework profile; of
+    a model that is code, by this engine.
+    """
     gradient = DTYPE_BYTES[plan.strategy.gradient_dtype]
+    if plan.code:
+        element, optimizer = DTYPE_BYTES[plan.strategy.precision], plan.training.optimizer
+        states = moment_bytes(optimizer) + master_bytes(optimizer, plan.strategy.precision)
+        return TensorBytes(element, gradient, float(element + gradient + states))
     state = unsharded_state_bytes(fixed_config(plan), gradient)
     return TensorBytes(DTYPE_BYTES[plan.strategy.precision], gradient, state)
 

@@ -92,12 +92,34 @@ def choose_strategies(
             "tokens",
             f"is {tokens} in sequences of {length}; legal: a multiple of {length}, 1 or more",
         )
+    graph = _graph(part, shape, tokens // length, length, fused, fixed)
+    again = shape.layers if recompute and part == "model" else int(recompute)
+    return choose_in_graph(graph, ranks, machine, memory, microbatches, sizes, fixed, mode, again)
+
+
+def choose_in_graph(
+    graph: OperatorGraph,
+    ranks: int | Sequence[int],
+    machine: MachineModel,
+    memory: float | None = None,
+    microbatches: int = 1,
+    sizes: TensorBytes | None = None,
+    fixed: Mapping[str, Form] | None = None,
+    mode: str = "dynamic_programming",
+    recomputed: int = 0,
+) -> OperatorPlan:
+    """The strategies of a graph's operators; arguments as of `choose_strategies`.
+
+    Args:
+        recomputed: Layers whose forward runs again in backward.
+
+    Raises:
+        PlanError: Ranks, memory, the mode or a fixed strategy are illegal for this graph.
+    """
     if memory is not None and not memory > 0:
         raise refuse("memory", f"is {memory / GIB:g} GiB a rank; legal: more than 0")
-    graph = _graph(part, shape, tokens // length, length, fused, fixed)
-    mesh = logical_mesh(ranks, machine)
-    again = shape.layers if recompute and part == "model" else int(recompute)
-    pricing = GraphPricing(mesh, machine, sizes or TensorBytes(), microbatches, again)
+    fixed, mesh = fixed or {}, logical_mesh(ranks, machine)
+    pricing = GraphPricing(mesh, machine, sizes or TensorBytes(), microbatches, recomputed)
     found = choose(graph, pricing, fixed, search_mode(mode), memory)
     free = None if memory is None else choose(graph, pricing, fixed, search_mode(mode))
     return operator_plan(found, mode, memory, free)

@@ -15,8 +15,8 @@ from workbench.plan.schema import Plan
 from workbench.planner.calibrated_plan import with_calibration
 from workbench.planner.estimate import estimate
 from workbench.planner.framework_limits import stays_possible
+from workbench.planner.operator_plans.planned_workload import planned_workload
 from workbench.planner.plan_changes import Change
-from workbench.planner.planned_workload import planned_workload
 from workbench.profile import Profile
 from workbench.units import GIB
 

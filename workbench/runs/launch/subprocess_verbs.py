@@ -194,10 +194,36 @@ def inspect(plan: Plan) -> None:
     """
     with tempfile.TemporaryDirectory() as folder:
         child_process.python(
-            "workbench.engine.check_python_model",
+            "workbench.engine.python_model.check_python_model",
             [_plan_file(plan, folder), *_allow_code(True)],
             lambda line: None,
         )
+
+
+def traced_operators(plan: Plan, sequences: int, allow_code: bool = False) -> dict[str, Any]:
+    """Trace the Python model of `plan` in a child process.
+
+    Args:
+        plan: Its model is code.
+        sequences: Of the microbatch that it is traced at.
+        allow_code: Whether that code may run.
+
+    Returns:
+        Its operators: see `workbench.engine.python_model.trace_operators`.
+
+    Raises:
+        PlanError: The code is not allowed.
+        ValueError: It cannot be traced.
+    """
+    require(plan.resolve(), "run", allow_code)
+    lines: list[str] = []
+    with tempfile.TemporaryDirectory() as folder:
+        child_process.python(
+            "workbench.engine.python_model.trace_operators",
+            [_plan_file(plan, folder), "--sequences", str(sequences), *_allow_code(allow_code)],
+            lines.append,
+        )
+    return dict(json.loads(lines[-1]))
 
 
 def _allow_code(allow_code: bool) -> list[str]:

@@ -39,15 +39,18 @@ def first_that_fits(
         if memory is None or {problem.field for problem in error.problems} != {"memory"}:
             raise
         last = error
-    for zero, again in _changes(stage, recompute, data):
+    kept = recompute or bool(plan.code)  # a model that is code recomputes nothing
+    for zero, again in _changes(stage, kept, data):
         try:
             found = search(zero, again)
         except PlanError as error:
             last = error
             continue
-        return _changed(found, _fields(zero - stage, zero, again and not recompute))
-    tried = "recompute full" + (" and ZeRO-3" if data > 1 else "")
-    raise refuse("memory", f"{last.problems[0].message}; that is with {tried}")
+        return _changed(found, _fields(zero - stage, zero, again and not kept))
+    tried = [] if plan.code else ["recompute full"]
+    tried += ["ZeRO-3"] if data > 1 else []
+    said = f"; that is with {' and '.join(tried)}" if tried else ""
+    raise refuse("memory", f"{last.problems[0].message}{said}")
 
 
 def _changes(stage: int, recompute: bool, data: int) -> Iterator[tuple[int, bool]]:

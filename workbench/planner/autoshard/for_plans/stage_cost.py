@@ -73,9 +73,13 @@ class StageCosts:
     pricing: Callable[[int], GraphPricing]
     _pricings: dict[int, GraphPricing] = field(default_factory=dict)
     _picks: dict[tuple[int, bool, bool], dict[int, Pick]] = field(default_factory=dict)
-    _known: dict[tuple[int, int, bool, bool, float | None], StageCost] = field(default_factory=dict)
+    _known: dict[tuple[int, int, bool, bool, float | None, int], StageCost] = field(
+        default_factory=dict
+    )
 
-    def cost(self, start: int, stop: int, ranks: int, memory: float | None = None) -> StageCost:
+    def cost(
+        self, start: int, stop: int, ranks: int, memory: float | None = None, in_flight: int = 1
+    ) -> StageCost:
         """The least seconds of layers [start, stop) on `ranks` ranks.
 
         Args:
@@ -83,21 +87,24 @@ class StageCosts:
             stop: One past the last layer.
             ranks: Of the submesh.
             memory: Bytes of a rank.
+            in_flight: Microbatches whose activations it keeps at once.
 
         Raises:
             PlanError: No strategies fit the memory.
         """
         ends = start == 0, stop == self.shape.layers
-        key = stop - start, ranks, *ends, memory
+        key = stop - start, ranks, *ends, memory, in_flight
         if key not in self._known:
-            free = self._free(stop - start, ranks, *ends)
+            free = self._free(stop - start, ranks, *ends, in_flight)
             if memory is not None and free.bytes > memory:
-                priced = self._priced(stop - start, ranks, *ends, memory)
+                priced = self._priced(stop - start, ranks, *ends, in_flight, memory)
                 free = _stage_cost(priced, solve_within_memory(priced)[0])
             self._known[key] = free
         return self._known[key]
 
-    def _free(self, num_layers: int, ranks: int, first: bool, last: bool) -> StageCost:
+    def _free(
+        self, num_layers: int, ranks: int, first: bool, last: bool, in_flight: int
+    ) -> StageCost:
         """Without a limit."""
         key = ranks, first, last
         if key not in self._picks:
@@ -106,7 +113,7 @@ class StageCosts:
             for count in {1, most}:
                 picks[count] = self._solved(count, *key)
             self._corners(1, most, *key)
-        priced = self._priced(num_layers, *key)
+        priced = self._priced(num_layers, *key, in_flight)
         options = set(self._picks[key].values())
         return min((_stage_cost(priced, pick) for pick in options), key=lambda c: c.seconds)
 
@@ -139,12 +146,19 @@ class StageCosts:
         return solve_within_memory(self._priced(num_layers, ranks, first, last))[0]
 
     def _priced(
-        self, num_layers: int, ranks: int, first: bool, last: bool, memory: float | None = None
+        self,
+        num_layers: int,
+        ranks: int,
+        first: bool,
+        last: bool,
+        in_flight: int = 1,
+        memory: float | None = None,
     ) -> PricedGraph:
         if ranks not in self._pricings:
             self._pricings[ranks] = self.pricing(ranks)
         graph = stage_graph(self.shape, self.sequences, self.length, num_layers, first, last)
-        return self._pricings[ranks].price(graph, memory=memory)
+        own = replace(self._pricings[ranks], in_flight=in_flight)  # which shares what is known
+        return own.price(graph, memory=memory)
 
 
 def _stage_cost(priced: PricedGraph, picked: Pick) -> StageCost:

@@ -15,7 +15,7 @@ from workbench.costmodel.rates.constants import Constants
 from workbench.costmodel.rates.fitted_constants import measured_profile
 from workbench.plan.schema import Plan
 from workbench.planner.calibrated_plan import with_calibration
-from workbench.planner.planned_workload import planned_workload
+from workbench.planner.operator_plans.planned_workload import planned_workload
 from workbench.planner.published_steps import published_beside
 from workbench.planner.search.results.search_result import Candidate
 from workbench.planner.search.search_space import SearchSpace

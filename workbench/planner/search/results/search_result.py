@@ -13,7 +13,7 @@ from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.schema import Plan
 from workbench.planner.calibrated_plan import with_calibration
 from workbench.planner.estimated_timeline import simulated_step_seconds, simulated_timeline
-from workbench.planner.planned_workload import planned_workload
+from workbench.planner.operator_plans.planned_workload import planned_workload
 from workbench.planner.published_steps import beyond_published
 from workbench.planner.search.results import result_tables
 from workbench.planner.search.results.stage_figures import StageFigures

@@ -14,8 +14,8 @@ from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.schema import Plan
 from workbench.planner.calibrated_plan import with_calibration
 from workbench.planner.framework_limits import broken_limits
+from workbench.planner.operator_plans.planned_workload import planned_workload
 from workbench.planner.plan_conditions import Condition
-from workbench.planner.planned_workload import planned_workload
 from workbench.planner.profiled_models.planned_stages import planned_stages
 from workbench.planner.profiled_models.step_seconds import step_seconds
 from workbench.planner.search.results.candidate_figures import Figures

@@ -1,6 +1,6 @@
 """Check that a plan's operator strategies name modules of its Python model.
 
-`python -m workbench.engine.check_python_model PLAN --allow-code`
+`python -m workbench.engine.python_model.check_python_model PLAN --allow-code`
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ import sys
 from pathlib import Path
 
 from workbench.engine.exit_codes import exit_status
+from workbench.engine.precision import plan_dtypes
 from workbench.models.python_model import build_python_model
-from workbench.parallel.operators.module_sites import operator_placements
+from workbench.parallel.operators.traced_module import trace_for_plan
 from workbench.plan.rules.supported import require
 from workbench.plan.schema import Plan
 
@@ -25,12 +26,15 @@ def check_python_model(plan: Plan, allow_code: bool) -> None:
     full = plan.resolve()
     require(full, "run", allow_code)
     if full.code:
-        operator_placements(build_python_model(full.code, full.training.seed), full)
+        model = build_python_model(full.code, full.training.seed)
+        trace_for_plan(model, full, plan_dtypes(full)[0])
 
 
 def main() -> int:
     """Exit code 0, or 2 with the problems on stderr."""
-    parser = argparse.ArgumentParser(prog="python -m workbench.engine.check_python_model")
+    parser = argparse.ArgumentParser(
+        prog="python -m workbench.engine.python_model.check_python_model"
+    )
     parser.add_argument("plan", type=Path)
     parser.add_argument("--allow-code", action="store_true")
     arguments = parser.parse_args()

@@ -1,0 +1,229 @@
+"""Language models that others wrote, traced and sharded by operators, equal one device."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.parallel import users_language_models
+from tests.parallel.test_operators_python import users
+from workbench import verbs
+from workbench.engine.python_model.check_python_model import check_python_model
+from workbench.engine.python_model.trace_operators import trace_operators
+from workbench.engine.verify.equivalence import verify
+from workbench.errors import PlanError
+from workbench.plan.operators.graph_json import graph_from_json, graph_to_json
+from workbench.plan.operators.layer_patterns import joined_layers
+from workbench.plan.operators.operator_graph import OperatorGraph
+from workbench.plan.operators.strategy_form import strategy_text
+from workbench.plan.schema import Plan
+from workbench.planner.autoshard import ideal_machine
+from workbench.planner.autoshard.device_mesh import logical_mesh
+from workbench.planner.autoshard.operator_splits import legal_strategies
+from workbench.planner.autoshard.strategy_choice import choose_in_graph
+
+MODELS = ("encoder_lm", "tied_gpt", "einsum_moe", "where_moe", "rotary_lm")
+LAYERS = "encoder.layers.*"
+ENCODER = {
+    "embed": "((2,1),(1,))",
+    f"{LAYERS}.self_attn.linear": "((1,1),(1,2))",
+    f"{LAYERS}.self_attn.linear_2": "((1,2),(2,1))",
+    f"{LAYERS}.linear1": "((1,1),(1,2))",
+    f"{LAYERS}.linear2": "((1,2),(2,1))",
+    "head": "((1,1),(1,2))",
+}
+GPT = {
+    "wte": "((2,1),(1,))",
+    "h.*.attn.c_attn": "((1,1),(1,2))",
+    "h.*.attn.c_proj": "((1,2),(2,1))",
+    "h.*.c_fc": "((1,1),(1,2))",
+    "h.[01].c_proj": "((1,2),(2,1))",
+    "lm_head": "((1,1),(1,2))",
+}
+MIXED = {
+    "wte": "((1,2),(1,))",
+    "h.0.attn.matmul": "((1,2,1,1),(1,2,1,1))",
+    "h.0.attn.softmax": "((2,1),)",
+    "h.1.c_fc": "((1,2),(2,1))",
+    "h.1.mul_4": "((1,2),(1,2))",
+}
+EXPERTS = {"moe.einsum_3": "((1,2,1,1),(2,1,1))", "moe.einsum_4": "((1,2,1,1),(2,1,1))"}
+PAIRED = {"moe.experts.*.0.*": "((1,1),(1,2))", "moe.experts.*.2.*": "((1,2),(2,1))"}
+GRID = {
+    f"{LAYERS}.self_attn.linear": "((2,1),(1,2))",
+    f"{LAYERS}.self_attn.linear_2": "((2,2),(2,1))",
+    f"{LAYERS}.linear1": "((1,1),(1,4))",
+    "head": "((2,1),(1,2))",
+}
+
+
+def on(
+    factory: str,
+    tensor: int = 1,
+    data: int = 1,
+    operators: dict[str, str] | None = None,
+    changes: dict[str, Any] | None = None,
+    **args: Any,
+) -> Plan:
+    """A user's language model on tensor x data ranks."""
+    model = {"model.python": f"tests.parallel.users_language_models:{factory}"}
+    return users(tensor, data, operators, model | (changes or {}), **args)
+
+
+def equal(plan: Plan) -> None:
+    answer = verify(plan, "fp64", allow_code=True)
+    assert answer["passed"], answer
+
+
+def graph_of(factory: str) -> OperatorGraph:
+    found = trace_operators(on(factory), 4, allow_code=True)
+    return graph_from_json(found["graph"])
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        on("encoder_lm", data=2),
+        on("encoder_lm", 2, operators=ENCODER),
+        on("tied_gpt", 2, operators=GPT),
+        pytest.param(on("tied_gpt", 2, operators=MIXED), marks=pytest.mark.slow),
+        pytest.param(on("encoder_lm", 4, operators=GRID), marks=pytest.mark.slow),
+        on("einsum_moe", 2, operators=EXPERTS),
+        on("where_moe", 2, operators=PAIRED),
+        pytest.param(
+            on("encoder_lm", 2, operators=ENCODER, batch_first=False, norm_first=True),
+            marks=pytest.mark.slow,
+        ),
+        on("rotary_lm", 2, operators={"layers.*.kv": "((1,1),(1,2))", "embed": "((1,1),(2,))"}),
+    ],
+    ids=[
+        *("dropout", "encoder", "tied", "mixed", "grid"),
+        *("expert", "experts", "transposed", "rotary"),
+    ],
+)
+def test_fp64(plan: Plan) -> None:
+    equal(plan)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_zero(zero: int) -> None:
+    equal(on("encoder_lm", 2, 2, ENCODER, {"strategy.data.zero": zero}))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("factory", MODELS)
+def test_what_the_search_finds(factory: str) -> None:
+    forms = choose_in_graph(graph_of(factory), 4, ideal_machine(1e9, 1e9, 0.0, 1e9)).forms
+    assert any(set(form) & set("24") for form in forms.values())
+    equal(on(factory, 4, 1, forms, {"training.micro_batch": 4}))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("factory", MODELS)
+def test_any_legal_strategies(factory: str) -> None:
+    mesh = logical_mesh(4, ideal_machine(1e9, 1e9, 0.0, 1e9))
+    draw = random.Random(factory)
+    forms = {
+        operator.name: strategy_text(draw.choice(legal_strategies(operator, mesh)).form)
+        for operator in graph_of(factory).operators
+        if draw.random() < 0.6
+    }
+    equal(on(factory, 4, 1, forms, {"training.micro_batch": 4}))
+
+
+def test_operators_survive_json() -> None:
+    graph = graph_of("tied_gpt")
+    assert graph_from_json(graph_to_json(graph)) == graph
+
+
+def test_the_verb_finds_strategies_and_runs_no_code_unasked() -> None:
+    with pytest.raises(PlanError, match="--allow-code"):
+        verbs.operators(on("encoder_lm", data=2), 2)
+    plan = on("encoder_lm", data=2).replace(
+        **{"cluster.gpu": "h100-sxm-80gb", "model.args": {"width": 2048, "heads": 16}}
+    )
+    found = verbs.operators(plan, 2, allow_code=True)
+    assert {"embed", f"{LAYERS}.self_attn.linear", f"{LAYERS}.linear1", "loss"} <= {*found.forms}
+    assert found.source == "estimated"
+    assert {row.operator: row.times for row in found.rows}[f"{LAYERS}.linear1"] == 2
+
+
+def test_data_dependent_control_flow_is_named_and_still_runs_without_strategies() -> None:
+    with pytest.raises(PlanError, match=r"users_language_models.py:\d+: if len\(rows\) > 0") as it:
+        check_python_model(on("nonzero_moe", 2, operators={"head": "((1,1),(1,2))"}), True)
+    assert "data parallelism and ZeRO run it" in str(it.value)
+    equal(on("nonzero_moe", data=2, changes={"strategy.data.zero": 3}))
+
+
+class Positions(nn.Module):
+    """Drops positions, which all sequences share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(260, 8), nn.Linear(8, 260)
+        self.places = nn.Parameter(torch.zeros(16, 8))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        places = nn.functional.dropout(self.places, 0.1, self.training)
+        logits: torch.Tensor = self.head(self.embed(tokens) + places)
+        return logits
+
+
+def test_dropout_that_sequences_share_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(users_language_models, "encoder_lm", Positions)
+    for sequences in (1, 2):
+        changes = {"training.micro_batch": sequences}
+        with pytest.raises(PlanError, match="has no dimension of sequences"):
+            check_python_model(on("encoder_lm", data=2, changes=changes), True)
+
+
+class Rolled(nn.Module):
+    """Calls an operator that has no rule."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(260, 8), nn.Linear(8, 260)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.head(self.embed(tokens).roll(1, 1))
+        return logits
+
+
+def test_an_operator_without_a_rule_is_named_and_runs_on_replicated_inputs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(users_language_models, "encoder_lm", Rolled)
+    found = trace_operators(on("encoder_lm"), 4, allow_code=True)
+    assert "roll (roll, test_traced_models.py:" in found["unsharded"][0]
+    equal(on("encoder_lm", 2, operators={"embed": "((1,1),(2,))", "head": "((2,1),(1,1))"}))
+
+
+def test_masks_have_the_rate_and_differ_between_steps_and_operators() -> None:
+    from workbench.models.counter_dropout import SampleIndices
+    from workbench.parallel.operators.factor_redistribution import FactorGrid
+    from workbench.parallel.operators.sharded_dropout import ElementIds, dropout
+    from workbench.plan.operators.traced.node_factors import TensorFactors
+
+    samples, ones = SampleIndices(), torch.ones(8, 64, 32)
+    factors = TensorFactors(((8,), (64,), (32,)), (0, 1, 2))
+    ids = ElementIds(factors, (), FactorGrid(), 0, samples, torch.device("cpu"))
+    first, other = (dropout(ones, ids, 0.1, name, 0) for name in ("a", "b"))
+    again = dropout(ones, ids, 0.1, "a", 0)
+    samples.start_step(8, 8)
+    later = dropout(ones, ids, 0.1, "a", 0)
+    assert first.equal(again)
+    assert abs(float((first == 0).double().mean()) - 0.1) < 0.01
+    for another in (other, later):
+        assert 0.15 < float(((first == 0) != (another == 0)).double().mean()) < 0.21
+
+
+def test_layers_that_repeat_are_one_pattern_where_it_matches_nothing_else() -> None:
+    forms = {"h.0.c": "((1,),)", "h.1.c": "((1,),)", "h.0.a": "((1,),)", "h.1.a": "((2,),)"}
+    assert joined_layers(forms) == {"h.*.c": "((1,),)", "h.0.a": "((1,),)", "h.1.a": "((2,),)"}
+    nested = forms | {"h.0.attn.c": "((2,),)"}
+    assert joined_layers(nested)["h.0.c"] == "((1,),)"

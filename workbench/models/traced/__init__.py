@@ -1,0 +1,1 @@
+"""Tracing of a user's module into operators, and running them."""

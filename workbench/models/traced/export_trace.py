@@ -1,0 +1,82 @@
+"""Tracing a user's module by `torch.export` (non-strict, training IR) into operators.
+
+Exported shapes are constants, so that a module is traced at the shape of a microbatch. Parameters
+are fake while it is traced: of the wanted dtype, on the CPU, without bytes.
+"""
+
+from __future__ import annotations
+
+import traceback
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.export import export
+
+from workbench.errors import PlanError, refuse
+from workbench.models.torch_dispatch import FakeTensorMode, without_dispatch_modes
+from workbench.models.traced.exported_graph import graph_of, of_torch, writes_in_place
+from workbench.models.traced.tracing_contexts import fake_parameters, quiet, without_values_of_masks
+from workbench.plan.operators.traced.traced_graph import TracedGraph
+
+STILL_RUNS = "data parallelism and ZeRO run it without strategy.operators and without dropout"
+
+
+def trace_module(
+    model: nn.Module, sequences: int, length: int, dtype: torch.dtype, with_loss: bool
+) -> tuple[TracedGraph, dict[str, Tensor]]:
+    """Trace a module in training mode.
+
+    Args:
+        model: Its forward takes tokens, or (tokens, targets) for the summed loss; it is not
+            changed.
+        sequences: Of a microbatch.
+        length: Tokens of a sequence.
+        dtype: Of floating-point parameters and buffers.
+        with_loss: Whether its forward takes targets and returns the loss.
+
+    Returns:
+        The graph, and its constants by id.
+
+    Raises:
+        PlanError: It cannot be traced; names the line of the user's code.
+    """
+    with without_dispatch_modes():  # a rehearsal's tensors are fake already, in another way
+        return _traced(model, sequences, length, dtype, with_loss)
+
+
+def _traced(
+    model: nn.Module, sequences: int, length: int, dtype: torch.dtype, with_loss: bool
+) -> tuple[TracedGraph, dict[str, Tensor]]:
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with mode:
+        inputs = tuple(
+            torch.zeros(sequences, length, dtype=torch.long) for _ in range(1 + with_loss)
+        )
+    with fake_parameters(model, mode, dtype), quiet(), without_values_of_masks():
+        try:
+            program = export(model, inputs, strict=False)
+            if writes_in_place(program):
+                program = program.run_decompositions({})  # operators that write in place are gone
+        except PlanError:
+            raise
+        except (Exception, SystemExit) as error:  # a user's module may do either
+            raise _untraceable(error) from error
+    return graph_of(program, model, with_loss)
+
+
+def _untraceable(error: BaseException) -> PlanError:
+    """That a module cannot be traced: where, and why."""
+    own = str(Path(__file__).parents[2])
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not of_torch(frame.filename) and not frame.filename.startswith(own)
+    ]
+    where = f"{frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}" if frames else "unknown"
+    said = str(error).strip().splitlines()
+    return refuse(
+        "model.python",
+        f"cannot be traced: {where} ({type(error).__name__}: {said[0] if said else ''}); legal: "
+        f"shapes and branches that no tensor's values decide; {STILL_RUNS}",
+    )

@@ -1,0 +1,116 @@
+"""Whether a plan's module must run as a traced graph, and how the plan shards that."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from workbench.errors import PlanError, refuse
+from workbench.models.python_model import dropout_modules, other_output, returns_loss
+from workbench.models.traced.export_trace import trace_module
+from workbench.plan.operators.traced.graph_placement import (
+    NodeShards,
+    ParameterShards,
+    parameter_shards,
+    place_graph,
+)
+from workbench.plan.operators.traced.node_factors import FactoredGraph, factor_graph
+from workbench.plan.operators.traced.traced_graph import LOSS, TensorRef, TracedGraph, drop_rate
+from workbench.plan.operators.traced.traced_sites import named_placements
+from workbench.plan.resolved_plan import ResolvedPlan
+from workbench.plan.rules.operator_rules import sides
+
+
+@dataclass(frozen=True)
+class TracedModule:
+    """A module's graph, and how a plan shards it.
+
+    Attributes:
+        factored: The graph.
+        constants: Tensors that the module's code makes of numbers, by id.
+        shards: Node id -> how it is sharded.
+        stored: Parameter id -> how it is stored.
+    """
+
+    factored: FactoredGraph
+    constants: dict[str, Tensor]
+    shards: dict[str, NodeShards]
+    stored: dict[str, ParameterShards]
+
+
+def trace_for_plan(
+    model: nn.Module,
+    plan: ResolvedPlan,
+    dtype: torch.dtype,
+    sequences: int | None = None,
+    sharded: bool = True,
+) -> TracedModule | None:
+    """Trace a plan's module if it must run as a graph; None if it runs as it is: it has no dropout,
+    and the plan no operator strategies.
+
+    Args:
+        model: Not changed, but for its training mode.
+        plan: Resolved.
+        dtype: Of parameters.
+        sequences: Of a forward; default: the plan's micro-batch.
+        sharded: Whether by the plan's strategies; else it runs on one device.
+
+    Raises:
+        PlanError: It cannot be traced though it must be, or a strategy is not legal for it.
+    """
+    model.train()
+    operators = plan.strategy.operators if sharded else {}
+    needed = bool(operators) or next(dropout_modules(model), None) is not None
+    count = plan.training.micro_batch if sequences is None else sequences
+    try:
+        graph, constants = trace_module(
+            model, count, plan.training.sequence_length, dtype, returns_loss(model)
+        )
+    except PlanError:
+        if needed:
+            raise
+        return None
+    if not needed and not any(drop_rate(node) for node in graph.nodes):
+        return None
+    _check_output(graph, plan.vocab)
+    factored = factor_graph(graph)
+    _check_dropout(factored)
+    if factored.batch is None and any(drop_rate(node) for node in graph.nodes):
+        # One sequence: whether a tensor has a dimension of sequences shows with two.
+        trace_for_plan(model, plan, dtype, 2, sharded=False)
+    shape = sides(plan) if sharded else ()
+    named = named_placements(factored, operators, plan.strategy.tensor.ranks, shape)
+    placed = place_graph(factored, named, shape)
+    return TracedModule(factored, constants, placed, parameter_shards(factored, placed, shape))
+
+
+def _check_output(graph: TracedGraph, vocab: int) -> None:
+    """Refuse a module that returns neither logits nor a loss."""
+    last, tensors = graph.nodes[-1], graph.tensors()
+    shape = tensors[graph.output].shape
+    if last.id != LOSS:
+        if shape != ():
+            raise other_output(f"a tensor {[*shape]}", "the summed loss, one number")
+        return
+    logits, tokens = tensors[last.inputs[0]].shape, tensors[last.inputs[1]].shape
+    if logits[:-1] != tokens or logits[-1] < vocab:
+        wanted = f"logits {[*tokens, vocab]}"
+        raise other_output(
+            f"a tensor {[*logits]}", f"{wanted}, or of forward(tokens, targets) the summed loss"
+        )
+
+
+def _check_dropout(factored: FactoredGraph) -> None:
+    """Refuse dropout that all sequences of a microbatch share: its mask would depend on how many
+    there are.
+    """
+    for node in factored.graph.nodes:
+        factors = factored.tensors[TensorRef(node.id)].factors
+        if drop_rate(node) and factored.batch is not None and factored.batch not in factors:
+            raise refuse(
+                "model.python",
+                f"{node.name} ({node.line}) drops elements of a tensor that has no dimension of "
+                "sequences; legal: dropout of [B, ..]",
+            )

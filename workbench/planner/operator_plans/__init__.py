@@ -1,0 +1,1 @@
+"""Plans with operator strategies, as the cost model takes them."""
