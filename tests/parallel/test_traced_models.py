@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from typing import Any
 
@@ -16,10 +17,15 @@ from workbench.engine.python_model.check_python_model import check_python_model
 from workbench.engine.python_model.trace_operators import trace_operators
 from workbench.engine.verify.equivalence import verify
 from workbench.errors import PlanError
+from workbench.models.traced.export_trace import trace_module
 from workbench.plan.operators.graph_json import graph_from_json, graph_to_json
 from workbench.plan.operators.layer_patterns import joined_layers
 from workbench.plan.operators.operator_graph import OperatorGraph
 from workbench.plan.operators.strategy_form import strategy_text
+from workbench.plan.operators.traced.graph_placement import place_graph
+from workbench.plan.operators.traced.node_factors import FactoredGraph, factor_graph
+from workbench.plan.operators.traced.stage_cuts import GraphStage, graph_stages
+from workbench.plan.operators.traced.traced_graph import TracedNode
 from workbench.plan.schema import Plan
 from workbench.planner.autoshard import ideal_machine
 from workbench.planner.autoshard.device_mesh import logical_mesh
@@ -113,6 +119,72 @@ def test_fp64(plan: Plan) -> None:
 @pytest.mark.parametrize("zero", [1, 2, 3])
 def test_zero(zero: int) -> None:
     equal(on("encoder_lm", 2, 2, ENCODER, {"strategy.data.zero": zero}))
+
+
+def pipelined(factory: str, tensor: int = 1, data: int = 1, **more: Any) -> Plan:
+    """On two pipeline ranks."""
+    operators, changes = more.pop("operators", None), more.pop("changes", {})
+    pipeline = {"strategy.pipeline.size": 2, "cluster.gpus": 2 * tensor * data}
+    return on(factory, tensor, data, operators, pipeline | changes, **more)
+
+
+INTERLEAVED = {"strategy.pipeline.schedule": "interleaved", "strategy.pipeline.chunks": 2}
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        pipelined("encoder_lm"),
+        pipelined("tied_gpt"),
+        *(
+            pytest.param(plan, marks=pytest.mark.slow)
+            for plan in (
+                pipelined("encoder_lm", changes=INTERLEAVED, layers=4),
+                pipelined("rotary_lm"),
+                pipelined("where_moe"),
+                pipelined("encoder_lm", 2, operators=ENCODER),
+                pipelined("encoder_lm", 2, operators={"embed": "((1,1),(2,))"}),
+                pipelined("tied_gpt", 2, operators=GPT),
+                pipelined("tied_gpt", data=2, changes={"strategy.data.zero": 3}),
+                pipelined("encoder_lm", data=2, changes={"strategy.data.zero": 1}),
+            )
+        ),
+    ],
+    ids=[
+        *("encoder", "tied", "interleaved", "rotary", "experts"),
+        *("tensor", "rows", "tied-tensor", "tied-zero-3", "zero-1"),
+    ],
+)
+def test_stages(plan: Plan) -> None:
+    equal(plan)
+
+
+def _parameters(factored: FactoredGraph, stage: GraphStage) -> set[str]:
+    names = factored.graph.parameters
+    return {names[r.source] for n in stage.nodes for r in n.inputs if r.source in names}
+
+
+def _multiply_adds(node: TracedNode) -> int:
+    """Of a layer whose result is [tokens, columns]: inner dims are 32, but for `h.*.c_proj`."""
+    if node.op not in ("addmm", "linear"):
+        return 0
+    inner = 128 if node.module.endswith(".c_proj") and ".attn." not in node.module else 32
+    return math.prod(node.outputs[0].shape) * inner
+
+
+def test_stages_are_cut_where_one_tensor_passes_and_balanced() -> None:
+    torch.manual_seed(0)
+    model = users_language_models.tied_gpt(layers=6).train()
+    graph, _ = trace_module(model, 2, 16, torch.float32, with_loss=False)
+    factored = factor_graph(graph)
+    stages = graph_stages(factored, place_graph(factored, {}, ()), 3, "torch.float32")
+    assert [stage.read for stage in stages[1:]] == [stage.written for stage in stages[:-1]]
+    weights = sum(len(_parameters(factored, stage)) for stage in stages)
+    assert weights == len([*model.named_parameters()]) + 1  # the tied one is on two
+    products = [sum(map(_multiply_adds, stage.nodes)) for stage in stages]
+    assert max(products) < 1.1 * sum(products) / 3
+    with pytest.raises(PlanError, match=r"makes 99 stages, but one tensor .* legal: up to \d+"):
+        graph_stages(factored, place_graph(factored, {}, ()), 99, "torch.float32")
 
 
 @pytest.mark.slow

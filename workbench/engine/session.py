@@ -149,7 +149,12 @@ class Session:
             table,
             part.stages,
             pipeline,
-            partial(torch.empty, boundary_shape(plan, share.sequences), dtype=own, device=device),
+            partial(
+                torch.empty,
+                boundary_shape(plan, share.sequences) if part.boundary is None else part.boundary,
+                dtype=own,
+                device=device,
+            ),
             ExecutorHooks(
                 store.reduce,
                 store.expect_last_backward,

@@ -68,6 +68,8 @@ class ParallelModel:
     """Aux losses of the stages without the head."""
     samples: SampleIndices
     """Which samples the stages see, for dropout."""
+    boundary: tuple[int, ...] | None = None
+    """Local shape of what passes between stages, where the plan's shape does not say it."""
 
     @property
     def head(self) -> nn.Module | None:
@@ -111,10 +113,12 @@ def parallelize(
         if model is None:
             model, fills = _python_model(plan.code, plan.training.seed)
         replay = None if drawing is None else FillReplay(fills, plan.training.seed, drawing)
-        store = apply_to_python_model(
-            model, plan, mesh, overlap, device, dtype, gradient_dtype, replay, samples
+        applied, store = apply_to_python_model(
+            model, plan, mesh, overlap, device, dtype, gradient_dtype, replay, samples, stages
         )
-        return ParallelModel({0: model}, store, None, aux_loss, samples)
+        return ParallelModel(
+            applied.modules, store, applied.tied, aux_loss, samples, applied.boundary
+        )
     built: dict[int, Transformer] = {}
     layouts: dict[str, Layout] = {}
     for stage in stages:

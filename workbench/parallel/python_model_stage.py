@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import torch
@@ -15,8 +15,8 @@ from workbench.models.python_model import add_loss
 from workbench.parallel.data.sharded_params import ParamInit
 from workbench.parallel.data.zero_shards import ParamAndGradStore
 from workbench.parallel.layout import Layout
-from workbench.parallel.mesh import Mesh, MeshAxis
-from workbench.parallel.operators.apply_traced import apply_traced
+from workbench.parallel.mesh import Mesh
+from workbench.parallel.operators.apply_traced import AppliedTrace, apply_traced
 from workbench.parallel.operators.traced_module import trace_for_plan
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.planner.autoshard.plan_problem import operator_mesh
@@ -32,8 +32,9 @@ def apply_to_python_model(
     gradient_dtype: torch.dtype,
     replay: FillReplay | None,
     samples: SampleIndices,
-) -> ParamAndGradStore:
-    """Shard `model`, in place, and return the store of its parameters and gradients.
+    stages: Sequence[int],
+) -> tuple[AppliedTrace, ParamAndGradStore]:
+    """Shard `model`, in place.
 
     Parameters and buffers are then on `device` in `dtype`: as the factory has initialized them;
     zero where they are on the meta device and nothing is recorded that fills them.
@@ -45,6 +46,10 @@ def apply_to_python_model(
         replay: Fills parameters whose initialization was recorded; None where a checkpoint is
             loaded over all of them.
         samples: Which samples the next forward sees, for dropout.
+        stages: Pipeline stages of this rank.
+
+    Returns:
+        The stages, and the store of their parameters and gradients.
 
     Raises:
         PlanError: Where a strategy names what the module does not have.
@@ -52,18 +57,20 @@ def apply_to_python_model(
     traced = trace_for_plan(model, plan, dtype)
     initial = dict(model.named_parameters())
     layouts = {name: Layout.unsharded(name, tuple(value.shape)) for name, value in initial.items()}
-    summed: dict[str, tuple[MeshAxis, ...]] = dict.fromkeys(layouts, ())
+    applied = AppliedTrace({0: model}, dict.fromkeys(layouts, ()), ())
     if traced is not None:
         least = operator_mesh(plan).redistribution if mesh.operators is not None else None
-        summed = apply_traced(model, traced, layouts, mesh, least, samples, plan.training.seed)
+        seed = plan.training.seed
+        applied = apply_traced(model, traced, layouts, mesh, least, samples, seed, stages)
     else:
         add_loss(model, plan.vocab)
-    _move_buffers(model, device, dtype)
-    sums = {name: (*axes, mesh["replicas"]) for name, axes in summed.items()}
+    for module in applied.modules.values():
+        _move_buffers(module, device, dtype)
+    sums = {name: (*axes, mesh["replicas"]) for name, axes in applied.summed.items()}
     fill = None if replay is None else partial(_fill_initial, initial, replay)
     init = ParamInit(device, dtype, fill, CopyStream(device))
     store = ParamAndGradStore(
-        {0: model},
+        applied.modules,
         layouts,
         sums,
         mesh,
@@ -71,10 +78,10 @@ def apply_to_python_model(
         gradient_dtype,
         init,
         overlap,
-        separate=None,
+        separate=applied.tied,
     )
     initial.clear()
-    return store
+    return applied, store
 
 
 def _fill_initial(

@@ -159,7 +159,7 @@ def _tied_work(plan: ResolvedPlan, place: RankPlace) -> tuple[int, ...]:
         own, peers = replicas[place.stage], tied_stages_of_profile(plan, place.stage)
         return tuple(len(range(place.holder, replicas[stage], own)) for stage, _ in peers)
     ends = {0: (replicas[0], replicas[-1]), len(replicas) - 1: (replicas[-1], replicas[0])}
-    if not plan.shape.tied or place.stage not in ends:
+    if not plan.ties_weights or place.stage not in ends:
         return ()
     own, other = (count * plan.sizes["context"] for count in ends[place.stage])
     if not plan.strategy.data.zero:

@@ -262,7 +262,7 @@ def _decided(plan: Plan, model: Shape | PythonModel | ProfiledModel, gpu: GPU) -
     stages = asked.pipeline.size * asked.pipeline.chunks
     length = plan.task.sequence_length
     rule = pipeline["partition"]
-    found: str | list[int] = [1]
+    found: str | list[int] = [1] * stages  # a model that is code is cut where it is traced
     if shape:
         found = partition(shape, rule, stages, length, pipeline["replicas"])
     elif profile:

@@ -78,6 +78,11 @@ class ResolvedPlan(Plan):
         return ResolvedPlan.model_validate(changed(self.model_dump(), changes))
 
     @property
+    def ties_weights(self) -> bool:
+        """Whether embedding and head of its shape are one weight."""
+        return isinstance(self.model, Shape) and bool(self.model.tied)
+
+    @property
     def shape(self) -> Shape:
         """The model's shape. Raises `PlanError` where the model is code or a layer profile, which
         have none.

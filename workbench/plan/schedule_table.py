@@ -122,7 +122,7 @@ def transfer_pairs(plan: ResolvedPlan) -> list[tuple[int, int]]:
     turns = range(min(lcm(*table.replicas), table.microbatches))
     paths = [[table.home(stage, m) for stage in range(table.stages)] for m in turns]
     found = {pair for path in paths for pair in pairwise(path)}
-    if plan.shape.tied and not plan.strategy.pipeline.replicas:
+    if plan.ties_weights and not plan.strategy.pipeline.replicas:
         found.add((table.placement[0], table.placement[-1]))
     return sorted({(min(pair), max(pair)) for pair in found if pair[0] != pair[1]})
 

@@ -18,6 +18,7 @@ from workbench.parallel.operators.factor_redistribution import FactorGrid, Sprea
 from workbench.parallel.operators.local_operators import LocalCall, run_locally
 from workbench.plan.operators.traced.graph_placement import NodeShards, ParameterShards
 from workbench.plan.operators.traced.node_factors import FactoredGraph
+from workbench.plan.operators.traced.stage_cuts import GraphStage
 from workbench.plan.operators.traced.traced_graph import TensorRef, TracedNode
 
 
@@ -28,6 +29,7 @@ class TracedForward:
     Attributes:
         module: Holds the parameters and buffers, which are read by name at each forward.
         factored: Its graph.
+        stage: The part of the graph that runs.
         shards: Node id -> how it is sharded.
         stored: Parameter id -> how it is stored.
         constants: Tensors that the module's code makes of numbers, by id.
@@ -38,6 +40,7 @@ class TracedForward:
 
     module: nn.Module
     factored: FactoredGraph
+    stage: GraphStage
     shards: Mapping[str, NodeShards]
     stored: Mapping[str, ParameterShards]
     constants: Mapping[str, Tensor]
@@ -48,27 +51,30 @@ class TracedForward:
 
     def __post_init__(self) -> None:
         last: dict[TensorRef, str] = {}
-        for node in self.factored.graph.nodes:
+        for node in self.stage.nodes:
             last |= dict.fromkeys(
                 [*node.inputs, *(TensorRef(node.id, i) for i in range(len(node.outputs)))], node.id
             )
-        last.pop(self.factored.graph.output, None)
+        last.pop(self.stage.written, None)
         self._last_use = {}
         for ref, node_id in last.items():
             self._last_use.setdefault(node_id, []).append(ref)
 
-    def __call__(self, tokens_BT: Tensor, targets_BT: Tensor) -> Tensor:
-        """The loss summed over this microbatch; equal on every rank of the grid."""
-        graph = self.factored.graph
-        run = _Run(self, tokens_BT.device)
-        run.hold(TensorRef(graph.tokens), tokens_BT)
+    def __call__(self, x: Tensor, targets_BT: Tensor) -> Tensor:
+        """The loss summed over this microbatch, equal on every rank of the grid; or what the next
+        stage reads. `x` are the tokens [B, T], or what the stage before has written.
+        """
+        graph, read = self.factored.graph, self.stage.read
+        run = _Run(self, x.device)
+        known = self.shards.get(read.source)
+        run.hold(read, x, None if known is None else Spread(known.outputs[read.index]))
         assert graph.targets is not None
         run.hold(TensorRef(graph.targets), targets_BT)
-        for node in graph.nodes:
+        for node in self.stage.nodes:
             run.compute(node)
             for ref in self._last_use.get(node.id, ()):
                 run.release(ref)
-        return run.values[graph.output]
+        return run.values[self.stage.written].contiguous()
 
 
 class _Run:
@@ -80,13 +86,14 @@ class _Run:
         self.held: dict[TensorRef, Spread] = {}
         self.read: dict[TensorRef, dict[Spread, Tensor]] = {}
         graph = forward.factored.graph
-        for key, name in graph.buffers.items():
-            self.hold(TensorRef(key), forward.module.get_buffer(name))
-        for key, value in forward.constants.items():
-            self.hold(TensorRef(key), value.to(device))
-        for key, name in graph.parameters.items():
-            layout = forward.stored[key].layout
-            self.hold(TensorRef(key), forward.module.get_parameter(name), Spread(layout))
+        for key in {ref.source for node in forward.stage.nodes for ref in node.inputs}:
+            if key in graph.buffers:
+                self.hold(TensorRef(key), forward.module.get_buffer(graph.buffers[key]))
+            elif key in forward.constants:
+                self.hold(TensorRef(key), forward.constants[key].to(device))
+            elif key in graph.parameters:
+                value = forward.module.get_parameter(graph.parameters[key])
+                self.hold(TensorRef(key), value, Spread(forward.stored[key].layout))
 
     def hold(self, ref: TensorRef, value: Tensor, spread: Spread | None = None) -> None:
         """Keep a tensor; by default every rank has all of it."""

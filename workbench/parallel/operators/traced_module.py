@@ -17,6 +17,7 @@ from workbench.plan.operators.traced.graph_placement import (
     place_graph,
 )
 from workbench.plan.operators.traced.node_factors import FactoredGraph, factor_graph
+from workbench.plan.operators.traced.stage_cuts import GraphStage, graph_stages
 from workbench.plan.operators.traced.traced_graph import LOSS, TensorRef, TracedGraph, drop_rate
 from workbench.plan.operators.traced.traced_sites import named_placements
 from workbench.plan.resolved_plan import ResolvedPlan
@@ -32,12 +33,14 @@ class TracedModule:
         constants: Tensors that the module's code makes of numbers, by id.
         shards: Node id -> how it is sharded.
         stored: Parameter id -> how it is stored.
+        stages: Parts that pipeline stages run.
     """
 
     factored: FactoredGraph
     constants: dict[str, Tensor]
     shards: dict[str, NodeShards]
     stored: dict[str, ParameterShards]
+    stages: list[GraphStage]
 
 
 def trace_for_plan(
@@ -62,7 +65,9 @@ def trace_for_plan(
     """
     model.train()
     operators = plan.strategy.operators if sharded else {}
-    needed = bool(operators) or next(dropout_modules(model), None) is not None
+    pipeline = plan.strategy.pipeline
+    stages = pipeline.size * pipeline.chunks if sharded else 1
+    needed = bool(operators) or stages > 1 or next(dropout_modules(model), None) is not None
     count = plan.training.micro_batch if sequences is None else sequences
     try:
         graph, constants = trace_module(
@@ -83,7 +88,9 @@ def trace_for_plan(
     shape = sides(plan) if sharded else ()
     named = named_placements(factored, operators, plan.strategy.tensor.ranks, shape)
     placed = place_graph(factored, named, shape)
-    return TracedModule(factored, constants, placed, parameter_shards(factored, placed, shape))
+    stored = parameter_shards(factored, placed, shape)
+    parts = graph_stages(factored, placed, stages, str(dtype))
+    return TracedModule(factored, constants, placed, stored, parts)
 
 
 def _check_output(graph: TracedGraph, vocab: int) -> None:

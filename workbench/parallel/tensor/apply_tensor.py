@@ -96,8 +96,6 @@ def boundary_shape(plan: ResolvedPlan, sequences: int) -> tuple[int, int, int]:
     microbatch that its data-parallel coordinate has, [B, T, D].
     """
     t, tensor = plan.training, plan.strategy.tensor
-    if plan.code:  # a single stage, which sends nothing
-        return 0, 0, 0
     tokens = t.sequence_length // plan.strategy.context.size
     if tensor.sequence:
         tokens //= tensor.ranks

@@ -10,6 +10,8 @@ from workbench.plan.preset_sizes import RULES as SIZE_RULES
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.schema import Plan
 
+WHOLE_BACKWARD = ("gpipe", "1f1b", "eager-1f1b", "interleaved")
+"""Schedules whose backward is not split."""
 ALLOW = "--allow-code (allow_code=True in a notebook)"
 
 
@@ -46,11 +48,9 @@ def _whole(plan: Plan) -> Iterator[Problem]:
     """What names parts of a model, of which code tells nothing."""
     s, said = (
         plan.strategy,
-        "a model given as Python is one stage, whose parts only strategy.operators can name",
+        "the parts of a model given as Python are known only where it is traced",
     )
     needs = (
-        ("strategy.pipeline.size", s.pipeline.size, 1),
-        ("strategy.pipeline.chunks", s.pipeline.chunks, 1),
         ("strategy.context.size", s.context.size, 1),
         ("strategy.expert.size", s.expert.size, 1),
         ("strategy.tensor.algorithm", s.tensor.algorithm, "1d"),
@@ -63,6 +63,13 @@ def _whole(plan: Plan) -> Iterator[Problem]:
     for field, value, legal in needs:
         if value != legal:
             yield Problem(field, f"is {value!r}; {said}; legal: {legal}")
+    if s.pipeline.size > 1 and s.pipeline.schedule not in WHOLE_BACKWARD:
+        legal_schedules = ", ".join(WHOLE_BACKWARD)
+        what = f"is {s.pipeline.schedule!r} for a model given as Python; legal: {legal_schedules}"
+        yield Problem("strategy.pipeline.schedule", what)
+    if s.pipeline.replicas:
+        what = "is set for a model given as Python; legal: without it"
+        yield Problem("strategy.pipeline.replicas", what)
 
 
 def _operators(plan: Plan) -> Iterator[Problem]:

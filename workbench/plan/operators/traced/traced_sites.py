@@ -42,7 +42,7 @@ class SiteDims(NamedTuple):
 
 def site_dims(factored: FactoredGraph) -> dict[str, SiteDims]:
     """Id of each operator that computes -> its dimensions."""
-    inner, live = _inner_factors(factored), _live(factored.graph)
+    inner, live = _inner_factors(factored), live_ids(factored.graph)
     found = {}
     for node in factored.graph.nodes:
         own = factored.nodes[node.id]
@@ -123,7 +123,7 @@ def _written(
     return tuple((i, dims) for i, dims in enumerate(each) if dims and i not in biases)
 
 
-def _live(graph: TracedGraph) -> set[str]:
+def live_ids(graph: TracedGraph) -> set[str]:
     """Ids of what depends on tokens or parameters: the rest is the same in every step."""
     found = {graph.tokens, *graph.parameters}
     for node in graph.nodes:
