@@ -161,7 +161,8 @@ def search(
         objective: What is least: time (of a step), cost, energy or gpus.
         space: default (of a layer profile unequal), wide, or vast for kernels, tensor grids and
             buckets too; unequal for stages that are cut and replicated each by itself (DAPPLE,
-            2007.01045).
+            2007.01045); operators for stages, submeshes and the strategy of every operator (Alpa,
+            2201.12023).
         top: Plans to return.
         where: Conditions such as `strategy.tensor.size<=8` or `peak_gib<60`.
         deadline_days: Keep plans that train `tokens` within so many days.

@@ -30,7 +30,8 @@ Size = Annotated[
     typer.Option(
         "--space",
         help="default, of a layer profile unequal; wide: more schedules and sharding; vast: "
-        "kernels, grids, buckets too; unequal: stages cut and replicated each by itself.",
+        "kernels, grids, buckets too; unequal: stages cut and replicated each by itself; "
+        "operators: stages, submeshes and the strategy of every operator.",
     ),
 ]
 Where = Annotated[

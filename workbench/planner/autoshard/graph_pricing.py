@@ -168,15 +168,20 @@ class GraphPricing:
             return cost
         # Of a layer its input is kept, which its first norm passes on as the residual stream.
         kept = cost.activation_bytes / 2 if is_first_of_layer(operator) else 0.0
-        return recomputed(cost, kept, self.recomputed_layers)
+        return recomputed(cost, kept, self._sharing_a_copy)
 
     def _recomputes(self, operator: Operator) -> bool:
         return self.recomputed_layers > 0 and is_in_layer(operator)
 
-    def _key(self, operator: Operator) -> tuple[Operator, bool, bool]:
+    def _key(self, operator: Operator) -> tuple[Operator, int, bool]:
         """What an operator's price depends on."""
-        recomputes = self._recomputes(operator)
-        return _anonymous(operator), recomputes, recomputes and is_first_of_layer(operator)
+        shared = self._sharing_a_copy if self._recomputes(operator) else 0
+        return _anonymous(operator), shared, shared > 0 and is_first_of_layer(operator)
+
+    @property
+    def _sharing_a_copy(self) -> int:
+        """Layers, of every microbatch in flight, that are recomputed one at a time."""
+        return self.recomputed_layers * self.in_flight
 
     def moves(
         self, reader: Operator, tensor: OperatorTensor, layouts: Layouts

@@ -17,6 +17,8 @@ from workbench.planner.assumed_hardware import assumed_hardware
 from workbench.planner.plan_conditions import Condition
 from workbench.planner.profiled_models.measured_on import measured_on
 from workbench.planner.search.constraints import check_bounds, parse_constraint
+from workbench.planner.search.joint.joint_search import search_joint
+from workbench.planner.search.joint.joint_space import joint_space
 from workbench.planner.search.results.candidate_figures import CandidateFigures
 from workbench.planner.search.results.empty_search import (
     Left,
@@ -35,6 +37,8 @@ from workbench.planner.search.unequal.unequal_search import Progress, pareto, se
 from workbench.planner.search.unequal.unequal_space import unequal_space
 
 OBJECTIVES = ("time", "cost", "energy", "gpus")
+BUILDERS = {"unequal": unequal_space, "operators": joint_space}
+"""Spaces whose plans are not all evaluated."""
 
 
 def search(
@@ -55,8 +59,9 @@ def search(
     `space`: `default`, but for a layer profile, whose only one is `unequal`; `wide`, with more
     schedules, placements and sharding; `vast`, with kernels (as written in the others), grids of
     tensor ranks, sizes of buckets and gradient dtypes too; `unequal`, with stages cut and
-    replicated each by itself (DAPPLE, 2007.01045); `progress` then
-    gets words about what is being done. `objective`: `time` of a step on all GPUs; `cost`
+    replicated each by itself (DAPPLE, 2007.01045); `operators`, with stages, submeshes and the
+    strategy of every operator (Alpa, 2201.12023); `progress` then gets words about what is being
+    done. `objective`: `time` of a step on all GPUs; `cost`
     (GPU-hours a token), `energy`, `gpus` (fewest that fit) try fewer GPUs too. `where`:
     conditions such as `strategy.tensor.size<=8`. `deadline_days` keeps what trains `tokens` in
     time. `risk`: largest probability of running out of memory; what a nearly full GPU is expected
@@ -67,13 +72,15 @@ def search(
     _check_options(objective, space, top, deadline_days, tokens, risk)
     space = _space_of_model(plan, space)
     constraints = [parse_constraint(text) for text in where]
-    build = unequal_space if space == "unequal" else partial(search_space, kind=space)
+    build = BUILDERS.get(space) or partial(search_space, kind=space)
     whole = replace(build(plan, worlds=_gpu_counts(plan, objective)), risk=risk)
     check_bounds(whole, constraints)
     if deadline_days is not None and tokens is not None:
         constraints.append(deadline_constraint(whole, deadline_days, tokens))
     if space == "unequal":
         found = _of_stages(whole, constraints, objective, top, progress)
+    elif space == "operators":
+        found = _of_operators(whole, constraints, objective, top, progress)
     else:
         found = _of_space(whole, constraints, objective, top)
         if not found.top and deadline_days is not None and tokens is not None:
@@ -150,6 +157,27 @@ def _of_stages(
         baselines=found.baselines,
         notes=found.notes,
     )
+
+
+def _of_operators(
+    space: SearchSpace,
+    constraints: Sequence[Condition],
+    objective: str,
+    top: int,
+    progress: Progress,
+) -> SearchResult:
+    """Of the space of operator strategies."""
+
+    def look(conditions: Sequence[Condition]) -> Left | None:
+        left = search_joint(space, conditions, "time", progress).candidates
+        return Left(len(left), left[0].seconds, left[0].peak_bytes) if left else None
+
+    found, why = search_joint(space, constraints, objective, progress), ""
+    if not found.candidates:
+        why = which_condition(space, constraints, look) or why_no_stages_fit(space)
+    best, front = found.candidates[:top], pareto(found.candidates)
+    counts = found.choices, len(found.candidates)
+    return SearchResult(objective, *counts, 0.0, best, front, why, notes=found.notes)
 
 
 def _candidate(space: SearchSpace, found: RankedCandidate, beside: CandidateFigures) -> Candidate:

@@ -21,7 +21,7 @@ from workbench.planner.calibrated_plan import with_calibration
 from workbench.schedules.generators import SCHEDULES
 from workbench.units import GIB
 
-SPACES = ("default", "wide", "vast", "unequal")
+SPACES = ("default", "wide", "vast", "unequal", "operators")
 
 PLACEMENTS = {
     "default": (tuple(AXES),),

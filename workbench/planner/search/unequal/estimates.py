@@ -46,7 +46,7 @@ class Estimates:
             progress(f"estimating, {done} of {len(plans)} plans")
             for plan in plans_of(self.space, staged):
                 one = self._candidate(plan, staged, one_gpu)
-                if one and all(c.holds(_result(one, c.field)) for c in self.conditions):
+                if one and all(c.holds(result_of(one, c.field)) for c in self.conditions):
                     self.found.append((one, staged))
 
     def least_seconds(self, staged: StagedPlan) -> float:
@@ -60,7 +60,7 @@ class Estimates:
         """
         try:
             full = plan.resolve()
-            seconds, compute, peak = _estimate(full)
+            seconds, compute, peak = estimated_figures(full)
         except PlanError:
             return None
         if peak > self.beside.largest_peak_bytes or broken_limits(full):
@@ -77,7 +77,7 @@ class Estimates:
         return self.beside.candidate(plan, seconds, peak, float(score), stages=figures)
 
 
-def _estimate(full: ResolvedPlan) -> tuple[float, float, float]:
+def estimated_figures(full: ResolvedPlan) -> tuple[float, float, float]:
     """(seconds of a step, those in which the busiest rank computes, largest peak in bytes)."""
     if full.profiled:
         planned = planned_stages(full)
@@ -90,7 +90,7 @@ def _estimate(full: ResolvedPlan) -> tuple[float, float, float]:
     return float(time.seconds), float(compute), float(peak.max())
 
 
-def _result(one: Candidate, field: str) -> float:
+def result_of(one: Candidate, field: str) -> float:
     if field == "peak_gib":
         return one.peak_bytes / GIB
     if field == "tokens_per_second":

@@ -1,0 +1,96 @@
+"""The plans that stages with operator strategies are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from typing import Any
+
+from workbench.costmodel.inputs.config import FixedConfig
+from workbench.errors import PlanError
+from workbench.plan.operators.layer_patterns import joined_layers
+from workbench.plan.operators.strategy_form import parse_strategy, strategy_text
+from workbench.plan.schema import Plan
+from workbench.planner.autoshard.for_plans.written_plan import plan_with
+from workbench.planner.autoshard.plan_problem import choose_for_plan
+from workbench.planner.search.joint.joint_space import JointChoice
+from workbench.planner.search.joint.stage_pricing import Stage
+from workbench.planner.search.search_space import SearchSpace, plan_with_strategy
+
+
+def operator_strategies(stages: Sequence[Stage], tied: bool) -> dict[str, str]:
+    """Module pattern -> strategy: of the layers by their stage, of the ends by the first and last.
+    A `tied` embedding is split as the head is.
+    """
+    starts = accumulate((stage.layers for stage in stages), initial=0)
+    blocks = {
+        module.replace("*", str(layer)): strategy
+        for start, stage in zip(starts, stages)
+        for layer in range(start, start + stage.layers)
+        for module, strategy in stage.strategies.items()
+        if module.startswith("blocks.")
+    }
+    ends = {**stages[0].strategies, **stages[-1].strategies}
+    if tied:
+        (rows, inner), (_, columns) = parse_strategy(ends["head"], "strategy.operators.head")
+        ends["embedding.tokens"] = strategy_text(((columns, inner), (rows,)))
+    return joined_layers(blocks) | {m: s for m, s in ends.items() if not m.startswith("blocks.")}
+
+
+def recomputed_layers(stages: Sequence[Stage]) -> tuple[str | list[int], ...]:
+    """What `recompute` may be: the first layers of each stage that it recomputes."""
+    starts = accumulate((stage.layers for stage in stages), initial=0)
+    found = [
+        layer
+        for start, stage in zip(starts, stages)
+        for layer in range(start, start + stage.recomputed)
+    ]
+    if len(found) == sum(stage.layers for stage in stages):
+        return ("full",)
+    return (found,) if found else ("none", "selective")
+
+
+def written(
+    space: SearchSpace,
+    setting: FixedConfig,
+    choice: JointChoice,
+    stages: Sequence[Stage],
+    recompute: str | list[int],
+) -> Plan:
+    """The plan of equal submeshes: rows are split by its data axis, the operators by its tensor
+    ranks.
+
+    Raises:
+        PlanError: The strategies have no plan.
+    """
+    partition = [stage.layers for stage in stages]
+    strategy: dict[str, Any] = {
+        "tensor": {"size": choice.submesh.tensor},
+        "pipeline": {"size": len(partition), "partition": partition} if partition[1:] else {},
+        "recompute": recompute,
+        "data": {"zero": choice.zero},
+        "kernels": space.kernels[0],
+        "gradient_dtype": space.gradient[0],
+    }
+    plan = plan_with_strategy(
+        space,
+        strategy,
+        choice.sequences,
+        world_size=setting.world_size,
+        gpus_per_node=setting.gpus_per_node,
+    )
+    if choice.submesh.tensor == 1:
+        return plan
+    strategies = operator_strategies(stages, space.base.shape.tied)
+    try:
+        return plan.replace(**{"strategy.operators": strategies})
+    except PlanError:
+        return _with_other_ends(plan, strategies, choice)
+
+
+def _with_other_ends(plan: Plan, strategies: Mapping[str, str], choice: JointChoice) -> Plan:
+    """With strategies of the model's ends that cost least beside those of the layers."""
+    layers = {m: s for m, s in strategies.items() if m.startswith("blocks.")}
+    pinned = plan.replace(**{"strategy.operators": layers}).resolve()
+    found = choose_for_plan(pinned, choice.submesh.tensor, sequences=choice.sequences)
+    return plan_with(plan, found)
