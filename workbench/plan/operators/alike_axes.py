@@ -57,8 +57,8 @@ class AlikeAxes:
 
     def _could_take(self, axis: int, move: Move, layout: TensorLayout) -> bool:
         if move.kind == "reduce_scatter":
-            room = [n // p % self.sizes[axis] == 0 for n, p in zip(self.parts, move.parts)]
-            return axis in layout.partial and any(room)
+            divides = [n // p % self.sizes[axis] == 0 for n, p in zip(self.parts, move.parts)]
+            return axis in layout.partial and any(divides)
         if move.kind == "all_reduce":
             return axis in layout.partial
         return without(layout.dims, (*move.axes, axis)) is not None
