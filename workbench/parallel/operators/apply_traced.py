@@ -17,6 +17,7 @@ from workbench.parallel.layout import Layout
 from workbench.parallel.mesh import Mesh, MeshAxis
 from workbench.parallel.operators.apply_operators import redistribution_grid
 from workbench.parallel.operators.factor_redistribution import FactorGrid
+from workbench.parallel.operators.operator_grid import joint_index
 from workbench.parallel.operators.traced_forward import TracedForward
 from workbench.parallel.operators.traced_module import TracedModule
 from workbench.plan.operators.least_redistribution import LeastRedistribution
@@ -168,9 +169,7 @@ def sharded_layout(
             own = [axis for axis, at in zip(axes, stored) if at == first + place]
             if own:
                 inner, outer = math.prod(sizes[place + 1 :]), math.prod(sizes[:place])
-                index, shards = 0, 1
-                for axis in own:
-                    index, shards = index * axis.size + axis.index, shards * axis.size
+                index, shards = joint_index(own)
                 length = size // shards * inner
                 bounds = index * length, (index + 1) * length
                 layout = layout.split_strided(
