@@ -5,7 +5,7 @@ left.
 from __future__ import annotations
 
 import time as clock
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -17,7 +17,7 @@ from workbench.planner.assumed_hardware import assumed_hardware
 from workbench.planner.plan_conditions import Condition
 from workbench.planner.profiled_models.measured_on import measured_on
 from workbench.planner.search.constraints import check_bounds, parse_constraint
-from workbench.planner.search.joint.joint_search import search_joint
+from workbench.planner.search.joint.joint_search import JointFound, search_joint
 from workbench.planner.search.joint.joint_space import joint_space
 from workbench.planner.search.results.candidate_figures import CandidateFigures
 from workbench.planner.search.results.empty_search import (
@@ -33,12 +33,23 @@ from workbench.planner.search.results.pareto_front import RankedCandidate
 from workbench.planner.search.results.search_result import Candidate, SearchResult
 from workbench.planner.search.search_space import SPACES, SearchSpace, candidate_plan, search_space
 from workbench.planner.search.space_scan import scan_space
-from workbench.planner.search.unequal.unequal_search import Progress, pareto, search_unequal
+from workbench.planner.search.unequal.unequal_search import (
+    Progress,
+    UnequalFound,
+    pareto,
+    search_unequal,
+)
 from workbench.planner.search.unequal.unequal_space import unequal_space
 
 OBJECTIVES = ("time", "cost", "energy", "gpus")
-BUILDERS = {"unequal": unequal_space, "operators": joint_space}
-"""Spaces whose plans are not all evaluated."""
+Divide = Callable[[SearchSpace, Sequence[Condition], str, Progress], UnequalFound | JointFound]
+DIVIDED: dict[str, tuple[Callable[..., SearchSpace], Divide]] = {
+    "unequal": (unequal_space, search_unequal),
+    "operators": (joint_space, search_joint),
+}
+"""Spaces whose stages are divided, so that not every plan is evaluated: how each is built and
+searched.
+"""
 
 
 def search(
@@ -72,15 +83,13 @@ def search(
     _check_options(objective, space, top, deadline_days, tokens, risk)
     space = _space_of_model(plan, space)
     constraints = [parse_constraint(text) for text in where]
-    build = BUILDERS.get(space) or partial(search_space, kind=space)
+    build, divide = DIVIDED.get(space, (partial(search_space, kind=space), None))
     whole = replace(build(plan, worlds=_gpu_counts(plan, objective)), risk=risk)
     check_bounds(whole, constraints)
     if deadline_days is not None and tokens is not None:
         constraints.append(deadline_constraint(whole, deadline_days, tokens))
-    if space == "unequal":
-        found = _of_stages(whole, constraints, objective, top, progress)
-    elif space == "operators":
-        found = _of_operators(whole, constraints, objective, top, progress)
+    if divide is not None:
+        found = _of_divisions(whole, divide, constraints, objective, top, progress)
     else:
         found = _of_space(whole, constraints, objective, top)
         if not found.top and deadline_days is not None and tokens is not None:
@@ -128,56 +137,37 @@ def _of_space(
     return SearchResult(objective, seen.candidates, seen.feasible, 0.0, best, front, why)
 
 
-def _of_stages(
+def _of_divisions(
     space: SearchSpace,
+    divide: Divide,
     constraints: Sequence[Condition],
     objective: str,
     top: int,
     progress: Progress,
 ) -> SearchResult:
-    """Of the unequal space."""
+    """Of a space of `DIVIDED`."""
 
     def look(conditions: Sequence[Condition]) -> Left | None:
-        left = search_unequal(space, conditions, "time", progress).candidates
+        left = divide(space, conditions, "time", progress).candidates
         return Left(len(left), left[0].seconds, left[0].peak_bytes) if left else None
 
-    found = search_unequal(space, constraints, objective, progress)
-    why = ""
-    if not found.candidates:
-        why = which_condition(space, constraints, look) or why_no_stages_fit(space)
-    return SearchResult(
-        objective,
-        found.combinations,
-        len(found.candidates),
-        0.0,
-        found.candidates[:top],
-        pareto(found.candidates),
-        why,
-        of_stages=True,
-        baselines=found.baselines,
-        notes=found.notes,
-    )
-
-
-def _of_operators(
-    space: SearchSpace,
-    constraints: Sequence[Condition],
-    objective: str,
-    top: int,
-    progress: Progress,
-) -> SearchResult:
-    """Of the space of operator strategies."""
-
-    def look(conditions: Sequence[Condition]) -> Left | None:
-        left = search_joint(space, conditions, "time", progress).candidates
-        return Left(len(left), left[0].seconds, left[0].peak_bytes) if left else None
-
-    found, why = search_joint(space, constraints, objective, progress), ""
+    found, why = divide(space, constraints, objective, progress), ""
     if not found.candidates:
         why = which_condition(space, constraints, look) or why_no_stages_fit(space)
     best, front = found.candidates[:top], pareto(found.candidates)
-    counts = found.choices, len(found.candidates)
-    return SearchResult(objective, *counts, 0.0, best, front, why, notes=found.notes)
+    counts, of_stages = (found.combinations, len(found.candidates)), isinstance(found, UnequalFound)
+    baselines = found.baselines if isinstance(found, UnequalFound) else ()
+    return SearchResult(
+        objective,
+        *counts,
+        0.0,
+        best,
+        front,
+        why,
+        of_stages=of_stages,
+        baselines=baselines,
+        notes=found.notes,
+    )
 
 
 def _candidate(space: SearchSpace, found: RankedCandidate, beside: CandidateFigures) -> Candidate:

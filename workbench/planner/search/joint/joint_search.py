@@ -42,7 +42,7 @@ class JointFound:
     """Plans that were found, best first."""
 
     candidates: tuple[Candidate, ...]
-    choices: int
+    combinations: int
     """Submeshes, microbatches and ZeRO stages around which stages were divided."""
     notes: tuple[str, ...] = ()
 
