@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sysconfig
-import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,13 +9,11 @@ from typing import Any
 
 from torch import Tensor
 
-import workbench
 from workbench.engine.layer_times.model_blocks import Block
 from workbench.errors import PlanError, refuse
+from workbench.models.traced.users_frame import users_frame
 from workbench.untrusted_text import brief
 
-OURS = (str(Path(workbench.__file__).parent), *sysconfig.get_paths().values())
-"""Folders of code that is no user's."""
 MOST_SAID = 500
 """Characters of an error of the user's code."""
 
@@ -45,9 +41,8 @@ def blamed(what: str, user: bool) -> Iterator[None]:
 
 def _where(error: BaseException) -> str:
     """The last line of the user's own that was running."""
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not frame.filename.startswith((*OURS, "<"))]
-    return f" ({Path(own[-1].filename).name}:{own[-1].lineno})" if own else ""
+    frame = users_frame(error)
+    return f" ({Path(frame.filename).name}:{frame.lineno})" if frame else ""
 
 
 def refuse_untrained(blocks: list[Block], loss: Tensor) -> None:

@@ -6,17 +6,15 @@ are fake while it is traced: of the wanted dtype, on the CPU, without bytes.
 
 from __future__ import annotations
 
-import traceback
-from pathlib import Path
-
 import torch
 from torch import Tensor, nn
 from torch.export import export
 
 from workbench.errors import PlanError, refuse
 from workbench.models.torch_dispatch import FakeTensorMode, without_dispatch_modes
-from workbench.models.traced.exported_graph import graph_of, of_torch, writes_in_place
+from workbench.models.traced.exported_graph import graph_of, writes_in_place
 from workbench.models.traced.tracing_contexts import fake_parameters, quiet, without_values_of_masks
+from workbench.models.traced.users_frame import users_frame
 from workbench.plan.operators.traced.traced_graph import TracedGraph
 
 STILL_RUNS = "data parallelism and ZeRO run it without strategy.operators and without dropout"
@@ -67,13 +65,8 @@ def _traced(
 
 def _untraceable(error: BaseException) -> PlanError:
     """That a module cannot be traced: where, and why."""
-    own = str(Path(__file__).parents[2])
-    frames = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if not of_torch(frame.filename) and not frame.filename.startswith(own)
-    ]
-    where = f"{frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}" if frames else "unknown"
+    frame = users_frame(error)
+    where = f"{frame.filename}:{frame.lineno}: {frame.line}" if frame else "unknown"
     said = str(error).strip().splitlines()
     return refuse(
         "model.python",
