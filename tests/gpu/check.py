@@ -1,4 +1,4 @@
-"""`python -m tests.gpu.check [--budget S] [--resume FILE] [--dry] [--gpus N] [--json FILE]`.
+"""`python -m tests.gpu.check [--budget S] [--resume FILE]* [--dry] [--gpus N] [--json FILE]`.
 
 Runs the checks of `tests/gpu/parts` in order of value until the budget is spent, and writes one
 JSON document after each. Exit codes: 0, 1 where a check failed, 2 for a usage error.
@@ -48,7 +48,7 @@ def main(words: Sequence[str] | None = None, parts: Sequence[str] = PARTS) -> in
     if options.budget < 0:
         parser.error(f"--budget is {options.budget:g}; legal: 0 seconds or more")
     options.json = options.json or Path(f"build/gpu-check{'-dry' * options.dry}.json")
-    if _holds_gpus(options.json) and options.resume is None:
+    if _holds_gpus(options.json) and not options.resume:
         parser.error(
             f"--json: {options.json} holds a run on GPUs, which would be lost; legal: --resume "
             f"{options.json}, or another file"
@@ -62,8 +62,8 @@ def main(words: Sequence[str] | None = None, parts: Sequence[str] = PARTS) -> in
         return 2
     report = Report(options.json, setting, device, options.budget)
     try:
-        if options.resume is not None:
-            report.resume(options.resume)
+        for former in options.resume:
+            report.resume(former)
     except (OSError, ValueError, KeyError, TypeError) as error:
         print(f"error: --resume: {error}", file=sys.stderr)
         return 2
@@ -125,7 +125,8 @@ def _holds_gpus(path: Path) -> bool:
 def _parser(parts: list[str]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m tests.gpu.check", description=__doc__)
     parser.add_argument("--budget", type=float, default=BUDGET, help="seconds in all")
-    parser.add_argument("--resume", type=Path, help="go on after the document of a former run")
+    former = "go on after the document of a former run; may be repeated"
+    parser.add_argument("--resume", type=Path, action="append", default=[], help=former)
     parser.add_argument("--dry", action="store_true", help="on CPU tensors, sizes scaled down")
     parser.add_argument("--gpus", type=int, default=1, choices=range(1, 9), metavar="1..8")
     parser.add_argument("--json", type=Path, help="build/gpu-check.json, dry gpu-check-dry.json")

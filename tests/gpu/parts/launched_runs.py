@@ -40,6 +40,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "offload optimizer": {"strategy__data__zero": 1, "strategy__data__offload": "optimizer"},
     "gpt with dropout": {"model": "tiny-gpt", "training__dropout": 0.1},
     "moe": {"model": "tiny-moe", "strategy__precision": "bf16"},
+    "fp8": {"strategy__precision": "fp8", "strategy__kernels": "eager"},
 }
 DRY_RUNS = ("zero-3 offload parameters",)
 """A launch takes seconds of CPU; the rest of its kinds is launched by `tests/engine`."""

@@ -91,13 +91,15 @@ def _timed(plan: ResolvedPlan, kind: str, rank: int) -> list[float]:
 def estimated_and_measured(evidence: Evidence) -> None:
     """The calibrated estimate of a step, and the step."""
     path = calibrated(evidence)
+    evidence.measured("calibration", path.read_text())
     for kernels in ("eager", "fused"):
         plain = estimate(plan_of(kernels, evidence, None)).step_seconds
         plan = plan_of(kernels, evidence, path)
         told, took = estimate(plan).step_seconds, step_seconds(plan, evidence)
         evidence.expect(f"{kernels}: the estimate uses the calibration", told != plain, told=told)
         evidence.expect(f"{kernels}: a step takes time", took > 0, seconds=took)
-        evidence.measured(f"{kernels}: seconds", {"estimated": told, "measured": took})
+        seconds = {"estimated": told, "estimated without calibration": plain}
+        evidence.measured(f"{kernels}: seconds", {**seconds, "measured": took})
         name = f"{kernels}: estimated within {TOLERANCE:.0%}"
         if evidence.on_gpu(NO_SPEED, name) and told is not None:
             evidence.expect(name, abs(told / took - 1) <= TOLERANCE, told=told, took=took)
