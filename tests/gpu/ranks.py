@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import tempfile
+from functools import partial
+from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
 from tests.gpu.checks import Evidence
+from workbench.engine.verify import equivalence
 from workbench.engine.verify.equivalence import TOLERANCE, verify
+from workbench.engine.verify.forked_ranks import run_ranks
+from workbench.engine.verify.single_device import ReferenceRun
+from workbench.engine.verify.tensor_difference import DifferenceScale
 from workbench.machine import gpu_catalog
 from workbench.machine.attached import attached, is_another_model
 from workbench.plan.schema import Plan
@@ -53,13 +61,33 @@ def on_own_gpu(rank: int) -> torch.device:
 def compared(plan: Plan, evidence: Evidence, backend: str = "staged") -> dict[str, Any]:
     """`verify`'s answer for `plan` on `backend`: fp64 on CPU tensors, fp32 on GPUs."""
     device_of = on_cpu if evidence.dry else on_own_gpu if backend == "nccl" else on_one_gpu
-    return verify(
-        plan.replace(**{"cluster.gpu": gpu_name(evidence)}),
-        "fp64" if evidence.dry else "fp32",
-        SECONDS,
-        backend="gloo" if evidence.dry and backend == "nccl" else backend,
-        device_of=device_of,
-    )
+    with patch.object(equivalence, "reference_and_scale", _in_a_child):
+        return verify(
+            plan.replace(**{"cluster.gpu": gpu_name(evidence)}),
+            "fp64" if evidence.dry else "fp32",
+            SECONDS,
+            backend="gloo" if evidence.dry and backend == "nccl" else backend,
+            device_of=device_of,
+        )
+
+
+def _in_a_child(*arguments: Any) -> tuple[ReferenceRun, DifferenceScale]:
+    """`reference_and_scale` in a process of its own: where there is a GPU, the first backward
+    starts CUDA, which ranks forked afterwards could not use.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "reference.pt")
+        scale = run_ranks(1, partial(_write_reference, path, arguments), SECONDS)[0]
+        return ReferenceRun(**torch.load(path, weights_only=True)), scale
+
+
+_reference_and_scale = equivalence.reference_and_scale
+
+
+def _write_reference(path: Path, arguments: tuple[Any, ...], rank: int) -> DifferenceScale:
+    reference, scale = _reference_and_scale(*arguments)
+    torch.save(vars(reference), path)
+    return scale
 
 
 def tolerance(evidence: Evidence) -> float:

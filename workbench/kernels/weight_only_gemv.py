@@ -67,7 +67,8 @@ def reference(x: Tensor, weight: QuantizedWeight) -> Tensor:
     """x [..., K] times the dequantized weight, [..., N], in fp64."""
     scales = weight.scales.double()
     zeros = None if weight.zeros is None else weight.zeros.double()
-    return x.double() @ dequantize_weight(weight._replace(scales=scales, zeros=zeros)).t()
+    exact = QuantizedWeight(weight.values, scales, weight.group, weight.bits, zeros)
+    return x.double() @ dequantize_weight(exact).t()
 
 
 # ---- Triton --------------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ def more_ranks_than_gpus(evidence: Evidence) -> None:
     """Two ranks on one GPU are refused before anything starts."""
     plan = tiny_plan(evidence)
     ranks = TOO_MANY if evidence.dry else 2
-    changes = {"cluster.gpus": ranks, "training.global_batch": 2 * ranks}
+    changes = {"cluster.gpus": ranks, "training.global_batch": 2 * ranks, "strategy.preset": "ddp"}
     local = refusal(plan.replace(**changes))
     evidence.expect("local: the numbers are named", f"is {ranks}, but only" in local, said=local)
     evidence.expect("local: what is legal is named", "legal with `gpu: local`: 1 to" in local)

@@ -7,6 +7,8 @@ from __future__ import annotations
 import math
 import os
 import signal
+import subprocess
+import sys
 import time
 from functools import partial
 from typing import Any
@@ -19,6 +21,7 @@ from workbench.engine.session import Session
 from workbench.engine.verify.forked_ranks import run_ranks
 from workbench.parallel.mesh import build_mesh
 from workbench.plan.resolved_plan import ResolvedPlan
+from workbench.plan.schema import Plan
 from workbench.runs import Run
 
 RUNS: dict[str, dict[str, Any]] = {
@@ -167,8 +170,23 @@ def _waits(plan: ResolvedPlan, rank: int) -> str:
     return ""
 
 
+def verified_on_cpu_ranks(evidence: Evidence) -> None:
+    """`workbench verify` with two CPU ranks, beside a GPU that it leaves alone."""
+    name = "the plan is verified"
+    if evidence.dry:
+        return evidence.left_out("`tests/cli` verifies where there is no GPU", name)
+    plan = Plan.of("tiny", gpu="h100-sxm-80gb", gpus=2, strategy="megatron-tp")
+    path = evidence.folder / "plan.yaml"
+    path.write_text(plan.to_yaml())
+    command = [sys.executable, "-m", "workbench", "verify", str(path)]
+    answer = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    said = (answer.stdout + answer.stderr)[-1500:]
+    return evidence.expect(name, answer.returncode == 0, said=said)
+
+
 FORKS = True
 CHECKS = [
+    Check("verify on CPU ranks", verified_on_cpu_ranks, 110),
     Check("zero-3 offload parameters", partial(finishes, "zero-3 offload parameters"), 150),
     Check("kill, resume, stop", killed_resumed_stopped, 300),
     Check("no host wait", no_host_wait, 90),

@@ -22,6 +22,8 @@ from workbench.rehearsal.rehearse import rehearse
 TOLERANCE = 0.03
 """Of peak allocated bytes, for rehearsal and estimate alike."""
 STEPS = 2
+GEMM_WORKSPACES = 64 * 2**20
+"""Bytes that cuBLAS keeps in torch's allocator, which a rehearsal leaves out."""
 LLAMA_8B: dict[str, Any] = {
     "hidden": 4096,
     "heads": 32,
@@ -106,6 +108,8 @@ def compared(plan: Plan, evidence: Evidence) -> None:
     for source, profile in (("rehearsed", rehearse(plan)), ("estimated", estimate(plan))):
         by_rank = profile.peak_allocated_by_rank
         said = [by_rank[profile.representative[rank]] for rank in range(len(found))]
+        if source == "rehearsed" and not evidence.dry:  # no operator returns a workspace
+            said = [size + GEMM_WORKSPACES for size in said]
         gaps = [said[rank] / found[rank]["allocated"] - 1 for rank in range(len(found))]
         within = all(abs(gap) <= TOLERANCE for gap in gaps)
         evidence.expect(f"{source} peak", within, gaps=gaps, bytes=said)

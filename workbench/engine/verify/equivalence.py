@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -347,15 +348,15 @@ def main() -> int:
     parser.add_argument("--allow-code", action="store_true")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    return exit_status(
-        lambda: print(
-            json.dumps(
-                verify(
-                    Plan.load(arguments.plan), arguments.precision, allow_code=arguments.allow_code
-                )
-            )
-        )
-    )
+
+    def verified() -> None:
+        plan = Plan.load(arguments.plan).resolve()
+        # The first backward starts a thread for every GPU that it sees, and a process with those
+        # must not fork ranks.
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        print(json.dumps(verify(plan, arguments.precision, allow_code=arguments.allow_code)))
+
+    return exit_status(verified)
 
 
 if __name__ == "__main__":
