@@ -201,7 +201,9 @@ def test_goals_are_judged_by_the_figures() -> None:
 def test_committed_figures_are_of_every_part() -> None:
     for path in Path(kernels.FOLDER).glob("kernels-*.json"):
         found = json.loads(path.read_text())
-        assert not {*kernels.PARTS, "loss_bytes", "date", "device", "versions"} - set(found), path
+        # What estimates and the table read; a GPU that is lent for minutes measures no more.
+        parts = kernels.PARTS if found["kind"] == "cpu" else ("kernels", "block", "step", "traffic")
+        assert not {*parts, "loss_bytes", "date", "device", "versions"} - set(found), path
         assert set(found["traffic"]) == set(found["loss_bytes"]) == {"eager", "compiled", "fused"}
         assert found["traffic"]["eager"] > 0 and found["loss_bytes"]["eager"] > 0
         assert path == file_of(found)

@@ -434,7 +434,7 @@ def test_a_model_trains_alike(style: str, kernels: str) -> None:
         for parameter in model.parameters():
             parameter.data.normal_(0.0 if parameter.ndim > 1 else 1.0, 0.02, generator=generator)
         replace_seams(model, kind)
-        for block in model.blocks:
+        for block in model.blocks.values():
             block.attention.attend.kernel = "efficient"  # flash attention takes no fp32
         loss = model(text[:, :-1], text[:, 1:].contiguous()) / 192
         return [loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))]

@@ -104,8 +104,9 @@ def killed_resumed_stopped(evidence: Evidence) -> None:
         checkpoint__every=CUT,
     )
     run = launch(endless, evidence)
-    # Checkpoints are written while training goes on: one must be there before the kill.
-    saved = until(lambda: records_of(run, "checkpoint"), START_SECONDS)
+    # Checkpoints are written while training goes on: one must be there before the kill, and the
+    # loss of the step after it, which the resumed run is compared with.
+    saved = until(lambda: _last_saved(run) in losses(run), START_SECONDS)
     evidence.expect("a checkpoint is saved", saved, phase=run.state.phase)
     os.kill(records_of(run, "hello")[0]["pid"], signal.SIGKILL)
     state = run.wait(60)
@@ -131,6 +132,12 @@ def killed_resumed_stopped(evidence: Evidence) -> None:
     written, last = records_of(again, "checkpoint"), max(losses(again))
     kept = bool(written) and written[-1]["step"] >= last
     evidence.expect("it leaves a checkpoint of its last step", kept, last=last)
+
+
+def _last_saved(run: Run) -> int | None:
+    """The step at which a run that resumes from the last checkpoint goes on."""
+    saved = records_of(run, "checkpoint")
+    return saved[-1]["step"] if saved else None
 
 
 def until(condition: Any, seconds: float) -> bool:
