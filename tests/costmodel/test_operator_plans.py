@@ -10,12 +10,11 @@ from typing import Any
 
 import pytest
 
+from tests.parallel.operator_strategies import drawn_form, sequence_parallel
 from tests.parallel.small import GPT, LLAMA
 from tests.parallel.small import plan as small_plan
 from tests.parallel.test_operators import GRID, MIXED, ROWS, megatron
 from workbench.errors import PlanError
-from workbench.plan.operators.operator_sites import KINDS, Site
-from workbench.plan.operators.strategy_form import strategy_text
 from workbench.plan.rules.operator_rules import problems, sites
 from workbench.plan.schema import Plan
 from workbench.planner import estimate
@@ -58,6 +57,13 @@ def on(*mesh: int, operators: dict[str, str], shape: dict[str, Any], **changes: 
     return small_plan(*mesh, shape={**shape, **WIDE}, changes=own, microbatches=2)
 
 
+def by_tokens(*mesh: int, shape: dict[str, Any], **changes: Any) -> Plan:
+    """Sequence parallelism."""
+    plan = on(*mesh, operators={}, shape=shape, **changes)
+    operators = sequence_parallel(plan.resolve().shape, mesh[0])
+    return plan.replace(**{"strategy.operators": operators})
+
+
 CASES = {
     "pairs": on(2, operators=megatron(2, GPT), shape=GPT),
     "rows": on(2, 1, 2, operators=ROWS, shape=GPT, **{"strategy.data.zero": 1}),
@@ -71,6 +77,10 @@ CASES = {
         **{"strategy.recompute": ["blocks.*.mlp", "blocks.*.attention.attend"]},
     ),
     "two by two": on(4, operators=GRID, shape=GPT),
+    "tokens": by_tokens(2, shape=GPT),
+    "tokens, recompute": by_tokens(2, shape=LLAMA, **{"strategy.recompute": "full"}),
+    "tokens, zero-3": by_tokens(2, 1, 2, shape=LLAMA, **{"strategy.data.zero": 3}),
+    "tokens, pipeline": by_tokens(2, 2, shape=LLAMA),
 }
 
 
@@ -101,16 +111,6 @@ def drawn_shape(rng: random.Random, ranks: int) -> dict[str, Any]:
     }
 
 
-def drawn_form(rng: random.Random, site: Site, ranks: int) -> str:
-    dims = list(dict.fromkeys(d for part in KINDS[site.kind] for d in part))
-    pieces, left = dict.fromkeys(dims, 1), ranks
-    for dim in rng.sample(dims, len(dims)):
-        legal = [n for n in (1, 2, 4, 8) if left % n == 0 and site.units.get(dim, 1) % n == 0]
-        pieces[dim] = rng.choice(legal)
-        left //= pieces[dim]
-    return strategy_text(tuple(tuple(pieces[d] for d in part) for part in KINDS[site.kind]))
-
-
 def drawn(seed: int) -> Plan:
     """A legal plan: other strategies are drawn until they fit one another."""
     rng = random.Random(seed)
@@ -137,7 +137,7 @@ def drawn(seed: int) -> Plan:
             }
         )
         shape = written.resolve().shape
-        table = sites(shape, batch, ranks)
+        table = sites(shape, batch, ranks, 64)
         layer = rng.random() < 0.3  # the first in its own way
         forms = {
             name.replace(".0.", ".0." if layer and ".0." in name else ".*."): site

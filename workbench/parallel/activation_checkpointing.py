@@ -21,7 +21,7 @@ from workbench.models.host_counts import recomputation_contexts
 from workbench.models.seams import Positions
 from workbench.models.transformer import Block
 from workbench.parallel.context.ulysses_attention import UlyssesAttend
-from workbench.parallel.operators import implicit_replicate
+from workbench.parallel.operators import gathered_again, implicit_replicate
 from workbench.parallel.operators.moe_operator import MoEOperator
 from workbench.parallel.operators.operator_forward import FollowInput, LocalOperator
 from workbench.parallel.pipeline import zero_bubble
@@ -29,10 +29,11 @@ from workbench.parallel.pipeline import zero_bubble
 
 def _contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """What a checkpointed forward and its recomputation run in: a split backward and implicit
-    replication are entered again, and counts of rows are repeated.
+    replication are entered again, counts of rows are repeated, and gathered tokens are kept.
     """
     pairs = zero_bubble.checkpoint_contexts(), implicit_replicate.checkpoint_contexts()
-    forward, recomputation = zip(*pairs, recomputation_contexts())
+    more = gathered_again.checkpoint_contexts(), recomputation_contexts()
+    forward, recomputation = zip(*pairs, *more)
     return _within(forward), _within(recomputation)
 
 

@@ -46,7 +46,7 @@ from workbench.parallel.operators.apply_operators import (
 from workbench.parallel.python_model_stage import apply_to_python_model
 from workbench.parallel.tensor.apply_tensor import apply_tensor_parallel, tensor_reduction_axes
 from workbench.plan.resolved_plan import ResolvedPlan
-from workbench.plan.rules.operator_rules import placements
+from workbench.plan.rules.operator_rules import boundary_axes, placements
 from workbench.plan.rules.recompute_rules import recomputed_modules
 from workbench.plan.schema import PythonModel
 from workbench.planner.autoshard.plan_problem import operator_mesh
@@ -181,7 +181,8 @@ def _build_stage(
         )
     if plan.strategy.operators:
         least = operator_mesh(plan).redistribution
-        apply_operator_strategies(model, layouts, placements(plan), mesh, least)
+        own, boundary = placements(plan), boundary_axes(plan)
+        apply_operator_strategies(model, layouts, own, mesh, least, boundary)
     else:
         apply_tensor_parallel(model, layouts, plan, mesh)
     if plan.strategy.precision == "fp8":

@@ -10,8 +10,10 @@ from dataclasses import dataclass
 
 from workbench.plan.model.model_shape import Shape
 from workbench.plan.operators.least_redistribution import LeastRedistribution
+from workbench.plan.operators.operator_sites import OUTPUT
 from workbench.plan.operators.redistribution_moves import neighbors
 from workbench.plan.operators.strategy_form import Placement
+from workbench.plan.operators.tensor_layout import TensorLayout
 
 
 @dataclass(frozen=True)
@@ -21,16 +23,31 @@ class OperatorStrategies:
     sides: tuple[int, ...]
     """Of the grid that tensor ranks are, outermost first."""
     placements: Mapping[str, Placement]
-    """Module -> the dimension that each axis shards."""
+    """Module, or module + `OUTPUT` -> the dimension that each axis shards."""
     least: LeastRedistribution
     """Chooses the steps of each redistribution, as the runtime does."""
     recomputed: frozenset[str] = frozenset()
     """Modules that keep their inputs alone, and run again in backward."""
+    boundary: tuple[int, ...] = ()
+    """Axes over which what passes between pipeline stages is split by tokens."""
+
+    @property
+    def boundary_layout(self) -> TensorLayout:
+        """How what passes between stages lies, [B, T, D]."""
+        return TensorLayout(((), self.boundary, ()))
 
     def axes(self, module: str, dimension: str) -> tuple[int, ...]:
         """Axes that shard a dimension of a module."""
         own = self.placements.get(module, ())
         return tuple(axis for axis, name in enumerate(own) if name == dimension)
+
+    def token_axes(self, module: str, added: bool = False) -> tuple[int, ...]:
+        """Axes that shard the rows or tokens of a module; where it is `added` to its output, of
+        that.
+        """
+        own = self.placements.get(module, ())
+        own = self.placements.get(module + OUTPUT, own) if added else own
+        return tuple(axis for axis, name in enumerate(own) if name in ("rows", "tokens"))
 
     def ranks_over(self, axes: tuple[int, ...]) -> int:
         """Ranks of a group that spans these axes."""
@@ -64,7 +81,9 @@ class OperatorParameter:
     """In the model, e.g. blocks.0.attention.q.weight."""
     shape: tuple[int, ...]
     partial_over: tuple[int, ...]
-    """Axes of the grid over which its gradient is a partial sum: those that shard rows."""
+    """Axes of the grid over which its gradient is a partial sum: those that shard rows or
+    tokens.
+    """
 
     @property
     def elements(self) -> int:
@@ -115,14 +134,14 @@ def _linear(
     yield _matrix(s, module, (columns, "columns"), (inner, "inner"))
     if bias:
         width = s.local(columns, module, "columns")
-        yield OperatorParameter(f"{module}.bias", (width,), s.axes(module, "rows"))
+        yield OperatorParameter(f"{module}.bias", (width,), s.token_axes(module, added=True))
 
 
 def _matrix(s: OperatorStrategies, module: str, *dims: tuple[int, str]) -> OperatorParameter:
     shape = tuple(s.local(size, module, name) for size, name in dims)
-    return OperatorParameter(f"{module}.weight", shape, s.axes(module, "rows"))
+    return OperatorParameter(f"{module}.weight", shape, s.token_axes(module))
 
 
 def _norm(s: OperatorStrategies, shape: Shape, module: str) -> Iterator[OperatorParameter]:
     for name in ("weight", "bias") if shape.norm == "layernorm" else ("weight",):
-        yield OperatorParameter(f"{module}.{name}", (shape.hidden,), s.axes(module, "rows"))
+        yield OperatorParameter(f"{module}.{name}", (shape.hidden,), s.token_axes(module))

@@ -141,8 +141,12 @@ class RankShapes:
 
     @property
     def residual_bytes(self) -> Number:
-        """Bytes of one residual-stream activation, sharded under sequence parallelism."""
-        return self.hidden_activation_bytes / self.sequence_parallel
+        """Bytes of one residual-stream activation, sharded under sequence parallelism; under
+        operator strategies, as it passes between stages.
+        """
+        named = self.fixed.operators
+        shards = self.sequence_parallel if named is None else named.ranks_over(named.boundary)
+        return self.hidden_activation_bytes / shards
 
     @property
     def step_microbatches(self) -> Number:

@@ -16,6 +16,7 @@ from workbench.costmodel.inputs.rank_workload import Workload
 from workbench.costmodel.operators.allocation_tape import LiveSet
 from workbench.costmodel.operators.symbolic_autograd import SymbolicTensor, leaf, run_backward
 from workbench.costmodel.operators.symbolic_rank import GridCall, SymbolicRank, Work
+from workbench.costmodel.operators.symbolic_sharding import as_shard
 from workbench.costmodel.operators.symbolic_stage import Layers, SymbolicStage
 from workbench.plan.operators.strategy_form import Placement
 
@@ -58,8 +59,9 @@ def stage_pass(w: Workload, named: OperatorStrategies, parts: StageParts) -> Sta
     r.enter("input")
     targets = x = r.empty((batch, length), 0)
     if not parts.has_embedding:
-        x = r.empty((batch, length, w.shape.hidden))
+        x = r.empty((batch, length // named.ranks_over(named.boundary), w.shape.hidden))
         x = replace(x, node=leaf(gradients.append, "input"))
+        x = as_shard(r, x, named.boundary_layout) if named.boundary else x
     y = stage.forward(x, targets)
     if not parts.has_head:
         # Backward starts from the graph's edge: the output is freed once it is sent.

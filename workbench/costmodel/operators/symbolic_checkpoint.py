@@ -31,9 +31,9 @@ def checkpointed(
             that operator has computed by then.
         inputs: What it keeps.
     """
-    before, r.records = r.records, False
+    before, r.records, r.recomputes = r.records, False, True
     outputs = forward(*(x.detached() for x in inputs))
-    r.records = before
+    r.records, r.recomputes = before, False
 
     def backward(gradients: list[SymbolicTensor | None]) -> Gradients:
         return _recomputed(r, forward, last_saving, inputs, gradients)
@@ -54,9 +54,9 @@ def _recomputed(
         replace(x, node=None if x.node is None else leaf(partial(_keep, found, at), r.tape.part))
         for at, x in enumerate(inputs)
     ]
-    r.last_saving = last_saving
+    r.last_saving, r.recomputes = last_saving, True
     outputs = forward(*own)
-    r.last_saving, r.is_over = "", False
+    r.last_saving, r.is_over, r.recomputes = "", False, False
     roots = [(y, gradient) for y, gradient in zip(outputs, gradients) if gradient is not None]
     del own, outputs
     gradients.clear()

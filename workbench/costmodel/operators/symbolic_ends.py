@@ -7,9 +7,11 @@ from dataclasses import replace
 from workbench.costmodel.memory.activation_memory import TOKEN_ID_BYTES, keeps_small_seams_eager
 from workbench.costmodel.operators.symbolic_autograd import Gradients, SymbolicTensor
 from workbench.costmodel.operators.symbolic_functions import linear
-from workbench.costmodel.operators.symbolic_modules import SymbolicStrategies
+from workbench.costmodel.operators.symbolic_modules import TOKEN_DIMS, SymbolicStrategies
 from workbench.costmodel.operators.symbolic_rank import SymbolicRank
 from workbench.costmodel.operators.symbolic_sharding import (
+    ShapeSharding,
+    SharedShapes,
     as_shard,
     local_part,
     redistribute,
@@ -52,13 +54,14 @@ def _table_rows(
 
 
 def embed(s: SymbolicStrategies, tokens: SymbolicTensor, table: SymbolicTensor) -> SymbolicTensor:
-    """The token embedding, sharded by rows of tokens, vocabulary or width."""
+    """The token embedding, sharded by rows, tokens, vocabulary or width."""
     sharding = s.of("embedding.tokens")
     if sharding is None:
         return lookup(s.r, tokens, table, False)
-    local = sharding.to_local(tokens, rows=0)
+    local = sharding.to_local(tokens, **TOKEN_DIMS)
     x = lookup(s.r, local, table, "vocabulary" in sharding.placement)
-    return sharding.to_global(sharding.reduce_partial(x, rows=0, hidden=-1), rows=0, hidden=-1)
+    x = sharding.reduce_partial(x, **TOKEN_DIMS, hidden=-1)
+    return sharding.to_global(x, **TOKEN_DIMS, hidden=-1)
 
 
 def add_positions(r: SymbolicRank, x: SymbolicTensor, positions: SymbolicTensor) -> SymbolicTensor:
@@ -88,27 +91,36 @@ def _broadcast_sum(
 def head_loss(
     s: SymbolicStrategies, x: SymbolicTensor, targets: SymbolicTensor, weight: SymbolicTensor
 ) -> SymbolicTensor:
-    """The head's GEMM sharded by its strategy, and its loss by rows or vocabulary."""
+    """The head's GEMM sharded by its strategy, and its loss by rows, tokens or vocabulary."""
     r = s.r
     sharding = s.of("head") or s.replicate("head")
-    own = {"rows": "rows", "columns": "vocabulary"}
+    own = {"rows": "rows", "tokens": "tokens", "columns": "vocabulary"}
     follows = tuple(own.get(name or "") for name in sharding.placement)
     loss = replace(sharding, placement=s.placements.get("head.loss", follows))
-    projected = linear(r, "head", sharding.to_local(x, rows=0, inner=-1), weight, None)
-    logits = sharding.reduce_partial(projected, rows=0, columns=-1)
-    held = sharding.layout(3, {"rows": 0, "columns": 2})
-    wanted = loss.layout(3, {"rows": 0, "vocabulary": 2})
+    projected = _projected(sharding, x, weight)
+    logits = sharding.reduce_partial(projected, **TOKEN_DIMS, columns=-1)
+    held = sharding.layout(3, TOKEN_DIMS | {"columns": 2})
+    wanted = loss.layout(3, TOKEN_DIMS | {"vocabulary": 2})
     logits = redistribute(r, logits, held, wanted)
     axes = tuple(a for a, name in enumerate(loss.placement) if name == "vocabulary")
     fused = _runs_fused(r, logits)
     if (axes or fused) and logits.storage is not projected.storage:
         logits = _clone(r, logits)
-    targets = loss.to_local(targets, rows=0)
+    targets = loss.to_local(targets, **TOKEN_DIMS)
     if axes or fused:
         total = (_fused_loss if fused else _split_loss)(r, logits, targets, axes)
     else:
         total = _eager_loss(r, logits, targets)
-    return loss.only("rows").reduce_partial(total)
+    return loss.only(*TOKEN_DIMS).reduce_partial(total)
+
+
+def _projected(
+    sharding: ShapeSharding, x: SymbolicTensor, weight: SymbolicTensor
+) -> SymbolicTensor:
+    """The GEMM of the head, which alone reads its input."""
+    own = replace(sharding, shared=SharedShapes())
+    local = own.to_local(x, **TOKEN_DIMS, inner=-1)
+    return linear(sharding.r, "head", local, weight, None, own.gathered(local))
 
 
 def _runs_fused(r: SymbolicRank, logits: SymbolicTensor) -> bool:

@@ -4,12 +4,36 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 from workbench.costmodel.memory.activation_memory import keeps_small_seams_eager, runs_fused_seam
 from workbench.costmodel.operators.symbolic_autograd import Gradients, SymbolicTensor
 from workbench.costmodel.operators.symbolic_rank import SymbolicRank
 from workbench.runtime_facts.fused_thresholds import ATEN_SEAMS
+
+
+@dataclass(eq=False)
+class GatheredAgain:
+    """An input of GEMMs that is gathered again in backward, once for all that read it
+    (`parallel/operators/gathered_again.py`).
+    """
+
+    gather: Callable[[], SymbolicTensor]
+    saves: int = 0
+    _again: SymbolicTensor | None = None
+
+    def saved(self) -> GatheredAgain:
+        """What a reader saves."""
+        self.saves += 1
+        return self
+
+    def taken(self) -> SymbolicTensor:
+        """The input in backward."""
+        again = self.gather() if self._again is None else self._again
+        self.saves -= 1
+        self._again = again if self.saves else None
+        return again
 
 
 def runs_fused(r: SymbolicRank, kind: str, numel: int) -> bool:
@@ -25,8 +49,9 @@ def linear(
     x: SymbolicTensor,
     weight: SymbolicTensor,
     bias: SymbolicTensor | None,
+    again: GatheredAgain | None = None,
 ) -> SymbolicTensor:
-    """x W^T + bias; weight [columns, inner]."""
+    """x W^T + bias; weight [columns, inner]. Backward reads `x`, or what `again` gathers."""
     rows, (columns, inner) = x.numel // x.shape[-1], weight.shape
     r.saved_by(path)
     y = r.empty((*x.shape[:-1], columns))
@@ -34,7 +59,10 @@ def linear(
     if bias is not None:
         r.compute("bias", rows * columns, 0)
 
+    saved = x.detached() if again is None else again.saved()
+
     def backward(gradient: SymbolicTensor) -> Gradients:
+        x = saved if isinstance(saved, SymbolicTensor) else saved.taken()
         if r.splits_backward and weight.node is not None and part_is_split(r):
             r.deferred += [x.detached(), gradient]
             return r.like(x), None, None

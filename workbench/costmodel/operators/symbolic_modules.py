@@ -12,11 +12,14 @@ from workbench.costmodel.operators.symbolic_autograd import Gradients, SymbolicT
 from workbench.costmodel.operators.symbolic_functions import contiguous, linear, view
 from workbench.costmodel.operators.symbolic_rank import SymbolicRank
 from workbench.costmodel.operators.symbolic_sharding import ShapeSharding, SharedShapes, replicated
+from workbench.plan.operators.operator_sites import OUTPUT
 from workbench.plan.operators.strategy_form import Placement
 
 Tensors = tuple[SymbolicTensor, ...]
 LocalFn = Callable[..., SymbolicTensor | tuple[SymbolicTensor, ...]]
-LOCAL_DIMS = {"rows": 0, "width": -1, "heads": 2}
+TOKEN_DIMS = {"rows": 0, "tokens": 1}
+"""Dims of sequences and of their tokens in every activation."""
+LOCAL_DIMS = TOKEN_DIMS | {"width": -1, "heads": 2}
 """Dimensions of activations -> their dim, for modules that compute shards independently."""
 
 
@@ -33,7 +36,8 @@ class SymbolicStrategies:
         """The strategy of a module; None where the plan names none."""
         if path not in self.placements:
             return None
-        return ShapeSharding(self.r, self.placements[path], self.shared_by(path))
+        own, output = self.placements[path], self.placements.get(path + OUTPUT)
+        return ShapeSharding(self.r, own, self.shared_by(path), output)
 
     def replicate(self, path: str) -> ShapeSharding:
         """The strategy of a module that computes the same on every rank."""
@@ -46,28 +50,30 @@ class SymbolicStrategies:
     def left(self, parent: str) -> None:
         """A parent's forward is over."""
         if parent in self.shared:
-            self.shared.pop(parent).redistributed.clear()
+            self.shared.pop(parent).clear()
 
     def linear(
         self, path: str, x: SymbolicTensor, weight: SymbolicTensor, bias: SymbolicTensor | None
     ) -> SymbolicTensor:
         """A linear layer; its parameters are this rank's shards."""
         sharding, product = self.of(path) or self.replicate(path), partial(linear, self.r, path)
-        local = sharding.to_local(x, rows=0, inner=-1)
+        local = sharding.to_local(x, **TOKEN_DIMS, inner=-1)
+        again = sharding.gathered(local)
         if "inner" not in sharding.placement:
-            return sharding.to_global(product(local, weight, bias), rows=0, columns=-1)
-        y = sharding.reduce_partial(product(local, weight, None), rows=0, columns=-1)
+            y = product(local, weight, bias, again)
+            return sharding.to_global(y, **TOKEN_DIMS, columns=-1)
+        y = sharding.reduce_partial(product(local, weight, None, again), **TOKEN_DIMS, columns=-1)
         y = y if bias is None else add_bias(self.r, y, bias)
-        return sharding.to_global(y, rows=0, columns=-1)
+        return sharding.to_global(y, **TOKEN_DIMS, columns=-1)
 
     def norm(self, path: str, forward: LocalFn, *inputs: SymbolicTensor | None) -> Tensors:
-        """A norm, by rows; without a strategy on replicated inputs."""
+        """A norm, by rows and tokens; without a strategy on replicated inputs."""
         sharding = self.of(path)
         if sharding is None:
             made = forward(*(x if x is None else replicated(self.r, x) for x in inputs))
             assert isinstance(made, tuple)
             return made
-        return run_local(sharding, forward, {"rows": 0}, *inputs)
+        return run_local(sharding, forward, TOKEN_DIMS, *inputs)
 
     def local(
         self, path: str, forward: LocalFn, dims: tuple[int, ...] | None, *inputs: SymbolicTensor

@@ -64,6 +64,8 @@ class SymbolicRank:
     action: str = "F"
     records: bool = True
     """Whether what runs is recorded for backward."""
+    recomputes: bool = False
+    """Whether what runs is recomputed, or will be."""
     last_saving: str = ""
     """While a module is recomputed: its last operator that saves a tensor."""
     is_over: bool = False

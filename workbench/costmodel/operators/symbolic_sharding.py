@@ -6,10 +6,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from workbench.costmodel.operators.redistribution_shapes import redistributed
 from workbench.costmodel.operators.symbolic_autograd import Gradients, SymbolicTensor
-from workbench.costmodel.operators.symbolic_functions import add
+from workbench.costmodel.operators.symbolic_functions import GatheredAgain, add
 from workbench.costmodel.operators.symbolic_rank import SymbolicRank
 from workbench.plan.operators.strategy_form import Placement
 from workbench.plan.operators.tensor_layout import TensorLayout
@@ -24,6 +25,13 @@ class SharedShapes:
     redistributed: dict[tuple[int, TensorLayout], tuple[SymbolicTensor, SymbolicTensor]] = field(
         default_factory=dict
     )
+    gathered: dict[int, GatheredAgain] = field(default_factory=dict)
+    """How inputs whose tokens other ranks hold are gathered again, by the result's id."""
+
+    def clear(self) -> None:
+        """The parent's forward is over."""
+        self.redistributed.clear()
+        self.gathered.clear()
 
     def redistribute(
         self, r: SymbolicRank, x: SymbolicTensor, gradient: TensorLayout
@@ -32,7 +40,12 @@ class SharedShapes:
         key = id(x), gradient
         if key not in self.redistributed:
             local, held = local_part(r, x)
-            self.redistributed[key] = x, redistribute(r, local, held, gradient.summed, gradient)
+            result = redistribute(r, local, held, gradient.summed, gradient)
+            self.redistributed[key] = x, result
+            if not r.recomputes and _gathers_tokens(held, gradient):
+                own = local.detached()
+                again = partial(redistributed, r, own, held, gradient.summed)
+                self.gathered[id(result)] = GatheredAgain(again)
         return self.redistributed[key][1]
 
 
@@ -43,14 +56,12 @@ class ShapeSharding:
     r: SymbolicRank
     placement: Placement
     shared: SharedShapes
+    output: Placement | None = None
+    """The dimension of the output that each axis shards, where that is not the placement's."""
 
     def layout(self, num_dims: int, dims: dict[str, int]) -> TensorLayout:
         """Layout of a tensor that has `dims`, sharded along those that the strategy shards."""
-        at = [
-            dims[name] % num_dims if name is not None and name in dims else None
-            for name in self.placement
-        ]
-        return TensorLayout.placed(at, num_dims)
+        return _layout(self.placement, num_dims, dims)
 
     def partial_layout(self, num_dims: int, dims: dict[str, int]) -> TensorLayout:
         """As `layout`, but partial over axes that shard a dimension the tensor lacks."""
@@ -61,24 +72,45 @@ class ShapeSharding:
         )
         return self.layout(num_dims, dims)._replace(partial=tuple(partial))
 
+    def output_layout(self, num_dims: int, dims: dict[str, int]) -> TensorLayout:
+        """As `layout`, of the output once partial sums are reduced."""
+        return _layout(self.output or self.placement, num_dims, dims)
+
     def to_local(self, x: SymbolicTensor, **dims: int) -> SymbolicTensor:
         """This rank's shard of an input, plain."""
         return self.shared.redistribute(self.r, x, self.partial_layout(len(x.shape), dims))
 
+    def gathered(self, local: SymbolicTensor) -> GatheredAgain | None:
+        """How an input that `to_local` has returned is gathered again in backward, if it is."""
+        return self.shared.gathered.get(id(local))
+
     def reduce_partial(self, y: SymbolicTensor, **dims: int) -> SymbolicTensor:
-        """Reduce a local result over the ranks that shard a dimension which it lacks."""
+        """Reduce a local result over the ranks that shard a dimension which it lacks, to the layout
+        of the output.
+        """
         held = self.partial_layout(len(y.shape), dims)
-        return redistribute(self.r, y, held, held.summed)
+        return redistribute(self.r, y, held, self.output_layout(len(y.shape), dims))
 
     def to_global(self, y: SymbolicTensor, **dims: int) -> SymbolicTensor:
         """A local result as a shard, or as it is if every rank holds all of it."""
-        layout = self.layout(len(y.shape), dims)
+        layout = self.output_layout(len(y.shape), dims)
         return as_shard(self.r, y, layout) if layout.sharding else y
 
-    def only(self, name: str) -> ShapeSharding:
-        """The same with the axes alone that shard dimension `name`."""
-        own = tuple(each if each == name else None for each in self.placement)
-        return replace(self, placement=own)
+    def only(self, *names: str) -> ShapeSharding:
+        """The same with the axes alone that shard these dimensions."""
+        own = tuple(each if each in names else None for each in self.placement)
+        return replace(self, placement=own, output=None)
+
+
+def _layout(placement: Placement, num_dims: int, dims: dict[str, int]) -> TensorLayout:
+    at = [
+        dims[name] % num_dims if name is not None and name in dims else None for name in placement
+    ]
+    return TensorLayout.placed(at, num_dims)
+
+
+def _gathers_tokens(held: TensorLayout, wanted: TensorLayout) -> bool:
+    return len(held.dims) > 2 and not {*held.dims[1]} <= {*wanted.dims[1]}
 
 
 def unsharded(num_dims: int) -> TensorLayout:

@@ -21,11 +21,13 @@ from workbench.costmodel.operators.symbolic_modules import (
 )
 from workbench.costmodel.operators.symbolic_norms import add_norm
 from workbench.costmodel.operators.symbolic_rank import SymbolicRank
-from workbench.costmodel.operators.symbolic_sharding import replicated, sharded_sum
+from workbench.costmodel.operators.symbolic_sharding import local_part, redistribute, sharded_sum
 
 ShapesFn = Callable[..., tuple[SymbolicTensor, ...]]
 HEAD_DIMS = (0, 2)
 """Dims of [B, T, heads, head_dim] along which attention may be sharded."""
+ROPE_DIMS = (0, 1, 2)
+"""Those along which rotary positions may be."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,7 @@ class SymbolicStage:
     def __init__(self, r: SymbolicRank, named: OperatorStrategies, layers: Layers) -> None:
         self.r, self.layers = r, layers
         self.s = SymbolicStrategies(r, dict(named.placements), {})
-        self.recomputed = frozenset(named.recomputed)
+        self.recomputed, self.boundary = frozenset(named.recomputed), named.boundary_layout
         self.parameters: dict[str, SymbolicTensor] = {}
         numbers = [layer for layer, _ in layers.runs]
         shape, ends = r.w.shape, (layers.has_embedding, layers.has_head)
@@ -71,7 +73,8 @@ class SymbolicStage:
         r.enter("head" if self.layers.has_head else "output")
         if not self.layers.has_head:
             total = x if residual is None else sharded_sum(r, x, residual)
-            return replicated(r, total)
+            local, held = local_part(r, total)
+            return redistribute(r, local, held, self.boundary)
         x, _ = self._norm("final_norm", x, residual)
         del residual
         with r.tape.category("logits"):
@@ -141,7 +144,7 @@ class SymbolicStage:
     ) -> tuple[SymbolicTensor, ...]:
         head = int(self.r.w.shape.head_dim or 0)
         q, k, v = (heads(self.r, self._linear(f"{path}.{name}", x), head) for name in "qkv")
-        q, k = self.s.local(f"{path}.rope", self._rope(tables), HEAD_DIMS, q, k)
+        q, k = self.s.local(f"{path}.rope", self._rope(tables), ROPE_DIMS, q, k)
         core = self._local(f"{path}.attend", attend, "")
         (attended,) = self.s.local(f"{path}.attend", core, HEAD_DIMS, q, k, v)
         output = self._linear(f"{path}.o", flattened(self.r, attended))

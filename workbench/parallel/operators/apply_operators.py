@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from workbench.models import Transformer
@@ -22,6 +22,7 @@ from workbench.parallel.mesh import Mesh, MeshAxis, operator_axis
 from workbench.parallel.operators.implicit_replicate import ImplicitReplicate
 from workbench.parallel.operators.moe_operator import moe_operator
 from workbench.parallel.operators.operator_forward import (
+    TOKEN_DIMS,
     DropoutOperator,
     EmbeddingOperator,
     FollowInput,
@@ -29,6 +30,7 @@ from workbench.parallel.operators.operator_forward import (
     HeadOperator,
     LinearOperator,
     LocalOperator,
+    RopeOperator,
 )
 from workbench.parallel.operators.operator_grid import OperatorGrid
 from workbench.parallel.operators.redistribution import (
@@ -37,8 +39,10 @@ from workbench.parallel.operators.redistribution import (
     SharedInputs,
 )
 from workbench.plan.operators.least_redistribution import LeastRedistribution
+from workbench.plan.operators.operator_sites import OUTPUT
 from workbench.plan.operators.redistribution_moves import neighbors
 from workbench.plan.operators.strategy_form import Placement
+from workbench.plan.operators.tensor_layout import TensorLayout
 
 SHARDED_PARAMETERS: tuple[tuple[type[nn.Module], dict[str, tuple[str, ...]]], ...] = (
     (nn.Linear, {"weight": ("columns", "inner"), "bias": ("columns",)}),
@@ -48,14 +52,15 @@ SHARDED_PARAMETERS: tuple[tuple[type[nn.Module], dict[str, tuple[str, ...]]], ..
 """Modules whose parameters are sharded -> the dimension of each dim of each parameter."""
 FOLLOWING_MODULES: tuple[tuple[tuple[type[nn.Module], ...], tuple[int, ...] | None], ...] = (
     ((Activate,), None),
-    ((Attend, RingAttend, UlyssesAttend, Rope, NoRope), (0, 2)),
+    ((NoRope,), None),
+    ((Attend, RingAttend, UlyssesAttend), (0, 2)),
 )
 """Modules that take the sharding of their first input, and the dims that may be sharded there."""
 PARTIAL_GRADIENTS = ("route.weight", "experts.down.bias", "shared.down.bias")
 """Ends of the names of parameters of an MoE layer that every rank holds unsharded, and of whose
 gradients each shard of the width has a part, for the layer's output is a sum over these shards.
 """
-LOCAL_DIMS = {"rows": 0, "width": -1, "heads": 2}
+LOCAL_DIMS = TOKEN_DIMS | {"width": -1, "heads": 2}
 """Dimensions of activations -> their dim, for modules that compute shards independently."""
 
 
@@ -65,6 +70,7 @@ def apply_operator_strategies(
     placements: Mapping[str, Placement],
     mesh: Mesh,
     least: LeastRedistribution,
+    boundary: Sequence[int] = (),
 ) -> None:
     """Shard a model as `placements` say, module by module, in place, and record the new layouts.
 
@@ -76,6 +82,7 @@ def apply_operator_strategies(
         layouts: Local parameter name -> layout; updated.
         placements: Module -> the dimension that each axis of the grid shards.
         least: Chooses how tensors are redistributed.
+        boundary: Axes over which what passes between pipeline stages is split by tokens.
     """
     if mesh.operators is None:
         return
@@ -94,7 +101,8 @@ def apply_operator_strategies(
             shared[parent] = SharedInputs()
             owner = model.get_submodule(parent)
             owner.forward = shared[parent].during(owner.forward)
-        sharding = OperatorSharding(between, placement, shared.get(parent, SharedInputs()))
+        inputs, output = shared.get(parent, SharedInputs()), placements.get(path + OUTPUT)
+        sharding = OperatorSharding(between, placement, inputs, output)
         forward: ForwardFn | None
         if isinstance(module, MoE):
             forward = moe_operator(path, module, layouts, sharding, grid)
@@ -108,7 +116,8 @@ def apply_operator_strategies(
             module.forward = forward
     if isinstance(model, Transformer):  # its custom backward takes no DTensor
         model.attach_aux_loss = partial(_on_replicated, model.attach_aux_loss, between)
-    model.forward = partial(_implicitly_replicated, model.forward, between)
+    passed = TensorLayout(((), tuple(boundary), ()))
+    model.forward = partial(_stage_forward, model.forward, between, passed)
 
 
 def redistribution_grid(
@@ -130,14 +139,17 @@ def operator_reduction_axes(
 ) -> dict[str, tuple[MeshAxis, ...]]:
     """Local parameter name -> the axes of the grid over which its gradient is summed.
 
-    They are those along which its module shards the rows, and for `PARTIAL_GRADIENTS` the width.
+    They are those along which its module shards the rows or their tokens, for a bias also those
+    along which its output does, and for `PARTIAL_GRADIENTS` the width.
     """
     if mesh.operators is None:
         return dict.fromkeys(names, ())
     grid, found = OperatorGrid(mesh), {}
     for name in names:
         own = _placement_around(name, placements)
-        over = {"rows", "width"} if name.endswith(PARTIAL_GRADIENTS) else {"rows"}
+        if name.endswith(".bias"):  # it is added to the output
+            own = placements.get(name.removesuffix(".bias") + OUTPUT, own)
+        over = {*TOKEN_DIMS} | ({"width"} if name.endswith(PARTIAL_GRADIENTS) else set())
         found[name] = tuple(axis for axis, placed in zip(grid.axes, own) if placed in over)
     return found
 
@@ -183,11 +195,13 @@ def _named(
     if isinstance(module, nn.Embedding):
         return EmbeddingOperator(module, sharding, layouts[f"{path}.weight"])
     if isinstance(module, AddNorm | nn.LayerNorm | nn.RMSNorm):
-        return LocalOperator(module.forward, sharding, {"rows": 0})
+        return LocalOperator(module.forward, sharding, TOKEN_DIMS)
     return LocalOperator(module.forward, sharding, LOCAL_DIMS)
 
 
 def _unnamed(module: nn.Module, grid: RedistributionGrid) -> ForwardFn | None:
+    if isinstance(module, Rope):
+        return RopeOperator(grid, module.forward)
     for kinds, dims in FOLLOWING_MODULES:
         if isinstance(module, kinds):
             return FollowInput(grid, module.forward, dims)
@@ -213,7 +227,8 @@ def _head(
     sharding: OperatorSharding,
     grid: OperatorGrid,
 ) -> HeadOperator:
-    layout, own = layouts[f"{path}.weight"], {"rows": "rows", "columns": "vocabulary"}
+    layout = layouts[f"{path}.weight"]
+    own = {"rows": "rows", "tokens": "tokens", "columns": "vocabulary"}
     (start, stop), vocab = layout.slices[0], layout.shape[0]
     loss = placements.get(f"{path}.loss", tuple(own.get(name or "") for name in sharding.placement))
     axes, rows = grid.over(loss, "vocabulary"), (start, stop)
@@ -234,9 +249,14 @@ def _head(
     )
 
 
-def _implicitly_replicated(
-    forward: ForwardFn, grid: RedistributionGrid, *inputs: Any, **named: Any
-) -> Any:
-    """The model's forward; its output is replicated."""
+def _stage_forward(
+    forward: ForwardFn, grid: RedistributionGrid, passed: TensorLayout, x: Tensor, *targets: Tensor
+) -> Tensor:
+    """A stage's forward. What passes between stages is this rank's part in the layout `passed`; the
+    loss is replicated.
+    """
     with ImplicitReplicate(grid):
-        return grid.replicated(forward(*inputs, **named))
+        if passed.sharding and x.is_floating_point():
+            x = grid.dtensor(x, passed)
+        local, held = grid.local(forward(x, *targets))
+        return grid.redistribute(local, held, passed if local.ndim > 1 else held.summed)

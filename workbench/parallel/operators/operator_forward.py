@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch.nn.functional as F
@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from workbench.kernels import cross_entropy as fused
 from workbench.models.counter_dropout import Dropout
-from workbench.models.seams import IGNORE_INDEX, HeadLoss, at_least_fp32
+from workbench.models.seams import IGNORE_INDEX, HeadLoss, Positions, at_least_fp32
 from workbench.parallel.float8.float8_linear import Float8Layer, float8_linear
 from workbench.parallel.layout import Layout
 from workbench.parallel.mesh import MeshAxis
@@ -30,11 +30,14 @@ from workbench.parallel.tensor.vocab_parallel import (
 )
 
 ForwardFn = Callable[..., Any]
+TOKEN_DIMS = {"rows": 0, "tokens": 1}
+"""Dims of sequences and of their tokens in every activation."""
 
 
 @dataclass(frozen=True)
 class LinearOperator:
-    """y = x W^T + bias, sharded by rows, inner dimension (all-reduced) or columns.
+    """y = x W^T + bias, sharded by rows, tokens, columns or inner dimension, over which it is
+    all-reduced or reduce-scattered by tokens.
 
     Weight [columns, inner].
     """
@@ -47,21 +50,28 @@ class LinearOperator:
     def __call__(self, x: Tensor) -> Tensor:
         """[.., inner] to [.., columns]."""
         weight, bias = self.module.weight, self.module.bias
-        local = self.sharding.to_local(x, rows=0, inner=-1)
+        local = self.sharding.to_local(x, **TOKEN_DIMS, inner=-1)
         if self.float8 is None and "inner" not in self.sharding.placement:
-            return self.sharding.to_global(F.linear(local, weight, bias), rows=0, columns=-1)
+            with self.sharding.reading(local):
+                y = F.linear(local, weight, bias)
+            return self.sharding.to_global(y, **TOKEN_DIMS, columns=-1)
         y = self._product(local, weight)
-        y = self.sharding.reduce_partial(y, rows=0, columns=-1)
-        return self.sharding.to_global(y if bias is None else y + bias, rows=0, columns=-1)
+        y = self.sharding.reduce_partial(y, **TOKEN_DIMS, columns=-1)
+        y = y if bias is None else y + bias
+        return self.sharding.to_global(y, **TOKEN_DIMS, columns=-1)
 
     def _product(self, x: Tensor, weight: Tensor) -> Tensor:
         """x W^T."""
-        return F.linear(x, weight) if self.float8 is None else float8_linear(x, weight, self.float8)
+        if self.float8 is not None:
+            return float8_linear(x, weight, self.float8)
+        with self.sharding.reading(x):
+            return F.linear(x, weight)
 
 
 @dataclass(frozen=True)
 class EmbeddingOperator:
-    """Embedding lookup, sharded by rows of tokens, vocabulary (all-reduced) or width.
+    """Embedding lookup, sharded by rows, tokens, width or vocabulary, over which it is all-reduced
+    or reduce-scattered by tokens.
 
     Weight [vocabulary, hidden].
     """
@@ -72,14 +82,13 @@ class EmbeddingOperator:
 
     def __call__(self, tokens_BT: Tensor) -> Tensor:
         """[B, T] to [B, T, D]."""
-        local_BT = self.sharding.to_local(tokens_BT, rows=0)
+        local_BT = self.sharding.to_local(tokens_BT, **TOKEN_DIMS)
         if "vocabulary" in self.sharding.placement:
             x = embedding_lookup(local_BT, self.module.weight, self.layout.slices[0])
         else:
             x = F.embedding(local_BT, self.module.weight, self.module.padding_idx)
-        return self.sharding.to_global(
-            self.sharding.reduce_partial(x, rows=0, hidden=-1), rows=0, hidden=-1
-        )
+        x = self.sharding.reduce_partial(x, **TOKEN_DIMS, hidden=-1)
+        return self.sharding.to_global(x, **TOKEN_DIMS, hidden=-1)
 
 
 @dataclass(frozen=True)
@@ -128,6 +137,25 @@ class FollowInput:
 
 
 @dataclass(frozen=True)
+class RopeOperator(FollowInput):
+    """Rotary positions without a strategy: a rank that has some of the tokens takes their rows of
+    the tables.
+    """
+
+    dims: tuple[int, ...] | None = (0, 1, 2)
+
+    def __call__(self, q_BTHK: Tensor, k_BTHK: Tensor, positions: Positions) -> Any:
+        """As `Rope.forward`."""
+        first = next((x for x in (q_BTHK, k_BTHK) if isinstance(x, DTensor)), None)
+        axes = () if first is None else layout_of(first).dims[1]
+        if axes:
+            index, count = joint_index([self.grid.axes[(axis,)] for axis in axes])
+            own = slice(*(at * len(positions.cos) // count for at in (index, index + 1)))
+            positions = positions._replace(cos=positions.cos[own], sin=positions.sin[own])
+        return super().__call__(q_BTHK, k_BTHK, positions)
+
+
+@dataclass(frozen=True)
 class DropoutOperator:
     """Dropout of a shard: the mask is that of the tokens and channels which this rank has."""
 
@@ -136,26 +164,27 @@ class DropoutOperator:
     forward: ForwardFn
 
     def __call__(self, x_BTD: Tensor, rows_BT: Tensor | None) -> Tensor:
-        """As `Dropout.forward`, sharded as `x_BTD` by sequences or width."""
+        """As `Dropout.forward`, sharded as `x_BTD` by sequences, tokens or width."""
         if not isinstance(x_BTD, DTensor) or rows_BT is None:
             output: Tensor = self.forward(x_BTD, rows_BT)
             return output
-        names = {0: "rows", x_BTD.ndim - 1: "width"}
+        names = {0: "rows", 1: "tokens", x_BTD.ndim - 1: "width"}
         placement = tuple(
             None if dim is None else names.get(dim)
             for dim in layout_of(x_BTD).at(x_BTD.device_mesh.ndim)
         )
         sharding = OperatorSharding(self.grid, placement, SharedInputs())
-        local, rows = sharding.to_local(x_BTD, rows=0, width=-1), sharding.to_local(rows_BT, rows=0)
+        local = sharding.to_local(x_BTD, **TOKEN_DIMS, width=-1)
+        rows = sharding.to_local(rows_BT, **TOKEN_DIMS)
         width = [self.grid.axes[(axis,)] for axis, name in enumerate(placement) if name == "width"]
         self.module.first_channel = joint_index(width)[0] * local.shape[-1]
         dropped: Tensor = self.forward(local, rows)
-        return sharding.to_global(dropped, rows=0, width=-1)
+        return sharding.to_global(dropped, **TOKEN_DIMS, width=-1)
 
 
 @dataclass(frozen=True)
 class HeadOperator:
-    """The head_loss seam: a GEMM sharded as `sharding` says, its loss by rows or vocabulary
+    """The head_loss seam: a GEMM sharded as `sharding` says, its loss by rows, tokens or vocabulary
     (`loss`).
     """
 
@@ -175,7 +204,7 @@ class HeadOperator:
 
     def __call__(self, x_BTD: Tensor, targets_BT: Tensor) -> Tensor:
         """Sum over valid tokens of the negative log-likelihood; a scalar, equal on every rank."""
-        projected = F.linear(self.sharding.to_local(x_BTD, rows=0, inner=-1), self.module.weight)
+        projected = self._projected(x_BTD)
         logits = self._redistribute_for_loss(projected)
         kernels = loss_kernels(self, logits)
         if (self.axis is not None or kernels != "eager") and logits is not projected:
@@ -183,7 +212,7 @@ class HeadOperator:
             logits = logits.clone()
         logits_NV, targets_N = (
             logits.flatten(0, -2),
-            self.loss.to_local(targets_BT, rows=0).flatten(),
+            self.loss.to_local(targets_BT, **TOKEN_DIMS).flatten(),
         )
         if self.axis is not None:
             total = vocab_parallel_cross_entropy(
@@ -196,12 +225,19 @@ class HeadOperator:
             total = F.cross_entropy(
                 logits_NV, targets_N, reduction="sum", ignore_index=IGNORE_INDEX
             )
-        return self.loss.restricted_to("rows").reduce_partial(total)
+        return self.loss.restricted_to("rows", "tokens").reduce_partial(total)
+
+    def _projected(self, x_BTD: Tensor) -> Tensor:
+        """The GEMM of the head, which alone reads its input: no one keeps that redistributed."""
+        own = replace(self.sharding, shared=SharedInputs())
+        local = own.to_local(x_BTD, **TOKEN_DIMS, inner=-1)
+        with own.reading(local):
+            return F.linear(local, self.module.weight)
 
     def _redistribute_for_loss(self, logits: Tensor) -> Tensor:
-        logits = self.sharding.reduce_partial(logits, rows=0, columns=-1)
-        held = self.sharding.layout(3, {"rows": 0, "columns": 2})
-        wanted = self.loss.layout(3, {"rows": 0, "vocabulary": 2})
+        logits = self.sharding.reduce_partial(logits, **TOKEN_DIMS, columns=-1)
+        held = self.sharding.layout(3, TOKEN_DIMS | {"columns": 2})
+        wanted = self.loss.layout(3, TOKEN_DIMS | {"vocabulary": 2})
         if held == wanted:
             return logits
         return self.sharding.grid.redistribute(logits[..., : self.num_columns], held, wanted)

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -21,6 +22,12 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement as DTensorPlacement
 
 from workbench.parallel.mesh import MeshAxis
+from workbench.parallel.operators.gathered_again import (
+    GatheredAgain,
+    gathers_tokens,
+    reading,
+    storage_of,
+)
 from workbench.parallel.operators.redistribution_collectives import GridGroups
 from workbench.plan.operators.least_redistribution import LeastRedistribution
 from workbench.plan.operators.strategy_form import Placement
@@ -206,6 +213,8 @@ class SharedInputs:
     redistributed: dict[tuple[int, TensorLayout], tuple[Tensor, Tensor]] = field(
         default_factory=dict
     )
+    gathered: dict[int, GatheredAgain] = field(default_factory=dict)
+    """Of those whose tokens other ranks hold: how they are gathered again, by the result's id."""
 
     def redistribute(self, x: Tensor, grid: RedistributionGrid, gradient: TensorLayout) -> Tensor:
         """A rank's part of `x` in the layout of its `gradient`, once that is summed."""
@@ -214,6 +223,10 @@ class SharedInputs:
             local, held = grid.local(x)
             result = grid.redistribute(local, held, gradient.summed, gradient)
             self.redistributed[key] = x, result
+            if gathers_tokens(held, gradient):
+                own = local.detach()
+                again = partial(grid.run, own, held, gradient.summed)
+                self.gathered[id(result)] = GatheredAgain(again, storage_of(result))
         return self.redistributed[key][1]
 
     def during(self, forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -228,6 +241,7 @@ class SharedInputs:
                 return forward(*inputs, **named)
             finally:
                 self.redistributed.clear()
+                self.gathered.clear()
 
         return releasing
 
@@ -236,26 +250,28 @@ class SharedInputs:
 class OperatorSharding:
     """One operator's strategy on the grid: the dimension that each axis shards, None to replicate.
 
-    Methods take the dim of each named dimension in the tensor at hand, e.g. `rows=0, inner=-1`.
+    Methods take the dim of each named dimension in the tensor at hand, e.g. `rows=0, tokens=1,
+    inner=-1`.
     """
 
     grid: RedistributionGrid
     placement: Placement
     shared: SharedInputs
+    output: Placement | None = None
+    """The dimension of the output that each axis shards, where that is not the placement's."""
 
     def layout(self, num_dims: int, dims: dict[str, int]) -> TensorLayout:
         """Layout of a tensor that has `dims`: sharded along those that the strategy shards."""
-        at = [None if name not in dims else dims[name] % num_dims for name in self._names]
-        return TensorLayout.placed(at, num_dims)
+        return _layout(self.placement, num_dims, dims)
 
     def partial_layout(self, num_dims: int, dims: dict[str, int]) -> TensorLayout:
         """As `layout`, but partial over axes that shard a dimension the tensor lacks."""
-        partial = (a for a, name in enumerate(self._names) if name and name not in dims)
+        partial = (a for a, name in enumerate(self.placement) if name and name not in dims)
         return self.layout(num_dims, dims)._replace(partial=tuple(partial))
 
-    @property
-    def _names(self) -> tuple[str, ...]:
-        return tuple(name or "" for name in self.placement)
+    def output_layout(self, num_dims: int, dims: dict[str, int]) -> TensorLayout:
+        """As `layout`, of the output once partial sums are reduced."""
+        return _layout(self.output or self.placement, num_dims, dims)
 
     def to_local(self, x: Tensor, **dims: int) -> Tensor:
         """This rank's shard of an input, as a plain tensor.
@@ -265,18 +281,30 @@ class OperatorSharding:
         """
         return self.shared.redistribute(x, self.grid, self.partial_layout(x.ndim, dims))
 
+    def reading(self, local: Tensor) -> AbstractContextManager[Any]:
+        """What a GEMM runs in that reads an input which `to_local` has returned."""
+        return reading(self.shared.gathered.get(id(local)))
+
     def reduce_partial(self, y: Tensor, **dims: int) -> Tensor:
-        """Reduce a local result over the ranks that shard a dimension which it lacks."""
+        """Reduce a local result over the ranks that shard a dimension which it lacks, to the layout
+        of the output.
+        """
         held = self.partial_layout(y.ndim, dims)
-        return self.grid.redistribute(y, held, held.summed)
+        return self.grid.redistribute(y, held, self.output_layout(y.ndim, dims))
 
     def to_global(self, y: Tensor, **dims: int) -> Tensor:
         """A local result as a DTensor, or as it is if every rank holds all of it."""
-        layout = self.layout(y.ndim, dims)
+        layout = self.output_layout(y.ndim, dims)
         return self.grid.dtensor(y, layout) if layout.sharding else y
 
-    def restricted_to(self, name: str) -> OperatorSharding:
-        """The same with only the axes that shard dimension `name`."""
-        return replace(
-            self, placement=tuple(each if each == name else None for each in self.placement)
-        )
+    def restricted_to(self, *names: str) -> OperatorSharding:
+        """The same with only the axes that shard these dimensions."""
+        own = tuple(each if each in names else None for each in self.placement)
+        return replace(self, placement=own, output=None)
+
+
+def _layout(placement: Placement, num_dims: int, dims: dict[str, int]) -> TensorLayout:
+    at = [
+        dims[name] % num_dims if name is not None and name in dims else None for name in placement
+    ]
+    return TensorLayout.placed(at, num_dims)

@@ -63,9 +63,7 @@ class GridGroups:
     def _reduce_scatter(self, x: Tensor, step: RedistributionStep) -> Tensor:
         axis, added = self.axes[step.axes], _added(step.source.dims, step.target.dims)
         parts = self._split(x, step.axes, added)
-        source = parts.contiguous()
-        if source.data_ptr() == x.data_ptr():  # it is overwritten
-            source = source.clone()
+        source = parts.clone(memory_format=torch.contiguous_format)  # it is overwritten
         shard = x.new_empty(parts.shape[len(step.axes) :])
         reduce_scatter_async(shard, source, axis)()
         return shard

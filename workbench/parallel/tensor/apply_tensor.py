@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from functools import partial
@@ -24,6 +25,7 @@ from workbench.parallel.tensor.sequence_parallel import (
 from workbench.parallel.tensor.shard_range import ShardRange
 from workbench.parallel.tensor.vocab_parallel import VocabParallelEmbedding, VocabParallelHeadLoss
 from workbench.plan.resolved_plan import ResolvedPlan
+from workbench.plan.rules import operator_rules
 from workbench.plan.rules.legal_sizes import token_parts
 from workbench.plan.schema import Plan
 
@@ -99,6 +101,8 @@ def boundary_shape(plan: ResolvedPlan, sequences: int) -> tuple[int, int, int]:
     tokens = t.sequence_length // plan.strategy.context.size
     if tensor.sequence:
         tokens //= tensor.ranks
+    grid = operator_rules.sides(plan)
+    tokens //= math.prod(grid[axis] for axis in operator_rules.boundary_axes(plan))
     side = 1 if isinstance(tensor.size, int) else tensor.size[0]
     return (
         sequences // token_parts(tensor.algorithm, tensor.size),

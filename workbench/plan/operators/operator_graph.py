@@ -51,6 +51,10 @@ class Operator:
     """Whether its GEMMs run in fp8 where the plan's precision does: those of layers, not the
     head's.
     """
+    scatters: bool = False
+    """Whether its partial sums may be reduce-scattered by tokens, which MindSpore's `out_strategy`
+    says; else they are all-reduced.
+    """
     causal_flops: float = 0.0
     """Of attention: forward FLOPs of the causal half, over all ranks."""
     num_layers: int = 1
@@ -71,7 +75,7 @@ class Operator:
 @dataclass(frozen=True)
 class TensorEdge:
     """A tensor that operator `source` holds and operator `target` wants; dimensions correspond by
-    position. A parameter that both use has one layout.
+    position, whatever their order in the operators. A parameter that both use has one layout.
     """
 
     source: int
@@ -79,7 +83,6 @@ class TensorEdge:
     target: int
     target_tensor: OperatorTensor
     num_layers: int = 1
-    transposed: bool = False
     unpadded: int | None = None
     """Entries of the last dimension without padding: where the layouts differ, its pieces divide
     them.

@@ -19,30 +19,44 @@ from workbench.plan.operators.strategy_form import (
 )
 from workbench.plan.rules.legal_sizes import divisors, near
 
+Dims = tuple[tuple[str, ...], ...]
+"""Dimensions of each tuple of a strategy."""
 _QUERY = ("rows", "heads", "query", "depth")
 KINDS: dict[str, tuple[tuple[str, ...], ...]] = {
-    "MatMul": (("rows", "inner"), ("inner", "columns")),
-    "Norm": (("rows", "hidden"), ("hidden",)),
-    "Embedding": (("vocabulary", "hidden"), ("rows",)),
-    "Activation": (("rows", "width"),),
-    "GatedActivation": (("rows", "width"), ("rows", "width")),
+    "MatMul": (("rows", "tokens", "inner"), ("inner", "columns")),
+    "Norm": (("rows", "tokens", "hidden"), ("hidden",)),
+    "Embedding": (("vocabulary", "hidden"), ("rows", "tokens")),
+    "Activation": (("rows", "tokens", "width"),),
+    "GatedActivation": (("rows", "tokens", "width"), ("rows", "tokens", "width")),
     "FlashAttention": (
         _QUERY,
         ("rows", "heads", "depth", "key"),
         ("rows", "heads", "key", "depth"),
     ),
-    "CrossEntropy": (("rows", "vocabulary"), ("rows",)),
+    "CrossEntropy": (("rows", "tokens", "vocabulary"), ("rows", "tokens")),
     "MoE": (("rows",), ("width",)),
     "Whole": (("rows",),),
 }
 """Kind -> the dimensions of each input, activations and parameters; a dimension that the output
 lacks is summed over.
 
-`rows` are whole sequences. A self-attention module (projections and all) is split by sequence and
+`rows` are whole sequences, `tokens` the positions within them: what acts on each token alone may be
+split by both (sequence parallelism, arXiv:2205.05198). A strategy that leaves `tokens` out does not
+split them. A self-attention module (projections and all) is split by sequence and
 head, an MoE layer by sequence and its experts' width; a module of no known kind only by sequence.
+"""
+SUMS: dict[str, tuple[tuple[str, ...], str]] = {
+    "MatMul": (("rows", "tokens", "columns"), "inner"),
+    "Embedding": (("rows", "tokens", "hidden"), "vocabulary"),
+}
+"""Kind -> the dimensions of its output, and the one that it sums over."""
+OUTPUT = ".output"
+"""What follows a module's name, where its output is placed unlike its inputs: MindSpore's
+`out_strategy`. A partial sum is then reduce-scattered by tokens instead of all-reduced.
 """
 ORDER = (
     "rows",
+    "tokens",
     "vocabulary",
     "inner",
     "hidden",
@@ -68,38 +82,68 @@ class Site:
     units: Mapping[str, int]
     named: tuple[tuple[str, ...], ...] = ()
     """Dimensions of each input, where the kind does not say them."""
+    scatters: bool = False
+    """Whether a strategy may say how its output is split, in a tuple after those of the inputs."""
 
     @property
     def dims(self) -> tuple[tuple[str, ...], ...]:
         """Dimensions of each input."""
         return self.named or KINDS[self.kind]
 
+    @property
+    def written(self) -> Iterator[Dims]:
+        """Dimensions of each tuple that a strategy may have, the shortest way to write it first."""
+        yield tuple(tuple(name for name in part if name != "tokens") for part in self.dims)
+        yield self.dims
+        if self.scatters:
+            yield (*self.dims, SUMS[self.kind][0])
+
     def pieces(self, form: Form) -> dict[str, int]:
-        """Pieces of each dimension under a legal form."""
-        found = dict(
-            zip((d for dims in self.dims for d in dims), (n for part in form for n in part))
-        )
+        """Pieces of each dimension of the inputs under a legal form."""
+        found = dict.fromkeys((name for part in self.dims for name in part), 1)
+        dims = self._dims_of(form) or self.dims
+        found |= dict(_splits(dims[: len(self.dims)], form))
         return {name: found[name] for name in (*ORDER, *found) if name in found}
 
     def placement(self, form: Form, sides: Sequence[int]) -> Placement:
         """Where a legal form's pieces lie on the grid of `sides`."""
         return on_grid("rows", self.pieces(form), sides)
 
+    def output_placement(self, form: Form, sides: Sequence[int]) -> Placement | None:
+        """Where those of its output lie, if the form says that its sum is scattered by tokens."""
+        if not self._is_scattered(form):
+            return None
+        summed = SUMS[self.kind][1]
+        return tuple("tokens" if d == summed else d for d in self.placement(form, sides))
+
     def faults(self, form: Form, ranks: int) -> Iterator[str]:
         """Why a form is not legal here over `ranks`, and what would be."""
-        dims = self.dims
-        if tuple(map(len, form)) != tuple(map(len, dims)):
-            said = ", ".join(f"({', '.join(part)})" for part in dims)
+        dims = self._dims_of(form)
+        if dims is None:
+            said = " or ".join(dict.fromkeys(map(_dims_text, self.written)))
             yield (
                 f"is {strategy_text(form)}, but the inputs of a {self.kind} are {said}; legal: a "
                 f"number for each"
             )
             return
-        splits = [
-            (name, number)
-            for part, numbers in zip(dims, form)
-            for name, number in zip(part, numbers)
-        ]
+        splits = list(_splits(dims[: len(self.dims)], form))
+        yield from self._uneven(form, splits, ranks)
+        if len(dims) > len(self.dims):
+            yield from self._output_faults(form, ranks)
+        total = math.prod(dict(splits).values())
+        if ranks % total:
+            yield (
+                f"is {strategy_text(form)}, whose pieces make {total} parts for "
+                f"strategy.tensor.size = "
+                f"{ranks}; "
+                f"legal: a product that divides it: {near(total, divisors(ranks))}"
+            )
+
+    def _dims_of(self, form: Form) -> Dims | None:
+        """Dimensions of a form's tuples; None where they have other numbers of dimensions."""
+        return next((d for d in self.written if tuple(map(len, d)) == tuple(map(len, form))), None)
+
+    def _uneven(self, form: Form, splits: list[tuple[str, int]], ranks: int) -> Iterator[str]:
         for name, number in sorted(set(splits), key=splits.index):
             others = {n for other, n in splits if other == name}
             if len(others) > 1:
@@ -110,20 +154,44 @@ class Site:
                         f"pieces in every input"
                     )
             elif self.units.get(name, 1) % number:
-                pieces = [n for n in divisors(self.units.get(name, 1)) if ranks % n == 0]
-                of = (
-                    f"{name} into {number} pieces, but it has {self.units.get(name, 1)} that "
-                    f"stay together"
-                )
-                yield f"is {strategy_text(form)}, which cuts {of}; legal: {near(number, pieces)}"
-        total = math.prod(dict(splits).values())
-        if ranks % total:
+                yield self._indivisible(form, name, number, ranks)
+
+    def _indivisible(self, form: Form, name: str, number: int, ranks: int) -> str:
+        units = self.units.get(name, 1)
+        pieces = [n for n in divisors(units) if ranks % n == 0]
+        of = f"{name} into {number} pieces, but it has {units} that stay together"
+        return f"is {strategy_text(form)}, which cuts {of}; legal: {near(number, pieces)}"
+
+    def _output_faults(self, form: Form, ranks: int) -> Iterator[str]:
+        """An output is split as the inputs are, by tokens also as often as its sum has parts."""
+        own, (names, summed) = self.pieces(form), SUMS[self.kind]
+        legal = [own | {"tokens": own["tokens"] * n} for n in dict.fromkeys((own[summed], 1))]
+        if form[-1] not in [tuple(each[name] for name in names) for each in legal]:
+            forms = [strategy_text((*form[:-1], tuple(d[n] for n in names))) for d in legal]
             yield (
-                f"is {strategy_text(form)}, whose pieces make {total} parts for "
-                f"strategy.tensor.size = "
-                f"{ranks}; "
-                f"legal: a product that divides it: {near(total, divisors(ranks))}"
+                f"is {strategy_text(form)}, but an output is split as its inputs are, by tokens "
+                f"also as its sum over {summed} is; legal: {' or '.join(forms)}"
             )
+            return
+        tokens = form[-1][names.index("tokens")]
+        if self.units["tokens"] % tokens:
+            yield self._indivisible(form, "tokens", tokens, ranks)
+
+    def _is_scattered(self, form: Form) -> bool:
+        if len(form) == len(self.dims):
+            return False
+        at = SUMS[self.kind][0].index("tokens")
+        return form[-1][at] > self.pieces(form)["tokens"]
+
+
+def _splits(dims: Dims, form: Form) -> Iterator[tuple[str, int]]:
+    """(dimension, pieces) of each number of a form."""
+    for names, numbers in zip(dims, form):
+        yield from zip(names, numbers)
+
+
+def _dims_text(dims: Dims) -> str:
+    return ", ".join(f"({', '.join(part)})" for part in dims)
 
 
 def matched(

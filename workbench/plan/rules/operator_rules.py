@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from itertools import accumulate
 
 from workbench.errors import PlanError, Problem
 from workbench.plan.model.model_shape import Shape
-from workbench.plan.operators.operator_sites import Site, matched
+from workbench.plan.operators.operator_sites import OUTPUT, Site, matched
 from workbench.plan.operators.strategy_form import (
     Form,
     Placement,
@@ -21,6 +22,7 @@ from workbench.plan.rules.legal_sizes import divisors, near
 from workbench.plan.schema import Plan
 from workbench.plan.stage_replicas import even_parts
 
+_SAME_TOKENS = ("rows", "rows"), ("tokens", "tokens")
 WORD = 128
 """Vocabularies are padded so that they can be split (1909.08053): any number of pieces up to it."""
 
@@ -52,10 +54,31 @@ def sides(plan: Plan) -> tuple[int, ...]:
 
 def placements(plan: ResolvedPlan) -> dict[str, Placement]:
     """Module -> where its strategy lies on the grid, for all modules that the plan's operators
-    name.
+    name; and module + `OUTPUT` -> where its output does, if its sum is scattered by tokens.
     """
-    shape = sides(plan)
-    return {name: site.placement(form, shape) for name, (site, form) in _named(plan).items()}
+    shape, found = sides(plan), {}
+    for name, (site, form) in _named(plan).items():
+        found[name] = site.placement(form, shape)
+        output = site.output_placement(form, shape)
+        if output is not None:
+            found[name + OUTPUT] = output
+    return found
+
+
+def boundary_axes(plan: ResolvedPlan) -> tuple[int, ...]:
+    """Axes of the grid over which what passes between pipeline stages is split by tokens: those
+    along which the last norm of every stage but the last is. Where these differ, and where stages
+    have replicas that share microbatches, every rank sends all tokens.
+    """
+    pipeline = plan.strategy.pipeline
+    if plan.code or pipeline.size * pipeline.chunks == 1 or pipeline.replicas or not sides(plan):
+        return ()
+    found = placements(plan)
+    norms = {
+        found.get(f"blocks.{stop - 1}.mlp_norm", ()) for stop in accumulate(pipeline.partition[:-1])
+    }
+    split = {tuple(a for a, name in enumerate(norm) if name == "tokens") for norm in norms}
+    return split.pop() if len(split) == 1 else ()
 
 
 def pieces(plan: ResolvedPlan) -> dict[str, dict[str, int]]:
@@ -65,7 +88,9 @@ def pieces(plan: ResolvedPlan) -> dict[str, dict[str, int]]:
 
 def _named(plan: ResolvedPlan) -> dict[str, tuple[Site, Form]]:
     ranks = plan.strategy.tensor.ranks
-    return matched(plan.strategy.operators, sites(plan.shape, _sequences(plan), ranks), ranks)
+    tokens = plan.training.sequence_length // plan.strategy.context.size
+    found = sites(plan.shape, _sequences(plan), ranks, tokens)
+    return matched(plan.strategy.operators, found, ranks)
 
 
 def _sequences(plan: ResolvedPlan) -> int:
@@ -79,13 +104,19 @@ def _sequences(plan: ResolvedPlan) -> int:
     return math.gcd(*(stop - start for start, stop in parts))
 
 
-def sites(shape: Shape, sequences: int, ranks: int) -> dict[str, Site]:
-    """Modules of a model of ours that a strategy may name. `sequences` of a microbatch are never
-    cut through.
+def sites(shape: Shape, sequences: int, ranks: int, tokens: int) -> dict[str, Site]:
+    """Modules of a model of ours that a strategy may name.
+
+    Args:
+        shape: The model.
+        sequences: Of a microbatch.
+        ranks: Tensor ranks, which padded vocabularies divide.
+        tokens: Of a sequence on a context rank.
     """
-    rows = {"rows": sequences}
+    rows = {"rows": sequences, "tokens": tokens}
     padded = -(-shape.vocab // (WORD * ranks)) * WORD * ranks
-    table = Site("Embedding", rows | {"vocabulary": padded, "hidden": shape.hidden})
+    vocabulary = rows | {"vocabulary": padded, "hidden": shape.hidden}
+    table = Site("Embedding", vocabulary, scatters=True)
     norm = Site("Norm", rows)
     found = {"embedding.tokens": table} | ({"embedding.norm": norm} if shape.embedding_norm else {})
     for i in range(shape.layers):
@@ -100,21 +131,25 @@ def sites(shape: Shape, sequences: int, ranks: int) -> dict[str, Site]:
 
 def _attention_sites(shape: Shape, rows: dict[str, int]) -> dict[str, Site]:
     groups = math.gcd(shape.heads, int(shape.kv_heads or shape.heads))
-    project = Site("MatMul", rows | {"inner": shape.hidden, "columns": groups})
+    project = _linear(rows, shape.hidden, groups)
     return {f"attention.{name}": project for name in "qkv"} | {
         "attention.attend": Site("FlashAttention", rows | {"heads": groups}),
-        "attention.o": Site("MatMul", rows | {"inner": groups, "columns": shape.hidden}),
+        "attention.o": _linear(rows, groups, shape.hidden),
     }
 
 
+def _linear(rows: dict[str, int], inner: int, columns: int) -> Site:
+    return Site("MatMul", rows | {"inner": inner, "columns": columns}, scatters=True)
+
+
 def _mlp_sites(shape: Shape, rows: dict[str, int]) -> dict[str, Site]:
-    wide = Site("MatMul", rows | {"inner": shape.hidden, "columns": shape.ffn})
+    wide = _linear(rows, shape.hidden, shape.ffn)
     kind = "GatedActivation" if shape.gated else "Activation"
     gate = {"mlp.gate": wide} if shape.gated else {}
     return gate | {
         "mlp.up": wide,
         "mlp.activate": Site(kind, rows | {"width": shape.ffn}),
-        "mlp.down": Site("MatMul", rows | {"inner": shape.ffn, "columns": shape.hidden}),
+        "mlp.down": _linear(rows, shape.ffn, shape.hidden),
     }
 
 
@@ -132,8 +167,8 @@ def _beside(plan: ResolvedPlan) -> Iterator[Problem]:
         yield Problem("strategy.tensor.algorithm", what)
     if s.tensor.sequence:
         what = "is true, which splits norms and dropout by tokens, but strategy.operators say how "
-        what += "they are split, by whole sequences; legal: false, e.g. with blocks.*.*_norm: "
-        yield Problem("strategy.tensor.sequence", what + strategy_text(((ranks, 1), (1,))))
+        what += "they are split; legal: false, e.g. with blocks.*.*_norm: "
+        yield Problem("strategy.tensor.sequence", what + strategy_text(((1, ranks, 1), (1,))))
     if s.expert.tensor is not None:
         what = f"is {s.expert.tensor}, but strategy.operators say how experts are split; legal: "
         what += f"null, e.g. with blocks.*.mlp: {strategy_text(((1,), (s.expert.tensor,)))}"
@@ -167,11 +202,14 @@ def _exchanged_heads(plan: ResolvedPlan, pieces: dict[str, dict[str, int]]) -> I
 def _loss(plan: ResolvedPlan, pieces: dict[str, dict[str, int]]) -> Iterator[Problem]:
     """Only even pieces of logits are redistributed."""
     head = pieces.get("head", {})
-    own = {"rows": head.get("rows", 1), "vocabulary": head.get("columns", 1)}
+    own = {name: head.get(name, 1) for name in ("rows", "tokens")}
+    own["vocabulary"] = head.get("columns", 1)
     vocabulary = pieces.get("head.loss", own)["vocabulary"]
     uneven = [n for n in (own["vocabulary"], vocabulary) if plan.shape.vocab % n]
     if pieces.get("head.loss", own) != own and uneven:
-        legal = strategy_text(((own["rows"], own["vocabulary"]), (own["rows"],)))
+        tokens = (own["tokens"],) if own["tokens"] > 1 else ()
+        rows = own["rows"], *tokens
+        legal = strategy_text(((*rows, own["vocabulary"]), rows))
         yield Problem(
             "strategy.operators.head.loss",
             f"differs from the head's, and {uneven[0]} pieces do not divide "
@@ -202,12 +240,11 @@ def _tied(pieces: dict[str, dict[str, int]]) -> Iterator[Problem]:
     head = pieces.get("head", {})
     same = [
         table.get(a, 1) == head.get(b, 1)
-        for a, b in (("rows", "rows"), ("vocabulary", "columns"), ("hidden", "inner"))
+        for a, b in (*_SAME_TOKENS, ("vocabulary", "columns"), ("hidden", "inner"))
     ]
     if not all(same) or table.get("hidden", 1) > 1:
-        rows, vocabulary = table.get("rows", 1), table.get("vocabulary", 1)
-        legal = (
-            f"(({rows},1),(1,{vocabulary})) for the head, and an embedding whose width stays whole"
-        )
+        tokens = (table["tokens"],) if table.get("tokens", 1) > 1 else ()
+        form = (table.get("rows", 1), *tokens, 1), (1, table.get("vocabulary", 1))
+        legal = f"{strategy_text(form)} for the head, and an embedding whose width stays whole"
         what = "cuts the weight that it shares with embedding.tokens in another way"
         yield Problem("strategy.operators.head", f"{what}; legal: {legal}")

@@ -7,7 +7,7 @@ table therefore begins with lower bounds, and prices pairs as they are asked for
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -44,19 +44,27 @@ class EdgeTable:
     layouts: list[Layouts] = field(init=False, default_factory=list)
 
     def __post_init__(self) -> None:
-        shape = len(self.sources), len(self.targets)
-        self.seconds, self.number = np.zeros(shape), np.full(shape, -1, dtype=np.int64)
-        numbers: dict[Layouts, int] = {}
-        for i, source in enumerate(self.sources):
-            for j, target in enumerate(self.targets):
-                if not legal_together(self.edge, source, target, self.mesh):
-                    self.seconds[i, j] = math.inf
+        held, of_source = _distinct(map(self._held, self.sources))
+        wanted, of_target = _distinct(map(self._gradient, self.targets))
+        seconds = np.zeros((len(held), len(wanted)))
+        number = np.full(seconds.shape, -1, dtype=np.int64)
+        for i, one in enumerate(held):
+            for j, other in enumerate(wanted):
+                if not _legal(self.edge, one, other, self.mesh):
+                    seconds[i, j] = math.inf
                 elif self.edge.source_tensor.kind != "parameter":
-                    found = edge_layouts(self.edge, source, target)
-                    self.number[i, j] = numbers.setdefault(found, len(numbers))
-        self.layouts = list(numbers)
+                    number[i, j] = len(self.layouts)
+                    self.layouts.append(padded(one, other))
         bounds = np.array([self._bound(one) for one in self.layouts] or [0.0])
-        self.seconds = np.where(self.number < 0, self.seconds, bounds[self.number])
+        seconds = np.where(number < 0, seconds, bounds[number])
+        pairs = np.ix_(of_source, of_target)
+        self.seconds, self.number = seconds[pairs], number[pairs]
+
+    def _held(self, source: ShardingStrategy) -> TensorLayout:
+        return held_layout(self.edge, source)
+
+    def _gradient(self, target: ShardingStrategy) -> TensorLayout:
+        return target.partial_layout(self.edge.target_tensor)
 
     def refine(self, pair: tuple[int, int]) -> bool:
         """Price a pair and those of equal layouts; whether its price was not known."""
@@ -100,27 +108,45 @@ class EdgeTable:
 
 def edge_layouts(edge: TensorEdge, source: ShardingStrategy, target: ShardingStrategy) -> Layouts:
     """Layouts of the tensor of `edge` and of its gradient under these strategies."""
-    held, gradient = (source.layout(edge.source_tensor), target.partial_layout(edge.target_tensor))
-    if edge.transposed:
-        gradient = gradient._replace(dims=gradient.dims[::-1])
+    return padded(held_layout(edge, source), target.partial_layout(edge.target_tensor))
+
+
+def held_layout(edge: TensorEdge, source: ShardingStrategy) -> TensorLayout:
+    """The layout that an output has; of a parameter the one that its gradient has."""
+    if edge.source_tensor.kind == "parameter":
+        return source.partial_layout(edge.source_tensor)
+    return source.output_layout(edge.source_tensor)
+
+
+def padded(held: TensorLayout, gradient: TensorLayout) -> Layouts:
+    """Two layouts of as many dims."""
     num_dims = max(len(held.dims), len(gradient.dims))
     return held.of_dims(num_dims), gradient.of_dims(num_dims)
+
+
+def _distinct(layouts: Iterable[TensorLayout]) -> tuple[list[TensorLayout], NDArray[np.int64]]:
+    """Layouts, each once, and which of them each of `layouts` is."""
+    found: dict[TensorLayout, int] = {}
+    numbers = [found.setdefault(layout, len(found)) for layout in layouts]
+    return [*found], np.array(numbers, dtype=np.int64)
 
 
 def is_aligned(edge: TensorEdge, source: ShardingStrategy, target: ShardingStrategy) -> bool:
     """Whether the tensor of `edge` already has the layout that its reader wants."""
     held, gradient = edge_layouts(edge, source, target)
-    return held == gradient.summed
+    return held.summed == gradient.summed
 
 
 def legal_together(
     edge: TensorEdge, source: ShardingStrategy, target: ShardingStrategy, mesh: LogicalMesh
 ) -> bool:
     """Whether a shared parameter lies and is reduced alike, and unpadded pieces are even."""
-    held, gradient = edge_layouts(edge, source, target)
+    return _legal(edge, *edge_layouts(edge, source, target), mesh)
+
+
+def _legal(edge: TensorEdge, held: TensorLayout, gradient: TensorLayout, mesh: LogicalMesh) -> bool:
     if edge.source_tensor.kind == "parameter":
-        partial = source.partial_axes(edge.source_tensor)
-        return held == gradient.summed and partial == target.partial_axes(edge.target_tensor)
+        return held == gradient
     if edge.unpadded is None or held == gradient.summed:
         return True
     pieces = (mesh.ranks_over(layout.dims[-1]) for layout in (held, gradient))

@@ -26,6 +26,7 @@ from workbench.planner.autoshard.operator_cost import (
     OperatorCost,
     TensorBytes,
     forward_again,
+    gathered_again,
     operator_cost,
     recomputed,
     redistribution,
@@ -192,7 +193,9 @@ class GraphPricing:
         held, gradient = layouts
         size = reader.size(tensor) * self.sizes.element
         moves = redistribution(held, gradient.summed, size, self.mesh, tensor.name, gradient)
-        return moves + forward_again(moves) if self._recomputes(reader) else moves
+        if self._recomputes(reader):
+            return moves + forward_again(moves)
+        return moves + gathered_again(moves) if gathers_tokens(reader, tensor, layouts) else moves
 
     def price(
         self,
@@ -254,6 +257,16 @@ def is_in_layer(operator: Operator) -> bool:
 def is_first_of_layer(operator: Operator) -> bool:
     """Whether a layer's input enters here."""
     return any(module.endswith(".attention_norm") for module in operator.modules)
+
+
+def gathers_tokens(reader: Operator, tensor: OperatorTensor, layouts: Layouts) -> bool:
+    """Whether a GEMM reads tokens that other ranks hold. They are gathered once more in backward
+    for its weight's gradient, lest they be kept (2205.05198, section 4.2.2).
+    """
+    if reader.kind != "MatMul" or tensor.kind != "activation" or "tokens" not in tensor.dims:
+        return False
+    held, gradient = (layout.dims[tensor.dims.index("tokens")] for layout in layouts)
+    return not {*held} <= {*gradient}
 
 
 def _anonymous(operator: Operator) -> Operator:

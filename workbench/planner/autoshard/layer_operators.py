@@ -27,7 +27,8 @@ from workbench.planner.autoshard.attention_operators import attention_edges, att
 VOCABULARY_MULTIPLE = 128
 """Vocabularies are padded to a multiple of it, so that they can be split (1909.08053)."""
 
-
+Rows = tuple[OperatorDim, OperatorDim]
+"""Sequences, and the tokens of each."""
 BRANCHES = (
     ("attention_norm", "attention.qkv", 0),
     ("attention.o", "mlp_norm", 0),
@@ -85,7 +86,7 @@ def model_graph(
         PlanError: The shape has layers without operator strategies.
     """
     runs = tuple(runs or (shape.layers,))
-    first, final = _ends(shape, sequences * length, sequences)
+    first, final = _ends(shape, _rows(sequences, length))
     blocks = [
         _layers(_block(shape, sequences, length, fused), start, count, len(runs) > 1)
         for start, count in zip(accumulate(runs, initial=0), runs)
@@ -105,7 +106,9 @@ def model_graph(
     found += _counted_edges(operators, [("final_norm", "head", 0, 1)])
     found += (TensorEdge(head, operators[head].output, head + 1, logits, unpadded=shape.vocab),)
     if shape.tied:
-        found += (TensorEdge(0, first.inputs[0], head, operators[head].inputs[1], transposed=True),)
+        weight = operators[head].inputs[1]
+        weight = replace(weight, dims=weight.dims[::-1])
+        found += (TensorEdge(0, first.inputs[0], head, weight),)
     return OperatorGraph(operators, found)
 
 
@@ -163,10 +166,29 @@ def _counted_edges(
     """Edges of (from, to, which input, layers that have it)."""
     at = {op.name: i for i, op in enumerate(operators)}
     return tuple(
-        TensorEdge(at[a], operators[at[a]].output, at[b], operators[at[b]].inputs[place], count)
+        TensorEdge(
+            at[a],
+            _by_tokens(operators[at[a]].output),
+            at[b],
+            _by_tokens(operators[at[b]].inputs[place]),
+            count,
+        )
         for a, b, place, count in edges
         if count
     )
+
+
+def _by_tokens(tensor: OperatorTensor) -> OperatorTensor:
+    """A tensor of attention with its tokens second, as those of its neighbors have them."""
+    tokens = [name for name in tensor.dims if name in ("query", "key")]
+    if len(tokens) != 1:
+        return tensor
+    others = [name for name in tensor.dims if name not in ("rows", *tokens)]
+    return replace(tensor, dims=("rows", *tokens, *others))
+
+
+def _rows(sequences: int, length: int) -> Rows:
+    return OperatorDim("rows", sequences, sequences), OperatorDim("tokens", length, length)
 
 
 def _block(shape: Shape, sequences: int, length: int, fused: bool) -> tuple[Operator, ...]:
@@ -180,7 +202,7 @@ def _block(shape: Shape, sequences: int, length: int, fused: bool) -> tuple[Oper
             raise refuse(
                 f"model.{field}", f"{shape.name} has it; legal for operator strategies: {what}"
             )
-    rows = OperatorDim("rows", sequences * length, sequences)
+    rows = _rows(sequences, length)
     hidden, ffn = (shape.hidden, shape.hidden), (shape.ffn, shape.ffn)
     groups = math.gcd(shape.heads, int(shape.kv_heads or shape.heads))
     qkv = (shape.q_width, shape.kv_width, shape.kv_width)
@@ -218,43 +240,41 @@ def _block(shape: Shape, sequences: int, length: int, fused: bool) -> tuple[Oper
     )
 
 
-def _ends(shape: Shape, tokens: int, sequences: int) -> tuple[Operator, tuple[Operator, ...]]:
+def _ends(shape: Shape, rows: Rows) -> tuple[Operator, tuple[Operator, ...]]:
     """The embedding, and what follows the last block."""
-    rows, hidden = (
-        OperatorDim("rows", tokens, sequences),
-        # A table that the head shares is split by its entries alone.
-        OperatorDim("hidden", shape.hidden, 1 if shape.tied else shape.hidden),
-    )
+    # A table that the head shares is split by its entries alone.
+    hidden = OperatorDim("hidden", shape.hidden, 1 if shape.tied else shape.hidden)
     padded = -(-shape.vocab // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
     vocabulary = OperatorDim("vocabulary", padded, padded)
     table, ids = (
         OperatorTensor("table", ("vocabulary", "hidden"), "parameter"),
-        OperatorTensor("tokens", ("rows",), "index"),
+        OperatorTensor("tokens", ("rows", "tokens"), "index"),
     )
-    embedded = OperatorTensor("output", ("rows", "hidden"))
+    embedded = OperatorTensor("output", ("rows", "tokens", "hidden"))
     embedding = Operator(
         "embedding",
         "Embedding",
-        (rows, vocabulary, hidden),
+        (*rows, vocabulary, hidden),
         (table, ids),
         embedded,
+        scatters=True,
         modules=("embedding.tokens",),
     )
     head = _matmul("head", rows, (shape.hidden, hidden.units), (padded,), padded, "head")
-    head = replace(head, fp8=False)
+    head = replace(head, fp8=False, scatters=False)
     if shape.tied:
         head = replace(head, inputs=(head.inputs[0], replace(head.inputs[1], kind="tied")))
     logits, targets = (
-        OperatorTensor("logits", ("rows", "vocabulary")),
-        OperatorTensor("targets", ("rows",), "index"),
+        OperatorTensor("logits", ("rows", "tokens", "vocabulary")),
+        OperatorTensor("targets", ("rows", "tokens"), "index"),
     )
     # A vocabulary in pieces makes partial sums of three numbers a token: the maximum, the sum, the
     # target's logit.
-    statistics = OperatorTensor("statistics", ("rows", "three"))
+    statistics = OperatorTensor("statistics", ("rows", "tokens", "three"))
     loss = Operator(
         "loss",
         "CrossEntropy",
-        (rows, vocabulary, OperatorDim("three", 3)),
+        (*rows, vocabulary, OperatorDim("three", 3)),
         (logits, targets),
         statistics,
         modules=("head.loss",),
@@ -264,46 +284,51 @@ def _ends(shape: Shape, tokens: int, sequences: int) -> tuple[Operator, tuple[Op
 
 def _matmul(
     name: str,
-    rows: OperatorDim,
+    rows: Rows,
     inner: tuple[int, int],
     widths: tuple[int, ...],
     units: int,
     *modules: str,
 ) -> Operator:
-    """GEMMs on one input: rows x inner times inner x width, for each of `widths`.
+    """GEMMs on one input: rows x tokens x inner times inner x width, for each of `widths`.
 
     `inner` is (size, units); `units` divide the columns of all widths together.
     """
-    dims = (rows, OperatorDim("inner", *inner), OperatorDim("columns", sum(widths), units))
+    dims = (*rows, OperatorDim("inner", *inner), OperatorDim("columns", sum(widths), units))
     inputs = (
-        OperatorTensor("input", ("rows", "inner")),
+        OperatorTensor("input", ("rows", "tokens", "inner")),
         OperatorTensor("weight", ("inner", "columns"), "parameter"),
     )
-    output = OperatorTensor("output", ("rows", "columns"))
+    output = OperatorTensor("output", ("rows", "tokens", "columns"))
     return Operator(
-        name, "MatMul", dims, inputs, output, gemm_widths=widths, fp8=True, modules=modules
+        name,
+        "MatMul",
+        dims,
+        inputs,
+        output,
+        gemm_widths=widths,
+        fp8=True,
+        scatters=True,
+        modules=modules,
     )
 
 
-def _add_norm(name: str, rows: OperatorDim, hidden: int, module: str) -> Operator:
-    """The residual addition and the norm after it, which are one module: its sequences alone are
-    split.
+def _add_norm(name: str, rows: Rows, hidden: int, module: str) -> Operator:
+    """The residual addition and the norm after it, which are one module: its sequences and their
+    tokens alone are split.
     """
     inputs = (
-        OperatorTensor("input", ("rows", "hidden")),
-        OperatorTensor("residual", ("rows", "hidden"), "residual"),
+        OperatorTensor("input", ("rows", "tokens", "hidden")),
+        OperatorTensor("residual", ("rows", "tokens", "hidden"), "residual"),
         OperatorTensor("weight", ("hidden",), "parameter"),
     )
-    output = OperatorTensor("output", ("rows", "hidden"))
-    return Operator(
-        name, "Norm", (rows, OperatorDim("hidden", hidden)), inputs, output, modules=(module,)
-    )
+    dims = (*rows, OperatorDim("hidden", hidden))
+    output = OperatorTensor("output", ("rows", "tokens", "hidden"))
+    return Operator(name, "Norm", dims, inputs, output, modules=(module,))
 
 
-def _activation(name: str, rows: OperatorDim, width: int, count: int, module: str) -> Operator:
-    inputs = tuple(OperatorTensor(f"input {i + 1}", ("rows", "width")) for i in range(count))
-    dims, output = (
-        (rows, OperatorDim("width", width, width)),
-        OperatorTensor("output", ("rows", "width")),
-    )
+def _activation(name: str, rows: Rows, width: int, count: int, module: str) -> Operator:
+    own = "rows", "tokens", "width"
+    inputs = tuple(OperatorTensor(f"input {i + 1}", own) for i in range(count))
+    dims, output = (*rows, OperatorDim("width", width, width)), OperatorTensor("output", own)
     return Operator(name, "Activation", dims, inputs, output, modules=(module,))

@@ -70,10 +70,12 @@ def _gemms(
     operator: Operator, strategy: ShardingStrategy, mesh: LogicalMesh, machine: MachineModel
 ) -> float:
     """FLOPs of output, input gradient and weight gradient, for each GEMM of the operator."""
-    rows, inner, columns = (
+    names = operator.inputs[0].dims
+    inner, columns, *tokens = (
         operator.dim(name) / strategy.num_shards(name, mesh)
-        for name in ("rows", "inner", "columns")
+        for name in ("inner", "columns", *(name for name in names if name != "inner"))
     )
+    rows = math.prod(tokens)
     device, fp8 = machine.device, machine.fp8 and operator.fp8
     fused = machine.framework.kernels.fused_qkv
     widths = (sum(operator.gemm_widths),) if fused else operator.gemm_widths

@@ -88,7 +88,7 @@ def operator_cost(
             way back to it (`redistribution`), not here.
     """
     local = {
-        t.name: _local_elements(operator, t, strategy, mesh)
+        t.name: _local_elements(operator, t, strategy.layout(t), mesh)
         for t in (*operator.inputs, operator.output)
     }
     moves = _reduction("forward", operator, operator.output, strategy, mesh, sizes)
@@ -98,11 +98,13 @@ def operator_cost(
             moves += _reduction("backward", operator, tensor, strategy, mesh, sizes, times)
     parameters = sum(local[t.name] for t in operator.inputs if t.kind == "parameter")
     outputs = 1 + sum(t.kind == "residual" for t in operator.inputs)
+    layout = strategy.output_layout(operator.output)
+    kept = outputs * _local_elements(operator, operator.output, layout, mesh)
     return OperatorCost(
         compute_seconds(operator, strategy, mesh, machine, local, sizes.element),
         moves,
         parameters * sizes.state,
-        outputs * local[operator.output.name] * sizes.element,
+        kept * sizes.element,
     )
 
 
@@ -127,11 +129,16 @@ def forward_again(moves: tuple[Communication, ...]) -> tuple[Communication, ...]
     return tuple(replace(move, when="recompute") for move in moves if move.when == "forward")
 
 
+def gathered_again(moves: tuple[Communication, ...]) -> tuple[Communication, ...]:
+    """What a redistributed input communicates once more in backward, lest it be kept."""
+    return tuple(replace(move, when="backward") for move in moves if move.when == "forward")
+
+
 def _local_elements(
-    operator: Operator, tensor: OperatorTensor, strategy: ShardingStrategy, mesh: LogicalMesh
+    operator: Operator, tensor: OperatorTensor, layout: TensorLayout, mesh: LogicalMesh
 ) -> float:
     """Elements of a rank's part."""
-    return operator.size(tensor) / mesh.ranks_over(strategy.layout(tensor).sharding)
+    return operator.size(tensor) / mesh.ranks_over(layout.sharding)
 
 
 def _reduction(
@@ -150,7 +157,13 @@ def _reduction(
     """
     element = sizes.gradient if tensor.kind in ("parameter", "tied") else sizes.element
     held, size = strategy.partial_layout(tensor), operator.size(tensor) * element
-    return _moves(when, held, held.summed, size, mesh, tensor.name, times)
+    if not held.partial:
+        return ()
+    wanted = strategy.output_layout(tensor) if when == "forward" else held.summed
+    found = _moves(when, held, wanted, size, mesh, tensor.name, times)
+    if when == "forward" and wanted != held.summed:  # a scattered sum's gradient is gathered
+        found += _moves("backward", wanted, held.summed, size, mesh, tensor.name, times)
+    return found
 
 
 def redistribution(

@@ -32,13 +32,20 @@ class ShardingStrategy:
 
     placement: Placement
     form: Form
+    """As briefly as it can be written: without tokens where they are not split."""
+    output: Placement | None = None
+    """The same of its output once its sum is reduce-scattered by tokens; None: it is all-reduced.
+    """
 
     def layout(self, tensor: OperatorTensor) -> TensorLayout:
         """How the tensor lies on the mesh as this strategy reads or leaves it; a partial output,
         once it is summed.
         """
-        at = [tensor.dims.index(name) if name in tensor.dims else None for name in self.placement]
-        return TensorLayout.placed(at, len(tensor.dims))
+        return _layout(self.placement, tensor)
+
+    def output_layout(self, tensor: OperatorTensor) -> TensorLayout:
+        """The same of its output, if that is scattered."""
+        return _layout(self.output or self.placement, tensor)
 
     def partial_layout(self, tensor: OperatorTensor) -> TensorLayout:
         """The same of a tensor before it is summed: this operator's output, or the gradient of its
@@ -55,6 +62,12 @@ class ShardingStrategy:
             for a, name in enumerate(self.placement)
             if name is not None and name not in tensor.dims
         )
+
+    @property
+    def splits(self) -> set[tuple[int, str]]:
+        """Mesh axes and the dimensions that they split, of inputs or of the output."""
+        pairs = {*enumerate(self.placement), *enumerate(self.output or ())}
+        return {(axis, name) for axis, name in pairs if name is not None}
 
     @property
     def text(self) -> str:
@@ -85,10 +98,24 @@ def legal_strategies(operator: Operator, mesh: LogicalMesh) -> tuple[ShardingStr
     """
     found = _on_grid(operator, mesh) if mesh.grid else _on_ranks(operator, mesh)
     return tuple(
-        ShardingStrategy(placement, _form(operator, placement, mesh))
+        ShardingStrategy(placement, _form(operator, placement, mesh, output), output)
         for placement in found
         if operator.kind != "CrossEntropy" or _sums_over_neighbors(placement)
+        for output in _outputs(operator, placement, mesh)
     )
+
+
+def _outputs(
+    operator: Operator, placement: Placement, mesh: LogicalMesh
+) -> Iterator[Placement | None]:
+    """Where the output may lie: as the inputs do, or with its sum scattered by tokens."""
+    yield None
+    kept = operator.output.dims
+    scattered = tuple("tokens" if d is not None and d not in kept else d for d in placement)
+    if operator.scatters and scattered != placement:
+        ways = _num_shards("tokens", scattered, mesh)
+        if next(dim.units for dim in operator.dims if dim.name == "tokens") % ways == 0:
+            yield scattered
 
 
 def _sums_over_neighbors(placement: Placement) -> bool:
@@ -128,9 +155,40 @@ def _num_shards(name: str, placement: Placement, mesh: LogicalMesh) -> int:
     return mesh.ranks_over(a for a, placed in enumerate(placement) if placed == name)
 
 
-def _form(operator: Operator, placement: Placement, mesh: LogicalMesh) -> Form:
+def _layout(placement: Placement, tensor: OperatorTensor) -> TensorLayout:
+    at = [tensor.dims.index(name) if name in tensor.dims else None for name in placement]
+    return TensorLayout.placed(at, len(tensor.dims))
+
+
+def _form(
+    operator: Operator, placement: Placement, mesh: LogicalMesh, output: Placement | None
+) -> Form:
+    form = tuple(
+        tuple(_num_shards(name, placement, mesh) for name in dims) for dims in _written(operator)
+    )
+    out = (
+        () if output is None else tuple(_num_shards(n, output, mesh) for n in operator.output.dims)
+    )
+    return shortest_form(operator, (*form, out) if out else form)
+
+
+def _written(operator: Operator) -> tuple[tuple[str, ...], ...]:
+    """Dimensions of each input that a strategy names."""
+    return tuple(tensor.dims for tensor in operator.inputs if tensor.kind != "residual")
+
+
+def shortest_form(operator: Operator, form: Form) -> Form:
+    """A strategy without what need not be written: an output that is split as the inputs are, and
+    tokens that are not split. A form of another operator is returned as it is.
+    """
+    inputs = _written(operator)
+    dims = (*inputs, operator.output.dims)[: len(form)]
+    if tuple(map(len, dims)) != tuple(map(len, form)):
+        return form
+    tokens = [n for names, part in zip(dims, form) for d, n in zip(names, part) if d == "tokens"]
+    kept = form[: len(inputs)] if len({*tokens}) <= 1 else form
+    if {*tokens} != {1}:
+        return kept
     return tuple(
-        tuple(_num_shards(name, placement, mesh) for name in tensor.dims)
-        for tensor in operator.inputs
-        if tensor.kind != "residual"
+        tuple(n for d, n in zip(names, part) if d != "tokens") for names, part in zip(dims, kept)
     )

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from workbench.costmodel.inputs.operator_strategies import OperatorStrategies
 from workbench.costmodel.inputs.rank_workload import Workload, workload
 from workbench.plan.resolved_plan import ResolvedPlan
-from workbench.plan.rules.operator_rules import placements, sides
+from workbench.plan.rules.operator_rules import boundary_axes, placements, sides
 from workbench.plan.rules.recompute_rules import recomputed_modules
 from workbench.plan.rules.supported import require
 from workbench.planner.autoshard.plan_problem import operator_mesh
@@ -38,4 +38,5 @@ def operator_strategies(plan: ResolvedPlan) -> OperatorStrategies | None:
         placements(plan),
         operator_mesh(plan).redistribution,
         frozenset(recomputed_modules(plan.strategy.recompute, plan.shape)),
+        boundary_axes(plan),
     )

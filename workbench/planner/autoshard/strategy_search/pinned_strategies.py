@@ -14,7 +14,7 @@ from workbench.plan.operators.operator_graph import Operator, OperatorGraph, Ten
 from workbench.plan.operators.strategy_form import Form, strategy_text
 from workbench.planner.autoshard.edge_table import legal_together
 from workbench.planner.autoshard.graph_pricing import GraphPricing, PricedGraph
-from workbench.planner.autoshard.operator_splits import ShardingStrategy
+from workbench.planner.autoshard.operator_splits import ShardingStrategy, shortest_form
 from workbench.planner.autoshard.strategy_search.choice_problem import ReshardingEdge
 from workbench.planner.autoshard.strategy_search.series_parallel import solve_by_dynamic_programming
 
@@ -60,7 +60,7 @@ def pinned_strategies(
         if len(set(asked.values())) > 1:
             problems.append(_differing(operator, asked))
         elif asked:
-            form = next(iter(asked.values()))
+            form = shortest_form(operator, next(iter(asked.values())))
             legal = [option for option in own if option.form == form]
             if legal:
                 found[index] = legal[0]

@@ -82,11 +82,7 @@ def redistribution_only(priced: PricedGraph) -> StrategyProblem:
 def _made_of(
     splits: set[Split], options: tuple[ShardingStrategy, ...]
 ) -> tuple[ShardingStrategy, ...]:
-    return tuple(
-        option
-        for option in options
-        if all(name is None or (a, name) in splits for a, name in enumerate(option.placement))
-    )
+    return tuple(option for option in options if option.splits <= splits)
 
 
 def _reach(
@@ -97,7 +93,7 @@ def _reach(
     distance: list[int | None] = [0 if i in pinned else None for i in range(len(splits))]
     waiting = deque(pinned)
     for i, strategy in pinned.items():
-        splits[i] = {(a, name) for a, name in enumerate(strategy.placement) if name is not None}
+        splits[i] = strategy.splits
     around = neighbors(graph)
     while waiting:
         here = waiting.popleft()
@@ -126,8 +122,6 @@ def _across(
 ) -> Iterator[Split]:
     """What the splits of one end are at the other, where it can be split so."""
     own, other = edge.source_tensor.dims, edge.target_tensor.dims
-    if edge.transposed:
-        other = other[::-1]
     there = edge.target
     if here == edge.target:
         own, other, there = other, own, edge.source

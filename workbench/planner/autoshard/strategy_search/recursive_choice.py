@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from workbench.plan.operators.operator_graph import Operator, OperatorGraph
-from workbench.plan.operators.strategy_form import Form
 from workbench.planner.autoshard.graph_pricing import GraphPricing, PricedGraph
 from workbench.planner.autoshard.operator_splits import ShardingStrategy
 from workbench.planner.autoshard.strategy_search.memory_limit import least_time
@@ -39,7 +38,7 @@ def choose_recursively(
     for count in range(1, max(1, len(pricing.mesh.axes)) + 1):
         own = pricing if count >= len(pricing.mesh.axes) else pricing.outermost(count)
         options = [
-            (_under(pinned[i].form, operator, own),)
+            (_under(pinned[i], operator, pricing, own),)
             if i in pinned
             else _next(axes[i], operator, own)
             for i, operator in enumerate(graph.operators)
@@ -58,27 +57,32 @@ def _axes(strategy: ShardingStrategy, operator: Operator) -> Axes:
 
 
 def _next(axes: Axes, operator: Operator, pricing: GraphPricing) -> tuple[ShardingStrategy, ...]:
-    """The strategy that splits each dimension over so many axes, or over fewer where that is
+    """The strategies that split each dimension over so many axes, or over fewer where that is
     illegal here; and those that give one more axis to one dimension.
     """
     options = [(one, _axes(one, operator)) for one in pricing.options(operator)]
     more = [one for one, own in options if _steps(axes, own) == [1]]
     kept = [one for one, own in options if all(a <= b for a, b in zip(own, axes))]
-    return (max(kept, key=lambda one: one.num_axes), *more)
+    most = max(one.num_axes for one in kept)
+    return (*(one for one in kept if one.num_axes == most), *more)
 
 
 def _steps(before: Axes, after: Axes) -> list[int]:
     return [b - a for a, b in zip(before, after) if a != b]
 
 
-def _under(form: Form, operator: Operator, pricing: GraphPricing) -> ShardingStrategy:
-    """The strategy that comes nearest to `form` on this mesh."""
-    return max(
-        (one for one in pricing.options(operator) if _divides(one.form, form)),
-        key=lambda one: one.num_axes,
-    )
+def _under(
+    pinned: ShardingStrategy, operator: Operator, whole: GraphPricing, own: GraphPricing
+) -> ShardingStrategy:
+    """The strategy that comes nearest to the pinned one of the `whole` mesh on the `own`."""
 
+    def divides(one: ShardingStrategy) -> bool:
+        return all(
+            pinned.num_shards(dim.name, whole.mesh) % one.num_shards(dim.name, own.mesh) == 0
+            for dim in operator.dims
+        )
 
-def _divides(small: Form, large: Form) -> bool:
-    pairs = zip((n for part in small for n in part), (n for part in large for n in part))
-    return all(b % a == 0 for a, b in pairs)
+    def nearness(one: ShardingStrategy) -> tuple[int, bool]:
+        return one.num_axes, (one.output is None) == (pinned.output is None)
+
+    return max(filter(divides, own.options(operator)), key=nearness)

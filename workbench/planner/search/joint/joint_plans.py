@@ -32,8 +32,8 @@ def operator_strategies(stages: Sequence[Stage], tied: bool) -> dict[str, str]:
     }
     ends = {**stages[0].strategies, **stages[-1].strategies}
     if tied:
-        (rows, inner), (_, columns) = parse_strategy(ends["head"], "strategy.operators.head")
-        ends["embedding.tokens"] = strategy_text(((columns, inner), (rows,)))
+        (*rows, inner), (_, columns) = parse_strategy(ends["head"], "strategy.operators.head")
+        ends["embedding.tokens"] = strategy_text(((columns, inner), tuple(rows)))
     return joined_layers(blocks) | {m: s for m, s in ends.items() if not m.startswith("blocks.")}
 
 
