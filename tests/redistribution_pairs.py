@@ -6,16 +6,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise, permutations, product
-from typing import Any
+from itertools import permutations, product
 
 import numpy as np
 
 from workbench.plan.operators.tensor_layout import TensorLayout
 
-Price = Callable[[str, float, tuple[int, ...]], float]
+Price = Callable[[str, float, tuple[int, ...]], int]
+"""(kind of collective, bytes of its larger side on a rank, axes) -> femtoseconds."""
 Costs = np.ndarray[tuple[int, int], np.dtype[np.int64]]
 LONGEST = 6
 """Steps of the sequences that are tried."""
@@ -75,7 +75,6 @@ class EverySequence:
     num_dims: int
     price: Price
     size: float
-    _allowed: dict[Any, Costs] = field(default_factory=dict)
 
     @cached_property
     def states(self) -> list[TensorLayout]:
@@ -89,66 +88,23 @@ class EverySequence:
         return sorted(found)
 
     @cached_property
-    def steps(self) -> dict[tuple[int, int], list[tuple[str, tuple[int, ...], int]]]:
-        """(kind, axes, cost) of the steps between two states."""
-        return {
-            (i, j): [(kind, axes, self._cost(kind, axes, a, b)) for kind, axes in steps]
-            for (i, a), (j, b) in product(enumerate(self.states), repeat=2)
-            if (steps := [*one_step(a, b, len(self.sizes))])
-        }
-
-    def costs(self, alike: frozenset[tuple[int, int]], parts: tuple[int, ...]) -> Costs:
-        """[from, to] of the cheapest step, without collectives that leave out one of a pair of axes
-        `alike` that could take part as the other does.
-        """
-        if (alike, parts) not in self._allowed:
-            found = np.full((len(self.states),) * 2, NEVER)
-            for (i, j), steps in self.steps.items():
-                for kind, axes, cost in steps:
-                    if not self._splits(kind, axes, (i, j), alike, parts):
-                        found[i, j] = min(found[i, j], cost)
-            self._allowed[alike, parts] = found
-        return self._allowed[alike, parts]
-
-    def _splits(
-        self,
-        kind: str,
-        axes: tuple[int, ...],
-        step: tuple[int, int],
-        alike: frozenset[tuple[int, int]],
-        parts: tuple[int, ...],
-    ) -> bool:
-        state, after = (self.states[i] for i in step)
-        for a, b in alike:
-            if kind == "slice" or (a in axes) == (b in axes):
-                continue
-            joint, other = {*axes, a, b}, self.sizes[b if a in axes else a]
-            in_parts = after.num_parts(self.sizes)
-            kept = tuple(tuple(axis for axis in dim if axis not in joint) for dim in state.dims)
-            could = {
-                "all_reduce": joint <= {*state.partial},
-                "reduce_scatter": joint <= {*state.partial}
-                and any(n % (p * other) == 0 for n, p in zip(parts, in_parts)),
-            }
-            trailing = joint <= {*state.sharding} and _begins(TensorLayout(kept), state)
-            if could.get(kind, trailing):
-                return True
-        return False
+    def costs(self) -> Costs:
+        """[from, to] of the cheapest step."""
+        found = np.full((len(self.states),) * 2, NEVER)
+        for (i, a), (j, b) in product(enumerate(self.states), repeat=2):
+            steps = one_step(a, b, len(self.sizes))
+            found[i, j] = min((self._cost(*step, a, b) for step in steps), default=NEVER)
+        return found
 
     def _cost(self, kind: str, axes: tuple[int, ...], a: TensorLayout, b: TensorLayout) -> int:
         if kind == "slice":
             return 0
         larger = max(self.size / math.prod(x.num_parts(self.sizes)) for x in (a, b))
-        return round(self.price(kind, larger, axes) * 1e15) * COUNTS + 1
+        return self.price(kind, larger, axes) * COUNTS + 1
 
-    def least(
-        self,
-        held: TensorLayout,
-        wanted: TensorLayout,
-        alike: frozenset[tuple[int, int]] = frozenset(),
-    ) -> tuple[int, int]:
+    def least(self, held: TensorLayout, wanted: TensorLayout) -> tuple[int, int]:
         """(femtoseconds, collectives) of the best sequence whose states divide no dim further than
-        both ends do together, and of whose collectives none leaves out an `alike` axis.
+        both ends do together.
         """
         parts = tuple(
             math.lcm(a, b) for a, b in zip(held.num_parts(self.sizes), wanted.num_parts(self.sizes))
@@ -158,7 +114,7 @@ class EverySequence:
             for i, state in enumerate(self.states)
             if all(n % p == 0 for n, p in zip(parts, state.num_parts(self.sizes)))
         ]
-        costs = self.costs(alike, parts)[np.ix_(legal, legal)]
+        costs = self.costs[np.ix_(legal, legal)]
         at = [self.states[i] for i in legal]
         best = np.full(len(legal), NEVER)
         best[at.index(held)] = 0
@@ -166,10 +122,3 @@ class EverySequence:
             best = np.minimum(best, (best[:, None] + costs).min(axis=0))
         least = int(best[at.index(wanted)])
         return least // COUNTS, least % COUNTS
-
-
-def together(state: TensorLayout, a: int, b: int) -> bool:
-    """Whether `b` shards right within `a`, or neither shards and both or none are partial."""
-    if a in state.sharding or b in state.sharding:
-        return any((a, b) in pairwise(axes) for axes in state.dims)
-    return (a in state.partial) == (b in state.partial)

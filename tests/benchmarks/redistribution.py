@@ -97,7 +97,7 @@ def main() -> None:
         for wanted in layouts(len(sizes), options.dims):
             steps = least.steps(held, wanted, size)
             found = (
-                least.seconds(held, wanted, size),
+                sum(mesh.seconds(s.kind, s.bytes, s.axes) for s in steps if s.kind != "slice"),
                 fixed_order(held, wanted, size, mesh),
                 dtensor(held, wanted, size, mesh),
             )

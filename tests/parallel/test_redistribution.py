@@ -20,7 +20,6 @@ from tests.redistribution_pairs import layouts
 from workbench.engine.verify.forked_ranks import run_ranks
 from workbench.parallel.mesh import MeshAxis
 from workbench.parallel.operators.redistribution import RedistributionGrid
-from workbench.plan.operators.least_redistribution import LeastRedistribution
 from workbench.plan.operators.redistribution_moves import neighbors
 from workbench.plan.operators.tensor_layout import TensorLayout
 from workbench.planner.autoshard import ideal_machine
@@ -64,9 +63,7 @@ def redistribution_grid(sizes: tuple[int, ...], rank: int) -> RedistributionGrid
         axes[run] = MeshAxis(str(run), len(mine), mine.index(rank), tuple(mine), group, "tensor")
     machine = ideal_machine(1e12, LEVELS[: len(sizes)], 1e-6)
     device = DeviceMesh("cpu", ranks, _init_backend=False, _rank=rank)
-    return RedistributionGrid(
-        device, axes, LeastRedistribution(sizes, logical_mesh(sizes, machine).seconds)
-    )
+    return RedistributionGrid(device, axes, logical_mesh(sizes, machine).redistribution)
 
 
 def is_right(grid: RedistributionGrid, pair: Pair) -> bool:

@@ -24,7 +24,7 @@ from workbench.plan.operators.operator_graph import OperatorGraph
 from workbench.plan.operators.strategy_form import strategy_text
 from workbench.plan.operators.traced.graph_placement import place_graph
 from workbench.plan.operators.traced.node_factors import FactoredGraph, factor_graph
-from workbench.plan.operators.traced.stage_cuts import GraphStage, graph_stages
+from workbench.plan.operators.traced.stage_cuts import GraphStage, graph_stages, multiply_adds
 from workbench.plan.operators.traced.traced_graph import TracedNode
 from workbench.plan.schema import Plan
 from workbench.planner.autoshard import ideal_machine
@@ -187,6 +187,13 @@ def test_stages_are_cut_where_one_tensor_passes_and_balanced() -> None:
         graph_stages(factored, place_graph(factored, {}, ()), 99, "torch.float32")
 
 
+def test_attention_counts_as_its_two_products() -> None:
+    model = users_language_models.encoder_lm(width=32, heads=4, layers=1, dropout=0.0).train()
+    graph, _ = trace_module(model, 2, 16, torch.float32, with_loss=False)
+    (attention,) = (node for node in graph.nodes if node.op == "scaled_dot_product_attention")
+    assert multiply_adds(factor_graph(graph), attention) == 2 * (2 * 16 * 16 * 32)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("factory", MODELS)
 def test_what_the_search_finds(factory: str) -> None:
@@ -222,13 +229,17 @@ def test_the_verb_finds_strategies_and_runs_no_code_unasked() -> None:
     found = verbs.operators(plan, 2, allow_code=True)
     assert {"embed", f"{LAYERS}.self_attn.linear", f"{LAYERS}.linear1", "loss"} <= {*found.forms}
     assert found.source == "estimated"
+    assert "layers.*.linear1" in found.reason and "layers.0" not in found.reason
     assert {row.operator: row.times for row in found.rows}[f"{LAYERS}.linear1"] == 2
 
 
-def test_data_dependent_control_flow_is_named_and_still_runs_without_strategies() -> None:
+def test_data_dependent_control_flow_is_named_and_still_runs_without_strategies(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     with pytest.raises(PlanError, match=r"users_language_models.py:\d+: if len\(rows\) > 0") as it:
         check_python_model(on("nonzero_moe", 2, operators={"head": "((1,1),(1,2))"}), True)
     assert "data parallelism and ZeRO run it" in str(it.value)
+    assert capfd.readouterr().err == ""  # torch's own log says less
     equal(on("nonzero_moe", data=2, changes={"strategy.data.zero": 3}))
 
 
@@ -244,6 +255,20 @@ class Positions(nn.Module):
         places = nn.functional.dropout(self.places, 0.1, self.training)
         logits: torch.Tensor = self.head(self.embed(tokens) + places)
         return logits
+
+
+class Verbose(Positions):
+    """Raises an error as long as a file."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("why " * 10_000 + "\n")
+
+
+def test_what_a_module_says_when_it_is_traced_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(users_language_models, "encoder_lm", Verbose)
+    with pytest.raises(PlanError, match=r"why \.\.\. .* characters left out") as it:
+        check_python_model(on("encoder_lm", 2, operators={"head": "((1,1),(1,2))"}), True)
+    assert len(str(it.value)) < 1200 and "shapes and branches" in str(it.value)
 
 
 def test_dropout_that_sequences_share_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 import random
-from itertools import pairwise
+from functools import partial
 
 import pytest
 
-from tests.redistribution_pairs import EverySequence, layouts, together
-from workbench.plan.operators.least_redistribution import LeastRedistribution
+from tests.redistribution_pairs import EverySequence, layouts
 from workbench.plan.operators.tensor_layout import TensorLayout
 from workbench.planner.autoshard import ideal_machine
 from workbench.planner.autoshard.device_mesh import LogicalMesh, logical_mesh
@@ -41,21 +40,35 @@ MESHES = [
 @pytest.mark.parametrize(("sizes", "num_dims", "links"), MESHES)
 def test_no_sequence_of_steps_costs_less(sizes: tuple[int, ...], num_dims: int, links: str) -> None:
     grid = mesh(sizes, links)
-    every = EverySequence(sizes, num_dims, grid.seconds, SIZE)
-    least = LeastRedistribution(sizes, grid.seconds)
+    every = EverySequence(sizes, num_dims, partial(ring_by_ring, grid), SIZE)
     for held in layouts(len(sizes), num_dims, partial=True):
         for wanted in layouts(len(sizes), num_dims):
-            steps = least.steps(held, wanted, SIZE)
-            calls = [step for step in steps if step.kind != "slice"]
-            found = sum(round(least.step_seconds(step) * 1e15) for step in calls), len(calls)
-            alike = frozenset(
-                pair
-                for pair in pairwise(range(len(sizes)))
-                if together(held, *pair) and together(wanted, *pair)
-            )
-            assert found == every.least(held, wanted, alike), (held, wanted, steps)
-            if links == "levels":  # of equal links several small rings pay less latency
-                assert found[0] == every.least(held, wanted)[0], (held, wanted, steps)
+            steps = grid.redistribution.steps(held, wanted, SIZE)
+            calls = [(s.kind, s.bytes, s.axes) for s in steps if s.kind != "slice"]
+            compared = sum(ring_by_ring(grid, *call) for call in calls)
+            assert (compared, len(calls)) == every.least(held, wanted), (held, wanted, steps)
+            if links == "levels":  # what is compared is what is priced
+                priced = sum(grid.seconds(*call) for call in calls)
+                assert compared == pytest.approx(1e15 * priced, rel=1e-9, abs=1)
+
+
+def ring_by_ring(grid: LogicalMesh, kind: str, size: float, axes: tuple[int, ...]) -> int:
+    """Femtoseconds of a collective as rings along each axis, the innermost first; an all-to-all
+    over axes of equal links, which is no ring, is one.
+    """
+    if kind == "all_to_all" and len({grid.axes[axis].link for axis in axes}) == 1:
+        return round(1e15 * grid.seconds(kind, size, axes))
+    inner = (() if kind == "all_to_all" else axes[at + 1 :] for at in range(len(axes)))
+    sizes = (size / grid.ranks_over(within) for within in inner)
+    return sum(round(1e15 * grid.seconds(kind, n, [axis])) for n, axis in zip(sizes, axes))
+
+
+def test_a_small_sum_takes_no_detour() -> None:
+    """As one ring an all-reduce of 4 ranks has 6 hops, two of 2 ranks have 4."""
+    grid = logical_mesh(8, ideal_machine(1e12, 1e11, 6e-6))
+    held = TensorLayout(((0,), ()), (1, 2))
+    (only,) = grid.redistribution.steps(held, held.summed, 2.0**17)
+    assert (only.kind, only.axes) == ("all_reduce", (1, 2))
 
 
 @pytest.mark.parametrize("sizes", [(2, 2, 2, 2), (2, 1, 3, 2, 2)])

@@ -17,7 +17,12 @@ from hypothesis import strategies as st
 from tests.fuzz import examples
 from workbench.errors import PlanError
 from workbench.plan.model.model_shape import Shape
-from workbench.plan.operators.operator_graph import Operator, OperatorDim, OperatorTensor
+from workbench.plan.operators.operator_graph import (
+    Operator,
+    OperatorDim,
+    OperatorGraph,
+    OperatorTensor,
+)
 from workbench.plan.operators.tensor_layout import TensorLayout
 from workbench.planner.autoshard import (
     TensorBytes,
@@ -29,8 +34,9 @@ from workbench.planner.autoshard import (
     write_strategies,
 )
 from workbench.planner.autoshard.device_mesh import LogicalMesh, logical_mesh
-from workbench.planner.autoshard.graph_pricing import price_graph
+from workbench.planner.autoshard.graph_pricing import GraphPricing, PricedGraph
 from workbench.planner.autoshard.layer_operators import branch_graph, layer_graph, model_graph
+from workbench.planner.autoshard.machine_model import MachineModel
 from workbench.planner.autoshard.operator_cost import operator_cost, redistribution
 from workbench.planner.autoshard.operator_splits import ShardingStrategy, legal_strategies
 from workbench.planner.autoshard.strategy_search.choice_problem import (
@@ -42,6 +48,10 @@ from workbench.planner.autoshard.strategy_search.series_parallel import solve_by
 
 MACHINE = ideal_machine(flops=1e12, bandwidth=1e9, latency=1e-6)
 GPT = Shape(layers=3, hidden=64, heads=4, ffn=256, vocab=500, mlp="gelu", norm="layernorm")
+
+
+def priced_graph(graph: OperatorGraph, ranks: int, machine: MachineModel = MACHINE) -> PricedGraph:
+    return GraphPricing(logical_mesh(ranks, machine), machine, TensorBytes()).price(graph)
 
 
 def product(
@@ -258,10 +268,8 @@ def test_every_input_that_an_operator_makes_has_its_edge(fused: bool) -> None:
 
 @pytest.mark.parametrize("runs", [(1, 1, 1), (2, 1)])
 def test_layers_with_a_choice_of_their_own_cost_the_same_together(runs: tuple[int, ...]) -> None:
-    grid = logical_mesh(4, MACHINE)
     shared, own = (
-        price_graph(model_graph(GPT, 4, 16, True, of), grid, MACHINE, TensorBytes()).problem
-        for of in (None, runs)
+        priced_graph(model_graph(GPT, 4, 16, True, of), 4).problem for of in (None, runs)
     )
     picked = solve_by_dynamic_programming(shared)
     block = picked[1:-3]
@@ -276,9 +284,7 @@ def test_layers_with_a_choice_of_their_own_cost_the_same_together(runs: tuple[in
 @settings(max_examples=examples(20), deadline=None)
 def test_the_problem_is_the_sum_of_what_its_operators_and_tensors_cost(seed: int) -> None:
     grouped = GPT.model_copy(update={"kv_heads": 2, "mlp": "swiglu"})
-    priced = price_graph(
-        model_graph(grouped, 4, 16), logical_mesh(4, MACHINE), MACHINE, TensorBytes()
-    )
+    priced = priced_graph(model_graph(grouped, 4, 16), 4)
     rng = np.random.default_rng(seed)
     picked = tuple(int(rng.integers(len(options))) for options in priced.options)
     rows = [
@@ -379,9 +385,7 @@ def test_integer_programming_finds_the_optimum_of_a_graph_within_a_limit(
 @pytest.mark.parametrize("rate", [1e8, 1e10, 1e12])
 def test_a_priced_block_with_its_residual_is_solved_as_brute_force_does(rate: float) -> None:
     machine = ideal_machine(1e12, rate, 1e-6, 1e11)
-    priced = price_graph(
-        layer_graph(GPT, 1, 32, fused=True), logical_mesh(2, machine), machine, TensorBytes()
-    )
+    priced = priced_graph(layer_graph(GPT, 1, 32, fused=True), 2, machine)
     best = brute(priced.problem)
     assert priced.problem.total_cost(solve_by_integer_programming(priced.problem)) == pytest.approx(
         priced.problem.total_cost(best), rel=1e-12
@@ -401,12 +405,7 @@ def test_a_priced_branch_is_solved_as_brute_force_does(
     parts: tuple[tuple[Literal["attention", "mlp"], bool], ...]
     parts = (("mlp", False), ("attention", True), ("attention", False))
     for part, fused in parts:
-        priced = price_graph(
-            branch_graph(GPT, 2, 16, fused, part),
-            logical_mesh(ranks, machine),
-            machine,
-            TensorBytes(),
-        )
+        priced = priced_graph(branch_graph(GPT, 2, 16, fused, part), ranks, machine)
         picked = solve_by_dynamic_programming(priced.problem)
         assert priced.problem.total_cost(picked) == pytest.approx(
             priced.problem.total_cost(brute(priced.problem)), rel=1e-12

@@ -28,6 +28,7 @@ from workbench.costmodel.compute.measured_layer import (
     measured_optimizer_seconds,
 )
 from workbench.costmodel.compute.roofline import LayerTimes, MicrobatchCompute, model_flops
+from workbench.costmodel.compute.traced_seconds import traced_model_flops
 from workbench.costmodel.inputs.config import Array, FixedConfig, Number, named_table, stage_homes
 from workbench.costmodel.inputs.layer_gemms import column_parallel_share
 from workbench.costmodel.inputs.operator_strategies import group_name
@@ -104,7 +105,7 @@ def step_time(
         "overhead": 1e-3
         * (constants.step_fixed_ms + constants.step_doubling_ms * math.log2(w.fixed.world_size)),
     }
-    if w.fixed.operators is not None:  # gradients of modules that shard rows
+    if w.fixed.grid is not None:  # gradients of modules that shard rows
         sums = comm_seconds(calls, links, constants, "tensor", "REDUCE_GRAD")
         after["tensor_comm"] = np.asarray(sums).max(axis=0)
     return StepTime(makespan + _sum(after.values()), durations, bubble, after, calls)
@@ -135,7 +136,9 @@ def model_flops_utilization(w: Workload, constants: Constants, time: StepTime) -
     step.
     """
     m = device_rates(w.fixed.gpu, w.fixed.precision, constants)
-    flops = model_flops(w) * w.step_microbatches * w.tensor * w.searched.context
+    traced = w.fixed.traced
+    one = model_flops(w) if traced is None else traced_model_flops(w, traced)
+    flops = one * w.step_microbatches * w.tensor * w.searched.context
     return flops / (time.seconds * (w.fixed.world_size * m.flops))
 
 
@@ -236,7 +239,7 @@ def _durations(
             if wires["context"].measured is not None:
                 behind = behind * (w.ring > 1)  # Ulysses waits for its all-to-alls
             exposed[action]["context_comm"] = np.maximum(0.0, of("context") - behind)
-        overlaps = w.fixed.operators is None  # else backward waits for every collective
+        overlaps = w.fixed.grid is None  # else backward waits for every collective
         if action == "B" and overlaps and (tensor.measured is not None or c.backward_overlap):
             hiding: Number
             if tensor.measured is not None:
@@ -284,7 +287,7 @@ def _tensor_links(
     While the GPU waits for its host, all of it is hidden except the network's latency: hosts of
     different nodes are late at different times.
     """
-    stride, named = w.searched.strides["tensor"], w.fixed.operators
+    stride, named = w.searched.strides["tensor"], w.fixed.grid
     spans = {"tensor": w.tensor * stride}
     if named is not None:
         spans |= {

@@ -28,7 +28,9 @@ from workbench.costmodel.step_time import (
     step_time_breakdown,
 )
 from workbench.plan.rank_placement import first_ranks_of_replicas, representative_ranks
+from workbench.plan.operators.traced.traced_json import TracedModel
 from workbench.plan.resolved_plan import ResolvedPlan
+from workbench.plan.rules.supported import require
 from workbench.plan.schema import Plan
 from workbench.planner.assumed_hardware import assumed_hardware
 from workbench.planner.calibrated_plan import with_calibration
@@ -42,6 +44,7 @@ from workbench.planner.estimated_timeline import simulated_step_seconds, simulat
 from workbench.planner.framework_limits import broken_limits
 from workbench.planner.memory_advice import first_fitting_change
 from workbench.planner.operator_plans.planned_workload import planned_workload
+from workbench.planner.operator_plans.traced_plan import traced_stages, with_stand_in
 from workbench.planner.profiled_models.estimate_on_profile import estimate_on_profile
 from workbench.planner.published_steps import beyond_published, published_beside
 from workbench.planner.step_interval import step_seconds_interval
@@ -54,19 +57,28 @@ UNCALIBRATED_NOTE = "assumed figures, not calibrated: `workbench calibrate` meas
 """
 
 
-def estimate(plan: Plan) -> Profile:
+def estimate(plan: Plan, model: TracedModel | None = None) -> Profile:
     """Peak memory by category and pipeline stage, step time by part, every collective; fits, and
     else what would fit.
 
     Completes the plan. One rank a pipeline stage stands for all ranks of that stage; where stages
     have replicas of their own, one for each kind of them, and the busiest decides the time. Raises
     `PlanError` where the plan is illegal or asks for what the planner does not model.
+
+    Args:
+        plan: The plan.
+        model: Its module, traced, where it is code: who may run that has allowed it.
     """
-    full = plan.resolve()
+    full, traced = plan.resolve(), None
     if full.profiled:
         return estimate_on_profile(plan, full)
+    if full.code:
+        require(full, "estimate", allow_code=model is not None)
+        assert model is not None
+        traced = traced_stages(full, model)
+        full = with_stand_in(full, traced)
     full, k = with_calibration(full)
-    w = planned_workload(full)
+    w = planned_workload(full, traced=traced)
     time = step_time(w, k)
     drawn, microbatches = simulated_timeline(w, time.durations)
     representative = representative_ranks(full)
@@ -95,8 +107,11 @@ def estimate(plan: Plan) -> Profile:
         "expected_slowdown": near_full_slowdown(most, capacity, stack, k)
     }
     notes["simulated_step_seconds"] = simulated_step_seconds(w, time, drawn, microbatches)
-    notes["step_seconds_90"] = list(step_seconds_interval(full, w, time))
-    if published := published_beside(full, measured_profile(stack)):
+    published: dict[str, Any] | None = None
+    if traced is None:  # measured steps are of models with a shape
+        notes["step_seconds_90"] = list(step_seconds_interval(full, w, time))
+        published = published_beside(full, measured_profile(stack))
+    if published:
         beyond = beyond_published(published, notes["model_flops_utilisation"])
         notes["published"] = published | {"promise": beyond or None}
     if w.uses_fused_kernels:
@@ -105,7 +120,7 @@ def estimate(plan: Plan) -> Profile:
         notes["not_modelled"] = full.shape.unmodelled
     if microbatches < w.step_microbatches:
         notes["timeline_microbatches"] = microbatches
-    if most > capacity:
+    if most > capacity and traced is None:
         notes["advice"] = first_fitting_change(plan, full)
     own = [exact_collectives(shown.workload, shown.calls, place) for place in range(len(ranks))]
     seconds = float(time.seconds)

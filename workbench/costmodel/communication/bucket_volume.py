@@ -15,6 +15,7 @@ from workbench.costmodel.inputs.config import Number, stage_homes
 from workbench.costmodel.inputs.operator_stages import stage_parts
 from workbench.costmodel.inputs.operator_strategies import stage_parameters
 from workbench.costmodel.inputs.rank_workload import Workload
+from workbench.costmodel.inputs.traced_stages import TracedStages
 from workbench.runtime_facts.bucket_packing import pack_by_size, padded_numel
 
 BucketCollective = tuple[str, str, int, str, float, str]
@@ -38,6 +39,7 @@ class StageParameter:
     """Whether it gets a bucket of its own."""
     experts: bool = False
     """Whether it belongs to experts that other ranks do not hold."""
+    name: str = ""
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,8 @@ class PackedBucket:
     elements: int
     partial_over: GridSides
     experts: bool
+    members: tuple[StageParameter, ...] = ()
+    """In the order in which they lie."""
 
 
 def rank_buckets(w: Workload, pipeline_rank: int) -> list[list[PackedBucket]]:
@@ -76,15 +80,16 @@ def _pack(w: Workload, parameters: list[StageParameter]) -> list[PackedBucket]:
 
 def _bucket(w: Workload, parameters: list[StageParameter]) -> PackedBucket:
     last, sizes = parameters[-1], [p.elements for p in parameters]
-    bucket = PackedBucket(last.unit, sum(sizes), last.partial_over, last.experts)
-    return replace(bucket, elements=padded_numel(sizes, _shard_ranks(w, bucket)))
+    members = tuple(parameters)
+    bucket = PackedBucket(last.unit, sum(sizes), last.partial_over, last.experts, members)
+    return replace(bucket, elements=padded_numel(sizes, shard_ranks(w, bucket)))
 
 
 def _expert_ranks(w: Workload, bucket: PackedBucket) -> int:
     return int(w.searched.expert) if bucket.experts else 1
 
 
-def _shard_ranks(w: Workload, bucket: PackedBucket) -> int:
+def shard_ranks(w: Workload, bucket: PackedBucket) -> int:
     """Number of ranks over which ZeRO shards a bucket."""
     return max(1, int(w.searched.shard) // _expert_ranks(w, bucket)) if w.zero else 1
 
@@ -129,7 +134,7 @@ def _reductions(w: Workload, stage: list[PackedBucket]) -> Iterator[tuple[Bucket
         size, group, shard = (
             bucket.elements * float(w.gradient_element_bytes),
             _replica_ranks(w, bucket),
-            _shard_ranks(w, bucket),
+            shard_ranks(w, bucket),
         )
         yield ("data", "reduce_scatter", shard, "gradient", size, hooks), times
         # The all-reduce over replicas waits until a later bucket needs the buffer; for the last
@@ -156,7 +161,7 @@ def _gathers(w: Workload, stage: list[PackedBucket]) -> Iterator[tuple[BucketCol
     for bucket in stage:
         for action, times in _gathers_by_action(w, bucket.unit).items():
             size = bucket.elements * float(w.element_bytes)
-            yield ("data", "all_gather", _shard_ranks(w, bucket), "parameter", size, action), times
+            yield ("data", "all_gather", shard_ranks(w, bucket), "parameter", size, action), times
 
 
 def _gathers_by_action(w: Workload, unit: str) -> dict[str, int]:
@@ -168,7 +173,7 @@ def _gathers_by_action(w: Workload, unit: str) -> dict[str, int]:
     m, norm = int(w.microbatches), bool(w.shape.embedding_norm)
     if w.zero < 3:
         return {"OPTIMIZER": 1}
-    if w.searched.keep_gathered or w.pipeline > 1:
+    if w.searched.keep_gathered or w.pipeline > 1 or w.fixed.traced is not None:
         return {"F": 1}
     if unit == "embedding":
         head = m * int(w.shape.tied)
@@ -196,6 +201,9 @@ def _parameters(
     w: Workload, stage: int, stages: int, both: bool, apart: bool
 ) -> Iterator[StageParameter]:
     """Tensors of a stage, in the model's order."""
+    if w.fixed.traced is not None:
+        yield from _of_traced(w.fixed.traced, stage, apart)
+        return
     if w.fixed.operators is not None:
         yield from _under_operators(w, stage, both, apart)
         return
@@ -234,6 +242,14 @@ def _under_operators(w: Workload, stage: int, both: bool, apart: bool) -> Iterat
         sides = tuple((f"operators.{axis}", named.sides[axis]) for axis in p.partial_over)
         table = p.name in ("embedding.tokens.weight", "head.weight")
         yield StageParameter(p.unit, p.elements, sides, own_bucket=apart and table)
+
+
+def _of_traced(traced: TracedStages, stage: int, apart: bool) -> Iterator[StageParameter]:
+    """The same of a user's traced module."""
+    for p in traced.of_stage(stage):
+        sides = tuple((f"operators.{axis}", traced.sides[axis]) for axis in p.partial_over)
+        own = apart and p.name == traced.tied
+        yield StageParameter(p.unit, p.elements, sides, own_bucket=own, name=p.name)
 
 
 def _attention_params(w: Workload) -> Iterator[tuple[float, GridSides]]:

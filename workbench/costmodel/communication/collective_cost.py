@@ -6,7 +6,7 @@ decides (hierarchical alpha-beta).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, reduce
 from operator import add
@@ -68,9 +68,9 @@ def axis_links(w: Workload, constants: Constants) -> dict[str, AxisLink]:
         each = [_link(w, constants, side, k.strides["tensor"] * side**n) for n in range(sides)]
         slowness, latency = sum(1 / one.bandwidth for one in each), sum(one.latency for one in each)
         result["tensor"] = AxisLink(sides / slowness, latency / sides, each[0].measured)
-    if s.operators is not None:
-        for axes in s.operators.groups():
-            ranks, apart = s.operators.group(axes)
+    if s.grid is not None:
+        for axes in s.grid.groups():
+            ranks, apart = s.grid.group(axes)
             result[group_name(axes)] = _link(w, constants, ranks, k.strides["tensor"] * apart)
     if s.context_algorithm == "usp":
         stride = k.strides["context"]
@@ -252,10 +252,11 @@ def collective_slope(
     return WIRE_FACTOR[kind] * (ranks - 1) / ranks / link.bandwidth, hops * link.latency
 
 
-def hierarchical_seconds(
+def level_seconds(
     kind: str, size: float, levels: Sequence[tuple[int, AxisLink]], constants: Constants
-) -> float:
-    """One call over several mesh axes: rings along the innermost axis first (Thakur et al. 2005).
+) -> Iterator[float]:
+    """One call over several mesh axes, level by level: rings along the innermost axis first (Thakur
+    et al. 2005).
 
     Every level leaves the next one 1/n of the tensor: an all-reduce over nodes x GPUs crosses the
     network with what a GPU has reduced inside its node. An all-to-all leaves it all.
@@ -267,12 +268,11 @@ def hierarchical_seconds(
         levels: (ranks, link) of each level, innermost first.
         constants: Of the cost model.
     """
-    total, left = 0.0, size
+    left = size
     for ranks, link in levels:
-        total += float(collective_seconds(kind, left, ranks, link, constants))
+        yield float(collective_seconds(kind, left, ranks, link, constants))
         # Of an all-to-all a rank holds as much on every level as it began with.
         left /= 1 if kind == "all_to_all" else ranks
-    return total
 
 
 @dataclass(frozen=True)

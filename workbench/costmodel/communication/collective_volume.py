@@ -102,7 +102,7 @@ def _tensor_calls(w: Workload) -> list[CollectiveCall]:
     """
     if w.fixed.algorithm != "1d":
         return grid_collectives(w)
-    if w.fixed.operators is not None:
+    if w.fixed.grid is not None:
         return operator_collectives(w)
     t, m, dtype, stream = w.tensor, w.microbatches, w.dtype, w.hidden_activation_bytes
     two, first, last, gathered = 2 * w.layers, w.has_embedding, w.has_head, 2 * w.recomputed_layers
@@ -140,7 +140,7 @@ def _tensor_calls(w: Workload) -> list[CollectiveCall]:
 
 def _loss_calls(w: Workload) -> list[CollectiveCall]:
     """Vocabulary-parallel cross-entropy: all-reduces of maximum, and of target logit and sum."""
-    if w.fixed.operators is not None:  # they are among the operators' own
+    if w.fixed.grid is not None:  # they are among the operators' own
         return []
     count = w.microbatches * w.has_head * (1 + w.shape.mtp_layers)
     return [

@@ -17,6 +17,7 @@ from workbench.costmodel.compute.measured_seams import (
     measured_seam,
 )
 from workbench.costmodel.compute.operator_seconds import operator_microbatch_compute
+from workbench.costmodel.compute.traced_seconds import traced_microbatch_compute
 from workbench.costmodel.compute.roofline import (
     LayerTimes,
     MicrobatchCompute,
@@ -45,6 +46,8 @@ def measured_layer_times(w: Workload, m: DeviceRates) -> LayerTimes:
 
 def measured_microbatch_compute(w: Workload, m: DeviceRates, k: LayerTimes) -> MicrobatchCompute:
     """Compute seconds of one microbatch, by pipeline rank: measured ones, or by the roofline."""
+    if w.fixed.traced is not None:
+        return traced_microbatch_compute(w, m)
     if w.fixed.operators is not None:
         return operator_microbatch_compute(w, m)
     o = m.constants.measured

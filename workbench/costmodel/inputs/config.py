@@ -16,7 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from workbench.costmodel.frameworks.framework_profile import FrameworkProfile, plan_profile
-from workbench.costmodel.inputs.operator_strategies import OperatorStrategies
+from workbench.costmodel.inputs.operator_strategies import OperatorStrategies, RankGrid
+from workbench.costmodel.inputs.traced_stages import TracedStages
 from workbench.machine.hardware import GPU, Fabric
 from workbench.plan.model.model_shape import Shape
 from workbench.plan.optimizer_state import DTYPE_BYTES, master_bytes, moment_bytes, num_moments
@@ -117,6 +118,13 @@ class FixedConfig:
 
     operators: OperatorStrategies | None = None
     """Where the tensor ranks are a grid over which each module is sharded in its own way."""
+    traced: TracedStages | None = None
+    """The graph of a user's module, in place of what a shape would say."""
+
+    @property
+    def grid(self) -> RankGrid | None:
+        """The grid that tensor ranks are, where a microbatch runs on shapes."""
+        return self.traced if self.operators is None else self.operators
 
     def table_row(self, place: RankPlace) -> int:
         """The row of the schedule's table that a rank's actions are in."""

@@ -9,6 +9,7 @@ import numpy as np
 
 from workbench.costmodel.inputs.config import FixedConfig, stage_homes
 from workbench.costmodel.inputs.operator_strategies import OperatorParameter, stage_parameters
+from workbench.costmodel.inputs.traced_stages import TracedParameter
 
 
 @dataclass(frozen=True)
@@ -22,8 +23,13 @@ class StageParts:
 
 def rank_stages(s: FixedConfig, pipeline_rank: int) -> list[StageParts]:
     """The stages of a pipeline rank, in their order."""
+    return [stage_parts(s, stage) for stage in stages_of(s, pipeline_rank)]
+
+
+def stages_of(s: FixedConfig, pipeline_rank: int) -> list[int]:
+    """Numbers of the stages of a pipeline rank, in their order."""
     homes = stage_homes(s.pipeline, s.schedule, len(s.partition), s.table)
-    return [stage_parts(s, stage) for stage in np.flatnonzero(homes == pipeline_rank).tolist()]
+    return [int(stage) for stage in np.flatnonzero(homes == pipeline_rank)]
 
 
 def stage_parts(s: FixedConfig, stage: int) -> StageParts:
@@ -33,10 +39,16 @@ def stage_parts(s: FixedConfig, stage: int) -> StageParts:
     return StageParts(layers, stage == 0, stage == len(s.partition) - 1)
 
 
-def rank_parameters(s: FixedConfig, pipeline_rank: int) -> Iterator[OperatorParameter]:
-    """Parameters of a pipeline rank under operator strategies: one weight where the head is tied to
-    an embedding of the same rank.
+def rank_parameters(
+    s: FixedConfig, pipeline_rank: int
+) -> Iterator[OperatorParameter | TracedParameter]:
+    """Parameters of a pipeline rank whose microbatch runs on shapes: one weight where the head is
+    tied to an embedding of the same rank.
     """
+    if s.traced is not None:
+        for stage in stages_of(s, pipeline_rank):
+            yield from s.traced.of_stage(stage)
+        return
     assert s.operators is not None
     stages = rank_stages(s, pipeline_rank)
     both = s.shape.tied and any(x.has_embedding for x in stages)

@@ -17,11 +17,31 @@ from workbench.plan.operators.tensor_layout import TensorLayout
 
 
 @dataclass(frozen=True)
-class OperatorStrategies:
-    """Which dimension of each named module each axis of the grid shards."""
+class RankGrid:
+    """The grid that tensor ranks are to operators that are sharded each in its own way."""
 
     sides: tuple[int, ...]
-    """Of the grid that tensor ranks are, outermost first."""
+    """Outermost first."""
+
+    def ranks_over(self, axes: tuple[int, ...]) -> int:
+        """Ranks of a group that spans these axes."""
+        return math.prod(self.sides[axis] for axis in axes)
+
+    def group(self, axes: tuple[int, ...]) -> tuple[int, int]:
+        """(ranks of the group that spans a run of neighboring axes, distance between them among the
+        ranks of the grid).
+        """
+        return self.ranks_over(axes), math.prod(self.sides[axes[-1] + 1 :])
+
+    def groups(self) -> Iterator[tuple[int, ...]]:
+        """Axes of every group that collectives may span."""
+        yield from neighbors(range(len(self.sides)))
+
+
+@dataclass(frozen=True)
+class OperatorStrategies(RankGrid):
+    """Which dimension of each named module each axis of the grid shards."""
+
     placements: Mapping[str, Placement]
     """Module, or module + `OUTPUT` -> the dimension that each axis shards."""
     least: LeastRedistribution
@@ -48,20 +68,6 @@ class OperatorStrategies:
         own = self.placements.get(module, ())
         own = self.placements.get(module + OUTPUT, own) if added else own
         return tuple(axis for axis, name in enumerate(own) if name in ("rows", "tokens"))
-
-    def ranks_over(self, axes: tuple[int, ...]) -> int:
-        """Ranks of a group that spans these axes."""
-        return math.prod(self.sides[axis] for axis in axes)
-
-    def group(self, axes: tuple[int, ...]) -> tuple[int, int]:
-        """(ranks of the group that spans a run of neighboring axes, distance between them among the
-        ranks of the grid).
-        """
-        return self.ranks_over(axes), math.prod(self.sides[axes[-1] + 1 :])
-
-    def groups(self) -> Iterator[tuple[int, ...]]:
-        """Axes of every group that collectives may span."""
-        yield from neighbors(range(len(self.sides)))
 
     def local(self, size: int, module: str, dimension: str) -> int:
         """Entries of a rank's shard of a dimension, padding included."""

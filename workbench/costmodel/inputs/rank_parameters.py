@@ -20,6 +20,7 @@ from workbench.plan.model.parameter_count import (
 )
 
 
+
 @dataclass(frozen=True)
 class ParamCounts:
     """Parameters of one rank, by pipeline rank.
@@ -48,8 +49,8 @@ class ParamCounts:
 
 def count_params(w: RankShapes) -> ParamCounts:
     """Count the parameters of each pipeline rank before data parallelism shards them."""
-    if w.fixed.operators is not None:
-        return _under_operators(w)
+    if w.fixed.grid is not None:
+        return _on_shapes(w)
     shape = w.shape
     widths = _block_widths(w)
     layer = attention_parameters(shape, widths) + block_norms(shape) * w.tiling.vector_share
@@ -67,17 +68,15 @@ def count_params(w: RankShapes) -> ParamCounts:
     return ParamCounts(dense, experts, unit, w.layers * _adapter(w))
 
 
-def _under_operators(w: RankShapes) -> ParamCounts:
-    """Parameters of ranks whose modules are sharded by strategies of their own; the largest layer
-    is the unit.
-    """
+def _on_shapes(w: RankShapes) -> ParamCounts:
+    """Parameters of ranks whose microbatch runs on shapes; the largest layer is the unit."""
     total, largest = [], []
     for place in w.places:
         by_unit: Counter[str] = Counter()
         for p in rank_parameters(w.fixed, place.stage):
             by_unit[p.unit] += p.elements
         total.append(by_unit.total())
-        largest.append(max(n for unit, n in by_unit.items() if unit.isdigit()))
+        largest.append(max((n for unit, n in by_unit.items() if unit.isdigit()), default=0))
     return ParamCounts(np.array(total, float), w.zeros, np.array(largest, float), w.zeros)
 
 

@@ -20,10 +20,11 @@ from workbench.costmodel.inputs.config import (
     searched_config,
     stage_homes,
 )
-from workbench.costmodel.inputs.operator_stages import rank_parameters
+from workbench.costmodel.inputs.operator_stages import rank_parameters, stages_of
 from workbench.costmodel.inputs.operator_strategies import OperatorStrategies
 from workbench.costmodel.inputs.rank_parameters import ParamCounts, count_params
 from workbench.costmodel.inputs.rank_shapes import RankShapes
+from workbench.costmodel.inputs.traced_stages import TracedStages
 from workbench.costmodel.inputs.tensor_tiling import TensorTiling, tensor_tiling
 from workbench.plan.model.head_split import num_kv_heads, padded_heads_per_rank
 from workbench.plan.model.model_shape import Shape
@@ -58,6 +59,7 @@ def workload(
     plan: ResolvedPlan,
     ranks: Sequence[int] | None = None,
     operators: OperatorStrategies | None = None,
+    traced: TracedStages | None = None,
 ) -> Workload:
     """Compute the per-rank problem sizes of a resolved plan.
 
@@ -66,18 +68,20 @@ def workload(
         ranks: Global ranks to evaluate; None: the first of each pipeline stage, of whose replicas
             it has the most sequences. A step's time and model FLOPs are of these.
         operators: The plan's operator strategies, where it has them.
+        traced: A user's module, whose plan has a shape that stands in for it.
 
     Raises:
         PlanError: The plan uses a field that the cost model does not cover; the message names it.
     """
-    _refuse(plan)
-    assert (
+    if traced is None:
+        _refuse(plan)
+    assert traced or (
         operators is not None or not plan.strategy.operators or plan.strategy.tensor.ranks == 1
     ), "operator strategies are given by `planner.operator_plans`"
     evaluated = first_ranks_of_stages(plan) if ranks is None else ranks
     places = [rank_place(plan, rank) for rank in evaluated]
     searched = searched_config(plan, [place.stage for place in places])
-    fixed = replace(fixed_config(plan), operators=operators)
+    fixed = replace(fixed_config(plan), operators=operators, traced=traced)
     return assemble_workload(fixed, searched, places)
 
 
@@ -299,6 +303,9 @@ def _table_rows(
     s: FixedConfig, places: Sequence[RankPlace], blocks: TensorTiling
 ) -> dict[str, Number]:
     """Rows of the hidden width that a rank's embedding and head are."""
+    if s.traced is not None:
+        tables = [s.traced.largest(stages_of(s, place.stage)) for place in places]
+        return dict.fromkeys(("vocab_rows", "head_rows"), np.array(tables) / s.shape.hidden)
     if s.operators is None:
         return dict.fromkeys(("vocab_rows", "head_rows"), _rows(s.shape, blocks))
     found = [

@@ -15,6 +15,7 @@ from workbench.costmodel.memory import activation_memory, attention_memory
 from workbench.costmodel.memory.activation_memory import LayerActivations
 from workbench.costmodel.memory.loss_memory import HeadMemory
 from workbench.costmodel.memory.loss_memory import head_memory as head_of
+from workbench.costmodel.memory.traced_states import bucket_elements
 from workbench.costmodel.operators import operator_live_sets
 from workbench.schedules import receives_early
 
@@ -59,8 +60,8 @@ def live_by_phase(w: Workload) -> dict[str, MemoryByCategory]:
         Phase -> category -> bytes by pipeline rank; `first_forward` is the state after the first
         microbatch's forward.
     """
-    if w.fixed.operators is not None:
-        return _under_operators(w)
+    if w.fixed.grid is not None:
+        return _on_shapes(w)
     head, layer = (
         head_of(w),
         activation_memory.layer_activations(w, is_moe=w.shape.moe is not None),
@@ -76,8 +77,8 @@ def live_by_phase(w: Workload) -> dict[str, MemoryByCategory]:
     }
 
 
-def _under_operators(w: Workload) -> dict[str, MemoryByCategory]:
-    """The same of plans with operator strategies, whose microbatch runs on shapes."""
+def _on_shapes(w: Workload) -> dict[str, MemoryByCategory]:
+    """The same of plans whose microbatch runs on shapes."""
     boundary, transfers = activation_memory.boundary_bytes(w)[1], _between_stages(w)
     kept = operator_live_sets.kept_of_first_microbatch(w)
     first = {"activations": kept["activations"] + boundary, "logits": kept["logits"]}
@@ -355,6 +356,8 @@ def zero_working_set(w: Workload, p: ParamCounts) -> MemoryByCategory:
     """
     if w.zero < 2:
         return {}
+    if w.fixed.traced is not None:
+        return _whole_module(w)
     if w.zero == 2:
         return {
             "communication": np.minimum(
@@ -391,6 +394,14 @@ def zero_working_set(w: Workload, p: ParamCounts) -> MemoryByCategory:
         * activation_memory.has_weight_gradients(w)
     )
     return {"gathered": units * w.element_bytes, "communication": w.zeros + gradient}
+
+
+def _whole_module(w: Workload) -> MemoryByCategory:
+    """The same of a user's module: nothing says when each part of it computes, so that ZeRO-3
+    gathers all of it. Unsharded gradients are counted as backward allocates them
+    (`traced/gradient_buffers.py`).
+    """
+    return {"gathered": w.zeros + (w.zero == 3) * w.element_bytes * bucket_elements(w)}
 
 
 def add_categories(*lives: MemoryByCategory) -> MemoryByCategory:

@@ -13,6 +13,7 @@ import numpy as np
 from workbench.costmodel.inputs.config import Array, FixedConfig, Number
 from workbench.costmodel.inputs.rank_parameters import ParamCounts
 from workbench.costmodel.inputs.rank_workload import Workload
+from workbench.costmodel.memory.traced_states import bucket_elements, owned_elements
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,8 @@ def model_states(w: Workload, p: ParamCounts) -> ModelStates:
         Bytes by pipeline rank. Gradients stay unsharded under ZeRO-2 and 3 where they are reduced
         once per step of several microbatches.
     """
+    if w.fixed.traced is not None:
+        return _of_traced(w)
     whole, optimizer = p.trained, np.asarray(sum(owned_params(w, p)))
     gradients = whole
     if w.zero >= 2:
@@ -47,6 +50,18 @@ def model_states(w: Workload, p: ParamCounts) -> ModelStates:
         gradients=gradients * w.stored_gradient_bytes
         + whole * w.fixed.gradient_accumulator_bytes
         + optimizer * widened,
+        optimizer=optimizer * w.fixed.moment_bytes,
+        master=optimizer * w.fixed.master_bytes,
+    )
+
+
+def _of_traced(w: Workload) -> ModelStates:
+    """The same of a user's traced module, by its buckets."""
+    whole, optimizer, shard = bucket_elements(w), owned_elements(w), w.searched.shard
+    sharded = np.where((w.zero >= 2) * w.reduce_microbatch > 0, shard, 1.0)
+    return ModelStates(
+        parameters=whole * w.fixed.parameter_bytes / (shard if w.zero == 3 else 1.0),
+        gradients=whole / sharded * w.stored_gradient_bytes,
         optimizer=optimizer * w.fixed.moment_bytes,
         master=optimizer * w.fixed.master_bytes,
     )

@@ -172,6 +172,8 @@ def _persistent(w: Workload, s: ModelStates) -> tuple[MemoryByCategory, MemoryBy
     device["gradients"] = device["gradients"] + dummy_weight_gradient_bytes(w)
     device |= {name: value * (1 - k.offload_optimizer) for name, value in states_.items()}
     device["overhead"] = w.zeros + 2 * TOKEN_ID_BYTES * w.fixed.sequence_length * sequences
+    if w.fixed.traced is not None:
+        device["overhead"] += w.fixed.traced.buffer_bytes
     if w.shape.moe is not None:
         device["overhead"] += w.fixed.framework.experts.workspace_mib * 2**20
     host = {name: value * k.offload_optimizer for name, value in states_.items()}

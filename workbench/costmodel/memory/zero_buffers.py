@@ -29,7 +29,8 @@ def zero_buffer_deltas(w: Workload, p: ParamCounts) -> dict[str, MemoryByCategor
     """Phase -> how much more (or less) is live than `live_sets.step_buffers` counts, bytes by
     category; empty below ZeRO-2, and where buffers are not freed.
     """
-    if not w.fixed.framework.data_parallel.frees_buffers or w.zero < 2:
+    frees = w.fixed.framework.data_parallel.frees_buffers and w.fixed.traced is None
+    if not frees or w.zero < 2:
         return {}
     counted = zero_working_set(w, p)
     layer = _layer_phase(w, p)

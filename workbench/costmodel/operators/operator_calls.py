@@ -9,15 +9,15 @@ import numpy as np
 
 from workbench.costmodel.communication.collective_call import CollectiveCall, gradient_dtype_name
 from workbench.costmodel.inputs.operator_stages import rank_parameters
-from workbench.costmodel.inputs.operator_strategies import OperatorStrategies, group_name
+from workbench.costmodel.inputs.operator_strategies import RankGrid, group_name
 from workbench.costmodel.inputs.rank_workload import Workload
-from workbench.costmodel.operators.stage_pass import rank_passes
+from workbench.costmodel.operators.rank_passes import rank_passes
 from workbench.costmodel.operators.symbolic_rank import GridCall
 
 
 def operator_collectives(w: Workload) -> list[CollectiveCall]:
     """Calls over the axes of the grid that tensor ranks are, of all microbatches of a step."""
-    named = w.fixed.operators
+    named = w.fixed.grid
     assert named is not None
     by_rank: list[Counter[GridCall]] = [
         sum((stage.calls for stage in own), Counter[GridCall]()) for own in rank_passes(w)
@@ -37,7 +37,7 @@ def operator_collectives(w: Workload) -> list[CollectiveCall]:
     ] + list(_gradient_sums(w, named))
 
 
-def _gradient_sums(w: Workload, named: OperatorStrategies) -> Iterator[CollectiveCall]:
+def _gradient_sums(w: Workload, named: RankGrid) -> Iterator[CollectiveCall]:
     """Sums of the gradients of parameters whose modules shard rows, once a step: as one call for
     each axis, on what ZeRO leaves of them.
     """

@@ -7,7 +7,8 @@ import numpy as np
 from workbench.costmodel.inputs.config import Array
 from workbench.costmodel.inputs.rank_workload import Workload
 from workbench.costmodel.operators.allocation_tape import LiveSet
-from workbench.costmodel.operators.stage_pass import StagePass, rank_passes
+from workbench.costmodel.operators.rank_passes import rank_passes
+from workbench.costmodel.operators.stage_pass import StagePass
 
 CATEGORIES = ("activations", "logits", "temporary", "communication")
 

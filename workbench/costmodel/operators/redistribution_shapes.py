@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 
+from workbench.costmodel.operators.strides import contiguous_strides, strides_of
 from workbench.costmodel.operators.symbolic_autograd import SymbolicTensor
 from workbench.costmodel.operators.symbolic_rank import SymbolicRank
 from workbench.plan.operators.least_redistribution import RedistributionStep
@@ -18,14 +19,18 @@ Shape = tuple[int, ...]
 
 
 def redistributed(
-    r: SymbolicRank, x: SymbolicTensor, held: TensorLayout, wanted: TensorLayout
+    r: SymbolicRank,
+    x: SymbolicTensor,
+    held: TensorLayout,
+    wanted: TensorLayout,
+    dtype: str | None = None,
 ) -> SymbolicTensor:
     """A rank's part of a tensor in another layout, without a gradient; `x` itself where nothing is
-    to do.
+    to do. Without a `dtype` it is the plan's, or fp32 where it is wider.
     """
     result = replace(x, node=None)
     size = x.bytes * math.prod(held.num_parts(r.sides))
-    dtype = r.w.dtype if x.element_bytes == r.w.element_bytes else "fp32"
+    dtype = dtype or (r.w.dtype if x.element_bytes == r.w.element_bytes else "fp32")
     steps = r.least.steps(held, wanted, size)
     for step in steps:
         if step.kind != "slice":
@@ -42,15 +47,7 @@ def _shape_after(r: SymbolicRank, x: SymbolicTensor, step: RedistributionStep) -
 
 
 def _slice(r: SymbolicRank, x: SymbolicTensor, step: RedistributionStep) -> SymbolicTensor:
-    shape = _shape_after(r, x, step)
-    kept = x.is_contiguous and _lies_in_one_piece(x.shape, shape)
-    return replace(x, shape=shape, is_contiguous=kept)
-
-
-def _lies_in_one_piece(whole: Shape, part: Shape) -> bool:
-    """Whether a part of a contiguous tensor is: no dim but the first longer than 1 is sharded."""
-    cut = [dim for dim, (length, own) in enumerate(zip(whole, part)) if own != length]
-    return all(length == 1 for length in whole[: max(cut, default=0)])
+    return replace(x, shape=_shape_after(r, x, step), strides=strides_of(x.shape, x.strides))
 
 
 def _contiguous(r: SymbolicRank, x: SymbolicTensor) -> SymbolicTensor:
@@ -66,28 +63,23 @@ def _all_gather(r: SymbolicRank, x: SymbolicTensor, step: RedistributionStep) ->
     gathered = r.empty(shape, x.element_bytes)
     source = _contiguous(r, x)
     del source
-    order, can_be_view = _joined_parts(r, x.shape, step)
-    if not can_be_view:
-        return r.like(gathered)
-    return replace(gathered, is_contiguous=order == sorted(order))
+    strides = _joined_strides(r, x.shape, step)
+    return r.like(gathered) if strides is None else replace(gathered, strides=strides)
 
 
-def _joined_parts(
-    r: SymbolicRank, shape: Shape, step: RedistributionStep
-) -> tuple[list[int], bool]:
-    """(order in memory of the dims of the gathered tensor, but for those of size 1; whether each is
-    a view of the ranks' parts, which lie one behind the other).
+def _joined_strides(r: SymbolicRank, shape: Shape, step: RedistributionStep) -> Shape | None:
+    """Strides of the gathered tensor as a view of the ranks' parts, which lie one behind the other;
+    None where it must be copied.
     """
-    sizes = [*(r.sides[axis] for axis in step.axes), *shape]
-    strides = [math.prod(sizes[at + 1 :]) for at in range(len(sizes))]
-    order: list[int] = []
-    is_view = True
+    sizes = (*(r.sides[axis] for axis in step.axes), *shape)
+    strides, found = contiguous_strides(sizes), []
     for dim, (before, after) in enumerate(zip(step.source.dims, step.target.dims)):
         joined = [step.axes.index(axis) for axis in before[len(after) :]]
         joined = [at for at in (*joined, len(step.axes) + dim) if sizes[at] > 1]
-        is_view &= all(strides[a] == strides[b] * sizes[b] for a, b in pairwise(joined))
-        order += joined
-    return order, is_view
+        if any(strides[a] != strides[b] * sizes[b] for a, b in pairwise(joined)):
+            return None
+        found.append(strides[joined[-1]] if joined else 1)
+    return tuple(found)
 
 
 def _reduce_scatter(r: SymbolicRank, x: SymbolicTensor, step: RedistributionStep) -> SymbolicTensor:
@@ -98,22 +90,11 @@ def _reduce_scatter(r: SymbolicRank, x: SymbolicTensor, step: RedistributionStep
 
 
 def _all_to_all(r: SymbolicRank, x: SymbolicTensor, step: RedistributionStep) -> SymbolicTensor:
-    shape = _shape_after(r, x, step)
-    result = r.empty(shape, x.element_bytes)
-    pieces = None if _is_sent_whole(x, step) else r.like(x)
-    packed, unpacked = r.like(x), r.like(result)
-    del pieces, packed, unpacked
+    packed, unpacked = r.like(x), r.like(x)
+    del packed
+    result = r.empty(_shape_after(r, x, step), x.element_bytes)
+    del unpacked
     return result
-
-
-def _is_sent_whole(x: SymbolicTensor, step: RedistributionStep) -> bool:
-    """Whether the pieces for the other ranks lie in memory one behind the other."""
-    cut = [
-        dim
-        for dim, (before, after) in enumerate(zip(step.source.dims, step.target.dims))
-        if len(after) > len(before)
-    ]
-    return x.is_contiguous and all(n == 1 for n in x.shape[: min(cut, default=0)])
 
 
 _STEPS: dict[str, Callable[[SymbolicRank, SymbolicTensor, RedistributionStep], SymbolicTensor]] = {

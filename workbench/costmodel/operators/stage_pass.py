@@ -7,10 +7,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import partial
 from itertools import groupby
 
-from workbench.costmodel.inputs.operator_stages import StageParts, rank_stages
+from workbench.costmodel.inputs.operator_stages import StageParts
 from workbench.costmodel.inputs.operator_strategies import OperatorStrategies
 from workbench.costmodel.inputs.rank_workload import Workload
 from workbench.costmodel.operators.allocation_tape import LiveSet
@@ -67,7 +67,7 @@ def stage_pass(w: Workload, named: OperatorStrategies, parts: StageParts) -> Sta
         # Backward starts from the graph's edge: the output is freed once it is sent.
         y = replace(y, storage=r.tape.allocate(0))
     r.tape.end_action("activations")
-    phases = _phases(r.tape.largest, FORWARD_PHASES, "forward")
+    phases = phases_of(r.tape.largest, FORWARD_PHASES, "forward")
     of_head, kept = r.tape.live_of("head"), r.tape.live
     r.tape.largest, r.action = {}, "B"
     gradient = replace(y, storage=r.tape.allocate(0), node=None)  # it is counted elsewhere
@@ -80,22 +80,10 @@ def stage_pass(w: Workload, named: OperatorStrategies, parts: StageParts) -> Sta
         kept["activations"] - of_head,
         of_head,
         kept.get("logits", 0.0),
-        phases | _phases(r.tape.largest, BACKWARD_PHASES, "feed_forward"),
+        phases | phases_of(r.tape.largest, BACKWARD_PHASES, "feed_forward"),
         r.calls,
         r.work,
     )
-
-
-@lru_cache(maxsize=8)
-def rank_passes(w: Workload) -> tuple[tuple[StagePass, ...], ...]:
-    """A microbatch through every stage of each of `w.places`."""
-    named, found = w.fixed.operators, {}
-    assert named is not None
-    for place in w.places:
-        if place.stage not in found:
-            stages = rank_stages(w.fixed, place.stage)
-            found[place.stage] = tuple(stage_pass(w, named, parts) for parts in stages)
-    return tuple(found[place.stage] for place in w.places)
 
 
 def _runs(named: OperatorStrategies, numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
@@ -120,7 +108,7 @@ def _largest(sets: Iterable[LiveSet]) -> LiveSet:
     return max(sets, key=lambda live: sum(live.values()))
 
 
-def _phases(parts: dict[str, LiveSet], named: Mapping[str, str], layers: str) -> dict[str, LiveSet]:
+def phases_of(parts: dict[str, LiveSet], named: Mapping[str, str], layers: str) -> dict[str, LiveSet]:
     """The largest live set of each phase that has any of these parts; `layers` is the layers'."""
     found: dict[str, list[LiveSet]] = {}
     for part, live in parts.items():

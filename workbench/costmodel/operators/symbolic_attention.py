@@ -70,7 +70,7 @@ def attend(
     `memory/attention_memory.py`'s.
     """
     own = attended(r, q, k)
-    y = replace(r.like(q), is_contiguous=q.is_contiguous)  # its layout in memory is the queries'
+    y = replace(r.like(q), strides=q.strides)  # its layout in memory is the queries'
     kept = r.tape.allocate(float(saved_attention_bytes(own)))
     gradients = q.bytes + k.bytes + v.bytes
     workspace = max(0.0, float(attention_backward_bytes(own)) - q.bytes - gradients)

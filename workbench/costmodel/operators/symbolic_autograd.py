@@ -16,6 +16,7 @@ from itertools import count
 from typing import Any
 
 from workbench.costmodel.operators.allocation_tape import AllocationTape, Storage
+from workbench.costmodel.operators.strides import lie_in_order
 from workbench.plan.operators.tensor_layout import TensorLayout
 
 _numbers = count()
@@ -34,7 +35,13 @@ class SymbolicTensor:
     """Which of the node's outputs it is."""
     layout: TensorLayout | None = None
     """How the tensor that it is a shard of lies on the grid (a DTensor); None: it is plain."""
-    is_contiguous: bool = True
+    strides: tuple[int, ...] | None = None
+    """Elements between neighbors along each dim; None: its dims lie in memory in their order."""
+
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether its dims lie in memory in their order, without gaps."""
+        return self.strides is None or lie_in_order(self.shape, self.strides)
 
     @property
     def numel(self) -> int:

@@ -46,9 +46,11 @@ def lookup(
 def _table_rows(
     r: SymbolicRank, tokens: SymbolicTensor, table: SymbolicTensor, shape: tuple[int, ...]
 ) -> SymbolicTensor:
+    rows, size = table.shape, table.element_bytes
+
     def backward(gradient: SymbolicTensor) -> Gradients:
         assert tokens is not None
-        return (r.like(table),)
+        return (r.empty(rows, size),)
 
     return r.made(r.empty(shape), backward, table)
 
@@ -105,10 +107,10 @@ def head_loss(
     axes = tuple(a for a, name in enumerate(loss.placement) if name == "vocabulary")
     fused = _runs_fused(r, logits)
     if (axes or fused) and logits.storage is not projected.storage:
-        logits = _clone(r, logits)
+        logits = clone(r, logits)
     targets = loss.to_local(targets, **TOKEN_DIMS)
     if axes or fused:
-        total = (_fused_loss if fused else _split_loss)(r, logits, targets, axes)
+        total = (_fused_loss if fused else split_loss)(r, logits, targets, axes)
     else:
         total = _eager_loss(r, logits, targets)
     return loss.only(*TOKEN_DIMS).reduce_partial(total)
@@ -128,14 +130,14 @@ def _runs_fused(r: SymbolicRank, logits: SymbolicTensor) -> bool:
     return r.w.uses_fused_kernels and not small
 
 
-def _clone(r: SymbolicRank, x: SymbolicTensor) -> SymbolicTensor:
+def clone(r: SymbolicRank, x: SymbolicTensor) -> SymbolicTensor:
     def backward(gradient: SymbolicTensor) -> Gradients:
         return (gradient,)
 
     return r.made(r.like(x), backward, x)
 
 
-def _split_loss(
+def split_loss(
     r: SymbolicRank, logits: SymbolicTensor, targets: SymbolicTensor, axes: tuple[int, ...]
 ) -> SymbolicTensor:
     """Vocabulary-parallel cross entropy in place of the logits."""

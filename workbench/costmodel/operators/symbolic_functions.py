@@ -98,7 +98,7 @@ def contiguous(r: SymbolicRank, x: SymbolicTensor) -> SymbolicTensor:
     def backward(gradient: SymbolicTensor) -> Gradients:
         return (gradient,)
 
-    return r.made(replace(x, storage=r.like(x).storage, is_contiguous=True), backward, x)
+    return r.made(replace(x, storage=r.like(x).storage, strides=None), backward, x)
 
 
 def view(r: SymbolicRank, x: SymbolicTensor, shape: tuple[int, ...]) -> SymbolicTensor:

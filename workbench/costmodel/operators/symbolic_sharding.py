@@ -180,12 +180,13 @@ def sharded_sum(r: SymbolicRank, x: SymbolicTensor, y: SymbolicTensor) -> Symbol
     layouts = [z.layout or every for z in both]
     size = x.bytes * math.prod(layouts[0].num_parts(r.sides))
 
-    def seconds(to: TensorLayout) -> float:
+    def cost(to: TensorLayout) -> int:
         return sum(
-            r.least.seconds(at, to, size) + r.least.seconds(to, at.summed, size) for at in layouts
+            r.least.femtoseconds(at, to, size) + r.least.femtoseconds(to, at.summed, size)
+            for at in layouts
         )
 
-    chosen = min((layout.summed for layout in layouts), key=seconds)
+    chosen = min((layout.summed for layout in layouts), key=cost)
     x, y = (_laid_out(r, z, chosen) for z in both)
     return add(r, x, y)
 

@@ -16,7 +16,10 @@ from workbench.models.traced.exported_graph import graph_of, writes_in_place
 from workbench.models.traced.tracing_contexts import fake_parameters, quiet, without_values_of_masks
 from workbench.models.traced.users_frame import users_frame
 from workbench.plan.operators.traced.traced_graph import TracedGraph
+from workbench.untrusted_text import brief
 
+MOST_SAID = 500
+"""Characters of a line of the user's code, and of an error's message."""
 STILL_RUNS = "data parallelism and ZeRO run it without strategy.operators and without dropout"
 
 
@@ -66,10 +69,11 @@ def _traced(
 def _untraceable(error: BaseException) -> PlanError:
     """That a module cannot be traced: where, and why."""
     frame = users_frame(error)
-    where = f"{frame.filename}:{frame.lineno}: {frame.line}" if frame else "unknown"
-    said = str(error).strip().splitlines()
+    line = brief(frame.line or "", MOST_SAID) if frame else ""
+    where = f"{frame.filename}:{frame.lineno}: {line}" if frame else "unknown"
+    said = brief(next(iter(str(error).strip().splitlines()), ""), MOST_SAID)
     return refuse(
         "model.python",
-        f"cannot be traced: {where} ({type(error).__name__}: {said[0] if said else ''}); legal: "
+        f"cannot be traced: {where} ({type(error).__name__}: {said}); legal: "
         f"shapes and branches that no tensor's values decide; {STILL_RUNS}",
     )

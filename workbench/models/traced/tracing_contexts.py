@@ -20,14 +20,14 @@ from workbench.models.torch_dispatch import FakeTensorMode
 @contextmanager
 def quiet() -> Iterator[None]:
     """Without the graph and the warnings that torch prints where it cannot trace."""
-    logger = logging.getLogger("torch")
-    disabled, logger.disabled = logger.disabled, True
+    before = logging.root.manager.disable
+    logging.disable()  # torch's loggers have handlers each of their own
     try:
         with warnings.catch_warnings(), redirect_stderr(io.StringIO()):
             warnings.simplefilter("ignore")
             yield
     finally:
-        logger.disabled = disabled
+        logging.disable(before)
 
 
 def without_values_of_masks() -> Any:

@@ -50,15 +50,11 @@ class FactorGrid:
 
     def local_sizes(self, factors: TensorFactors, layout: FactorLayout) -> list[int]:
         """Local size of each factor in a row."""
-        return [
-            size // math.prod(side for side, at in zip(self.sides, layout) if at == i)
-            for i, size in enumerate(factors.sizes)
-        ]
+        return factors.local_sizes(layout, self.sides)
 
     def local_shape(self, factors: TensorFactors, layout: FactorLayout) -> list[int]:
         """Local shape of a tensor."""
-        sizes = iter(self.local_sizes(factors, layout))
-        return [math.prod(next(sizes) for _ in dim) for dim in factors.dims]
+        return factors.local_shape(layout, self.sides)
 
     def first(self, layout: FactorLayout, factor: int, local: int) -> int:
         """The first index of this rank's shard, `local` long, of a factor."""

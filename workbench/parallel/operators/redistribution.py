@@ -111,14 +111,14 @@ class RedistributionGrid:
         there and back.
         """
 
-        def seconds(to: TensorLayout) -> float:
+        def cost(to: TensorLayout) -> int:
             pairs = [(layout_of(x), x.numel() * x.element_size()) for x in tensors]
             return sum(
-                self.least.seconds(at, to, size) + self.least.seconds(to, at.summed, size)
+                self.least.femtoseconds(at, to, size) + self.least.femtoseconds(to, at.summed, size)
                 for at, size in pairs
             )
 
-        return min((layout_of(x).summed for x in tensors), key=seconds)
+        return min((layout_of(x).summed for x in tensors), key=cost)
 
     def replicated(self, x: Any) -> Any:
         """A DTensor as a plain tensor that every rank holds; anything else as it is."""

@@ -69,7 +69,7 @@ class GridGroups:
         return shard
 
     def _split(self, x: Tensor, run: Sequence[int], added: Dims) -> Tensor:
-        """`x` with the parts of each axis of `run` in front: the opposite of `_joined`."""
+        """A view of `x`, the parts of each axis of `run` in front: the opposite of `_joined`."""
         shape: list[int] = []
         at: dict[int, int] = {}
         own: list[int] = []
@@ -79,7 +79,7 @@ class GridGroups:
                 shape.append(self.sizes[axis])
             own.append(len(shape))
             shape.append(length // math.prod(self.sizes[axis] for axis in axes))
-        return x.reshape(shape).permute(*(at[axis] for axis in run), *own)
+        return x.view(shape).permute(*(at[axis] for axis in run), *own)
 
     def _all_to_all(self, x: Tensor, step: RedistributionStep) -> Tensor:
         axis, dims_of = self.axes[step.axes], (step.source.dims, step.target.dims)
@@ -98,24 +98,19 @@ class GridGroups:
         mine, own = held[axis.index], wanted[axis.index]
         sent = [_overlap(mine, box) for box in wanted]
         received = [_overlap(box, own) for box in held]
-        result = x.new_empty([stop - start for start, stop in own])
-        pieces = [x[_within(mine, box)].flatten() for box in sent]
-        packed, unpacked = torch.cat(pieces), x.new_empty(result.numel())
-        numel = [list(map(_numel, boxes)) for boxes in (received, sent)]
+        packed, unpacked = _packed(x, mine, sent), x.new_empty(x.numel())
         run_collective(
             partial(
                 dist.all_to_all_single,
-                output_split_sizes=numel[0],
-                input_split_sizes=numel[1],
+                output_split_sizes=list(map(_numel, received)),
+                input_split_sizes=list(map(_numel, sent)),
                 group=axis.group,
             ),
             unpacked,
             packed,
         )
-        for piece, box in zip(unpacked.split(numel[0]), received):
-            view = result[_within(own, box)]
-            view.copy_(piece.view(view.shape))
-        return result
+        del packed
+        return _unpacked(unpacked, own, received)
 
     def _ranks(self, axes: Sequence[int]) -> int:
         return math.prod(self.sizes[axis] for axis in axes)
@@ -158,6 +153,22 @@ def _joined(parts: Tensor, run: Sequence[int], removed: Dims) -> Tensor:
     return parts.permute([at for dims in order for at in dims]).reshape(lengths)
 
 
+def _packed(x: Tensor, mine: Box, boxes: Sequence[Box]) -> Tensor:
+    """The boxes of `x`, which is `mine`, one behind the other."""
+    packed = x.new_empty(x.numel())
+    for piece, box in zip(packed.split([*map(_numel, boxes)]), boxes):
+        piece.view(_lengths(box)).copy_(x[_within(mine, box)])
+    return packed
+
+
+def _unpacked(packed: Tensor, own: Box, boxes: Sequence[Box]) -> Tensor:
+    """A tensor that is `own`, of the boxes one behind the other."""
+    result = packed.new_empty(_lengths(own))
+    for piece, box in zip(packed.split([*map(_numel, boxes)]), boxes):
+        result[_within(own, box)].copy_(piece.view(_lengths(box)))
+    return result
+
+
 def _overlap(a: Box, b: Box) -> Box:
     return tuple((max(i, k), max(min(j, m), max(i, k))) for (i, j), (k, m) in zip(a, b))
 
@@ -167,5 +178,9 @@ def _within(outer: Box, box: Box) -> tuple[slice, ...]:
     return tuple(slice(i - k, j - k) for (i, j), (k, _) in zip(box, outer))
 
 
+def _lengths(box: Box) -> tuple[int, ...]:
+    return tuple(stop - start for start, stop in box)
+
+
 def _numel(box: Box) -> int:
-    return math.prod(stop - start for start, stop in box)
+    return math.prod(_lengths(box))

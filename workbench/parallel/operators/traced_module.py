@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -10,37 +11,22 @@ from torch import Tensor, nn
 from workbench.errors import PlanError, refuse
 from workbench.models.python_model import dropout_modules, other_output, returns_loss
 from workbench.models.traced.export_trace import trace_module
-from workbench.plan.operators.traced.graph_placement import (
-    NodeShards,
-    ParameterShards,
-    parameter_shards,
-    place_graph,
-)
 from workbench.plan.operators.traced.node_factors import FactoredGraph, factor_graph
-from workbench.plan.operators.traced.stage_cuts import GraphStage, graph_stages
+from workbench.plan.operators.traced.planned_graph import PlannedGraph, planned_graph
 from workbench.plan.operators.traced.traced_graph import LOSS, TensorRef, TracedGraph, drop_rate
-from workbench.plan.operators.traced.traced_sites import named_placements
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.rules.operator_rules import sides
 
 
 @dataclass(frozen=True)
-class TracedModule:
-    """A module's graph, and how a plan shards it.
+class TracedModule(PlannedGraph):
+    """A module's graph, how a plan shards it, and its tensors.
 
     Attributes:
-        factored: The graph.
         constants: Tensors that the module's code makes of numbers, by id.
-        shards: Node id -> how it is sharded.
-        stored: Parameter id -> how it is stored.
-        stages: Parts that pipeline stages run.
     """
 
-    factored: FactoredGraph
-    constants: dict[str, Tensor]
-    shards: dict[str, NodeShards]
-    stored: dict[str, ParameterShards]
-    stages: list[GraphStage]
+    constants: Mapping[str, Tensor]
 
 
 def trace_for_plan(
@@ -86,11 +72,8 @@ def trace_for_plan(
         # One sequence: whether a tensor has a dimension of sequences shows with two.
         trace_for_plan(model, plan, dtype, 2, sharded=False)
     shape = sides(plan) if sharded else ()
-    named = named_placements(factored, operators, plan.strategy.tensor.ranks, shape)
-    placed = place_graph(factored, named, shape)
-    stored = parameter_shards(factored, placed, shape)
-    parts = graph_stages(factored, placed, stages, str(dtype))
-    return TracedModule(factored, constants, placed, stored, parts)
+    own = planned_graph(factored, operators, shape, stages, str(dtype))
+    return TracedModule(own.factored, own.shards, own.stored, own.stages, constants)
 
 
 def _check_output(graph: TracedGraph, vocab: int) -> None:

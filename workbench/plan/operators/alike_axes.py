@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 
-from workbench.plan.operators.redistribution_moves import Move, without
 from workbench.plan.operators.tensor_layout import Dims, TensorLayout
 
 MAX_AXES = 3
@@ -36,32 +35,6 @@ class AlikeAxes:
         """For each dim the least number that its parts in both layouts divide."""
         two = (layout.num_parts(self.sizes) for layout in (self.held, self.wanted))
         return tuple(map(math.lcm, *two))
-
-    @cached_property
-    def pairs(self) -> frozenset[tuple[int, int]]:
-        """Neighbors that lie alike."""
-        return frozenset(
-            pair
-            for pair in pairwise(range(len(self.runs)))
-            if self.held.has_alike(*pair) and self.wanted.has_alike(*pair)
-        )
-
-    def leaves_out(self, move: Move, layout: TensorLayout) -> bool:
-        """Whether the collective `move` from `layout` could span one more axis that lies alike."""
-        if move.kind == "slice" or not self.pairs:
-            return False
-        first, last = move.axes[0], move.axes[-1]
-        before = [first - 1] if (first - 1, first) in self.pairs else []
-        after = [last + 1] if (last, last + 1) in self.pairs else []
-        return any(self._could_take(axis, move, layout) for axis in before + after)
-
-    def _could_take(self, axis: int, move: Move, layout: TensorLayout) -> bool:
-        if move.kind == "reduce_scatter":
-            divides = [n // p % self.sizes[axis] == 0 for n, p in zip(self.parts, move.parts)]
-            return axis in layout.partial and any(divides)
-        if move.kind == "all_reduce":
-            return axis in layout.partial
-        return without(layout.dims, (*move.axes, axis)) is not None
 
     def expanded(self, runs: Sequence[int]) -> tuple[int, ...]:
         """The mesh's axes."""

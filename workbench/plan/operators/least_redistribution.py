@@ -18,11 +18,11 @@ from workbench.plan.operators.alike_axes import AlikeAxes, alike_axes
 from workbench.plan.operators.redistribution_moves import Kind, Move, moves_within
 from workbench.plan.operators.tensor_layout import TensorLayout
 
-Price = Callable[[str, float, tuple[int, ...]], float]
-"""(kind of collective, bytes of its larger side on a rank, axes) -> seconds."""
+Price = Callable[[str, float, tuple[int, ...]], int]
+"""(kind of collective, bytes of its larger side on a rank, axes) -> femtoseconds: of whole numbers
+sums in any order tie alike on every rank.
+"""
 NEVER = (math.inf, 0, 0)
-FEMTO = 1e15
-"""Times are compared in whole femtoseconds, so that sums in any order tie alike on every rank."""
 
 
 class RedistributionStep(NamedTuple):
@@ -48,7 +48,7 @@ class LeastRedistribution:
 
     Args:
         sizes: Of the mesh's axes, outermost first.
-        price: Seconds of a collective.
+        price: By which steps are chosen.
     """
 
     sizes: tuple[int, ...]
@@ -60,12 +60,11 @@ class LeastRedistribution:
     def steps(
         self, held: TensorLayout, wanted: TensorLayout, size: float
     ) -> tuple[RedistributionStep, ...]:
-        """The steps of least seconds, of these the fewest collectives.
+        """The steps of least time, of these the fewest collectives.
 
-        A collective leaves out no neighboring axis that lies as its own do in both layouts and
-        could take part: one ring, not several small ones. The parts of a dim divide the least
-        common multiple of those that it has in both layouts, so that it divides in all between.
-        Where a dim does not divide, who shards it pads it, and `size` counts the padding.
+        The parts of a dim divide the least common multiple of those that it has in both layouts, so
+        that it divides in all between. Where a dim does not divide, who shards it pads it, and
+        `size` counts the padding.
 
         Args:
             held: The layout that the tensor has.
@@ -79,13 +78,10 @@ class LeastRedistribution:
             self._known[key] = tuple(self._search(alike, size / outer))
         return self._known[key]
 
-    def seconds(self, held: TensorLayout, wanted: TensorLayout, size: float) -> float:
-        """Priced time of `steps`."""
-        return sum(self.step_seconds(step) for step in self.steps(held, wanted, size))
-
-    def step_seconds(self, step: RedistributionStep) -> float:
-        """Priced time of a step."""
-        return 0.0 if step.kind == "slice" else self.price(step.kind, step.bytes, step.axes)
+    def femtoseconds(self, held: TensorLayout, wanted: TensorLayout, size: float) -> int:
+        """Price of `steps`."""
+        steps = self.steps(held, wanted, size)
+        return sum(self.price(s.kind, s.bytes, s.axes) for s in steps if s.kind != "slice")
 
     def _search(self, alike: AlikeAxes, size: float) -> list[RedistributionStep]:
         sizes, parts = alike.sizes, alike.parts
@@ -108,17 +104,15 @@ class LeastRedistribution:
                     continue
                 asked = kind, max(before, size / in_parts), axes
                 if asked not in prices:
-                    prices[asked] = self._femtoseconds(kind, asked[1], alike.expanded(axes))
+                    real = alike.expanded(axes)
+                    prices[asked] = 0 if kind == "slice" else self.price(kind, asked[1], real)
                 cost = time + prices[asked], calls + (kind != "slice"), count + 1
                 least = min(best.get(target, NEVER), best.get(alike.wanted, NEVER))
-                if cost < least and not alike.leaves_out(move, layout):
+                if cost < least:
                     serial += 1
                     best[target], came[target] = cost, (layout, move)
                     heapq.heappush(queue, (*cost, serial, target))
         return self._path(alike, came, size)
-
-    def _femtoseconds(self, kind: Kind, size: float, axes: tuple[int, ...]) -> int:
-        return 0 if kind == "slice" else round(self.price(kind, size, axes) * FEMTO)
 
     def _path(
         self, alike: AlikeAxes, came: Mapping[TensorLayout, tuple[TensorLayout, Move]], size: float

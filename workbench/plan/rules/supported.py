@@ -153,6 +153,13 @@ OPERATOR_ESTIMATE_LIMITS: tuple[tuple[str, Callable[[ResolvedPlan], Any], tuple[
 what is left out do not run on shapes yet (`costmodel/operators`).
 """
 
+CODE_ESTIMATE_LIMITS = tuple(
+    row
+    for row in OPERATOR_ESTIMATE_LIMITS
+    if row[0] in ("strategy.stack", "strategy.pipeline.schedule", "strategy.precision")
+)
+"""The same for `estimate` of a user's traced module."""
+
 
 def unsupported(plan: ResolvedPlan, verb: Verb, allow_code: bool = False) -> list[Problem]:
     """What a complete `plan` asks that this version cannot do with `verb`, field by field; empty if
@@ -161,7 +168,7 @@ def unsupported(plan: ResolvedPlan, verb: Verb, allow_code: bool = False) -> lis
     A model that is code is refused, unless the user allows it (`allow_code`).
     """
     found = _lacking(plan, verb)
-    if verb != "estimate" and not allow_code:
+    if not allow_code:
         found += python_model_rules.forbidden(plan)
     return found
 
@@ -196,18 +203,17 @@ def _lacking(plan: ResolvedPlan, verb: Verb) -> list[Problem]:
     }[verb]
     if plan.profiled and verb != "estimate":
         return [layer_profile_rules.not_runnable(plan, verb)]
-    if plan.code and verb == "estimate":
-        knows = f"'{plan.code.python}' is code, whose cost no closed form knows"
-        what = f"{knows}; legal: rehearse or run it, with {python_model_rules.ALLOW}"
-        return [Problem("model.python", what)]
     beside = ""
-    if verb == "estimate" and operator_rules.sides(plan):
+    if verb == "estimate" and plan.code:
+        table = CODE_ESTIMATE_LIMITS
+    elif verb == "estimate" and operator_rules.sides(plan):
         table, beside = (*table, *OPERATOR_ESTIMATE_LIMITS), " beside strategy.operators"
     if plan.code:
         table = tuple(row for row in table if not row[0].startswith(OF_SHAPE))
     unfit = operator_rules.problems(plan)
+    unfit += _kernels_of_code(plan)
     if verb != "estimate":
-        unfit += [*_experts_on_grid(plan), *_kernels_of_code(plan)]
+        unfit += _experts_on_grid(plan)
         unfit += [*float8_rules.problems(plan), *_stage_without_layers(plan, verb)]
     return unfit + [
         Problem(field, f"is {value!r}{beside}; this version can {verb} {_legal(can)}")

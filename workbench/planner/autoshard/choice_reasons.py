@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from workbench.plan.operators.operator_graph import Operator
+from workbench.plan.operators.layer_patterns import layer_pattern
+from workbench.plan.operators.operator_graph import Operator, OperatorGraph
 from workbench.planner.autoshard.operator_splits import ShardingStrategy
 
 if TYPE_CHECKING:
@@ -70,29 +72,42 @@ def _pairs(priced: PricedGraph, picked: tuple[int, ...]) -> list[str]:
     pair).
     """
     gemms = [i for i, op in enumerate(priced.graph.operators) if op.kind == "MatMul"]
-    said = []
+    found: dict[tuple[str, str, int, int], list[tuple[int, int]]] = {}
     for first, second in pairwise(gemms):
         columns, inner = (
             _axes(priced, i, picked, name) for i, name in ((first, "columns"), (second, "inner"))
         )
-        if not inner or not set(inner) <= set(columns):
-            continue
-        a, b = (priced.graph.operators[i].name for i in (first, second))
-        ways, pieces = priced.mesh.ranks_over(columns), priced.mesh.ranks_over(inner)
-        times = _times(priced.graph.operators[first])
-        if ways == pieces:
-            said.append(
-                f"{a} by columns and {b} by its inner dimension, {ways} ways each: what passes "
-                f"between them stays in"
-                f" place, one all-reduce forward after {b} and one backward before {a}{times}."
-            )
-        else:
-            said.append(
-                f"{a} by columns {ways} ways, {b} by its inner dimension only {pieces} ways: a "
-                f"smaller all-reduce after"
-                f" {b}, and what is split with it, repay the gathering between them{times}."
-            )
-    return said
+        if inner and set(inner) <= set(columns):
+            a, b = (layer_pattern(priced.graph.operators[i].name) for i in (first, second))
+            ways, pieces = (priced.mesh.ranks_over(axes) for axes in (columns, inner))
+            found.setdefault((a, b, ways, pieces), []).append((first, second))
+    return [
+        _pair_text(priced.graph, pairs, ways, pieces)
+        for (_, _, ways, pieces), pairs in found.items()
+    ]
+
+
+def _pair_text(
+    graph: OperatorGraph, pairs: Sequence[tuple[int, int]], ways: int, pieces: int
+) -> str:
+    """What pairs of alike operators save."""
+    first, second = ([graph.operators[pair[end]] for pair in pairs] for end in (0, 1))
+    a, b, times = _joined(first), _joined(second), _times(sum(op.num_layers for op in first))
+    if ways == pieces:
+        return (
+            f"{a} by columns and {b} by its inner dimension, {ways} ways each: what passes between "
+            f"them stays in place, one all-reduce forward after {b} and one backward before {a}"
+            f"{times}."
+        )
+    return (
+        f"{a} by columns {ways} ways, {b} by its inner dimension only {pieces} ways: a smaller "
+        f"all-reduce after {b}, and what is split with it, repay the gathering between them{times}."
+    )
+
+
+def _joined(alike: Sequence[Operator]) -> str:
+    """The name of an operator, or of operators of layers that repeat."""
+    return alike[0].name if len(alike) == 1 else layer_pattern(alike[0].name)
 
 
 def _axes(priced: PricedGraph, index: int, picked: tuple[int, ...], name: str) -> tuple[int, ...]:
@@ -100,8 +115,8 @@ def _axes(priced: PricedGraph, index: int, picked: tuple[int, ...], name: str) -
     return tuple(a for a, placed in enumerate(placement) if placed == name)
 
 
-def _times(operator: Operator) -> str:
-    return f" in each of {operator.num_layers} layers" if operator.num_layers > 1 else ""
+def _times(layers: int) -> str:
+    return f" in each of {layers} layers" if layers > 1 else ""
 
 
 def _rows(priced: PricedGraph, picked: tuple[int, ...]) -> list[str]:
@@ -124,10 +139,16 @@ def _replicated(priced: PricedGraph, picked: tuple[int, ...]) -> list[str]:
     used = [
         priced.options[i][option].num_ranks_used(priced.mesh) for i, option in enumerate(picked)
     ]
-    whole = [
-        op.name for op, count in zip(priced.graph.operators, used) if count < priced.mesh.ranks
+    alike: dict[str, list[Operator]] = {}
+    for operator, count in zip(priced.graph.operators, used):
+        if count < priced.mesh.ranks:
+            alike.setdefault(layer_pattern(operator.name), []).append(operator)
+    every = Counter(layer_pattern(operator.name) for operator in priced.graph.operators)
+    names = [
+        _joined(found) + (f" of {len(found)} layers" if 1 < len(found) < every[pattern] else "")
+        for pattern, found in alike.items()
     ]
-    return [f"Repeated on several ranks, for it is cheaper: {', '.join(whole)}."] if whole else []
+    return [f"Repeated on several ranks, for it is cheaper: {', '.join(names)}."] if names else []
 
 
 def _names(priced: PricedGraph) -> list[str]:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from workbench.costmodel.communication.collective_cost import AxisLink, hierarchical_seconds
+from workbench.costmodel.communication.collective_cost import AxisLink, level_seconds
 from workbench.costmodel.rates.constants import Constants
 from workbench.errors import refuse
 from workbench.plan.operators.least_redistribution import LeastRedistribution
@@ -45,7 +45,7 @@ class LogicalMesh:
     @cached_property
     def redistribution(self) -> LeastRedistribution:
         """Redistributions between layouts on this mesh, at its prices."""
-        return LeastRedistribution(tuple(axis.size for axis in self.axes), self.seconds)
+        return LeastRedistribution(tuple(axis.size for axis in self.axes), self._femtoseconds)
 
     @cached_property
     def fastest_rate(self) -> float:
@@ -72,7 +72,18 @@ class LogicalMesh:
                 part of what is exchanged.
             axes: Positions of the axes that the group spans.
         """
-        return hierarchical_seconds(kind, size, self._levels(axes), self.constants)
+        return sum(level_seconds(kind, size, self._levels(axes), self.constants))
+
+    def _femtoseconds(self, kind: str, size: float, axes: Sequence[int]) -> int:
+        """By which redistributions are chosen: every axis is a ring of its own, so that no calls
+        over some of the axes beat one over all.
+
+        One ring of equal links has more hops than two: small sums would take detours for them. An
+        all-to-all is no ring.
+        """
+        rings = [self._levels([axis])[0] for axis in axes[::-1]]
+        levels = self._levels(axes) if kind == "all_to_all" else rings
+        return sum(round(1e15 * s) for s in level_seconds(kind, size, levels, self.constants))
 
     def _levels(self, axes: Sequence[int]) -> list[tuple[int, AxisLink]]:
         levels: list[tuple[int, AxisLink]] = []

@@ -274,18 +274,6 @@ def _anonymous(operator: Operator) -> Operator:
     return replace(operator, name="", modules=(), num_layers=1)
 
 
-def price_graph(
-    graph: OperatorGraph,
-    mesh: LogicalMesh,
-    machine: MachineModel,
-    sizes: TensorBytes,
-    microbatches: int = 1,
-    memory: float | None = None,
-) -> PricedGraph:
-    """Price every strategy and every redistribution, as `GraphPricing.price` does."""
-    return GraphPricing(mesh, machine, sizes, microbatches).price(graph, memory=memory)
-
-
 def _no_divisor_text(graph: OperatorGraph, grid: LogicalMesh) -> str:
     units = {
         f"{op.name} {dim.name}": dim.units

@@ -207,7 +207,7 @@ def _moves(
             tensor,
             mesh.ranks_over(step.axes),
             (step.after if step.kind == "slice" else step.bytes) * times,
-            mesh.redistribution.step_seconds(step) * times,
+            0.0 if step.kind == "slice" else mesh.seconds(step.kind, step.bytes, step.axes) * times,
         )
         for step in mesh.redistribution.steps(held, wanted, size)
     )

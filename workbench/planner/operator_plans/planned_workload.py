@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 from workbench.costmodel.inputs.operator_strategies import OperatorStrategies
 from workbench.costmodel.inputs.rank_workload import Workload, workload
+from workbench.costmodel.inputs.traced_stages import TracedStages
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.rules.operator_rules import boundary_axes, placements, sides
 from workbench.plan.rules.recompute_rules import recomputed_modules
@@ -13,16 +16,24 @@ from workbench.plan.rules.supported import require
 from workbench.planner.autoshard.plan_problem import operator_mesh
 
 
-def planned_workload(plan: ResolvedPlan, ranks: Sequence[int] | None = None) -> Workload:
+def planned_workload(
+    plan: ResolvedPlan, ranks: Sequence[int] | None = None, traced: TracedStages | None = None
+) -> Workload:
     """Per-rank problem sizes of a complete plan, operators and all.
 
     Args:
-        plan: The plan.
+        plan: The plan; with a stand-in shape where `traced` is given.
         ranks: Global ranks to evaluate, as `workload` takes them.
+        traced: The user's module that the plan runs, where it is that.
 
     Raises:
         PlanError: The plan uses a field that the cost model does not cover; the message names it.
     """
+    if traced is not None:
+        found = workload(plan, ranks, traced=traced)
+        if len(traced.stages) == 1:
+            return found
+        return replace(found, hidden_per_rank=math.prod(traced.boundary) / found.tokens)
     require(plan, "estimate")
     return workload(plan, ranks, operator_strategies(plan))
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from workbench.plan.operators.traced.dim_rules import dims_of
@@ -30,6 +31,20 @@ class TensorFactors:
     def sizes(self) -> tuple[int, ...]:
         """Sizes of all factors in a row."""
         return tuple(size for dim in self.dims for size in dim)
+
+    def local_sizes(self, layout: Sequence[int | None], sides: Sequence[int]) -> list[int]:
+        """Local size of each factor in a row, where each axis of a grid of `sides` shards that
+        which `layout` says.
+        """
+        return [
+            size // math.prod(side for side, at in zip(sides, layout) if at == i)
+            for i, size in enumerate(self.sizes)
+        ]
+
+    def local_shape(self, layout: Sequence[int | None], sides: Sequence[int]) -> list[int]:
+        """Local shape of the tensor."""
+        sizes = iter(self.local_sizes(layout, sides))
+        return [math.prod(next(sizes) for _ in dim) for dim in self.dims]
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Pipeline stages of a traced graph, cut where one tensor passes and balanced by FLOPs."""
+"""Pipeline stages of a traced graph, cut where one tensor passes and balanced by their work."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from workbench.plan.operators.traced.node_factors import FactoredGraph
 from workbench.plan.operators.traced.traced_graph import TensorRef, TracedGraph, TracedNode
 from workbench.plan.operators.traced.traced_sites import live_ids
 
-PRODUCTS = ("linear", "addmm", "matmul", "mm", "bmm", "einsum", "scaled_dot_product_attention")
+PRODUCTS = ("linear", "addmm", "matmul", "mm", "bmm", "einsum")
+ATTENTION = "scaled_dot_product_attention"
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ def graph_stages(
             f"with chunks makes {count} stages, but one tensor alone passes at {len(places)} "
             f"places of the model; legal: up to {len(places) + 1} stages",
         )
-    ends = _balanced(list(accumulate(_flops(factored, node) for node in live)), [*places], count)
+    ends = _balanced(list(accumulate(_work(factored, node) for node in live)), [*places], count)
     bounds = [0, *ends, len(live)]
     refs = [TensorRef(graph.tokens), *(places[end] for end in ends), graph.output]
     stages = [
@@ -115,11 +116,20 @@ def _balanced(flops: Sequence[float], places: Sequence[int], count: int) -> list
     return best[len(flops)][1][:-1]
 
 
-def _flops(factored: FactoredGraph, node: TracedNode) -> float:
-    """Multiply-adds of a product, else elements of the result."""
+def multiply_adds(factored: FactoredGraph, node: TracedNode) -> float:
+    """Of a product, or of both products of attention; 0 of other operators."""
+    if node.op == ATTENTION:
+        queries, keys = (factored.tensors[ref] for ref in node.inputs[:2])
+        elements = math.prod(queries.sizes) + math.prod(node.outputs[0].shape)
+        return float(elements * math.prod(keys.dims[-2]))
     if node.op in PRODUCTS:
         return float(math.prod(factored.nodes[node.id].sizes.values()))
-    return float(math.prod(node.outputs[0].shape))
+    return 0.0
+
+
+def _work(factored: FactoredGraph, node: TracedNode) -> float:
+    """Multiply-adds of a product, else elements of the result."""
+    return multiply_adds(factored, node) or float(math.prod(node.outputs[0].shape))
 
 
 def _with_constants(graph: TracedGraph, nodes: Sequence[TracedNode]) -> tuple[TracedNode, ...]:

@@ -8,6 +8,8 @@ from typing import Any
 
 LOSS = "loss"
 """Name and id of the operator that is added to a module which returns logits."""
+LOSS_OP = "head_loss"
+"""What it is."""
 
 DEVICE = "device"
 """Stands in arguments for the device that the graph runs on."""

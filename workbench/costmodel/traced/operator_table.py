@@ -1,0 +1,76 @@
+"""The table of operators on shapes: what the forward of each allocates, what it keeps for backward,
+and what backward allocates.
+
+One entry an operator; one test an entry, against torch on fake tensors. A model with an operator
+that is not here is refused: no figure is guessed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from workbench.costmodel.operators.symbolic_autograd import SymbolicTensor
+from workbench.costmodel.traced.attention import attention_entry, dropout_entry
+from workbench.costmodel.traced.elementwise import ELEMENTWISE, Entry
+from workbench.costmodel.traced.ends import embedding_entry, own_loss_entry
+from workbench.costmodel.traced.moving import MOVING
+from workbench.costmodel.traced.node_call import NodeCall, unknown
+from workbench.costmodel.traced.products import (
+    addmm_entry,
+    bmm_entry,
+    einsum_entry,
+    linear_entry,
+    matmul_entry,
+)
+from workbench.costmodel.traced.reductions import REDUCTIONS
+from workbench.errors import PlanError
+from workbench.plan.operators.traced.traced_graph import LOSS_OP, TracedNode
+
+ENTRIES: dict[str, Entry] = {
+    "linear": linear_entry,
+    "addmm": addmm_entry,
+    "matmul": matmul_entry,
+    "mm": matmul_entry,
+    "bmm": bmm_entry,
+    "einsum": einsum_entry,
+    "embedding": embedding_entry,
+    "scaled_dot_product_attention": attention_entry,
+    "dropout": dropout_entry,
+    "cross_entropy_loss": own_loss_entry,
+    **ELEMENTWISE,
+    **REDUCTIONS,
+    **MOVING,
+}
+"""Operator -> what it does on shapes."""
+PRODUCTS = frozenset(
+    {"linear", "addmm", "matmul", "mm", "bmm", "einsum", "scaled_dot_product_attention"}
+)
+"""Operators whose multiplications are priced one by one."""
+
+
+def require_entries(nodes: Iterable[TracedNode]) -> None:
+    """Raise `PlanError` for every operator that the table lacks."""
+    lacking = {node.op: node for node in reversed([*nodes]) if node.op not in ENTRIES}
+    lacking.pop(LOSS_OP, None)
+    if lacking:
+        raise PlanError([p for node in lacking.values() for p in unknown(node).problems])
+
+
+def run(c: NodeCall) -> list[SymbolicTensor]:
+    """Results of an operator on a rank's shards."""
+    results = list(ENTRIES[c.node.op](c))
+    if c.node.op not in PRODUCTS:
+        record_moves(c, results)
+    return results
+
+
+def record_moves(c: NodeCall, results: list[SymbolicTensor]) -> None:
+    """Record what an operator reads and writes, where its results are new; its backward reads what
+    forward did, and writes as much.
+    """
+    new = [y for y in results if all(y.storage is not x.storage for x in c.inputs)]
+    if not new:
+        return
+    written, read = sum(y.bytes for y in new), sum(x.bytes for x in c.inputs)
+    trained = sum(x.bytes for x in c.inputs if x.node is not None)
+    c.r.compute("moved", written + read, (written + read + trained) * (trained > 0))

@@ -1,0 +1,86 @@
+"""One microbatch through a stage of a traced module: what it keeps, its largest live sets, its calls
+and work.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from workbench.costmodel.communication.bucket_volume import rank_buckets
+from workbench.costmodel.inputs.config import stage_homes
+from workbench.costmodel.inputs.operator_stages import stages_of
+from workbench.costmodel.inputs.rank_workload import Workload
+from workbench.costmodel.inputs.traced_stages import TracedStages
+from workbench.costmodel.operators.stage_pass import StagePass, phases_of
+from workbench.costmodel.operators.symbolic_autograd import (
+    Node,
+    SymbolicTensor,
+    leaf,
+    run_backward,
+)
+from workbench.costmodel.operators.symbolic_rank import SymbolicRank
+from workbench.costmodel.traced.gradient_buffers import GradientBuffers
+from workbench.costmodel.traced.traced_run import TracedRun
+
+FORWARD, BACKWARD = "forward", "feed_forward"
+"""Phases of `memory/live_sets.py`."""
+
+
+def traced_pass(w: Workload, traced: TracedStages, stage: int) -> StagePass:
+    """Run a microbatch through a stage.
+
+    Its tokens and targets are counted elsewhere, and so are parameters and their gradients.
+    """
+    r = SymbolicRank(w, traced.sides, traced.least)
+    batch, length = int(w.sequences), int(w.tokens / w.sequences)
+    received: list[SymbolicTensor] = []
+    r.enter("stage")
+    parameters = _parameters(r, traced, stage)
+    targets = x = r.empty((batch, length), 0)
+    if stage:
+        x = r.empty(traced.boundary)
+        x = replace(x, node=leaf(received.append, "stage"))
+    y = TracedRun(r, traced, traced.stages[stage], parameters).forward(x, targets)
+    if stage < len(traced.stages) - 1:
+        # Backward starts from the graph's edge: the output is freed once it is sent.
+        y = replace(y, storage=r.tape.allocate(0))
+    r.tape.end_action("activations")
+    phases, kept = phases_of(r.tape.largest, {}, FORWARD), r.tape.live
+    r.tape.largest, r.action = {}, "B"
+    roots = [(y, replace(y, storage=r.tape.allocate(0), node=None))]  # it is counted elsewhere
+    del y
+    run_backward(r.tape, roots)  # which the stage's input outlives
+    del x
+    r.tape.end_action("communication")
+    return StagePass(
+        kept.get("activations", 0.0),
+        0.0,
+        0.0,
+        phases | phases_of(r.tape.largest, {}, BACKWARD),
+        r.calls,
+        r.work,
+    )
+
+
+def _parameters(
+    r: SymbolicRank, traced: TracedStages, stage: int
+) -> dict[str, SymbolicTensor]:
+    """A rank's parameters of a stage, by name; their gradients go to buffers, where they have
+    any.
+    """
+    own = {p.name: r.parameter(*p.shape) for p in traced.of_stage(stage)}
+    w = r.w
+    if w.zero < 2 or not np.all(w.reduce_microbatch):
+        return own
+    s = w.fixed
+    rank = int(stage_homes(s.pipeline, s.schedule, len(s.partition), s.table)[stage])
+    buckets = rank_buckets(w, rank)[stages_of(s, rank).index(stage)]
+    in_flight = s.num_zero_in_flight if len(traced.stages) == 1 else 0
+    buffers = GradientBuffers(r.tape, buckets, float(w.gradient_element_bytes), in_flight)
+
+    def into(name: str) -> Node:
+        return leaf(lambda _: buffers.accumulate(name), r.tape.part)
+
+    return {name: replace(x, node=into(name)) for name, x in own.items()}
