@@ -58,14 +58,15 @@ def _plan(plan: Plan | str | Path) -> Plan:
     return Plan.load(plan)
 
 
-def estimate(plan: Plan | str | Path) -> Profile:
+def estimate(plan: Plan | str | Path, *, allow_code: bool = False) -> Profile:
     """Estimate memory, step time and communication in closed form.
 
     Takes milliseconds, on any cluster. Memory is by category and pipeline stage, time by part of
-    the step.
+    the step. A model that is given as Python is first traced, in a child process.
 
     Args:
         plan: A plan, or the path of a plan file.
+        allow_code: Run a model that is given as Python, to trace its operators.
 
     Returns:
         The estimated frames; `fits`, and in `notes` the smallest change that fits.
@@ -74,8 +75,12 @@ def estimate(plan: Plan | str | Path) -> Profile:
         PlanError: The plan is illegal, or asks for what the planner does not model.
     """
     from workbench.planner.estimate import estimate
+    from workbench.runs.launch import subprocess_verbs
 
-    return estimate(_plan(plan))
+    written = _plan(plan)
+    if written.code is None:
+        return estimate(written)
+    return estimate(written, subprocess_verbs.traced_model(written, allow_code))
 
 
 def explain(

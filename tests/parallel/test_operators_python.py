@@ -283,9 +283,10 @@ def test_models_that_would_not_train_alike_are_refused(factory: str, said: str) 
         check_python_model(users(factory=factory), allow_code=True)
 
 
-def test_an_estimate_of_code_is_refused() -> None:
-    with pytest.raises(PlanError, match=r"model.python: .* no closed form knows"):
+def test_an_estimate_traces_code_only_where_it_is_allowed() -> None:
+    with pytest.raises(PlanError, match=r"model.python: .* is code.*--allow-code"):
         require(users().resolve(), "estimate")
+    require(users().resolve(), "estimate", allow_code=True)
 
 
 def test_the_factory_returns_a_plain_module() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
@@ -148,6 +149,27 @@ def test_a_conflict_is_resolved_at_least_redistribution_and_says_what_it_saves()
     reasons = {row.operator: row.reason for row in plan.rows}
     said = [reason for reason in reasons.values() if reason.startswith("conflict between ")]
     assert said and all("'s layout costs " in reason and "more" in reason for reason in said)
+
+
+def test_the_sum_of_a_gradient_is_no_redistribution() -> None:
+    """Where rows meet columns an all-gather and a reduce-scatter take the place of an all-reduce:
+    what is before stays split by rows.
+    """
+    pins = {f"blocks.{i}.mlp.up": ("((1,1),(1,4))", "((2,1),(1,2))")[i % 2] for i in range(4)}
+    plan = found("sharding_propagation", pins=pins)
+    attention = [row for row in plan.rows if "attention." in row.operator]
+    assert attention and all(row.strategy.startswith("((2,1") for row in attention)
+    up = {"blocks.*.attention_norm": "((4,1),(1,))", "blocks.*.mlp.up": "((1,1),(1,4))"}
+    plan = found("sharding_propagation", pins=up)
+    (more,) = re.findall(r"mlp.up's layout costs ([\d.]+) ms more", by_name(plan)["mlp_norm"][1])
+    other = found("sharding_propagation", pins=plan.forms | {"blocks.*.mlp_norm": "((1,1),(1,))"})
+    assert between(other) - between(plan) == pytest.approx(1e-3 * float(more), rel=0.01)
+
+
+def between(plan: OperatorPlan) -> float:
+    """Seconds of redistribution, and of the sums that it may take along."""
+    sums = [m.seconds * r.times for r in plan.rows for m in r.moves if m.tensor != "weight"]
+    return sum(sums) + sum(r.seconds * r.times for r in plan.redistributions)
 
 
 def test_a_pin_that_is_kept_says_so_in_every_mode() -> None:

@@ -91,8 +91,8 @@ class ResolvedPlan(Plan):
             raise refuse(
                 "model.python",
                 f"'{self.model.python}' is code, so its shape is not known, and what follows from "
-                "it (estimates, search, presets that split layers); legal: rehearse, verify and "
-                "run, or a catalog name, a shape, a config.json",
+                "it (search, presets that split layers); legal: estimate, rehearse, verify and "
+                "run, with --allow-code, or a catalog name, a shape, a config.json",
             )
         if isinstance(self.model, ProfiledModel):
             raise refuse("model", f"'{self.model.layer_profile}' {NO_SHAPE}")

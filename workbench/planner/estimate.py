@@ -27,9 +27,10 @@ from workbench.costmodel.step_time import (
     step_time,
     step_time_breakdown,
 )
-from workbench.plan.rank_placement import first_ranks_of_replicas, representative_ranks
 from workbench.plan.operators.traced.traced_json import TracedModel
+from workbench.plan.rank_placement import first_ranks_of_replicas, representative_ranks
 from workbench.plan.resolved_plan import ResolvedPlan
+from workbench.plan.rules.python_model_rules import untraced
 from workbench.plan.rules.supported import require
 from workbench.plan.schema import Plan
 from workbench.planner.assumed_hardware import assumed_hardware
@@ -73,8 +74,9 @@ def estimate(plan: Plan, model: TracedModel | None = None) -> Profile:
     if full.profiled:
         return estimate_on_profile(plan, full)
     if full.code:
-        require(full, "estimate", allow_code=model is not None)
-        assert model is not None
+        if model is None:
+            raise untraced(full)
+        require(full, "estimate", allow_code=True)
         traced = traced_stages(full, model)
         full = with_stand_in(full, traced)
     full, k = with_calibration(full)

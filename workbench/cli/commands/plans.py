@@ -70,9 +70,9 @@ def _tables() -> ModuleType:
 
 
 @planned
-def estimate(plan: Plan, json: Json = False) -> None:
+def estimate(plan: Plan, allow_code: AllowCode = False, json: Json = False) -> None:
     # The plan as written: a resolved one holds the sizes that a change of the advice moves.
-    found = verbs.estimate(plan)
+    found = verbs.estimate(plan, allow_code=allow_code)
     emit(json, found.summary(), lambda: _tables().estimate_table(plan.resolve(), found))
 
 

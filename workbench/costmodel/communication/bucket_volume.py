@@ -40,6 +40,10 @@ class StageParameter:
     experts: bool = False
     """Whether it belongs to experts that other ranks do not hold."""
     name: str = ""
+    has_gradient: bool = True
+    """Whether backward makes its gradient: a user's module may have parameters that it does not
+    read.
+    """
 
 
 @dataclass(frozen=True)
@@ -131,6 +135,8 @@ def _reductions(w: Workload, stage: list[PackedBucket]) -> Iterator[tuple[Bucket
     hooks = "B" if w.pipeline == 1 else "REDUCE_GRAD"
     times = int(w.microbatches) if w.zero >= 2 and w.reduce_microbatch else 1
     for index, bucket in enumerate(stage):
+        if not all(p.has_gradient for p in bucket.members):
+            hooks = "REDUCE_GRAD"  # it is never complete, and those behind it wait for it
         size, group, shard = (
             bucket.elements * float(w.gradient_element_bytes),
             _replica_ranks(w, bucket),
@@ -249,7 +255,7 @@ def _of_traced(traced: TracedStages, stage: int, apart: bool) -> Iterator[StageP
     for p in traced.of_stage(stage):
         sides = tuple((f"operators.{axis}", traced.sides[axis]) for axis in p.partial_over)
         own = apart and p.name == traced.tied
-        yield StageParameter(p.unit, p.elements, sides, own_bucket=own, name=p.name)
+        yield StageParameter(p.unit, p.elements, sides, own, name=p.name, has_gradient=p.is_read)
 
 
 def _attention_params(w: Workload) -> Iterator[tuple[float, GridSides]]:

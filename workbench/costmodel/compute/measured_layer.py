@@ -17,7 +17,6 @@ from workbench.costmodel.compute.measured_seams import (
     measured_seam,
 )
 from workbench.costmodel.compute.operator_seconds import operator_microbatch_compute
-from workbench.costmodel.compute.traced_seconds import traced_microbatch_compute
 from workbench.costmodel.compute.roofline import (
     LayerTimes,
     MicrobatchCompute,
@@ -25,6 +24,7 @@ from workbench.costmodel.compute.roofline import (
     microbatch_compute,
     optimizer_seconds,
 )
+from workbench.costmodel.compute.traced_seconds import traced_microbatch_compute
 from workbench.costmodel.inputs.config import Array, Number
 from workbench.costmodel.inputs.layer_gemms import head_gemm, layer_gemms
 from workbench.costmodel.inputs.rank_workload import Workload

@@ -31,8 +31,8 @@ from workbench.costmodel.compute.roofline import (
 )
 from workbench.costmodel.inputs.layer_gemms import layer_gemms
 from workbench.costmodel.inputs.rank_workload import Workload
-from workbench.costmodel.operators.rank_passes import rank_passes
 from workbench.costmodel.operators.stage_pass import StagePass
+from workbench.costmodel.rank_passes import rank_passes
 
 NO_TIME = PassTimes(0.0, 0.0)
 

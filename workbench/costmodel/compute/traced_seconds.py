@@ -15,8 +15,8 @@ from workbench.costmodel.compute.roofline import MicrobatchCompute, host_ahead
 from workbench.costmodel.inputs.config import Number
 from workbench.costmodel.inputs.rank_workload import Workload
 from workbench.costmodel.inputs.traced_stages import TracedStages
-from workbench.costmodel.operators.rank_passes import rank_passes
 from workbench.costmodel.operators.stage_pass import StagePass
+from workbench.costmodel.rank_passes import rank_passes
 from workbench.costmodel.traced.operator_table import PRODUCTS
 from workbench.plan.operators.traced.traced_graph import TracedNode
 

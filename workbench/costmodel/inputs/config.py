@@ -238,7 +238,7 @@ def fixed_config(plan: ResolvedPlan) -> FixedConfig:
     )
 
 
-def _stepped(plan: Plan) -> dict[str, float]:
+def _stepped(plan: Plan) -> dict[str, Any]:
     """Dtype sizes of the optimizer step of this engine: AdamW whose tensors are all bf16 runs in
     bf16, every other step in fp32.
     """

@@ -20,7 +20,6 @@ from workbench.plan.model.parameter_count import (
 )
 
 
-
 @dataclass(frozen=True)
 class ParamCounts:
     """Parameters of one rank, by pipeline rank.

@@ -24,8 +24,8 @@ from workbench.costmodel.inputs.operator_stages import rank_parameters, stages_o
 from workbench.costmodel.inputs.operator_strategies import OperatorStrategies
 from workbench.costmodel.inputs.rank_parameters import ParamCounts, count_params
 from workbench.costmodel.inputs.rank_shapes import RankShapes
-from workbench.costmodel.inputs.traced_stages import TracedStages
 from workbench.costmodel.inputs.tensor_tiling import TensorTiling, tensor_tiling
+from workbench.costmodel.inputs.traced_stages import TracedStages
 from workbench.plan.model.head_split import num_kv_heads, padded_heads_per_rank
 from workbench.plan.model.model_shape import Shape
 from workbench.plan.optimizer_state import DTYPE_BYTES

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from workbench.costmodel.inputs.operator_strategies import RankGrid
 from workbench.plan.operators.least_redistribution import LeastRedistribution
@@ -35,11 +35,13 @@ class TracedParameter:
         name: In the module.
         shape: Local.
         partial_over: Axes of the grid over which its gradient is summed once a step.
+        is_read: Whether an operator reads it, so that backward makes its gradient.
     """
 
     name: str
     shape: tuple[int, ...]
     partial_over: tuple[int, ...]
+    is_read: bool = True
 
     @property
     def elements(self) -> int:
@@ -89,14 +91,14 @@ class TracedStages(RankGrid):
         object.__setattr__(self, "types", self.factored.graph.tensors())
 
     def of_stage(self, stage: int) -> list[TracedParameter]:
-        """Parameters of a stage, in the module's order; those that nothing reads are the first's."""
+        """Parameters of a stage, in the module's order; the first has those that nothing reads."""
         reads = [{ref.source for n in part.nodes for ref in n.inputs} for part in self.stages]
         anywhere = set().union(*reads)
+        unread = {name for name in self.parameters if self.ids.get(name) not in anywhere}
         return [
-            self._parameter(name)
+            replace(self._parameter(name), is_read=name not in unread)
             for name in self.parameters
-            if self.ids.get(name) in reads[stage]
-            or (stage == 0 and self.ids.get(name) not in anywhere)
+            if self.ids.get(name) in reads[stage] or (stage == 0 and name in unread)
         ]
 
     def largest(self, stages: Sequence[int]) -> float:

@@ -37,8 +37,6 @@ class ActivationsInFlight:
     """What those layers leave for a deferred W."""
 
 
-FORWARD_PHASES = ("forward", "head_forward")
-"""Phases of the forward of plans with operator strategies."""
 PHASES_WITH_ALL_GRADIENTS = ("embedding", "optimizer")
 """Phases at which all gradients exist, whatever the framework."""
 
@@ -87,11 +85,11 @@ def _on_shapes(w: Workload) -> dict[str, MemoryByCategory]:
     received = {"communication": _received_gradient(w)}
     return {
         "first_forward": first,
-        **{name: live for name, live in forward.items() if name in FORWARD_PHASES},
+        **{n: live for n, live in forward.items() if n in operator_live_sets.FORWARD_PHASES},
         **{
             name: add_categories(live, received)
             for name, live in backward.items()
-            if name not in FORWARD_PHASES
+            if name not in operator_live_sets.FORWARD_PHASES
         },
     }
 

@@ -16,7 +16,9 @@ from workbench.runtime_facts.bucket_packing import aligned_numel
 
 def bucket_elements(w: Workload) -> Array:
     """Elements of all buckets of each rank, padding included."""
-    return np.array([float(sum(b.elements for b in _buckets(w, at))) for at in range(len(w.places))])
+    return np.array(
+        [float(sum(b.elements for b in _buckets(w, at))) for at in range(len(w.places))]
+    )
 
 
 def owned_elements(w: Workload) -> Array:

@@ -11,8 +11,8 @@ from workbench.costmodel.communication.collective_call import CollectiveCall, gr
 from workbench.costmodel.inputs.operator_stages import rank_parameters
 from workbench.costmodel.inputs.operator_strategies import RankGrid, group_name
 from workbench.costmodel.inputs.rank_workload import Workload
-from workbench.costmodel.operators.rank_passes import rank_passes
 from workbench.costmodel.operators.symbolic_rank import GridCall
+from workbench.costmodel.rank_passes import rank_passes
 
 
 def operator_collectives(w: Workload) -> list[CollectiveCall]:

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import numpy as np
 
-from workbench.costmodel.inputs.config import Array
+from workbench.costmodel.inputs.config import Array, named_table
+from workbench.costmodel.inputs.operator_stages import stages_of
 from workbench.costmodel.inputs.rank_workload import Workload
 from workbench.costmodel.operators.allocation_tape import LiveSet
-from workbench.costmodel.operators.rank_passes import rank_passes
 from workbench.costmodel.operators.stage_pass import StagePass
+from workbench.costmodel.rank_passes import rank_passes
 
 CATEGORIES = ("activations", "logits", "temporary", "communication")
+FORWARD_PHASES = ("forward", "head_forward")
+"""Phases of the forward."""
+STEADY = 4
+"""Microbatches for each pipeline rank after which a schedule repeats."""
 
 
 def kept_in_flight(w: Workload) -> tuple[Array, Array]:
@@ -53,13 +58,44 @@ def _with_own(w: Workload, others: dict[str, Array], phase: str) -> dict[str, Ar
     columns: dict[str, list[float]] = {category: [] for category in CATEGORIES}
     for at, own in enumerate(rank_passes(w)):
         beside = {name: float(np.broadcast_to(x, w.zeros.shape)[at]) for name, x in others.items()}
+        more = _more_in_turn(w, at, own, "F" if phase in FORWARD_PHASES else "B")
         sets = [
-            _replaced(beside, stage, stage.phases[phase]) for stage in own if phase in stage.phases
+            _replaced(beside | {"activations": beside["activations"] + extra}, stage, live)
+            for stage, extra in zip(own, more)
+            if (live := stage.phases.get(phase)) is not None
         ]
         largest = max(sets, key=lambda live: sum(live.values()), default={})
         for category, column in columns.items():
             column.append(largest.get(category, 0.0))
     return {category: np.array(column) for category, column in columns.items()}
+
+
+def _more_in_turn(w: Workload, at: int, own: tuple[StagePass, ...], kind: str) -> list[float]:
+    """For each of a rank's stages, how many bytes more are kept when it runs an action of `kind`
+    than `kept_in_flight` says: where a rank has several stages that keep unlike much, the schedule
+    says which microbatches of which stage are between forward and backward.
+    """
+    if len(own) == 1:
+        return [0.0]
+    counted = float(np.broadcast_to(sum(kept_in_flight(w)), w.zeros.shape)[at])
+    most, rank = _shown_microbatches(w), w.places[at].stage
+    kept = {stage: _kept(one) for stage, one in zip(stages_of(w.fixed, rank), own)}
+    found, total = dict.fromkeys(kept, 0.0), 0.0
+    for action in (w.fixed.table or named_table(w.fixed, most)).rows[rank]:
+        total += kept[action.stage] * (action.kind == "F")
+        if action.kind == kind:
+            found[action.stage] = max(found[action.stage], total)
+        total -= kept[action.stage] * (action.kind == "B")
+    return [each - counted for each in found.values()]
+
+
+def _shown_microbatches(w: Workload) -> int:
+    """Microbatches of a step, as many as show all that a schedule keeps."""
+    return min(int(np.max(w.microbatches)), STEADY * w.pipeline)
+
+
+def _kept(stage: StagePass) -> float:
+    return stage.kept_of_layers + stage.kept_of_head + stage.kept_logits
 
 
 def _replaced(beside: LiveSet, stage: StagePass, live: LiveSet) -> LiveSet:

@@ -9,11 +9,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 
-from workbench.costmodel.operators.strides import contiguous_strides, strides_of
 from workbench.costmodel.operators.symbolic_autograd import SymbolicTensor
 from workbench.costmodel.operators.symbolic_rank import SymbolicRank
 from workbench.plan.operators.least_redistribution import RedistributionStep
 from workbench.plan.operators.tensor_layout import TensorLayout
+from workbench.runtime_facts.tensor_strides import contiguous_strides, strides_of
 
 Shape = tuple[int, ...]
 

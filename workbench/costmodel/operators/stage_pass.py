@@ -108,7 +108,9 @@ def _largest(sets: Iterable[LiveSet]) -> LiveSet:
     return max(sets, key=lambda live: sum(live.values()))
 
 
-def phases_of(parts: dict[str, LiveSet], named: Mapping[str, str], layers: str) -> dict[str, LiveSet]:
+def phases_of(
+    parts: dict[str, LiveSet], named: Mapping[str, str], layers: str
+) -> dict[str, LiveSet]:
     """The largest live set of each phase that has any of these parts; `layers` is the layers'."""
     found: dict[str, list[LiveSet]] = {}
     for part, live in parts.items():

@@ -16,8 +16,8 @@ from itertools import count
 from typing import Any
 
 from workbench.costmodel.operators.allocation_tape import AllocationTape, Storage
-from workbench.costmodel.operators.strides import lie_in_order
 from workbench.plan.operators.tensor_layout import TensorLayout
+from workbench.runtime_facts.tensor_strides import lie_in_order
 
 _numbers = count()
 

@@ -1,1 +1,1 @@
-"""A user's traced module on shapes: what each operator allocates, keeps for backward and computes."""
+"""A user's traced module on shapes: what its operators allocate, keep for backward and compute."""

@@ -2,50 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-
 from workbench.costmodel.operators.symbolic_autograd import Gradients, SymbolicTensor
 from workbench.costmodel.operators.symbolic_rank import SymbolicRank
 from workbench.costmodel.traced.node_call import NodeCall
-from workbench.costmodel.traced.tensor_views import as_input, computed
-
-Entry = Callable[[NodeCall], Sequence[SymbolicTensor]]
-
-
-@dataclass(frozen=True)
-class Unary:
-    """An operator of one tensor.
-
-    Attributes:
-        saves: Whether backward reads its input or its output, or neither.
-        temporaries: Tensors of its size that backward computes beside the gradient.
-    """
-
-    saves: str = ""
-    temporaries: int = 0
-
-    def __call__(self, c: NodeCall) -> list[SymbolicTensor]:
-        """One new tensor."""
-        return [unary(c.r, c.inputs[0], self, c.sizes[0])]
-
-
-def unary(
-    r: SymbolicRank, x: SymbolicTensor, kind: Unary, element_bytes: int = 0
-) -> SymbolicTensor:
-    """The result of an operator of one tensor."""
-    y = computed(r, x.shape, element_bytes or x.element_bytes, x)
-    saved = {"input": x.detached(), "output": y, "": None}[kind.saves]
-    shape, size, count = x.shape, x.element_bytes, kind.temporaries
-
-    def backward(gradient: SymbolicTensor) -> Gradients:
-        read = () if saved is None else (saved,)
-        beside = [computed(r, shape, size, *read or (gradient,)) for _ in range(count)]
-        made = computed(r, shape, size, gradient, *read)
-        del beside
-        return (made,)
-
-    return r.made(y, backward, x)
+from workbench.costmodel.traced.pointwise import Entry, Unary
+from workbench.costmodel.traced.tensor_views import as_inputs, computed, metas_of
 
 
 def without_gradient(c: NodeCall) -> list[SymbolicTensor]:
@@ -53,16 +14,16 @@ def without_gradient(c: NodeCall) -> list[SymbolicTensor]:
     return [computed(c.r, c.shapes[0], c.sizes[0], *c.inputs)]
 
 
-def added(r: SymbolicRank, x: SymbolicTensor, y: SymbolicTensor, shape: tuple[int, ...]) -> (
-    SymbolicTensor
-):
+def added(
+    r: SymbolicRank, x: SymbolicTensor, y: SymbolicTensor, shape: tuple[int, ...]
+) -> SymbolicTensor:
     """x + y."""
     size = max(x.element_bytes, y.element_bytes)
-    metas = [(z.shape, z.element_bytes) for z in (x, y)]
+    metas = metas_of(x, y)
     total = computed(r, shape, size, x, y)
 
     def backward(gradient: SymbolicTensor) -> Gradients:
-        return tuple(as_input(r, gradient, *meta) for meta in metas)
+        return as_inputs(r, [gradient, gradient], metas)
 
     return r.made(total, backward, x, y)
 
@@ -70,7 +31,8 @@ def added(r: SymbolicRank, x: SymbolicTensor, y: SymbolicTensor, shape: tuple[in
 def add(c: NodeCall) -> list[SymbolicTensor]:
     """A sum; with a number, backward is the identity."""
     if len(c.inputs) == 2:
-        return [added(c.r, *c.inputs, c.shapes[0])]
+        x, y = c.inputs
+        return [added(c.r, x, y, c.shapes[0])]
     (x,) = c.inputs
     return [c.r.made(computed(c.r, c.shapes[0], c.sizes[0], x), lambda g: (g,), x)]
 
@@ -80,13 +42,12 @@ def sub(c: NodeCall) -> list[SymbolicTensor]:
     if len(c.inputs) < 2:
         return Unary()(c) if c.subtracts_input else add(c)
     r, (x, y) = c.r, c.inputs
-    metas = [(z.shape, z.element_bytes) for z in (x, y)]
+    metas = metas_of(x, y)
     both = x.node is not None, y.node is not None
 
     def backward(gradient: SymbolicTensor) -> Gradients:
         negated = computed(r, gradient.shape, gradient.element_bytes, gradient) if both[1] else None
-        own = gradient if both[0] else None
-        return as_input(r, own, *metas[0]), as_input(r, negated, *metas[1])
+        return as_inputs(r, [gradient if both[0] else None, negated], metas)
 
     return [r.made(computed(r, c.shapes[0], c.sizes[0], x, y), backward, x, y)]
 
@@ -99,14 +60,14 @@ def multiplied(
     z = computed(r, shape, size, x, y)
     of_x = None if x.node is None else y.detached()
     of_y = None if y.node is None else x.detached()
-    metas = [(each.shape, each.element_bytes) for each in (x, y)]
+    metas = metas_of(x, y)
 
     def backward(gradient: SymbolicTensor) -> Gradients:
         made = [
             None if other is None else computed(r, shape, size, gradient, other)
             for other in (of_x, of_y)
         ]
-        return tuple(as_input(r, g, *meta) for g, meta in zip(made, metas))
+        return as_inputs(r, made, metas)
 
     return r.made(z, backward, x, y)
 
@@ -114,7 +75,8 @@ def multiplied(
 def mul(c: NodeCall) -> list[SymbolicTensor]:
     """A product."""
     if len(c.inputs) == 2:
-        return [multiplied(c.r, *c.inputs, c.shapes[0])]
+        x, y = c.inputs
+        return [multiplied(c.r, x, y, c.shapes[0])]
     return Unary()(c)
 
 
@@ -123,7 +85,7 @@ def div(c: NodeCall) -> list[SymbolicTensor]:
     if len(c.inputs) < 2:
         return Unary()(c) if not c.divides_number else Unary("output", 2)(c)
     r, (x, y), shape, size = c.r, c.inputs, c.shapes[0], c.sizes[0]
-    metas = [(each.shape, each.element_bytes) for each in (x, y)]
+    metas = metas_of(x, y)
     needs = x.node is not None, y.node is not None
     divisor, divided = y.detached(), x.detached() if needs[1] else None
 
@@ -131,10 +93,10 @@ def div(c: NodeCall) -> list[SymbolicTensor]:
         own = computed(r, shape, size, gradient, divisor) if needs[0] else None
         other = None
         if divided is not None:
-            beside = [computed(r, shape, size, gradient, divisor) for _ in range(3)]
+            beside = [computed(r, shape, size, gradient, divisor) for _ in range(2)]
             other = computed(r, shape, size, gradient, divisor)
             del beside
-        return as_input(r, own, *metas[0]), as_input(r, other, *metas[1])
+        return as_inputs(r, [own, other], metas)
 
     return [r.made(computed(r, shape, size, x, y), backward, x, y)]
 
@@ -142,14 +104,19 @@ def div(c: NodeCall) -> list[SymbolicTensor]:
 def where(c: NodeCall) -> list[SymbolicTensor]:
     """One or the other of two tensors or numbers."""
     r, (condition, *xs), shape, size = c.r, c.inputs, c.shapes[0], c.sizes[0]
-    chosen, metas = condition.detached(), [(x.shape, x.element_bytes) for x in xs]
+    chosen, metas = condition.detached(), metas_of(*xs)
     needs = [x.node is not None for x in xs]
 
     def backward(gradient: SymbolicTensor) -> Gradients:
+        zero = r.empty((), size)
         made = [computed(r, shape, size, chosen, gradient) if n else None for n in needs]
-        return tuple(as_input(r, g, *meta) for g, meta in zip(made, metas))
+        del zero
+        return as_inputs(r, made, metas)
 
-    return [r.made(computed(r, shape, size, condition, *xs), backward, *xs)]
+    numbers = [r.empty((), size) for _ in range(2 - len(xs))]
+    y = r.made(computed(r, shape, size, condition, *xs), backward, *xs)
+    del numbers
+    return [y]
 
 
 def masked_fill(c: NodeCall) -> list[SymbolicTensor]:
@@ -163,11 +130,11 @@ def filled(
     r: SymbolicRank, x: SymbolicTensor, mask: SymbolicTensor, y: SymbolicTensor
 ) -> SymbolicTensor:
     """The node of `masked_fill`, whose result `y` is."""
-    kept, shape, size = mask.detached(), x.shape, x.element_bytes
+    kept, metas = mask.detached(), metas_of(x)
 
     def backward(gradient: SymbolicTensor) -> Gradients:
         made = computed(r, gradient.shape, gradient.element_bytes, gradient, kept)
-        return (as_input(r, made, shape, size),)
+        return as_inputs(r, [made], metas)
 
     return r.made(y, backward, x)
 
@@ -181,11 +148,23 @@ def pow_(c: NodeCall) -> list[SymbolicTensor]:
     return c.refused("with a tensor as exponent")
 
 
-def clamp(c: NodeCall) -> list[SymbolicTensor]:
-    """Backward masks what lies outside of the bounds, which are numbers."""
-    if len(c.inputs) > 1:
-        return c.refused("with tensors as bounds")
-    return Unary("input", 1)(c)
+def larger(c: NodeCall) -> list[SymbolicTensor]:
+    """The larger or the lesser of two: equal entries share the gradient."""
+    r, (x, y), shape, size = c.r, c.inputs, c.shapes[0], c.sizes[0]
+    saved, metas = (x.detached(), y.detached()), metas_of(x, y)
+    needs = x.node is not None, y.node is not None
+
+    def share(gradient: SymbolicTensor) -> SymbolicTensor:
+        beside = computed(r, shape, size, gradient), computed(r, shape, 1, *saved)
+        made = computed(r, shape, size, beside[1], beside[0], gradient)
+        where_less = computed(r, shape, 1, *saved)
+        del beside, where_less
+        return made
+
+    def backward(gradient: SymbolicTensor) -> Gradients:
+        return as_inputs(r, [share(gradient) if need else None for need in needs], metas)
+
+    return [r.made(computed(r, shape, size, x, y), backward, x, y)]
 
 
 COMPARISONS = (
@@ -203,29 +182,7 @@ ELEMENTWISE: dict[str, Entry] = {
     "where": where,
     "masked_fill": masked_fill,
     "pow": pow_,
-    "square": Unary("input", 2),
-    "neg": Unary(),
-    "relu": Unary("output"),
-    "tanh": Unary("output"),
-    "sigmoid": Unary("output"),
-    "exp": Unary("output"),
-    "sqrt": Unary("output", 1),
-    "rsqrt": Unary("output", 3),
-    "reciprocal": Unary("output", 2),
-    "gelu": Unary("input"),
-    "silu": Unary("input"),
-    "mish": Unary("input"),
-    "elu": Unary("input"),
-    "leaky_relu": Unary("input"),
-    "hardtanh": Unary("input"),
-    "softplus": Unary("input"),
-    "hardswish": Unary("input"),
-    "hardsigmoid": Unary("input"),
-    "log": Unary("input"),
-    "sin": Unary("input", 1),
-    "cos": Unary("input", 2),
-    "abs": Unary("input", 1),
-    "erf": Unary("input", 4),
+    **dict.fromkeys(("maximum", "minimum"), larger),
     **dict.fromkeys(COMPARISONS, without_gradient),
 }
-"""Operator -> what it does on shapes."""
+"""Operator of several tensors, or without a gradient -> what it does on shapes."""

@@ -65,7 +65,8 @@ def _redistributed(
     held, wanted = (
         TensorLayout.placed(way.layout, len(sizes), sorted(way.partial)) for way in (source, target)
     )
-    dtype = DTYPE_NAMES[traced.types[ref].dtype][0]
+    name, size = DTYPE_NAMES[traced.types[ref].dtype]
+    dtype = name if x.element_bytes == size else "fp32"  # a loss of 16-bit logits
     local = redistributed(r, reshaped(r, x, sizes), held, wanted, dtype)
     shape = factors.local_shape(target.layout, traced.sides)
     return reshaped(r, replace(local, node=None), shape)

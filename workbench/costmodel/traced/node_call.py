@@ -62,6 +62,5 @@ def unknown(node: TracedNode, how: str = "") -> PlanError:
     where = f"{node.name} ({node.line})" if node.line else node.name
     said = f"{node.op} {how}".strip()
     return refuse(
-        "model.python",
-        f"has an operator that no estimate knows: {where} is {said}; {LEGAL}",
+        "model.python", f"has an operator that no estimate knows: {where} is {said}; {LEGAL}"
     )

@@ -11,10 +11,11 @@ from collections.abc import Iterable
 
 from workbench.costmodel.operators.symbolic_autograd import SymbolicTensor
 from workbench.costmodel.traced.attention import attention_entry, dropout_entry
-from workbench.costmodel.traced.elementwise import ELEMENTWISE, Entry
+from workbench.costmodel.traced.elementwise import ELEMENTWISE
 from workbench.costmodel.traced.ends import embedding_entry, own_loss_entry
 from workbench.costmodel.traced.moving import MOVING
 from workbench.costmodel.traced.node_call import NodeCall, unknown
+from workbench.costmodel.traced.pointwise import POINTWISE, Entry
 from workbench.costmodel.traced.products import (
     addmm_entry,
     bmm_entry,
@@ -37,6 +38,7 @@ ENTRIES: dict[str, Entry] = {
     "scaled_dot_product_attention": attention_entry,
     "dropout": dropout_entry,
     "cross_entropy_loss": own_loss_entry,
+    **POINTWISE,
     **ELEMENTWISE,
     **REDUCTIONS,
     **MOVING,

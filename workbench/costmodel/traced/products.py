@@ -6,18 +6,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from workbench.costmodel.operators.strides import viewed_strides
 from workbench.costmodel.operators.symbolic_autograd import Gradients, SymbolicTensor
 from workbench.costmodel.operators.symbolic_rank import SymbolicRank
 from workbench.costmodel.traced.elementwise import added, multiplied
 from workbench.costmodel.traced.node_call import NodeCall
-from workbench.costmodel.traced.tensor_views import (
-    expanded,
-    lying,
-    permuted,
-    reshaped,
-    transposed,
-)
+from workbench.costmodel.traced.tensor_views import expanded, lying, permuted, reshaped, transposed
+from workbench.runtime_facts.tensor_strides import viewed_strides
 
 
 def mm(
@@ -116,9 +110,7 @@ def linear(
     return added(r, matmul(r, x, across), bias, shape)
 
 
-def einsum(
-    r: SymbolicRank, equation: str, x: SymbolicTensor, y: SymbolicTensor
-) -> SymbolicTensor:
+def einsum(r: SymbolicRank, equation: str, x: SymbolicTensor, y: SymbolicTensor) -> SymbolicTensor:
     """Two operands, as `aten::einsum` does: a product element by element, or one of matrices."""
     (left, right), output = _terms(equation)
     labels = [*output, *sorted({*left, *right} - {*output}, key=_rank)]
@@ -152,7 +144,10 @@ def _pair_product(
     r: SymbolicRank, a: SymbolicTensor, b: SymbolicTensor, kept: int
 ) -> SymbolicTensor:
     """Sum of products over all dims behind `kept` (`sumproduct_pair`)."""
-    both, left, right, summed = [], [], [], []
+    both: list[int] = []
+    left: list[int] = []
+    right: list[int] = []
+    summed: list[int] = []
     for dim, (m, n) in enumerate(zip(a.shape, b.shape)):
         if dim >= kept:
             summed.append(dim)
@@ -200,9 +195,11 @@ def einsum_entry(c: NodeCall) -> list[SymbolicTensor]:
     alone = [label for label in left + right if (left + right + output).count(label) == 1]
     if alone or len({*left}) < len(left) or len({*right}) < len(right):
         c.refused(f"of {equation}")
-    return [einsum(c.r, equation, *c.inputs)]
+    x, y = c.inputs
+    return [einsum(c.r, equation, x, y)]
 
 
 def bmm_entry(c: NodeCall) -> list[SymbolicTensor]:
     """A product of two batches of matrices."""
-    return [bmm(c.r, *c.inputs)]
+    x, y = c.inputs
+    return [bmm(c.r, x, y)]

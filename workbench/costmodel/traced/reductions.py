@@ -7,8 +7,9 @@ from dataclasses import replace
 
 from workbench.costmodel.operators.symbolic_autograd import Gradients, SymbolicTensor
 from workbench.costmodel.operators.symbolic_rank import SymbolicRank
-from workbench.costmodel.traced.elementwise import Entry, Unary, multiplied, unary
+from workbench.costmodel.traced.elementwise import multiplied
 from workbench.costmodel.traced.node_call import NodeCall
+from workbench.costmodel.traced.pointwise import Entry, Unary, unary
 from workbench.costmodel.traced.tensor_views import cast, computed, expanded, lying, reshaped
 
 
@@ -101,11 +102,30 @@ def rms_norm_entry(c: NodeCall) -> list[SymbolicTensor]:
     before = x.element_bytes
     wide = x if before >= 4 else cast(r, x, 4)
     rows = (*x.shape[: len(x.shape) - last], *[1] * last)
-    scale = unary(r, mean(r, unary(r, wide, Unary("input", 2)), rows), Unary("output", 2))
+    squares = unary(r, wide, Unary("input", 2))
+    average = mean(r, squares, rows)
+    scale = unary(r, average, Unary("output", 2))
+    del squares, average
     y = multiplied(r, wide, scale, x.shape)
     for each in weight:
         y = multiplied(r, y, each, x.shape)
     return [y if y.element_bytes == before else cast(r, y, before)]
+
+
+def logsumexp_entry(c: NodeCall) -> list[SymbolicTensor]:
+    """Logarithm of a sum of exponentials: its input and result are saved."""
+    r, (x,) = c.r, c.inputs
+    saved, y = x.detached(), r.empty(c.shapes[0], c.sizes[0])
+    result = y
+
+    def backward(gradient: SymbolicTensor) -> Gradients:
+        assert result is not None
+        beside = r.like(saved), r.like(saved)
+        made = r.like(saved)
+        del beside
+        return (made,)
+
+    return [r.made(y, backward, x)]
 
 
 def cumsum_entry(c: NodeCall) -> list[SymbolicTensor]:
@@ -168,6 +188,7 @@ REDUCTIONS: dict[str, Entry] = {
     "var": var_entry,
     "layer_norm": layer_norm_entry,
     "rms_norm": rms_norm_entry,
+    "logsumexp": logsumexp_entry,
     "cumsum": cumsum_entry,
     "topk": ordered_entry,
     "sort": ordered_entry,

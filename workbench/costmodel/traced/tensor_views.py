@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from workbench.costmodel.operators.strides import (
+from workbench.costmodel.operators.symbolic_autograd import Gradients, SymbolicTensor
+from workbench.costmodel.operators.symbolic_rank import SymbolicRank
+from workbench.runtime_facts.tensor_strides import (
     Shape,
     Strides,
     combined_strides,
-    contiguous_strides,
     strides_of,
     viewed_strides,
 )
-from workbench.costmodel.operators.symbolic_autograd import Gradients, SymbolicTensor
-from workbench.costmodel.operators.symbolic_rank import SymbolicRank
 
 Back = Callable[[SymbolicTensor], SymbolicTensor]
 
@@ -32,9 +31,7 @@ def computed(
     return replace(r.empty(shape, element_bytes), strides=strides)
 
 
-def _through(
-    r: SymbolicRank, y: SymbolicTensor, back: Back, x: SymbolicTensor
-) -> SymbolicTensor:
+def _through(r: SymbolicRank, y: SymbolicTensor, back: Back, x: SymbolicTensor) -> SymbolicTensor:
     def backward(gradient: SymbolicTensor) -> Gradients:
         return (back(gradient),)
 
@@ -54,9 +51,7 @@ def permuted(r: SymbolicRank, x: SymbolicTensor, order: Sequence[int]) -> Symbol
     """A view with its dims in another order."""
     strides = lying(x)
     back = [list(order).index(dim) for dim in range(len(order))]
-    y = replace(
-        x, shape=tuple(x.shape[d] for d in order), strides=tuple(strides[d] for d in order)
-    )
+    y = replace(x, shape=tuple(x.shape[d] for d in order), strides=tuple(strides[d] for d in order))
     return _through(r, y, lambda g: permuted(r, g, back), x)
 
 
@@ -167,16 +162,23 @@ def cast(r: SymbolicRank, x: SymbolicTensor, element_bytes: int) -> SymbolicTens
     return _through(r, y, lambda g: computed(r, g.shape, before, g), x)
 
 
-def as_input(
-    r: SymbolicRank, gradient: SymbolicTensor | None, shape: Shape, element_bytes: int
-) -> SymbolicTensor | None:
-    """The gradient of an input that was repeated or cast by the operator."""
-    if gradient is None:
-        return None
-    gradient = summed_to(r, gradient, shape)
-    return gradient if gradient.element_bytes == element_bytes else cast(r, gradient, element_bytes)
+Meta = tuple[Shape, int]
+"""Shape of a tensor, and bytes of an element."""
 
 
-def dense(x: SymbolicTensor) -> SymbolicTensor:
-    """The same with dims in their order."""
-    return replace(x, strides=contiguous_strides(x.shape))
+def metas_of(*inputs: SymbolicTensor) -> list[Meta]:
+    """What backward knows of each input."""
+    return [(x.shape, x.element_bytes) for x in inputs]
+
+
+def as_inputs(
+    r: SymbolicRank, gradients: list[SymbolicTensor | None], metas: Sequence[Meta]
+) -> Gradients:
+    """The gradients of inputs that the operator has repeated or cast, one after the other."""
+    for at, (shape, element_bytes) in enumerate(metas):
+        gradient = gradients[at]
+        if gradient is not None:
+            gradients[at] = gradient = summed_to(r, gradient, shape)
+            if gradient.element_bytes != element_bytes:
+                gradients[at] = cast(r, gradient, element_bytes)
+    return gradients

@@ -1,5 +1,5 @@
-"""One microbatch through a stage of a traced module: what it keeps, its largest live sets, its calls
-and work.
+"""One microbatch through a stage of a traced module: what it keeps, its largest live sets, its
+calls and work.
 """
 
 from __future__ import annotations
@@ -14,12 +14,7 @@ from workbench.costmodel.inputs.operator_stages import stages_of
 from workbench.costmodel.inputs.rank_workload import Workload
 from workbench.costmodel.inputs.traced_stages import TracedStages
 from workbench.costmodel.operators.stage_pass import StagePass, phases_of
-from workbench.costmodel.operators.symbolic_autograd import (
-    Node,
-    SymbolicTensor,
-    leaf,
-    run_backward,
-)
+from workbench.costmodel.operators.symbolic_autograd import Node, SymbolicTensor, leaf, run_backward
 from workbench.costmodel.operators.symbolic_rank import SymbolicRank
 from workbench.costmodel.traced.gradient_buffers import GradientBuffers
 from workbench.costmodel.traced.traced_run import TracedRun
@@ -64,9 +59,7 @@ def traced_pass(w: Workload, traced: TracedStages, stage: int) -> StagePass:
     )
 
 
-def _parameters(
-    r: SymbolicRank, traced: TracedStages, stage: int
-) -> dict[str, SymbolicTensor]:
+def _parameters(r: SymbolicRank, traced: TracedStages, stage: int) -> dict[str, SymbolicTensor]:
     """A rank's parameters of a stage, by name; their gradients go to buffers, where they have
     any.
     """
@@ -77,7 +70,9 @@ def _parameters(
     s = w.fixed
     rank = int(stage_homes(s.pipeline, s.schedule, len(s.partition), s.table)[stage])
     buckets = rank_buckets(w, rank)[stages_of(s, rank).index(stage)]
-    in_flight = s.num_zero_in_flight if len(traced.stages) == 1 else 0
+    # With nobody to reduce with, a reduction is over at once.
+    alone = float(w.searched.shard) == 1
+    in_flight = 0 if len(traced.stages) > 1 else 1 if alone else s.num_zero_in_flight
     buffers = GradientBuffers(r.tape, buckets, float(w.gradient_element_bytes), in_flight)
 
     def into(name: str) -> Node:

@@ -14,8 +14,8 @@ from workbench.costmodel.operators.symbolic_rank import SymbolicRank
 from workbench.costmodel.traced import operator_table
 from workbench.costmodel.traced.elementwise import added
 from workbench.costmodel.traced.ends import loss
-from workbench.costmodel.traced.node_call import NodeCall
 from workbench.costmodel.traced.factor_redistribution import Spread, moved, own_part
+from workbench.costmodel.traced.node_call import NodeCall
 from workbench.costmodel.traced.products import linear, matmul
 from workbench.costmodel.traced.tensor_views import contiguous
 from workbench.plan.operators.traced.stage_cuts import GraphStage
@@ -132,12 +132,11 @@ class TracedRun:
         placement = self.traced.shards[call.node.id].placement
         axes = tuple(a for a, local in enumerate(placement) if local == ("vocabulary", 0))
         operator_table.record_moves(call, [self.r.empty(())])
-        total = loss(self.r, *call.inputs, axes)
+        logits, targets = call.inputs
+        total = loss(self.r, logits, targets, axes)
         return self._summed(call.node, total, partial - set(axes))
 
-    def _summed(
-        self, node: TracedNode, y: SymbolicTensor, over: frozenset[int]
-    ) -> SymbolicTensor:
+    def _summed(self, node: TracedNode, y: SymbolicTensor, over: frozenset[int]) -> SymbolicTensor:
         layout, ref = self.traced.shards[node.id].outputs[0], TensorRef(node.id)
         total = Spread(layout)
         return moved(self.r, self.traced, ref, y, None, (Spread(layout, over), total, total, total))
@@ -153,7 +152,9 @@ class TracedRun:
             floats = self.traced.types[ref].dtype.startswith(("torch.float", "torch.bfloat"))
             ways = (source, target, *((wanted, source) if floats else (target, target)))
             x = self.values[ref]
-            known[wanted] = moved(self.r, self.traced, ref, x, None if same is None else same.detached(), ways)
+            known[wanted] = moved(
+                self.r, self.traced, ref, x, None if same is None else same.detached(), ways
+            )
         return known[wanted]
 
     def _parameter(self, ref: TensorRef, wanted: Spread) -> SymbolicTensor:

@@ -10,6 +10,8 @@ import json
 import sys
 from pathlib import Path
 
+import torch
+
 from workbench.engine.exit_codes import exit_status
 from workbench.engine.precision import plan_dtypes
 from workbench.models.python_model import build_python_model, returns_loss
@@ -34,7 +36,9 @@ def trace_graph(plan: Plan, allow_code: bool) -> TracedModel:
     full = plan.resolve()
     require(full, "estimate", allow_code)
     assert full.code is not None
-    model, dtype = build_python_model(full.code, full.training.seed), plan_dtypes(full)[0]
+    dtype = plan_dtypes(full)[0]
+    with torch.device("meta"):  # a graph has no values
+        model = build_python_model(full.code, full.training.seed)
     traced = trace_for_plan(model, full, dtype)
     if traced is None:  # it runs as it is, which its graph says as well
         size, length = full.training.micro_batch, full.training.sequence_length

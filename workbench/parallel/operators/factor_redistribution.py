@@ -6,7 +6,6 @@ dim of the tensor is a product of several. What is communicated are the steps of
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

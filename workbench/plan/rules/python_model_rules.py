@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from workbench.errors import PlanError, Problem
+from workbench.errors import PlanError, Problem, refuse
 from workbench.plan.preset_sizes import RULES as SIZE_RULES
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.schema import Plan
@@ -42,6 +42,16 @@ def forbidden(plan: Plan) -> list[Problem]:
         f"{ALLOW}, if you trust it"
     )
     return [Problem("model.python", what)]
+
+
+def untraced(plan: Plan) -> PlanError:
+    """That a verb which traces nothing was asked about a plan whose model is code."""
+    assert plan.code is not None
+    return refuse(
+        "model.python",
+        f"'{plan.code.python}' is code, whose operators are known only where it is traced; legal: "
+        f"estimate, rehearse and run, with {ALLOW}, and compare the profiles that they return",
+    )
 
 
 def _whole(plan: Plan) -> Iterator[Problem]:

@@ -42,6 +42,8 @@ class EdgeTable:
     number: NDArray[np.int64] = field(init=False)
     """Of the layouts of each pair whose price is not known, else -1."""
     layouts: list[Layouts] = field(init=False, default_factory=list)
+    aligned: NDArray[np.bool_] = field(init=False)
+    """Whether the tensor already has the layout that its reader wants."""
 
     def __post_init__(self) -> None:
         held, of_source = _distinct(map(self._held, self.sources))
@@ -59,6 +61,8 @@ class EdgeTable:
         seconds = np.where(number < 0, seconds, bounds[number])
         pairs = np.ix_(of_source, of_target)
         self.seconds, self.number = seconds[pairs], number[pairs]
+        both = [[padded(one, other) for other in wanted] for one in held]
+        self.aligned = np.array([[a.summed == b.summed for a, b in row] for row in both])[pairs]
 
     def _held(self, source: ShardingStrategy) -> TensorLayout:
         return held_layout(self.edge, source)
@@ -80,6 +84,19 @@ class EdgeTable:
         for number in np.unique(self.number[self.number >= 0]):
             self.refine(tuple(np.argwhere(self.number == number)[0]))
         return self
+
+    def redistribution(self) -> Array:
+        """Seconds beyond what the sum of the gradient takes in any case."""
+        beyond = np.maximum(self.seconds - self._sums, 0.0)
+        return np.where(self.aligned & np.isfinite(self.seconds), 0.0, beyond)
+
+    @cached_property
+    def _sums(self) -> Array:
+        """Seconds of the sum of the gradient alone, by how each target leaves it."""
+        if self.edge.source_tensor.kind == "parameter":
+            return np.zeros(len(self.targets))
+        left, of_target = _distinct(map(self._gradient, self.targets))
+        return np.array([self.price((one.summed, one)) for one in left])[of_target]
 
     def _bound(self, layouts: Layouts) -> float:
         """Seconds that no sequence of collectives beats: what a rank has to receive, at the rate of

@@ -11,6 +11,7 @@ from workbench.costmodel.inputs.rank_workload import Workload, workload
 from workbench.costmodel.inputs.traced_stages import TracedStages
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.rules.operator_rules import boundary_axes, placements, sides
+from workbench.plan.rules.python_model_rules import untraced
 from workbench.plan.rules.recompute_rules import recomputed_modules
 from workbench.plan.rules.supported import require
 from workbench.planner.autoshard.plan_problem import operator_mesh
@@ -34,6 +35,8 @@ def planned_workload(
         if len(traced.stages) == 1:
             return found
         return replace(found, hidden_per_rank=math.prod(traced.boundary) / found.tokens)
+    if plan.code:
+        raise untraced(plan)
     require(plan, "estimate")
     return workload(plan, ranks, operator_strategies(plan))
 

@@ -16,6 +16,7 @@ from workbench.errors import ChildError, PlanError, refuse
 from workbench.machine.attached import attached, host_memory
 from workbench.machine.gpu_catalog import local_constants
 from workbench.plan.model.parameter_count import parameters
+from workbench.plan.operators.traced.traced_json import TracedModel, model_from_json
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.rules.float8_rules import verified_precision
 from workbench.plan.rules.supported import require
@@ -224,6 +225,29 @@ def traced_operators(plan: Plan, sequences: int, allow_code: bool = False) -> di
             lines.append,
         )
     return dict(json.loads(lines[-1]))
+
+
+def traced_model(plan: Plan, allow_code: bool = False) -> TracedModel:
+    """Trace the Python model of `plan`, as the plan runs it, in a child process.
+
+    Args:
+        plan: Its model is code.
+        allow_code: Whether that code may run.
+
+    Raises:
+        PlanError: The code is not allowed, or the plan asks for what an estimate does not model.
+        ValueError: It cannot be traced.
+    """
+    full = plan.resolve()
+    require(full, "estimate", allow_code)
+    lines: list[str] = []
+    with tempfile.TemporaryDirectory() as folder:
+        child_process.python(
+            "workbench.engine.python_model.trace_graph",
+            [_plan_file(full, folder), *_allow_code(allow_code)],
+            lines.append,
+        )
+    return model_from_json(json.loads(lines[-1]))
 
 
 def _allow_code(allow_code: bool) -> list[str]:

@@ -47,8 +47,8 @@ def graph_stages(
     Raises:
         PlanError: There are not enough places where one tensor passes, or stages share a parameter.
     """
-    graph = factored.graph
-    live = [node for node in graph.nodes if node.id in live_ids(graph)]
+    graph, alive = factored.graph, live_ids(factored.graph)
+    live = [node for node in graph.nodes if node.id in alive]
     places = _places(factored, shards, live, dtype) if count > 1 else {}
     if len(places) < count - 1:
         raise refuse(

@@ -12,13 +12,14 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-import numpy as np
-
 from workbench.plan.operators.operator_graph import OperatorGraph, TensorEdge
-from workbench.planner.autoshard.edge_table import is_aligned
 from workbench.planner.autoshard.graph_pricing import GraphPricing, PricedGraph
 from workbench.planner.autoshard.operator_splits import ShardingStrategy
-from workbench.planner.autoshard.strategy_search.choice_problem import Array, StrategyProblem
+from workbench.planner.autoshard.strategy_search.choice_problem import (
+    Array,
+    ReshardingEdge,
+    StrategyProblem,
+)
 from workbench.planner.autoshard.strategy_search.series_parallel import solve_by_dynamic_programming
 
 Split = tuple[int, str]
@@ -51,29 +52,13 @@ def propagate(
 
 
 def redistribution_only(priced: PricedGraph) -> StrategyProblem:
-    """The choice of least redistribution: a tensor that has the layout that its reader wants costs
-    nothing, whatever is summed with it.
-    """
-    problem, options = priced.bounded(), priced.options
-    differing: dict[tuple[int, int], Array] = {}
-    for edge in priced.graph.edges:
-        pair = edge.source, edge.target
-        table = np.array(
-            [
-                [not is_aligned(edge, one, other) for other in options[edge.target]]
-                for one in options[edge.source]
-            ]
-        )
-        differing[pair] = np.maximum(differing.get(pair, 0.0), table.astype(float))
-    edges = tuple(
-        replace(
-            e,
-            costs=np.where(
-                np.isfinite(e.costs) & (differing[e.source, e.target] == 0.0), 0.0, e.costs
-            ),
-        )
-        for e in problem.edges
-    )
+    """The choice of least redistribution: what sums take in any case is left out."""
+    problem = priced.bounded()
+    beyond: dict[tuple[int, int], Array] = {}
+    for edge, table in zip(priced.graph.edges, priced.tables):
+        pair, costs = (edge.source, edge.target), edge.num_layers * table.redistribution()
+        beyond[pair] = beyond[pair] + costs if pair in beyond else costs
+    edges = tuple(ReshardingEdge(*pair, costs) for pair, costs in beyond.items())
     return replace(
         problem, edges=edges, node_costs=tuple(OWN_TIME * cost for cost in problem.node_costs)
     )
