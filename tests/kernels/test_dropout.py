@@ -51,7 +51,9 @@ def test_is_the_models_own_dropout(
     dtype: torch.dtype, kernels: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     x, bias, residual, rows = inputs((3, 5, 33), dtype)
-    monkeypatch.setattr(bias_dropout_residual, "CHUNK_NUMEL", 33 * 4)  # 15 rows in four chunks
+    monkeypatch.setattr(
+        bias_dropout_residual, "DROPOUT_CHUNK_NUMEL", 33 * 4
+    )  # 15 rows in four chunks
     found = dropout_add(x, bias, residual, rows, KEY, 0.3, 7, kernels)
     assert torch.equal(found, apply_dropout(x + bias, rows, KEY, 0.3, 7) + residual)
     alone = dropout_add(x, None, None, rows, KEY, 0.3, 7, kernels)

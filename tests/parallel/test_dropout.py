@@ -238,7 +238,7 @@ def test_backward_draws_the_mask_of_forward() -> None:
 def test_masks_do_not_depend_on_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     x, rows = torch.randn(3, 7, 10), rows_of(0, 3, 7)
     whole = apply_dropout(x, rows, 5, RATE)
-    monkeypatch.setattr("workbench.models.counter_dropout.CHUNK_NUMEL", 40)
+    monkeypatch.setattr("workbench.models.counter_dropout.DROPOUT_CHUNK_NUMEL", 40)
     assert torch.equal(apply_dropout(x, rows, 5, RATE), whole)
 
 

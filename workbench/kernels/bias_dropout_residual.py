@@ -28,7 +28,8 @@ from workbench.kernels.input_checks import (
     check_tensors,
     flatten_rows,
 )
-from workbench.models.counter_dropout import CHUNK_NUMEL, apply_dropout
+from workbench.models.counter_dropout import apply_dropout
+from workbench.runtime_facts.cast_sizes import DROPOUT_CHUNK_NUMEL
 
 TILE = 4096
 """Entries per tile: 32 per thread; of a single row where it is wide enough, because hashing a row's
@@ -166,7 +167,7 @@ def _plain(
 ) -> Tensor:
     """The model's plain operators, in chunks of rows; torch.compile makes the hash 3x slower."""
     out = torch.empty_like(x_ND)
-    size = max(1, CHUNK_NUMEL // max(1, x_ND.shape[-1]))
+    size = max(1, DROPOUT_CHUNK_NUMEL // max(1, x_ND.shape[-1]))
     for start in range(0, len(x_ND), size):
         piece = slice(start, start + size)
         branch = x_ND[piece] if bias is None else (x_ND[piece] + bias).to(x_ND.dtype)

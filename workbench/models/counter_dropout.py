@@ -14,11 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from workbench.models.counter_hash import column_counters, random_bits, row_keys
-
-CHUNK_NUMEL = 2**22
-"""Number of elements whose mask is drawn at a time, so that temporaries do not grow with the
-batch.
-"""
+from workbench.runtime_facts.cast_sizes import DROPOUT_CHUNK_NUMEL
 
 SAMPLE_STRIDE = 2**32
 """Distance of token ids from one sample to the next, at the same position."""
@@ -101,7 +97,7 @@ def apply_dropout(x_BTD: Tensor, rows_BT: Tensor, key: int, rate: float, first: 
     channels = x_BTD.shape[-1]
     keys_N2 = row_keys(rows_BT.flatten(), key)
     for into, part, keys in _chunks(
-        max(1, CHUNK_NUMEL // channels), out.flatten(0, -2), x_BTD.flatten(0, -2), keys_N2
+        max(1, DROPOUT_CHUNK_NUMEL // channels), out.flatten(0, -2), x_BTD.flatten(0, -2), keys_N2
     ):
         torch.mul(part, keep_mask(keys, channels, rate, first), out=into)
     return out.mul_(1 / (1 - rate))

@@ -5,6 +5,9 @@ stepping.
 GRADIENT_CAST_NUMEL = 2**22
 """Elements of a 16-bit gradient that are upcast at once when they are added to an fp32 total."""
 
+DROPOUT_CHUNK_NUMEL = 2**22
+"""Elements whose dropout mask is drawn at a time: temporaries do not grow with the batch."""
+
 OPTIMIZER_CAST_BYTES = 64 * 2**20
 """Bytes of the pieces in which the optimizer casts what is stored in another dtype than it steps
 in.

@@ -247,7 +247,8 @@ def _under_operators(w: Workload, stage: int, both: bool, apart: bool) -> Iterat
             continue
         sides = tuple((f"operators.{axis}", named.sides[axis]) for axis in p.partial_over)
         table = p.name in ("embedding.tokens.weight", "head.weight")
-        yield StageParameter(p.unit, p.elements, sides, own_bucket=apart and table)
+        experts = p.is_of_experts and named.expert_ranks > 1
+        yield StageParameter(p.unit, p.elements, sides, apart and table, experts)
 
 
 def _of_traced(traced: TracedStages, stage: int, apart: bool) -> Iterator[StageParameter]:

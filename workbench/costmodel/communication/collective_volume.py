@@ -23,7 +23,7 @@ from workbench.costmodel.communication.float8_volume import float8_collectives
 from workbench.costmodel.communication.grid_volume import grid_collectives
 from workbench.costmodel.inputs.config import Array, Number
 from workbench.costmodel.inputs.rank_workload import Workload
-from workbench.costmodel.operators.operator_calls import operator_collectives
+from workbench.costmodel.operators.operator_calls import axis_collectives, operator_collectives
 from workbench.plan.rank_placement import RankPlace
 from workbench.plan.stage_replicas import Part, overlaps, own_part, stage_tokens
 from workbench.runtime_facts.bucket_packing import shard_parts
@@ -46,7 +46,7 @@ def step_collectives(w: Workload) -> list[CollectiveCall]:
         *_tensor_calls(w),
         *_loss_calls(w),
         *_context_calls(w),
-        *float8_collectives(w),
+        *(float8_collectives(w) if w.fixed.operators is None else ()),  # else their own
         *_expert_calls(w),
         *_pipeline_calls(w),
         *_data_calls(w),
@@ -153,6 +153,8 @@ def _loss_calls(w: Workload) -> list[CollectiveCall]:
 
 def _context_calls(w: Workload) -> list[CollectiveCall]:
     """Context parallelism: ring attention, Ulysses, or Ulysses within a ring (2405.07719)."""
+    if w.fixed.operators is not None:
+        return axis_collectives(w, "context")
     return [*_ring_calls(w), *_ulysses_calls(w)]
 
 
@@ -207,6 +209,8 @@ def _expert_calls(w: Workload) -> list[CollectiveCall]:
     moe, dtype = w.shape.moe, w.dtype
     if moe is None:
         return []
+    if w.fixed.operators is not None:
+        return axis_collectives(w, "expert")
     e, sparse = w.searched.expert, w.layers - w.dense_layers
     times, again = (
         w.microbatches * sparse,

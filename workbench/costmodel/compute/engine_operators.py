@@ -40,7 +40,10 @@ def layer_bytes(w: Workload, is_moe: bool) -> MovedBytes:
     sums = 1.0 * (w.tensor == 1)  # column-parallel layers add the gradients of their input in GEMMs
     found += moved_by([], [3 * e, 3 * e]).wide(t * h * sums)  # of q, k and v
     if is_moe and w.shape.moe:
-        return found + _moe_bytes(w)
+        found += routing_bytes(w) + activation_bytes(w).wide(
+            w.tokens * w.routed_rows_per_token * w.expert_ffn
+        )
+        return found + (_shared_bytes(w) if w.shape.moe.shared else MovedBytes())
     if casts_eagerly(w):
         found += float8_bytes(w)
     return found + _mlp_bytes(w, w.ffn, sums)
@@ -146,7 +149,7 @@ def _attention_bytes(w: Workload) -> MovedBytes:
     return (
         found
         + _row_parallel_bias(w)
-        + (_ulysses_bytes(w) if w.fixed.has_context_parallel else MovedBytes())
+        + (ulysses_bytes(w) if w.fixed.has_context_parallel else MovedBytes())
     )
 
 
@@ -169,11 +172,15 @@ def dropout_bytes(w: Workload, drawn: float) -> Number:
     """
     if not w.fixed.dropout:
         return 0.0
-    each = 2 * w.element_bytes if w.uses_fused_kernels else drawn
-    return 2 * each * w.tokens * w.hidden_per_rank / w.sequence_parallel
+    return 2 * dropped_bytes(w, drawn) * w.tokens * w.hidden_per_rank / w.sequence_parallel
 
 
-def _ulysses_bytes(w: Workload) -> MovedBytes:
+def dropped_bytes(w: Workload, drawn: float) -> float:
+    """Bytes of dropping an element; `drawn` as in `dropout_bytes`."""
+    return 2.0 * w.element_bytes if w.uses_fused_kernels else drawn
+
+
+def ulysses_bytes(w: Workload) -> MovedBytes:
     """Copies around the all-to-alls of Ulysses: heads of queries, keys and values are joined and
     put in the order of ranks, and again after the exchange where a microbatch has several
     sequences.
@@ -255,8 +262,8 @@ def activation_bytes(w: Workload) -> MovedBytes:
     return moved_by([2 * e, 3 * e], [3 * e, 3 * e, 3 * e])
 
 
-def _moe_bytes(w: Workload) -> MovedBytes:
-    """Router, dispatch, experts' activations and combine."""
+def routing_bytes(w: Workload) -> MovedBytes:
+    """Router, dispatch, combine, and the weights' gradients of the experts."""
     moe = w.shape.moe
     assert moe is not None
     e, u, t, h = w.element_bytes, w.upcast_bytes, w.tokens, w.hidden_per_rank
@@ -269,7 +276,6 @@ def _moe_bytes(w: Workload) -> MovedBytes:
     found += moved_by([2 * e * w.routed_rows_per_token], [2 * e] + [2 * e, 3 * e] * (k - 1)).wide(
         t * h
     )
-    found += activation_bytes(w).wide(rows * w.expert_ffn)
     if w.shape.gated:
         found += moved_by([], [3 * e]).wide(rows * h)
     # Combine: a product with the gate for each choice, added up.
@@ -279,9 +285,6 @@ def _moe_bytes(w: Workload) -> MovedBytes:
     found += moved_by([], [e]).wide(rows * h)
     # The input's gradients from router, dispatch and shared experts.
     found += moved_by([], [3 * e]).wide(t * h * (1 + bool(moe.shared)))
-    if moe.shared:
-        found += _mlp_bytes(w, w.shared_ffn, 1.0 * (w.tensor == 1))
-        found += moved_by([3 * e], []).wide(t * h)
     local = moe.experts / w.searched.expert
     weights = local * w.expert_ffn * h * (2 + w.shape.gated) * has_weight_gradients(w)
     grouped = w.fixed.precision == "bf16"
@@ -289,6 +292,12 @@ def _moe_bytes(w: Workload) -> MovedBytes:
     # Rows arrive by source rank, and are sorted by expert and back.
     sorts = 2.0 * ((w.searched.expert > 1) & (local > 1))
     return found + moved_by([2 * e], [2 * e]).wide(rows * h).times(sorts)
+
+
+def _shared_bytes(w: Workload) -> MovedBytes:
+    """Shared experts, and the sum of their outputs and the routed ones'."""
+    total = moved_by([3 * w.element_bytes], []).wide(w.tokens * w.hidden_per_rank)
+    return _mlp_bytes(w, w.shared_ffn, 1.0 * (w.tensor == 1)) + total
 
 
 def head_bytes(w: Workload) -> MovedBytes:

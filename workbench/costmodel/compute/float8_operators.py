@@ -40,16 +40,27 @@ def _group_bytes(w: Workload, gemms: list[LayerGemm]) -> MovedBytes:
     column = len(gemms) > 1
     found += MovedBytes(0.0, 0.0, calls * (1 + split), calls * (1 + split * column))
     for gemm in gemms:
-        weights, outputs = gemm.inner * gemm.columns, gemm.rows * gemm.columns
-        found += _largest(w, weights, 0.0) + _largest(w, 0.0, outputs)
-        found += _casts(w, inputs, inputs) + _casts(w, weights, weights) + _casts(w, 0.0, outputs)
-        found += _casts(w, 0.0, outputs)
-        each = [REORDERED * size for size in (weights, outputs, inputs)]
-        found += moved_by([], each)
-        found += MovedBytes(0.0, 0.0, INVERSE_KERNELS, 2 * INVERSE_KERNELS)
+        found += _operand_bytes(w, inputs, gemm)
         if w.shape.biases == "all" or (w.shape.biases == "qkv" and len(gemms) == 3):
+            outputs = gemm.rows * gemm.columns
             found += moved_by([2 * w.element_bytes * outputs], [])  # an operator of its own
     return found + _summed_gradients(w, len(gemms), inputs, split)
+
+
+def float8_linear_bytes(w: Workload, rows: float, columns: float, inner: float) -> MovedBytes:
+    """Bytes of one linear layer whose scales are its own, its bias apart."""
+    inputs = rows * inner
+    return _largest(w, inputs, 0.0) + _operand_bytes(w, inputs, LayerGemm(rows, columns, inner))
+
+
+def _operand_bytes(w: Workload, inputs: Number, gemm: LayerGemm) -> MovedBytes:
+    """Of the operands of a layer's GEMMs, but for finding its input's largest entry."""
+    weights, outputs = gemm.inner * gemm.columns, gemm.rows * gemm.columns
+    found = _largest(w, weights, 0.0) + _largest(w, 0.0, outputs)
+    found += _casts(w, inputs, inputs) + _casts(w, weights, weights) + _casts(w, 0.0, outputs)
+    found += _casts(w, 0.0, outputs)
+    found += moved_by([], [REORDERED * size for size in (weights, outputs, inputs)])
+    return found + MovedBytes(0.0, 0.0, INVERSE_KERNELS, 2 * INVERSE_KERNELS)
 
 
 def _largest(w: Workload, forward: Number, backward: Number) -> MovedBytes:

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from workbench.costmodel.compute.kernel_launches import routing_launches
 from workbench.costmodel.compute.kernel_rates import DeviceRates, PassTimes
 from workbench.costmodel.compute.measured_seams import (
     host_costs,
     measured_attention,
     measured_or_eager,
+    measured_routing,
     measured_seam,
 )
 from workbench.costmodel.compute.operator_seconds import operator_microbatch_compute
@@ -100,7 +100,7 @@ def _layer(w: Workload, o: MeasuredOperators, is_moe: bool) -> PassTimes:
         host_costs(o, w.fixed.kernels),
     )
     parts = [*_seams(w, o, is_moe)]
-    routed = _routing(w, o) if is_moe and w.shape.moe else ZERO
+    routed = measured_routing(w, o) if is_moe and w.shape.moe else ZERO
     deferring = w.fixed.splits_backward * glue.split
     forward = sum(p.forward for p in parts) + linear.forward + attention.forward + routed.forward
     backward = sum(p.backward for p in parts) + linear.backward + attention.backward
@@ -159,19 +159,3 @@ def _head(w: Workload, o: MeasuredOperators) -> PassTimes:
         whole = (w.tiling.column_parts == 1) * 1.0
         own = measured_or_eager(whole, fused, eager)
     return PassTimes(p.count * own.forward, p.count * own.backward)
-
-
-def _routing(w: Workload, o: MeasuredOperators) -> PassTimes:
-    """Router, dispatch and combine; where experts are spread over ranks, rows are put in the order
-    of experts and back.
-    """
-    rows, moe = w.routed_rows_per_token * w.tokens, w.shape.moe
-    assert moe is not None
-    moved = 2 * rows * w.hidden_per_rank * w.element_bytes
-    if not o.has("routing"):
-        launches = routing_launches(w)
-        copies, each = o.stream_seconds(2 * moved), 1e-6 * o.host.operator_us * o.scale.compute
-        return PassTimes(launches[0] * each + copies, launches[1] * each + copies)
-    own = o.operator("routing", "eager", rows, w.hidden_per_rank, moe.experts)
-    sorted_twice = (w.searched.expert > 1) * 2 * o.stream_seconds(moved)
-    return PassTimes(own.forward + sorted_twice, own.backward + sorted_twice)

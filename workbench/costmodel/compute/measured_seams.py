@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from workbench.costmodel.compute.kernel_launches import routing_launches
 from workbench.costmodel.compute.kernel_rates import PassTimes
 from workbench.costmodel.inputs.config import Number
 from workbench.costmodel.inputs.rank_workload import Workload
@@ -117,3 +118,19 @@ def _head_copies(w: Workload, o: MeasuredOperators) -> Number:
     read_and_written = 2 * w.element_bytes
     each = 3 * o.stream_seconds(read_and_written * joined)
     return (w.ulysses > 1) * (each + 2 * o.stream_seconds(read_and_written * out))
+
+
+def measured_routing(w: Workload, o: MeasuredOperators) -> PassTimes:
+    """Router, dispatch and combine; where experts are spread over ranks, rows are put in the order
+    of experts and back.
+    """
+    rows, moe = w.routed_rows_per_token * w.tokens, w.shape.moe
+    assert moe is not None
+    moved = 2 * rows * w.hidden_per_rank * w.element_bytes
+    if not o.has("routing"):
+        launches = routing_launches(w)
+        copies, each = o.stream_seconds(2 * moved), 1e-6 * o.host.operator_us * o.scale.compute
+        return PassTimes(launches[0] * each + copies, launches[1] * each + copies)
+    own = o.operator("routing", "eager", rows, w.hidden_per_rank, moe.experts)
+    sorted_twice = (w.searched.expert > 1) * 2 * o.stream_seconds(moved)
+    return PassTimes(own.forward + sorted_twice, own.backward + sorted_twice)

@@ -13,11 +13,15 @@ from workbench.costmodel.compute import measured_seams
 from workbench.costmodel.compute.engine_operators import (
     activation_bytes,
     counts_operators,
+    dropped_bytes,
     loss_bytes,
     norm_bytes,
     rope_bytes,
+    routing_bytes,
     stage_kernels,
+    ulysses_bytes,
 )
+from workbench.costmodel.compute.float8_operators import float8_linear_bytes
 from workbench.costmodel.compute.kernel_launches import kernel_launches
 from workbench.costmodel.compute.kernel_rates import DeviceRates, PassTimes, gemm_seconds
 from workbench.costmodel.compute.memory_bound import counted_seconds, seam_passes
@@ -56,8 +60,8 @@ def operator_microbatch_compute(w: Workload, m: DeviceRates) -> MicrobatchComput
     slowdown = m.constants.compute_slowdown
     forward, backward = slowdown * forward, slowdown * backward + accumulation_seconds(w, m)
     if counts_operators(w):
-        gemms = len(layer_gemms(w, False))
-        host = [1e-6 * m.constants.launch_us * each for each in stage_kernels(w, gemms, gemms)]
+        gemms = [len(layer_gemms(w, is_moe)) for is_moe in (False, w.shape.moe is not None)]
+        host = [1e-6 * m.constants.launch_us * each for each in stage_kernels(w, *gemms)]
         (forward, first), (backward, second) = (
             host_ahead(forward, host[0]),
             host_ahead(backward, host[1]),
@@ -89,11 +93,59 @@ def _modelled(w: Workload, m: DeviceRates, kind: str, sizes: tuple[float, ...]) 
     """Seconds of one operator by the roofline: counted traffic on a GPU, else a textbook's."""
     if kind == "linear":
         return _linear(w, m, *sizes[:3])
+    if kind == "float8 linear":
+        return _float8_linear(w, m, *sizes)
     if kind == "attention":
-        return attention_pass(_attending(w, *sizes), m)
+        return _attention(_attending(w, *sizes), m)
+    if kind == "experts":
+        rows, columns, inner, count = sizes
+        one = _linear(w, m, rows, columns, inner)
+        return PassTimes(*(count * each for each in (one.forward, one.backward, one.weight_grad)))
+    if kind == "routing":
+        return _routing(_routed(w, *sizes), m)
+    if kind == "dropout":
+        drawn = dropped_bytes(w, m.constants.dropout_bytes) * sizes[0]
+        return PassTimes(*counted_seconds(m, MovedBytes(drawn, drawn)))
     if counts_operators(w):
         return PassTimes(*counted_seconds(m, _counted(w, kind, sizes)))
     return _textbook(w, m, kind, sizes)
+
+
+def _float8_linear(
+    w: Workload, m: DeviceRates, rows: float, columns: float, inner: float
+) -> PassTimes:
+    """GEMMs in 8 bits with the casts of their operands."""
+    e = w.element_bytes
+    sizes = (rows, columns, inner), (rows, inner, columns), (columns, inner, rows)
+    forward, backward, weight = (gemm_seconds(m, *each, e, True) for each in sizes)
+    one = PassTimes(forward, weight + backward, weight)
+    if not counts_operators(w):
+        return one
+    casts = counted_seconds(m, float8_linear_bytes(w, rows, columns, inner))
+    return replace(one, forward=one.forward + casts[0], backward=one.backward + casts[1])
+
+
+def _attention(w: Workload, m: DeviceRates) -> PassTimes:
+    """Attention with what context parallelism does around it."""
+    own = attention_pass(w, m)
+    if not (counts_operators(w) and w.fixed.has_context_parallel):
+        return own
+    copies = counted_seconds(m, ulysses_bytes(w))
+    return replace(own, forward=own.forward + copies[0], backward=own.backward + copies[1])
+
+
+def _routing(w: Workload, m: DeviceRates) -> PassTimes:
+    """Router, dispatch and combine; a textbook copies tokens for both."""
+    if counts_operators(w):
+        return PassTimes(*counted_seconds(m, routing_bytes(w)))
+    rows = w.routed_rows_per_token * w.tokens * w.hidden_per_rank
+    moved = 8 * rows * w.element_bytes / 2
+    return PassTimes(*counted_seconds(m, MovedBytes(moved, moved)))
+
+
+def _routed(w: Workload, tokens: float, width: float) -> Workload:
+    """The problem sizes of an MoE layer on so many tokens."""
+    return replace(w, tokens=tokens, expert_ffn=width)
 
 
 def _linear(w: Workload, m: DeviceRates, rows: float, columns: float, inner: float) -> PassTimes:
@@ -169,9 +221,15 @@ def _measured(w: Workload, m: DeviceRates, kind: str, sizes: tuple[float, ...]) 
     assert o is not None
     if kind == "attention":
         return measured_seams.measured_attention(_attending(w, *sizes), o)
-    if kind == "linear":
+    if kind in ("linear", "float8 linear"):
         one = o.operator("linear", "eager", *sizes[:3])
         return PassTimes(one.forward, one.backward, one.weight)
+    if kind == "experts":
+        name = "grouped_linear" if o.has("grouped_linear") else "linear"
+        one, count = o.operator(name, "eager", *sizes[:3]), sizes[3]
+        return PassTimes(*(count * each for each in (one.forward, one.backward, one.weight)))
+    if kind == "routing":
+        return measured_seams.measured_routing(_routed(w, *sizes), o)
     if kind == "lookup":
         elements, table, _ = sizes
         one = o.operator(

@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from workbench.plan.model.model_shape import Shape
+from workbench.plan.model.model_shape import Moe, Shape
 from workbench.plan.operators.least_redistribution import LeastRedistribution
 from workbench.plan.operators.operator_sites import OUTPUT
 from workbench.plan.operators.redistribution_moves import neighbors
@@ -50,6 +50,8 @@ class OperatorStrategies(RankGrid):
     """Modules that keep their inputs alone, and run again in backward."""
     boundary: tuple[int, ...] = ()
     """Axes over which what passes between pipeline stages is split by tokens."""
+    expert_ranks: int = 1
+    """Ranks over which the experts of a layer are spread."""
 
     @property
     def boundary_layout(self) -> TensorLayout:
@@ -87,14 +89,19 @@ class OperatorParameter:
     """In the model, e.g. blocks.0.attention.q.weight."""
     shape: tuple[int, ...]
     partial_over: tuple[int, ...]
-    """Axes of the grid over which its gradient is a partial sum: those that shard rows or
-    tokens.
+    """Axes of the grid over which its gradient is a partial sum: those that shard rows or tokens,
+    and of an MoE layer's unsharded parameters its width.
     """
 
     @property
     def elements(self) -> int:
         """Entries, padding included."""
         return math.prod(self.shape)
+
+    @property
+    def is_of_experts(self) -> bool:
+        """Whether it belongs to routed experts, which are spread over ranks."""
+        return ".experts." in self.name
 
     @property
     def unit(self) -> str:
@@ -115,13 +122,14 @@ def stage_parameters(
         if shape.embedding_norm:
             yield from _norm(s, shape, "embedding.norm")
     for layer in layers:
-        yield from _block(s, shape, f"blocks.{layer}")
+        yield from _block(s, shape, layer)
     if has_head:
         yield from _norm(s, shape, "final_norm")
         yield _matrix(s, "head", (shape.vocab, "columns"), (shape.hidden, "inner"))
 
 
-def _block(s: OperatorStrategies, shape: Shape, block: str) -> Iterator[OperatorParameter]:
+def _block(s: OperatorStrategies, shape: Shape, layer: int) -> Iterator[OperatorParameter]:
+    block = f"blocks.{layer}"
     some, every = shape.biases in ("qkv", "all"), shape.biases == "all"
     h, keys = shape.hidden, shape.kv_width
     yield from _norm(s, shape, f"{block}.attention_norm")
@@ -129,9 +137,33 @@ def _block(s: OperatorStrategies, shape: Shape, block: str) -> Iterator[Operator
         yield from _linear(s, f"{block}.attention.{name}", width, h, some)
     yield from _linear(s, f"{block}.attention.o", h, shape.q_width, every)
     yield from _norm(s, shape, f"{block}.mlp_norm")
+    if shape.moe is not None and layer >= shape.moe.first_dense:
+        yield from _experts(s, shape, shape.moe, f"{block}.mlp")
+        return
     for name in ("gate", "up") if shape.gated else ("up",):
         yield from _linear(s, f"{block}.mlp.{name}", shape.ffn, h, every)
     yield from _linear(s, f"{block}.mlp.down", h, shape.ffn, every)
+
+
+def _experts(
+    s: OperatorStrategies, shape: Shape, moe: Moe, path: str
+) -> Iterator[OperatorParameter]:
+    """Router, routed experts and shared ones, whose width alone is sharded."""
+    rows, h = s.axes(path, "rows"), shape.hidden
+    both = tuple(sorted((*rows, *s.axes(path, "width"))))
+    yield OperatorParameter(f"{path}.route.weight", (moe.experts, h), both)
+    stacked: tuple[int, ...] = (moe.experts // s.expert_ranks,)
+    groups = [("experts", stacked, moe.ffn)]
+    if moe.shared:
+        groups.append(("shared", (), moe.shared * moe.ffn))
+    for group, stacked, whole in groups:
+        width = s.local(whole, path, "width")
+        into = [(name, (width, h)) for name in (("gate", "up") if shape.gated else ("up",))]
+        for name, own in [*into, ("down", (h, width))]:
+            key, over = f"{path}.{group}.{name}", both if name == "down" else rows
+            yield OperatorParameter(f"{key}.weight", (*stacked, *own), rows)
+            if shape.biases == "all":
+                yield OperatorParameter(f"{key}.bias", (*stacked, own[0]), over)
 
 
 def _linear(

@@ -69,14 +69,16 @@ def count_params(w: RankShapes) -> ParamCounts:
 
 def _on_shapes(w: RankShapes) -> ParamCounts:
     """Parameters of ranks whose microbatch runs on shapes; the largest layer is the unit."""
-    total, largest = [], []
+    dense, experts, largest = [], [], []
     for place in w.places:
         by_unit: Counter[str] = Counter()
-        for p in rank_parameters(w.fixed, place.stage):
+        own = list(rank_parameters(w.fixed, place.stage))
+        for p in own:
             by_unit[p.unit] += p.elements
-        total.append(by_unit.total())
+        experts.append(float(sum(p.elements for p in own if p.is_of_experts)))
+        dense.append(by_unit.total() - experts[-1])
         largest.append(max((n for unit, n in by_unit.items() if unit.isdigit()), default=0))
-    return ParamCounts(np.array(total, float), w.zeros, np.array(largest, float), w.zeros)
+    return ParamCounts(np.array(dense), np.array(experts), np.array(largest, float), w.zeros)
 
 
 def _adapter(w: RankShapes) -> Number:

@@ -42,6 +42,8 @@ class TracedParameter:
     shape: tuple[int, ...]
     partial_over: tuple[int, ...]
     is_read: bool = True
+    is_of_experts: bool = field(default=False, init=False)
+    """Whether it is spread over ranks of an axis of experts: a user's module has none."""
 
     @property
     def elements(self) -> int:

@@ -15,8 +15,8 @@ from workbench.costmodel.memory import activation_memory, attention_memory
 from workbench.costmodel.memory.activation_memory import LayerActivations
 from workbench.costmodel.memory.loss_memory import HeadMemory
 from workbench.costmodel.memory.loss_memory import head_memory as head_of
+from workbench.costmodel.memory.operator_live_sets import operator_live_sets
 from workbench.costmodel.memory.traced_states import bucket_elements
-from workbench.costmodel.operators import operator_live_sets
 from workbench.schedules import receives_early
 
 MemoryByCategory = dict[str, Array]
@@ -59,7 +59,7 @@ def live_by_phase(w: Workload) -> dict[str, MemoryByCategory]:
         microbatch's forward.
     """
     if w.fixed.grid is not None:
-        return _on_shapes(w)
+        return operator_live_sets(w)
     head, layer = (
         head_of(w),
         activation_memory.layer_activations(w, is_moe=w.shape.moe is not None),
@@ -72,25 +72,6 @@ def live_by_phase(w: Workload) -> dict[str, MemoryByCategory]:
         "last_gemm": _last_gemm(w, head, layer, flight),
         **_head_backward(w, head, flight),
         **_layer_backward(w, head, layer, flight),
-    }
-
-
-def _on_shapes(w: Workload) -> dict[str, MemoryByCategory]:
-    """The same of plans whose microbatch runs on shapes."""
-    boundary, transfers = activation_memory.boundary_bytes(w)[1], _between_stages(w)
-    kept = operator_live_sets.kept_of_first_microbatch(w)
-    first = {"activations": kept["activations"] + boundary, "logits": kept["logits"]}
-    forward = operator_live_sets.phases_of_passes(w, transfers - boundary)
-    backward = operator_live_sets.phases_of_passes(w, transfers - _sent_before_backward(w))
-    received = {"communication": _received_gradient(w)}
-    return {
-        "first_forward": first,
-        **{n: live for n, live in forward.items() if n in operator_live_sets.FORWARD_PHASES},
-        **{
-            name: add_categories(live, received)
-            for name, live in backward.items()
-            if name not in operator_live_sets.FORWARD_PHASES
-        },
     }
 
 

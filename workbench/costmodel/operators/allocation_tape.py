@@ -32,6 +32,12 @@ class Storage:
     def __del__(self) -> None:
         self._tape.free(self._allocation)
 
+    def outlives_as(self, category: str) -> None:
+        """Name what the storage is once its action is over, where another survives it as another
+        category.
+        """
+        self._allocation.category = self._allocation.category or category
+
 
 @dataclass
 class AllocationTape:
@@ -50,8 +56,6 @@ class AllocationTape:
     _scope: str | None = None
     _events: list[tuple[str, _Allocation, float]] = field(default_factory=list)
     _live: dict[str, float] = field(default_factory=partial(defaultdict, float))
-    _kept: dict[str, float] = field(default_factory=partial(defaultdict, float))
-    """Part -> activations that it has made."""
 
     def allocate(self, num_bytes: float) -> Storage:
         """A new storage."""
@@ -83,17 +87,11 @@ class AllocationTape:
             if allocation.category is None:
                 allocation.category = survivors if allocation.is_live else "temporary"
             self._live[allocation.category] += change
-            if allocation.category == "activations":
-                self._kept[allocation.part] += change
             total = sum(self._live.values())
             most = sum(self.largest[part].values()) if part in self.largest else -math.inf
             if total > most:
                 self.largest[part] = self.live
         self._events.clear()
-
-    def live_of(self, part: str) -> float:
-        """Bytes of the activations that a part has made, at the end of the last action."""
-        return self._kept[part]
 
     @property
     def live(self) -> LiveSet:

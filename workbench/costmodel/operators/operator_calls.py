@@ -11,7 +11,7 @@ from workbench.costmodel.communication.collective_call import CollectiveCall, gr
 from workbench.costmodel.inputs.operator_stages import rank_parameters
 from workbench.costmodel.inputs.operator_strategies import RankGrid, group_name
 from workbench.costmodel.inputs.rank_workload import Workload
-from workbench.costmodel.operators.symbolic_rank import GridCall
+from workbench.costmodel.operators.symbolic_rank import AxisCall, GridCall
 from workbench.costmodel.rank_passes import rank_passes
 
 
@@ -35,6 +35,27 @@ def operator_collectives(w: Workload) -> list[CollectiveCall]:
         )
         for call in dict.fromkeys(call for calls in by_rank for call in calls)
     ] + list(_gradient_sums(w, named))
+
+
+def axis_collectives(w: Workload, axis: str) -> list[CollectiveCall]:
+    """Calls over another axis of the mesh, of all microbatches of a step."""
+    by_rank: list[Counter[AxisCall]] = [
+        sum((stage.axis_calls for stage in own), Counter[AxisCall]()) for own in rank_passes(w)
+    ]
+    return [
+        CollectiveCall(
+            axis,
+            call.kind,
+            call.group_size,
+            call.dtype,
+            call.bytes,
+            w.microbatches * np.array([float(calls[call]) for calls in by_rank]),
+            call.action,
+            call.link,
+        )
+        for call in dict.fromkeys(call for calls in by_rank for call in calls)
+        if call.axis == axis
+    ]
 
 
 def _gradient_sums(w: Workload, named: RankGrid) -> Iterator[CollectiveCall]:

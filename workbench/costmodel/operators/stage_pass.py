@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import groupby
 
@@ -15,9 +15,17 @@ from workbench.costmodel.inputs.operator_strategies import OperatorStrategies
 from workbench.costmodel.inputs.rank_workload import Workload
 from workbench.costmodel.operators.allocation_tape import LiveSet
 from workbench.costmodel.operators.symbolic_autograd import SymbolicTensor, leaf, run_backward
-from workbench.costmodel.operators.symbolic_rank import GridCall, SymbolicRank, Work
+from workbench.costmodel.operators.symbolic_rank import (
+    AxisCall,
+    DeferredWeights,
+    GridCall,
+    SymbolicRank,
+    Work,
+)
 from workbench.costmodel.operators.symbolic_sharding import as_shard
+from workbench.costmodel.operators.symbolic_split_backward import run_weight_gradients
 from workbench.costmodel.operators.symbolic_stage import Layers, SymbolicStage
+from workbench.plan.model.model_shape import Shape
 from workbench.plan.operators.strategy_form import Placement
 
 RUN_OF_A_KIND = 3
@@ -32,63 +40,91 @@ BACKWARD_PHASES = {"head": "final_norm", "embedding": "embedding", "input": "emb
 
 @dataclass(frozen=True)
 class StagePass:
-    """A microbatch through one stage on one rank."""
+    """A microbatch through one stage on one rank: what each action needs at most, by phase of
+    `memory/live_sets.py`, and what it leaves, beside what the schedule keeps between actions
+    (inputs, outputs and gradients that are passed on).
+    """
 
-    kept_of_layers: float
-    """Bytes that stay between forward and backward, but for what the head has made."""
-    kept_of_head: float
-    """Bytes that the final norm and the head have made, but for logits."""
-    kept_logits: float
-    phases: dict[str, LiveSet]
-    """Phase of `memory/live_sets.py` -> its largest live set."""
+    kept: LiveSet
+    """What a forward leaves for backward, the stage's input included."""
+    forward: dict[str, LiveSet]
+    backward: dict[str, LiveSet]
     calls: Counter[GridCall]
+    axis_calls: Counter[AxisCall]
     work: Counter[tuple[str, Work]]
+    deferred: LiveSet = field(default_factory=dict)
+    """What a backward that is split leaves for weight gradients."""
+    weights: dict[str, LiveSet] = field(default_factory=dict)
 
 
-def stage_pass(w: Workload, named: OperatorStrategies, parts: StageParts) -> StagePass:
+def stage_pass(
+    w: Workload, named: OperatorStrategies, parts: StageParts, is_split: bool = False
+) -> StagePass:
     """Run a microbatch through a stage.
 
     Its tokens and targets are counted elsewhere, and so are parameters and their gradients.
+
+    Args:
+        w: Per-rank problem sizes.
+        named: The plan's operator strategies.
+        parts: Which layers the stage has.
+        is_split: Whether its weight gradients (W) are computed apart from backward (I).
     """
-    assert named.least is not None, "redistributions have no prices"
     r = SymbolicRank(w, named.sides, named.least)
-    runs = tuple(_runs(named, parts.layers))
+    x, y, gradients = _forward(r, named, parts)
+    r.tape.end_action("activations")
+    forward = phases_of(r.tape.largest, FORWARD_PHASES, "forward")
+    if not parts.has_head:
+        # Backward starts from the graph's edge: the output is the schedule's.
+        y = replace(y, storage=r.tape.allocate(0))
+        r.tape.end_action("activations")
+    kept = r.tape.live
+    r.tape.largest, r.action = {}, "B"
+    deferred = r.deferred = DeferredWeights() if is_split else None
+    gradient = replace(y, storage=r.tape.allocate(0 if parts.has_head else y.bytes), node=None)
+    roots = [(y, gradient)]
+    del y
+    run_backward(r.tape, roots)  # which the stage's input and its output's gradient outlive
+    del x
+    if deferred is not None:
+        deferred.outlive_action()
+    r.tape.end_action("communication")
+    backward = phases_of(r.tape.largest, BACKWARD_PHASES, "feed_forward")
+    if deferred is None:
+        return StagePass(kept, forward, backward, r.calls, r.axis_calls, r.work)
+    del gradient
+    gradients.clear()
+    r.tape.end_action("temporary")
+    left, r.tape.largest = r.tape.live, {}
+    run_weight_gradients(r, deferred)
+    r.tape.end_action("temporary")
+    weights = phases_of(r.tape.largest, {}, "weights")
+    return StagePass(kept, forward, backward, r.calls, r.axis_calls, r.work, left, weights)
+
+
+def _forward(
+    r: SymbolicRank, named: OperatorStrategies, parts: StageParts
+) -> tuple[SymbolicTensor, SymbolicTensor, list[SymbolicTensor]]:
+    """(the stage's input, its output, where its input's gradient comes)."""
+    runs = tuple(_runs(named, r.w.shape, parts.layers))
     stage = SymbolicStage(r, named, Layers(runs, parts.has_embedding, parts.has_head))
-    batch, length = int(w.sequences), int(w.tokens / w.sequences)
+    batch, length = int(r.w.sequences), int(r.w.tokens / r.w.sequences)
     gradients: list[SymbolicTensor] = []
     r.enter("input")
     targets = x = r.empty((batch, length), 0)
     if not parts.has_embedding:
-        x = r.empty((batch, length // named.ranks_over(named.boundary), w.shape.hidden))
+        own = length // named.ranks_over(named.boundary)
+        x = r.empty((batch, own, r.w.shape.hidden))
         x = replace(x, node=leaf(gradients.append, "input"))
         x = as_shard(r, x, named.boundary_layout) if named.boundary else x
-    y = stage.forward(x, targets)
-    if not parts.has_head:
-        # Backward starts from the graph's edge: the output is freed once it is sent.
-        y = replace(y, storage=r.tape.allocate(0))
-    r.tape.end_action("activations")
-    phases = phases_of(r.tape.largest, FORWARD_PHASES, "forward")
-    of_head, kept = r.tape.live_of("head"), r.tape.live
-    r.tape.largest, r.action = {}, "B"
-    gradient = replace(y, storage=r.tape.allocate(0), node=None)  # it is counted elsewhere
-    roots = [(y, gradient)]
-    del y, gradient
-    run_backward(r.tape, roots)  # which the stage's input outlives
-    del x
-    r.tape.end_action("communication")
-    return StagePass(
-        kept["activations"] - of_head,
-        of_head,
-        kept.get("logits", 0.0),
-        phases | phases_of(r.tape.largest, BACKWARD_PHASES, "feed_forward"),
-        r.calls,
-        r.work,
-    )
+    return x, stage.forward(x, targets), gradients
 
 
-def _runs(named: OperatorStrategies, numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
+def _runs(
+    named: OperatorStrategies, shape: Shape, numbers: Sequence[int]
+) -> Iterator[tuple[int, int]]:
     """Layers that run, and how many each stands for."""
-    for _, group in groupby(numbers, partial(_strategies_of, named)):
+    for _, group in groupby(numbers, partial(_kind_of, named, shape)):
         alike = list(group)
         if len(alike) <= RUN_OF_A_KIND:
             yield from ((layer, 1) for layer in alike)
@@ -96,11 +132,19 @@ def _runs(named: OperatorStrategies, numbers: Sequence[int]) -> Iterator[tuple[i
             yield from ((alike[0], 1), (alike[1], len(alike) - 2), (alike[-1], 1))
 
 
-def _strategies_of(named: OperatorStrategies, layer: int) -> list[tuple[str, Placement]]:
-    block = f"blocks.{layer}."
-    own = named.placements.items()
-    return sorted(
-        (path.removeprefix(block), placement) for path, placement in own if path.startswith(block)
+def _kind_of(
+    named: OperatorStrategies, shape: Shape, layer: int
+) -> tuple[bool, list[tuple[str, Placement]], list[str]]:
+    """(whether a layer has experts, strategies of its modules, those of them that are
+    recomputed).
+    """
+    block, own = f"blocks.{layer}", named.placements.items()
+    strategies = ((path, placed) for path, placed in own if path.startswith(f"{block}."))
+    recomputed = (path for path in named.recomputed if f"{path}.".startswith(f"{block}."))
+    return (
+        shape.moe is not None and layer >= shape.moe.first_dense,
+        sorted((path.removeprefix(block), placed) for path, placed in strategies),
+        sorted(path.removeprefix(block) for path in recomputed),
     )
 
 

@@ -70,21 +70,29 @@ def attend(
     `memory/attention_memory.py`'s.
     """
     own = attended(r, q, k)
-    y = replace(r.like(q), strides=q.strides)  # its layout in memory is the queries'
+    # Its layout in memory is the queries'; of math, heads lie before tokens, and it is not kept.
+    is_math = r.w.fixed.attention == "math"
+    y = replace(r.like(q), strides=heads_first(q.shape) if is_math else q.strides)
     kept = r.tape.allocate(float(saved_attention_bytes(own)))
     gradients = q.bytes + k.bytes + v.bytes
     workspace = max(0.0, float(attention_backward_bytes(own)) - q.bytes - gradients)
-    out = y
+    out = None if is_math else y
     r.compute("attention", q.shape[0] * q.shape[1], q.shape[2], q.shape[3], k.shape[2])
 
     def backward(gradient: SymbolicTensor) -> Gradients:
-        assert kept is not None and out is not None
+        assert kept is not None and (is_math or out is not None)
         within = r.tape.allocate(workspace)
         made = r.like(q), r.like(k), r.like(v)
         del within
         return made
 
     return r.made(y, backward, q, k, v)
+
+
+def heads_first(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides of [B, T, heads, head_dim] where heads lie before tokens."""
+    _, tokens, heads, head_dim = shape
+    return heads * tokens * head_dim, head_dim, tokens * head_dim, 1
 
 
 def attended(r: SymbolicRank, q: SymbolicTensor, k: SymbolicTensor) -> Workload:

@@ -80,8 +80,9 @@ class Node:
 def leaf(accumulate: Callable[[SymbolicTensor], None], part: str) -> Node:
     """The node of a parameter: takes its gradient as soon as it is complete."""
 
-    def backward(gradient: SymbolicTensor) -> Gradients:
-        accumulate(gradient)
+    def backward(gradient: SymbolicTensor | None) -> Gradients:
+        if gradient is not None:  # a split backward has deferred it (W)
+            accumulate(gradient)
         return ()
 
     return Node((), backward, part, number=math.inf)

@@ -31,11 +31,14 @@ def checkpointed(
             that operator has computed by then.
         inputs: What it keeps.
     """
-    before, r.records, r.recomputes = r.records, False, True
+    made_once: list[SymbolicTensor] = []
+    before = r.records, r.made_once
+    r.records, r.made_once, r.recomputes = False, made_once, True
     outputs = forward(*(x.detached() for x in inputs))
-    r.records, r.recomputes = before, False
+    (r.records, r.made_once), r.recomputes = before, False
 
     def backward(gradients: list[SymbolicTensor | None]) -> Gradients:
+        r.repeated = made_once
         return _recomputed(r, forward, last_saving, inputs, gradients)
 
     node = r.node(backward, *inputs, outputs=len(outputs), takes_list=True)
@@ -56,7 +59,7 @@ def _recomputed(
     ]
     r.last_saving, r.recomputes = last_saving, True
     outputs = forward(*own)
-    r.last_saving, r.is_over, r.recomputes = "", False, False
+    r.last_saving, r.is_over, r.repeated, r.recomputes = "", False, None, False
     roots = [(y, gradient) for y, gradient in zip(outputs, gradients) if gradient is not None]
     del own, outputs
     gradients.clear()
@@ -66,3 +69,15 @@ def _recomputed(
 
 def _keep(found: list[SymbolicTensor | None], at: int, gradient: SymbolicTensor) -> None:
     found[at] = gradient
+
+
+def kept_for_recomputation(r: SymbolicRank, make: Callable[[], SymbolicTensor]) -> SymbolicTensor:
+    """As `models/host_counts.py`: what `make` returns, or in a recomputation what it returned in
+    forward.
+    """
+    if r.repeated is not None:
+        return r.repeated.pop(0)
+    made = make()
+    if r.made_once is not None:
+        r.made_once.append(made)
+    return made

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from workbench.costmodel.memory.activation_memory import keeps_small_seams_eager, runs_fused_seam
 from workbench.costmodel.operators.symbolic_autograd import Gradients, SymbolicTensor
-from workbench.costmodel.operators.symbolic_rank import SymbolicRank
+from workbench.costmodel.operators.symbolic_rank import DeferredProduct, SymbolicRank
 from workbench.runtime_facts.fused_thresholds import ATEN_SEAMS
 
 
@@ -63,8 +63,8 @@ def linear(
 
     def backward(gradient: SymbolicTensor) -> Gradients:
         x = saved if isinstance(saved, SymbolicTensor) else saved.taken()
-        if r.splits_backward and weight.node is not None and part_is_split(r):
-            r.deferred += [x.detached(), gradient]
+        if r.deferred is not None and r.tape.part != "head":  # which is never split
+            r.deferred.products.append(DeferredProduct(x.detached(), gradient, weight, bias))
             return r.like(x), None, None
         if bias is None:
             weight_gradient = r.like(weight)
@@ -73,11 +73,6 @@ def linear(
         return x_gradient, weight_gradient, r.like(bias)
 
     return r.made(y, backward, x, weight, bias)
-
-
-def part_is_split(r: SymbolicRank) -> bool:
-    """Whether the weight gradients of this part of the stage can be deferred: not the head's."""
-    return r.tape.part != "head"
 
 
 def add(r: SymbolicRank, x: SymbolicTensor, y: SymbolicTensor) -> SymbolicTensor:

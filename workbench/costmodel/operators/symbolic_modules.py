@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
+from workbench.costmodel.operators.layers.symbolic_float8 import float8_linear
 from workbench.costmodel.operators.symbolic_autograd import Gradients, SymbolicTensor
 from workbench.costmodel.operators.symbolic_functions import contiguous, linear, view
 from workbench.costmodel.operators.symbolic_rank import SymbolicRank
@@ -59,6 +60,11 @@ class SymbolicStrategies:
         sharding, product = self.of(path) or self.replicate(path), partial(linear, self.r, path)
         local = sharding.to_local(x, **TOKEN_DIMS, inner=-1)
         again = sharding.gathered(local)
+        if self.r.w.quantized_format is not None:
+            y = float8_linear(self.r, path, sharding.placement, local, weight)
+            y = sharding.reduce_partial(y, **TOKEN_DIMS, columns=-1)
+            y = y if bias is None else add_bias(self.r, y, bias)
+            return sharding.to_global(y, **TOKEN_DIMS, columns=-1)
         if "inner" not in sharding.placement:
             y = product(local, weight, bias, again)
             return sharding.to_global(y, **TOKEN_DIMS, columns=-1)

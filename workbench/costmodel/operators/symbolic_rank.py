@@ -9,14 +9,8 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from workbench.costmodel.inputs.rank_workload import Workload
-from workbench.costmodel.operators.allocation_tape import AllocationTape
-from workbench.costmodel.operators.symbolic_autograd import (
-    BackwardFn,
-    Gradients,
-    Node,
-    SymbolicTensor,
-    leaf,
-)
+from workbench.costmodel.operators.allocation_tape import AllocationTape, Storage
+from workbench.costmodel.operators.symbolic_autograd import BackwardFn, Node, SymbolicTensor, leaf
 from workbench.plan.operators.least_redistribution import LeastRedistribution
 from workbench.runtime_facts.cast_sizes import GRADIENT_CAST_NUMEL
 
@@ -34,6 +28,20 @@ class GridCall(NamedTuple):
     """F or B."""
 
 
+class AxisCall(NamedTuple):
+    """A collective over another axis of the mesh."""
+
+    axis: str
+    link: str
+    """As `CollectiveCall.link` has it."""
+    kind: str
+    group_size: float
+    dtype: str
+    bytes: float
+    action: str
+    """F or B."""
+
+
 class Work(NamedTuple):
     """Something that a rank computes."""
 
@@ -43,6 +51,31 @@ class Work(NamedTuple):
     """forward or backward."""
     sizes: tuple[float, ...]
     """Elements, as that kind counts them."""
+
+
+class DeferredProduct(NamedTuple):
+    """Operands of a deferred weight gradient, as `parallel/pipeline/zero_bubble.py` keeps them."""
+
+    x: SymbolicTensor
+    gradient: SymbolicTensor
+    weight: SymbolicTensor
+    bias: SymbolicTensor | None
+
+
+@dataclass
+class DeferredWeights:
+    """What backward leaves for W."""
+
+    products: list[DeferredProduct] = field(default_factory=list)
+    """In the order in which they were deferred."""
+    of_other_layers: list[Storage] = field(default_factory=list)
+    """Those of the layers that one stands for."""
+
+    def outlive_action(self) -> None:
+        """Count them as activations once their action is over, as those of a forward are."""
+        operands = (x for product in self.products for x in (product.x, product.gradient))
+        for storage in (*(x.storage for x in operands), *self.of_other_layers):
+            storage.outlives_as("activations")
 
 
 @dataclass
@@ -55,10 +88,9 @@ class SymbolicRank:
     """Of the grid that tensor ranks are, outermost first."""
     least: LeastRedistribution
     """Chooses the steps of each redistribution, as the runtime does."""
-    splits_backward: bool = False
-    """Whether weight gradients are deferred (W)."""
     tape: AllocationTape = field(default_factory=AllocationTape)
     calls: Counter[GridCall] = field(default_factory=Counter)
+    axis_calls: Counter[AxisCall] = field(default_factory=Counter)
     work: Counter[tuple[str, Work]] = field(default_factory=Counter)
     """(action, what is computed in it) -> how often."""
     action: str = "F"
@@ -68,12 +100,16 @@ class SymbolicRank:
     """Whether what runs is recomputed, or will be."""
     last_saving: str = ""
     """While a module is recomputed: its last operator that saves a tensor."""
+    made_once: list[SymbolicTensor] | None = None
+    """While a module that is to be recomputed runs forward: what is not made again."""
+    repeated: list[SymbolicTensor] | None = None
+    """While it is recomputed: the same."""
     is_over: bool = False
     """Whether recomputation has saved its last tensor: torch stops there."""
     repeats: dict[str, int] = field(default_factory=dict)
     """Part of the stage -> layers that it stands for."""
-    deferred: list[SymbolicTensor] = field(default_factory=list)
-    """Operands of deferred weight gradients."""
+    deferred: DeferredWeights | None = None
+    """Weight gradients that wait for W; None: backward is not split."""
 
     def enter(self, part: str) -> None:
         """Name the part of the stage that runs now."""
@@ -92,7 +128,7 @@ class SymbolicRank:
 
     def parameter(self, *shape: int) -> SymbolicTensor:
         """A parameter, whose bytes are counted elsewhere."""
-        node = leaf(self._accumulate, self.tape.part)
+        node = leaf(self.accumulate, self.tape.part)
         return SymbolicTensor(self.tape.allocate(0), shape, self.w.element_bytes, node)
 
     def node(
@@ -114,16 +150,6 @@ class SymbolicRank:
         """The one output of an operator."""
         return replace(y, node=self.node(backward, *inputs), output=0)
 
-    def beside(self, x: SymbolicTensor, num_bytes: float) -> SymbolicTensor:
-        """`x`, until whose gradient so many further bytes are kept."""
-        kept = self.tape.allocate(num_bytes)
-
-        def backward(gradient: SymbolicTensor) -> Gradients:
-            assert kept is not None
-            return (gradient,)
-
-        return self.made(x, backward, x)
-
     def compute(self, kind: str, *sizes: float) -> None:
         """Record work, and that of its backward."""
         if not self.is_over:
@@ -136,6 +162,11 @@ class SymbolicRank:
         if not self.is_over:
             self.calls[GridCall(kind, axes, dtype, num_bytes, self.action)] += self._times
 
+    def call_axis(self, call: AxisCall) -> None:
+        """Record a collective over another axis."""
+        if not self.is_over:
+            self.axis_calls[call] += self._times
+
     def saved_by(self, operator: str) -> None:
         """An operator has saved what its backward reads, and computes only now."""
         self.is_over |= operator == self.last_saving != ""
@@ -145,10 +176,14 @@ class SymbolicRank:
         """Layers that the part stands for which runs now."""
         return self.repeats.get(self.tape.part, 1)
 
-    def _accumulate(self, gradient: SymbolicTensor) -> None:
+    @property
+    def accumulates_in_place(self) -> bool:
+        """Whether a gradient is added to its bucket as it is."""
+        same = float(self.w.gradient_element_bytes) == self.w.element_bytes
+        return same or self.w.fixed.gpu.device == "cuda"
+
+    def accumulate(self, gradient: SymbolicTensor) -> None:
         """Add a parameter's gradient to its bucket: another dtype is cast piece by piece on CPU."""
-        w = self.w
-        on_gpu = w.fixed.gpu.device == "cuda"
-        if float(w.gradient_element_bytes) != gradient.element_bytes and not on_gpu:
+        if not self.accumulates_in_place:
             pieces = min(gradient.numel, GRADIENT_CAST_NUMEL)
-            self.tape.allocate(pieces * float(w.gradient_element_bytes))
+            self.tape.allocate(pieces * float(self.w.gradient_element_bytes))

@@ -8,8 +8,12 @@ from functools import partial
 
 from workbench.costmodel.inputs.operator_strategies import OperatorStrategies, stage_parameters
 from workbench.costmodel.memory.activation_memory import TOKEN_ID_BYTES
+from workbench.costmodel.operators.layers.symbolic_dropout import ROW_BYTES, dropped
+from workbench.costmodel.operators.layers.symbolic_moe import SymbolicMoe
+from workbench.costmodel.operators.layers.symbolic_ring import ring_attend
+from workbench.costmodel.operators.layers.symbolic_ulysses import ulysses_attend
 from workbench.costmodel.operators.symbolic_attention import attend, rope
-from workbench.costmodel.operators.symbolic_autograd import SymbolicTensor
+from workbench.costmodel.operators.symbolic_autograd import Gradients, SymbolicTensor
 from workbench.costmodel.operators.symbolic_checkpoint import checkpointed
 from workbench.costmodel.operators.symbolic_ends import add_positions, embed, head_loss, lookup
 from workbench.costmodel.operators.symbolic_functions import activate
@@ -22,6 +26,7 @@ from workbench.costmodel.operators.symbolic_modules import (
 from workbench.costmodel.operators.symbolic_norms import add_norm
 from workbench.costmodel.operators.symbolic_rank import SymbolicRank
 from workbench.costmodel.operators.symbolic_sharding import local_part, redistribute, sharded_sum
+from workbench.costmodel.operators.symbolic_split_backward import RepeatedLayer
 
 ShapesFn = Callable[..., tuple[SymbolicTensor, ...]]
 HEAD_DIMS = (0, 2)
@@ -48,6 +53,8 @@ class SymbolicStage:
         self.s = SymbolicStrategies(r, dict(named.placements), {})
         self.recomputed, self.boundary = frozenset(named.recomputed), named.boundary_layout
         self.parameters: dict[str, SymbolicTensor] = {}
+        self.rows: SymbolicTensor | None = None
+        """Ids [B, T] of the tokens, for dropout."""
         numbers = [layer for layer, _ in layers.runs]
         shape, ends = r.w.shape, (layers.has_embedding, layers.has_head)
         for p in stage_parameters(named, shape, numbers, *ends):
@@ -61,30 +68,34 @@ class SymbolicStage:
         r = self.r
         r.enter("embedding")
         tables = self._positions()
+        self.rows = r.empty(x.shape[:2], ROW_BYTES) if r.w.fixed.dropout else None
         residual: SymbolicTensor | None = None
         if self.layers.has_embedding:
             x = self._embedding(x)
+        aux_losses: list[SymbolicTensor] = []
         for layer, times in self.layers.runs:
             r.enter(f"layer.{layer}")
-            before, r.repeats[f"layer.{layer}"] = r.tape.total, times
-            x, residual = self._block(layer, x, residual, tables)
-            if times > 1:  # the others keep as much
-                x = r.beside(x, (times - 1) * (r.tape.total - before))
+            r.repeats[f"layer.{layer}"] = times
+            repeated = RepeatedLayer(r, times) if times > 1 else None
+            x = repeated.entered(x) if repeated else x
+            x, residual, *aux_loss = self._block(layer, x, residual, tables)
+            aux_losses += aux_loss
+            x = repeated.left(x) if repeated else x
         r.enter("head" if self.layers.has_head else "output")
         if not self.layers.has_head:
             total = x if residual is None else sharded_sum(r, x, residual)
             local, held = local_part(r, total)
-            return redistribute(r, local, held, self.boundary)
+            return _with_aux_losses(r, redistribute(r, local, held, self.boundary), aux_losses)
         x, _ = self._norm("final_norm", x, residual)
         del residual
         with r.tape.category("logits"):
             loss = head_loss(self.s, x, targets, self.parameters["head.weight"])
         self.s.left("")
-        return loss
+        return _with_aux_losses(r, loss, aux_losses)
 
     def _positions(self) -> SymbolicTensor:
         """Rotary tables, as one tensor."""
-        shape, length = self.r.w.shape, self.r.w.fixed.sequence_length
+        shape, length = self.r.w.shape, int(self.r.w.tokens / self.r.w.sequences)
         wide = shape.head_dim if shape.positions == "rope" else 0
         return self.r.empty((length, int(wide or 0)))
 
@@ -98,19 +109,21 @@ class SymbolicStage:
         if shape.embedding_norm:
             x, _ = self._norm("embedding.norm", x, None)
         self.s.left("embedding")
-        return x
+        return dropped(r, x, self.rows)
 
     def _block(
         self, layer: int, x: SymbolicTensor, residual: SymbolicTensor | None, tables: SymbolicTensor
-    ) -> tuple[SymbolicTensor, SymbolicTensor]:
+    ) -> tuple[SymbolicTensor, ...]:
+        """(branch, residual), and the aux loss of an MoE layer."""
         block = f"blocks.{layer}"
         forward = partial(self._block_forward, block, tables)
         if block in self.recomputed:
             total = x if residual is None else sharded_sum(self.r, x, residual)
-            branch, summed = checkpointed(self.r, forward, f"{block}.mlp.down", total)
-        else:
-            branch, summed = forward(x, residual)
-        return branch, summed
+            last = f"{block}.mlp.down" if self.rows is None else ""  # dropout's ids come last
+            moe = self._moe(f"{block}.mlp")
+            last = moe.last_saving if moe and last else last
+            return checkpointed(self.r, forward, last, total)
+        return forward(x, residual)
 
     def _block_forward(
         self,
@@ -123,11 +136,26 @@ class SymbolicStage:
         attention = partial(self._attention, f"{block}.attention", tables)
         path = f"{block}.attention"
         (branch,) = self._module(path, attention, f"{path}.o", h)
+        branch = dropped(self.r, branch, self.rows)
         h, summed = self._norm(f"{block}.mlp_norm", branch, summed)
-        path = f"{block}.mlp"
-        (branch,) = self._module(path, partial(self._mlp, path), f"{path}.down", h)
+        path, aux_loss = f"{block}.mlp", None
+        if moe := self._moe(path):
+            branch, aux_loss = moe.forward(h)
+        else:
+            (branch,) = self._module(path, partial(self._mlp, path), f"{path}.down", h)
+        branch = dropped(self.r, branch, self.rows)
         self.s.left(block)
-        return branch, summed
+        return (branch, summed) if aux_loss is None else (branch, summed, aux_loss)
+
+    def _moe(self, path: str) -> SymbolicMoe | None:
+        own = {
+            name.removeprefix(f"{path}."): p
+            for name, p in self.parameters.items()
+            if name.startswith(f"{path}.")
+        }
+        if "route.weight" not in own:
+            return None
+        return SymbolicMoe(self.s, path, own, path in self.recomputed)
 
     def _module(
         self, path: str, forward: ShapesFn, last: str, *inputs: SymbolicTensor
@@ -145,11 +173,17 @@ class SymbolicStage:
         head = int(self.r.w.shape.head_dim or 0)
         q, k, v = (heads(self.r, self._linear(f"{path}.{name}", x), head) for name in "qkv")
         q, k = self.s.local(f"{path}.rope", self._rope(tables), ROPE_DIMS, q, k)
-        core = self._local(f"{path}.attend", attend, "")
+        core = self._attend(f"{path}.attend")
         (attended,) = self.s.local(f"{path}.attend", core, HEAD_DIMS, q, k, v)
         output = self._linear(f"{path}.o", flattened(self.r, attended))
         self.s.left(path)
         return (output,)
+
+    def _attend(self, path: str) -> LocalFn:
+        """Attention; what is recomputed of it communicates nothing but in a ring."""
+        w = self.r.w
+        own = self._local(path, ring_attend if w.ring > 1 else attend, "")
+        return partial(ulysses_attend, self.r, own) if w.ulysses > 1 else own
 
     def _local(
         self, path: str, function: Callable[..., SymbolicTensor], last: str
@@ -188,6 +222,20 @@ class SymbolicStage:
         forward = partial(add_norm, self.r, parameters)
         y, total = self.s.norm(path, forward, x, residual)
         return y, total
+
+
+def _with_aux_losses(
+    r: SymbolicRank, y: SymbolicTensor, aux_losses: list[SymbolicTensor]
+) -> SymbolicTensor:
+    """The loss, or a stage's output, with the aux losses of its layers."""
+    if not aux_losses:
+        return y
+    size, count = r.w.upcast_bytes, len(aux_losses)
+
+    def backward(gradient: SymbolicTensor) -> Gradients:
+        return gradient, *(r.empty((), size) for _ in range(count))
+
+    return r.made(y, backward, y, *aux_losses)
 
 
 def part_of(parameter: str) -> str:

@@ -38,25 +38,21 @@ def traced_pass(w: Workload, traced: TracedStages, stage: int) -> StagePass:
         x = r.empty(traced.boundary)
         x = replace(x, node=leaf(received.append, "stage"))
     y = TracedRun(r, traced, traced.stages[stage], parameters).forward(x, targets)
-    if stage < len(traced.stages) - 1:
-        # Backward starts from the graph's edge: the output is freed once it is sent.
-        y = replace(y, storage=r.tape.allocate(0))
     r.tape.end_action("activations")
-    phases, kept = phases_of(r.tape.largest, {}, FORWARD), r.tape.live
+    forward, is_last = phases_of(r.tape.largest, {}, FORWARD), stage == len(traced.stages) - 1
+    if not is_last:
+        # Backward starts from the graph's edge: the output is the schedule's.
+        y = replace(y, storage=r.tape.allocate(0))
+        r.tape.end_action("activations")
+    kept = r.tape.live
     r.tape.largest, r.action = {}, "B"
-    roots = [(y, replace(y, storage=r.tape.allocate(0), node=None))]  # it is counted elsewhere
+    roots = [(y, replace(y, storage=r.tape.allocate(0 if is_last else y.bytes), node=None))]
     del y
-    run_backward(r.tape, roots)  # which the stage's input outlives
+    run_backward(r.tape, roots)  # which the stage's input and its output's gradient outlive
     del x
     r.tape.end_action("communication")
-    return StagePass(
-        kept.get("activations", 0.0),
-        0.0,
-        0.0,
-        phases | phases_of(r.tape.largest, {}, BACKWARD),
-        r.calls,
-        r.work,
-    )
+    backward = phases_of(r.tape.largest, {}, BACKWARD)
+    return StagePass(kept, forward, backward, r.calls, r.axis_calls, r.work)
 
 
 def _parameters(r: SymbolicRank, traced: TracedStages, stage: int) -> dict[str, SymbolicTensor]:

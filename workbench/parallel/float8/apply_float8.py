@@ -67,8 +67,8 @@ def _float8_operator(path: str, forward: LinearOperator, mesh: Mesh) -> LinearOp
 
     context = (mesh["context"],)
     axes: dict[Role, tuple[MeshAxis, ...]] = {
-        "input": over("rows", "inner") + context,
+        "input": over("rows", "tokens", "inner") + context,
         "weight": over("inner", "columns"),
-        "gradient": over("rows", "columns") + context,
+        "gradient": over("rows", "tokens", "columns") + context,
     }
     return replace(forward, float8=Float8Layer(path, axes))

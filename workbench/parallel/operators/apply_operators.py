@@ -97,7 +97,7 @@ def apply_operator_strategies(
         if named:
             _shard_parameters(path, module, layouts, placement, grid)
         parent = path.rpartition(".")[0]
-        if (named or isinstance(module, HeadLoss | nn.Linear)) and parent not in shared:
+        if (named or isinstance(module, HeadLoss | nn.Linear | MoE)) and parent not in shared:
             shared[parent] = SharedInputs()
             owner = model.get_submodule(parent)
             owner.forward = shared[parent].during(owner.forward)

@@ -134,18 +134,8 @@ ESTIMATE_LIMITS: tuple[tuple[str, Callable[[ResolvedPlan], Any], tuple[Any, ...]
 
 OPERATOR_ESTIMATE_LIMITS: tuple[tuple[str, Callable[[ResolvedPlan], Any], tuple[Any, ...]], ...] = (
     ("strategy.stack", lambda p: p.strategy.stack, ("workbench",)),
-    ("strategy.pipeline.schedule", _named_schedule, ("1f1b", "eager-1f1b", "gpipe", "interleaved")),
-    (
-        "strategy.pipeline.replicas",
-        lambda p: "set" if p.strategy.pipeline.replicas else None,
-        (None,),
-    ),
-    ("strategy.context.size", lambda p: p.strategy.context.size, (1,)),
-    ("strategy.precision", lambda p: p.strategy.precision, ("fp32", "tf32", "bf16", "fp16")),
-    ("strategy.attention", lambda p: p.strategy.attention, ("flash", "efficient")),
-    ("training.dropout", lambda p: p.training.dropout, (0.0,)),
+    ("strategy.precision", lambda p: p.strategy.precision, ("fp32", "tf32", "bf16", "fp16", "fp8")),
     ("training.lora", lambda p: "set" if p.training.lora else None, (None,)),
-    ("model.moe", lambda p: "set" if p.shape.moe else None, (None,)),
     ("model.mla", lambda p: "set" if p.shape.mla else None, (None,)),
     ("model.mtp_layers", lambda p: p.shape.mtp_layers, (0,)),
 )
@@ -153,10 +143,10 @@ OPERATOR_ESTIMATE_LIMITS: tuple[tuple[str, Callable[[ResolvedPlan], Any], tuple[
 what is left out do not run on shapes yet (`costmodel/operators`).
 """
 
-CODE_ESTIMATE_LIMITS = tuple(
-    row
-    for row in OPERATOR_ESTIMATE_LIMITS
-    if row[0] in ("strategy.stack", "strategy.pipeline.schedule", "strategy.precision")
+CODE_ESTIMATE_LIMITS: tuple[tuple[str, Callable[[ResolvedPlan], Any], tuple[Any, ...]], ...] = (
+    ("strategy.stack", lambda p: p.strategy.stack, ("workbench",)),
+    ("strategy.pipeline.schedule", _named_schedule, ("1f1b", "eager-1f1b", "gpipe", "interleaved")),
+    ("strategy.precision", lambda p: p.strategy.precision, ("fp32", "tf32", "bf16", "fp16")),
 )
 """The same for `estimate` of a user's traced module."""
 

@@ -53,4 +53,5 @@ def operator_strategies(plan: ResolvedPlan) -> OperatorStrategies | None:
         operator_mesh(plan).redistribution,
         frozenset(recomputed_modules(plan.strategy.recompute, plan.shape)),
         boundary_axes(plan),
+        plan.strategy.expert.size,
     )
