@@ -120,7 +120,8 @@ def operators(
     Args:
         plan: A plan, or the path of a plan file.
         ranks: Ranks to shard over, or a grid of them such as (2, 4); default all of the plan.
-        memory_gib: Memory limit of a rank, GiB; where no strategies fit, ZeRO or recompute.
+        memory_gib: Limit of a rank's peak memory, GiB, as `estimate` counts it; where no strategies
+            fit, ZeRO or recompute.
         sequences: Sequences of a microbatch over these ranks; default the plan's.
         mode: dynamic_programming, the optimum; recursive_programming, fast; or
             sharding_propagation, from the strategies that the plan names.
@@ -131,16 +132,21 @@ def operators(
     """
     from workbench.plan.operators.graph_json import graph_from_json
     from workbench.planner.autoshard import choose_for_plan, microbatch_sequences
+    from workbench.planner.operator_plans.fitting_operators import choose_within_memory
     from workbench.runs.launch import subprocess_verbs
 
-    limit = None if memory_gib is None else memory_gib * 2**30
-    full, graph = _plan(plan).resolve(), None
+    written, graph = _plan(plan), None
+    full = written.resolve()
     unsharded: list[str] = []
     if full.code:
         count = microbatch_sequences(full, ranks, sequences)
         found = subprocess_verbs.traced_operators(full, count, allow_code)
         graph, unsharded = graph_from_json(found["graph"]), found["unsharded"]
-    chosen = choose_for_plan(full, ranks, limit, sequences, mode, graph)
+    if memory_gib is None:
+        chosen = choose_for_plan(full, ranks, sequences, mode, graph)
+    else:
+        limit = memory_gib * 2**30
+        chosen = choose_within_memory(written, limit, ranks, sequences, mode, graph)
     return replace(chosen, reason=" ".join([chosen.reason, *unsharded])) if unsharded else chosen
 
 

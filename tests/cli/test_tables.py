@@ -329,7 +329,7 @@ ORDINARY = [
     *(lambda _, number=number: side_by_side(number) for number in range(3)),
     lambda _: explain._cost("llama-3-70b on 128 GPUs", workbench.explain(large_plan()).cost),
     lambda _: explain._effects("Sensitivity", workbench.explain(large_plan()).tables()[0][1]),
-    lambda _: operators._rows(choose_for_plan(large_plan().resolve(), 8, None, None)),
+    lambda _: operators._rows(choose_for_plan(large_plan().resolve(), 8)),
 ]
 
 

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import math
 import random
 from typing import Any
 
 import pytest
 
-from tests.costmodel.test_operator_plans import agrees, drawn_shape, on, with_drawn_operators
+from tests.costmodel.test_operator_plans import (
+    agrees,
+    calls,
+    drawn_shape,
+    on,
+    peaks,
+    with_drawn_operators,
+)
 from tests.parallel.small import GPT, LLAMA
 from tests.parallel.test_operators import ROWS, megatron
 from workbench.plan.rules import float8_rules
 from workbench.plan.schema import Plan
+from workbench.planner import estimate
 
 RECOMPUTE: list[Any] = ["none", "none", "full", "selective", ["blocks.*.mlp"], [0, 2]]
 CHUNKS = {
@@ -35,6 +44,41 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_an_estimate_is_what_every_rank_does(name: str) -> None:
     agrees(CASES[name])
+
+
+def on_gpus(model: str, tensor: int, operators: dict[str, str], **strategy: Any) -> Plan:
+    return Plan.model_validate(
+        {
+            "model": model,
+            "cluster": {"gpu": "h100-sxm-80gb", "gpus": 16},
+            "strategy": {"tensor": {"size": tensor}, "kernels": "fused", **strategy},
+            "training": {"sequence_length": 1024, "global_batch": 16, "micro_batch": 2},
+        }
+    ).replace(**{"strategy.operators": operators})
+
+
+ULYSSES = {"size": 2, "algorithm": "ulysses"}
+MIXTRAL = OF_ATTENTION | {"blocks.*.mlp": "((1,),(2,))"}
+CLOSED_FORMS = {
+    "ring": on_gpus("llama-3-8b", 8, megatron(8), context={"size": 2}),
+    "ulysses": on_gpus("llama-3-8b", 4, megatron(4), context=ULYSSES),
+    "zb-h1": on_gpus("llama-3-8b", 8, megatron(8), pipeline={"size": 2, "schedule": "zb-h1"}),
+    "experts": on_gpus("mixtral-8x7b", 2, MIXTRAL, expert={"size": 4}),
+}
+
+
+@pytest.mark.parametrize("name", CLOSED_FORMS)
+def test_columns_before_rows_cost_what_tensor_parallelism_does(name: str) -> None:
+    """Two ways to the same figures. Closed forms alone hide tensor parallelism's collectives behind
+    weight gradients, so that their time is another.
+    """
+    plan = CLOSED_FORMS[name]
+    shapes, closed = estimate(plan), estimate(plan.replace(**{"strategy.operators": {}}))
+    assert peaks(shapes, 0) == pytest.approx(peaks(closed, 0), rel=1e-3)
+    assert calls(shapes, 0, 0) == calls(closed, 0, 0)
+    for part, seconds in closed.notes["time"].items():
+        if part != "tensor_comm":
+            assert math.isclose(shapes.notes["time"][part], seconds, rel_tol=1e-3), part
 
 
 def drawn(

@@ -49,6 +49,7 @@ OPERATORS = {
     "blocks.*.mlp.down": "((1,2),(2,1))",
 }
 """Each dimension of a GEMM sharded somewhere; what it does not name is replicated."""
+TOKENS = {"blocks.*.mlp.up": "((1,2,1),(1,1))", "blocks.*.attention.q": "((1,2,1),(1,1))"}
 MESHES: dict[str, Callable[[], Plan]] = {
     "ddp": partial(fp8_plan, data=2),
     "zero-3": partial(fp8_plan, data=2, strategy__data__zero=3),
@@ -58,6 +59,7 @@ MESHES: dict[str, Callable[[], Plan]] = {
     "ring": on_context,
     "ulysses": partial(on_context, strategy__context__algorithm="ulysses"),
     "operators": partial(fp8_plan, 2, strategy__operators=OPERATORS),
+    "tokens": partial(fp8_plan, 2, strategy__operators=TOKENS),
 }
 MORE: dict[str, Callable[[], Plan]] = {
     "gpt": partial(fp8_plan, 2, shape={**GPT, "hidden": 64}),
@@ -111,7 +113,9 @@ def _scales_of_rank(plan: ResolvedPlan, rank: int) -> Scales:
     return found
 
 
-@pytest.mark.parametrize("mesh", ["sequence", "operators", *slowly("tensor", "ring", "pipeline")])
+@pytest.mark.parametrize(
+    "mesh", ["sequence", "operators", "tokens", *slowly("tensor", "ring", "pipeline")]
+)
 def test_scales_are_those_of_one_device(mesh: str) -> None:
     (alone,) = scales_of(fp8_plan())
     assert len(alone) == 2 * 7 * 3 and all(len(found) == 2 for found in alone.values())

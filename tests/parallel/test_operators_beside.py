@@ -273,7 +273,7 @@ def test_a_gradient_of_the_router_summed_wrongly_is_found(
 @pytest.mark.parametrize(
     ("changes", "field", "said"),
     [
-        ({"strategy.tensor.sequence": True}, "strategy.tensor.sequence", "by whole sequences"),
+        ({"strategy.tensor.sequence": True}, "strategy.tensor.sequence", "say how they are split"),
         ({"strategy.expert.tensor": 2}, "strategy.expert.tensor", r"legal: null, e.g. with"),
         (
             {"strategy.context": {"size": 4, "algorithm": "ulysses"}, "cluster.gpus": 8},

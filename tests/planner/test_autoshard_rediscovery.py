@@ -100,7 +100,8 @@ def test_a_limit_that_forbids_whole_weights_turns_data_into_tensor_parallel() ->
     )
     assert free.bytes > weights > weights / 4 >= tight.bytes
     assert tight.seconds >= free.seconds
-    assert forms(tight)["mlp.up"] == "((1,1),(1,8))" and forms(tight)["mlp.down"] == "((1,8),(8,1))"
+    chosen = forms(tight)
+    assert chosen["mlp.up"] == "((1,1),(1,8))" and chosen["mlp.down"] == "((1,1,8),(8,1),(1,8,1))"
     assert (
         "Without the limit the best choice would take" in tight.reason
         and "more than the limit" in tight.reason
@@ -124,7 +125,7 @@ def test_a_grid_of_slow_and_fast_links_mixes_rows_outside_with_columns_inside() 
         flops=400e12, bandwidth=(40e9, 300e9), latency=(10e-6, 6e-6), memory_bandwidth=2.5e12
     )
     found = choose_strategies(
-        GPT, 2 * 2048, (2, 4), cluster, sequence_length=2048, part="layer", microbatches=16
+        GPT, 2 * 2048, (2, 4), cluster, sequence_length=2048, part="layer", microbatches=4
     )
     chosen = forms(found)
     assert chosen["attention.qkv"] == chosen["mlp.up"] == "((2,1),(1,4))"
@@ -132,6 +133,41 @@ def test_a_grid_of_slow_and_fast_links_mixes_rows_outside_with_columns_inside() 
     words = {row.operator: row.splits for row in found.rows}
     assert words["mlp.up"] == "rows 2 ways (axis 0), columns 4 ways (axis 1)"
     assert found.redistributions == ()
+
+
+@pytest.mark.parametrize("shape", [GPT, LLAMA], ids=["gpt", "llama"])
+def test_little_memory_rediscovers_sequence_parallelism(shape: Shape) -> None:
+    """All that Megatron-LM replicates is split by tokens (2205.05198), where that has to fit."""
+    free = choose_strategies(shape, 4096, (8,), H100, part="layer", fused=True)
+    assert forms(free)["mlp_norm"] == "((1,1),(1,))"
+    column, row = ((1, 1), (1, 8)), ((1, 1, 8), (8, 1), (1, 8, 1))
+    norm = ((1, 8, 1), (1,))
+    pairs: dict[str, Any] = {f"blocks.*.attention.{name}": column for name in "qkv"}
+    pairs |= {f"blocks.*.mlp.{name}": column for name in ("gate", "up")[not shape.gated :]}
+    pairs |= dict.fromkeys(("blocks.*.attention.o", "blocks.*.mlp.down"), row)
+    pairs |= dict.fromkeys(("blocks.*.attention_norm", "blocks.*.mlp_norm"), norm)
+    megatron = choose_strategies(shape, 4096, (8,), H100, part="layer", fused=True, fixed=pairs)
+    tight = choose_strategies(
+        shape, 4096, (8,), H100, part="layer", fused=True, memory=megatron.bytes
+    )
+    assert free.bytes > tight.bytes == megatron.bytes
+    assert forms(tight) == forms(megatron) and tight.seconds == pytest.approx(megatron.seconds)
+    assert (tight.count("reduce_scatter", "forward"), tight.count("all_gather", "forward")) == (
+        2,
+        2,
+    )
+    assert tight.count("all_gather", "backward") == 4  # two of them of what is not kept
+    assert "is reduce-scattered by tokens" in tight.reason
+
+
+def test_tokens_are_exchanged_for_heads_where_weights_are_small() -> None:
+    """Their gradients, once in many microbatches, move less than activations in each."""
+    found = choose_strategies(LLAMA, 32768, (8,), H100, part="layer", fused=True, microbatches=16)
+    chosen = forms(found)
+    assert chosen["attention.qkv"] == chosen["mlp.down"] == "((1,8,1),(1,1))"
+    assert chosen["attention.attend"].startswith("((1,8,1,1)")
+    assert {move.kind for one in found.redistributions for move in one.moves} == {"all_to_all"}
+    assert "Tokens of a sequence are split 8 ways in attention_norm, " in found.reason
 
 
 def test_fixed_strategies_are_kept_and_cost_no_less() -> None:

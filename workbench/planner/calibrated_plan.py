@@ -36,6 +36,8 @@ from workbench.plan.schema import Plan
 
 TENSORS_PER_ELEMENTWISE = 3
 """Tensors that a typical elementwise operator touches."""
+CODE_WIDTH = 1024
+"""Width of a model that is code, at whose size memory-bound operators were measured."""
 MIN_TRAFFIC = 0.3
 """A step quicker than its products was disturbed less than they were."""
 _ALL_REDUCE = "collectives kind all_reduce"
@@ -144,7 +146,7 @@ def _elementwise_bytes(plan: ResolvedPlan) -> int:
     return (
         TENSORS_PER_ELEMENTWISE
         * plan.training.sequence_length
-        * plan.shape.hidden
+        * (CODE_WIDTH if plan.code else plan.shape.hidden)
         * DTYPE_BYTES[plan.strategy.precision]
     )
 
@@ -186,7 +188,7 @@ def measured_constants(curves: MeasuredCurves, gpu: GPU, plan: ResolvedPlan) -> 
     if plan.world_size == ranks_per_machine(
         plan
     ):  # one machine: all that a step costs beside its layers was seen
-        layers = -(-plan.shape.layers // plan.sizes["pipeline"])
+        layers = -(-(1 if plan.code else plan.shape.layers) // plan.sizes["pipeline"])
         found |= {
             "step_fixed_ms": (host.step_us + layers * host.layer_step_us) / 1e3,
             "step_doubling_ms": 0.0,

@@ -16,6 +16,12 @@ def contiguous_strides(shape: Sequence[int]) -> Strides:
     return tuple(reversed([*accumulate(lengths, lambda a, b: a * b, initial=1)])) if shape else ()
 
 
+def heads_first_strides(shape: Sequence[int]) -> Strides:
+    """Strides of [B, T, heads, depth] whose heads lie in memory before its tokens."""
+    _, length, heads, depth = shape
+    return heads * length * depth, depth, length * depth, 1
+
+
 def strides_of(shape: Sequence[int], strides: Strides | None) -> Strides:
     """The strides, where None stands for dims in their order."""
     return contiguous_strides(shape) if strides is None else strides

@@ -6,10 +6,12 @@ from __future__ import annotations
 
 import json
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.costmodel.test_measured_operators import calibration, kept, operators
 from tests.costmodel.test_operator_plans import calls, peaks
 from tests.parallel import users_language_models
 from tests.parallel.test_operators_python import users
@@ -192,6 +194,16 @@ def test_redistributions_between_nodes_take_longer() -> None:
         for n in (2, 1)
     )
     assert 0 < near < far
+
+
+def test_a_calibration_prices_its_operators(tmp_path: Path) -> None:
+    times = []
+    for name, slow in (("one", 1.0), ("slower", 3.0)):
+        (tmp_path / name).mkdir()
+        path = kept(tmp_path / name, calibration(operators=operators(slow=slow)))
+        plan = on("tied_gpt", 2, operators=GPT, changes={"cluster.calibration": str(path)})
+        times.append(estimated(plan).notes["time"]["compute"])
+    assert times[0] < times[1]
 
 
 def drawn(seed: int) -> Plan:

@@ -121,6 +121,8 @@ def _total(found: OperatorPlan) -> Grid:
     built.add_row(
         "parameters, optimizer states and saved activations of a rank", bytes_text(found.bytes)
     )
+    if found.peak is not None:
+        built.add_row("peak memory of a rank, of the plan that has them", bytes_text(found.peak))
     if found.limit is not None:
         built.add_row("limit", bytes_text(found.limit))
     for field, value in found.changes.items():

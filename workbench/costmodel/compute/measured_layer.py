@@ -37,6 +37,8 @@ ZERO = PassTimes(0.0, 0.0)
 def measured_layer_times(w: Workload, m: DeviceRates) -> LayerTimes:
     """Seconds of one layer of each kind and of the head: measured ones, or by the roofline."""
     o = m.constants.measured
+    if w.fixed.traced is not None:  # a graph has no layers
+        return LayerTimes(ZERO, ZERO, ZERO, ZERO)
     if o is None:
         return layer_times(w, m)
     dense = _layer(w, o, False)

@@ -23,7 +23,12 @@ from workbench.costmodel.compute.engine_operators import (
 )
 from workbench.costmodel.compute.float8_operators import float8_linear_bytes
 from workbench.costmodel.compute.kernel_launches import kernel_launches
-from workbench.costmodel.compute.kernel_rates import DeviceRates, PassTimes, gemm_seconds
+from workbench.costmodel.compute.kernel_rates import (
+    DeviceRates,
+    PassTimes,
+    gemm_seconds,
+    peak_flops,
+)
 from workbench.costmodel.compute.memory_bound import counted_seconds, seam_passes
 from workbench.costmodel.compute.moved_bytes import MovedBytes, moved_by
 from workbench.costmodel.compute.roofline import (
@@ -101,6 +106,8 @@ def _modelled(w: Workload, m: DeviceRates, kind: str, sizes: tuple[float, ...]) 
         rows, columns, inner, count = sizes
         one = _linear(w, m, rows, columns, inner)
         return PassTimes(*(count * each for each in (one.forward, one.backward, one.weight_grad)))
+    if kind == "router":
+        return _router(w, m, *sizes)
     if kind == "routing":
         return _routing(_routed(w, *sizes), m)
     if kind == "dropout":
@@ -149,7 +156,19 @@ def _routed(w: Workload, tokens: float, width: float) -> Workload:
 
 
 def _linear(w: Workload, m: DeviceRates, rows: float, columns: float, inner: float) -> PassTimes:
-    e = w.element_bytes
+    return _gemms(m, rows, columns, inner, w.element_bytes)
+
+
+def _router(w: Workload, m: DeviceRates, rows: float, columns: float, inner: float) -> PassTimes:
+    """A router's GEMMs, in fp32 or better where the framework's are."""
+    if not w.fixed.framework.experts.fp32_router or w.element_bytes == w.upcast_bytes:
+        return _linear(w, m, rows, columns, inner)
+    wide = replace(m, flops_16bit=peak_flops(w.fixed.gpu, "fp32"))
+    return _gemms(wide, rows, columns, inner, w.upcast_bytes)
+
+
+def _gemms(m: DeviceRates, rows: float, columns: float, inner: float, e: int) -> PassTimes:
+    """Of a linear layer, in forward and for the gradients of its input and weight."""
     weight = gemm_seconds(m, columns, inner, rows, e)
     return PassTimes(
         gemm_seconds(m, rows, columns, inner, e),
@@ -221,7 +240,9 @@ def _measured(w: Workload, m: DeviceRates, kind: str, sizes: tuple[float, ...]) 
     assert o is not None
     if kind == "attention":
         return measured_seams.measured_attention(_attending(w, *sizes), o)
-    if kind in ("linear", "float8 linear"):
+    if kind == "router" and o.has("routing"):  # which has measured it too
+        return NO_TIME
+    if kind in ("linear", "float8 linear", "router"):
         one = o.operator("linear", "eager", *sizes[:3])
         return PassTimes(one.forward, one.backward, one.weight)
     if kind == "experts":

@@ -77,8 +77,8 @@ def _on_shapes(w: RankShapes) -> ParamCounts:
             by_unit[p.unit] += p.elements
         experts.append(float(sum(p.elements for p in own if p.is_of_experts)))
         dense.append(by_unit.total() - experts[-1])
-        largest.append(max((n for unit, n in by_unit.items() if unit.isdigit()), default=0))
-    return ParamCounts(np.array(dense), np.array(experts), np.array(largest, float), w.zeros)
+        largest.append(float(max((n for u, n in by_unit.items() if u.isdigit()), default=0)))
+    return ParamCounts(np.array(dense), np.array(experts), np.array(largest), w.zeros)
 
 
 def _adapter(w: RankShapes) -> Number:

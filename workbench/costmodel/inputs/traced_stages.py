@@ -42,13 +42,16 @@ class TracedParameter:
     shape: tuple[int, ...]
     partial_over: tuple[int, ...]
     is_read: bool = True
-    is_of_experts: bool = field(default=False, init=False)
-    """Whether it is spread over ranks of an axis of experts: a user's module has none."""
 
     @property
     def elements(self) -> int:
         """Entries."""
         return math.prod(self.shape)
+
+    @property
+    def is_of_experts(self) -> bool:
+        """Whether it belongs to experts that other ranks do not hold: nothing says so of it."""
+        return False
 
     @property
     def unit(self) -> str:

@@ -12,6 +12,7 @@ from workbench.costmodel.memory.attention_memory import (
 from workbench.costmodel.operators.symbolic_autograd import Gradients, SymbolicTensor
 from workbench.costmodel.operators.symbolic_functions import runs_fused
 from workbench.costmodel.operators.symbolic_rank import SymbolicRank
+from workbench.runtime_facts.tensor_strides import heads_first_strides
 
 
 def rope(
@@ -72,7 +73,7 @@ def attend(
     own = attended(r, q, k)
     # Its layout in memory is the queries'; of math, heads lie before tokens, and it is not kept.
     is_math = r.w.fixed.attention == "math"
-    y = replace(r.like(q), strides=heads_first(q.shape) if is_math else q.strides)
+    y = replace(r.like(q), strides=heads_first_strides(q.shape) if is_math else q.strides)
     kept = r.tape.allocate(float(saved_attention_bytes(own)))
     gradients = q.bytes + k.bytes + v.bytes
     workspace = max(0.0, float(attention_backward_bytes(own)) - q.bytes - gradients)
@@ -87,12 +88,6 @@ def attend(
         return made
 
     return r.made(y, backward, q, k, v)
-
-
-def heads_first(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Strides of [B, T, heads, head_dim] where heads lie before tokens."""
-    _, tokens, heads, head_dim = shape
-    return heads * tokens * head_dim, head_dim, tokens * head_dim, 1
 
 
 def attended(r: SymbolicRank, q: SymbolicTensor, k: SymbolicTensor) -> Workload:

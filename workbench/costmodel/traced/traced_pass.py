@@ -46,7 +46,8 @@ def traced_pass(w: Workload, traced: TracedStages, stage: int) -> StagePass:
         r.tape.end_action("activations")
     kept = r.tape.live
     r.tape.largest, r.action = {}, "B"
-    roots = [(y, replace(y, storage=r.tape.allocate(0 if is_last else y.bytes), node=None))]
+    gradient = replace(y, storage=r.tape.allocate(0 if is_last else y.bytes), node=None)
+    roots = [(y, gradient)]
     del y
     run_backward(r.tape, roots)  # which the stage's input and its output's gradient outlive
     del x

@@ -12,6 +12,10 @@ from typing import Literal, NamedTuple
 
 from workbench.plan.operators.tensor_layout import Dims, TensorLayout
 
+MAX_ANY_ORDER = 3
+"""Axes up to which a dim takes several axes in any order. Of more it takes them in the mesh's,
+which leaves out few sequences of collectives and most of the layouts between.
+"""
 Kind = Literal["slice", "all_gather", "all_to_all", "all_reduce", "reduce_scatter"]
 
 
@@ -38,11 +42,7 @@ def moves(layout: TensorLayout, sizes: tuple[int, ...]) -> tuple[Move, ...]:
     Only the innermost axes of a dim can be gathered, exchanged or added, so that what a rank holds
     stays contiguous in the global tensor.
     """
-    idle = [axis for axis, size in enumerate(sizes) if size == 1]
-    return tuple(
-        Move(kind, axes, target, target.num_parts(sizes))
-        for kind, axes, target in _moves(layout, len(sizes), idle)
-    )
+    return tuple(_moves(layout, sizes))
 
 
 @lru_cache(maxsize=1 << 16)
@@ -52,34 +52,36 @@ def moves_within(
     """Those of `moves` after which the parts of each dim divide `parts`, with the parts of all dims
     together.
     """
-    return tuple(
-        (move, math.prod(move.parts))
-        for move in moves(layout, sizes)
-        if not any(n % p for n, p in zip(parts, move.parts))
-    )
+    return tuple((move, math.prod(move.parts)) for move in _moves(layout, sizes, parts))
 
 
 def _moves(
-    layout: TensorLayout, num_axes: int, idle: Sequence[int]
-) -> Iterator[tuple[Kind, tuple[int, ...], TensorLayout]]:
+    layout: TensorLayout, sizes: tuple[int, ...], parts: tuple[int, ...] | None = None
+) -> Iterator[Move]:
+    """Steps; where it is given, to layouts whose parts of each dim divide `parts`."""
     dims, partial = layout
-    taken = {*layout.sharding, *partial, *idle}
-    for axis in range(num_axes):
+    idle = [axis for axis, size in enumerate(sizes) if size == 1]
+    taken, add = {*layout.sharding, *partial, *idle}, _Adding(sizes, parts)
+
+    def to(kind: Kind, group: tuple[int, ...], kept: Dims, left: tuple[int, ...]) -> Iterator[Move]:
+        for added in add(kept, group):
+            target = TensorLayout(added, left)
+            if target != layout:
+                yield Move(kind, group, target, target.num_parts(sizes))
+
+    for axis in range(len(sizes)):
         if axis not in taken:
-            for added in _appended(dims, (axis,)):
-                yield "slice", (axis,), TensorLayout(added, partial)
-    for group in neighbors(range(num_axes)):
+            yield from to("slice", (axis,), dims, partial)
+    for group in neighbors(range(len(sizes))):
         left = tuple(a for a in partial if a not in group)
         outer = without(dims, group)
         if len(left) + len(group) == len(partial):
-            yield "all_reduce", group, TensorLayout(dims, left)
-            for added in _appended(dims, group):
-                yield "reduce_scatter", group, TensorLayout(added, left)
+            yield Move("all_reduce", group, TensorLayout(dims, left), layout.num_parts(sizes))
+            yield from to("reduce_scatter", group, dims, left)
         elif outer is not None:
-            yield "all_gather", group, TensorLayout(outer, partial)
-            for added in _appended(outer, group):
-                if added != dims:
-                    yield "all_to_all", group, TensorLayout(added, partial)
+            gathered = TensorLayout(outer, partial)
+            yield Move("all_gather", group, gathered, gathered.num_parts(sizes))
+            yield from to("all_to_all", group, outer, partial)
 
 
 def without(dims: Dims, group: Sequence[int]) -> Dims | None:
@@ -90,14 +92,32 @@ def without(dims: Dims, group: Sequence[int]) -> Dims | None:
     return outer if removed == len(group) and innermost else None
 
 
-def _appended(dims: Dims, group: tuple[int, ...]) -> Iterable[Dims]:
-    """`dims` with the axes of `group` added as the innermost ones of any dims, in any order."""
-    if not group:
-        return (dims,)
-    found: dict[Dims, None] = {}
-    for axis in group:
-        rest = tuple(a for a in group if a != axis)
-        for dim, axes in enumerate(dims):
-            added = (*dims[:dim], (*axes, axis), *dims[dim + 1 :])
-            found |= dict.fromkeys(_appended(added, rest))
-    return found
+class _Adding:
+    """Adds axes as the innermost ones of any dims.
+
+    Args:
+        sizes: Of the mesh's axes.
+        parts: What the parts of each dim then divide; None: any number.
+    """
+
+    def __init__(self, sizes: tuple[int, ...], parts: tuple[int, ...] | None) -> None:
+        self.sizes, self.parts = sizes, parts
+        self.any_order = sum(size > 1 for size in sizes) <= MAX_ANY_ORDER
+
+    def __call__(self, dims: Dims, group: tuple[int, ...]) -> Iterable[Dims]:
+        """`dims` with the axes of `group` added to any of them, in any order."""
+        if not group:
+            return (dims,)
+        found: dict[Dims, None] = {}
+        for axis in group if self.any_order else group[:1]:
+            rest = tuple(a for a in group if a != axis)
+            for dim, axes in enumerate(dims):
+                if self._divides(dim, (*axes, axis)):
+                    added = (*dims[:dim], (*axes, axis), *dims[dim + 1 :])
+                    found |= dict.fromkeys(self(added, rest))
+        return found
+
+    def _divides(self, dim: int, axes: tuple[int, ...]) -> bool:
+        if self.parts is None:
+            return True
+        return self.parts[dim] % math.prod(self.sizes[axis] for axis in axes) == 0

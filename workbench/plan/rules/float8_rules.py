@@ -97,6 +97,7 @@ def _operators(plan: ResolvedPlan) -> Iterator[Problem]:
     for layer, (name, (inner, columns)) in product(range(shape.layers), gemms.items()):
         path = f"blocks.{layer}.{name}"
         split = found.get(path, {})
+        split = split | {"rows": split.get("rows", 1) * split.get("tokens", 1)}
         sizes = {"rows": tokens, "inner": inner, "columns": columns}
         for dim, size in ((dim, size / split.get(dim, 1)) for dim, size in sizes.items()):
             if size % GEMM_MULTIPLE:

@@ -145,7 +145,6 @@ what is left out do not run on shapes yet (`costmodel/operators`).
 
 CODE_ESTIMATE_LIMITS: tuple[tuple[str, Callable[[ResolvedPlan], Any], tuple[Any, ...]], ...] = (
     ("strategy.stack", lambda p: p.strategy.stack, ("workbench",)),
-    ("strategy.pipeline.schedule", _named_schedule, ("1f1b", "eager-1f1b", "gpipe", "interleaved")),
     ("strategy.precision", lambda p: p.strategy.precision, ("fp32", "tf32", "bf16", "fp16")),
 )
 """The same for `estimate` of a user's traced module."""

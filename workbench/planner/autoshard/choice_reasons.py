@@ -34,6 +34,11 @@ MEGATRON_DIMS = {
 replicates the others.
 """
 
+SEQUENCE_PARALLEL_DIMS = MEGATRON_DIMS | dict.fromkeys(
+    ("attention_norm", "mlp_norm", "final_norm"), "tokens"
+)
+"""The same with its sequence parallelism (arXiv:2205.05198), where sums are scattered by tokens."""
+
 
 def explain_choice(
     priced: PricedGraph,
@@ -52,12 +57,14 @@ def explain_choice(
     """
     problem = priced.problem
     own = problem.total_cost(picked), problem.total_bytes(picked)
-    sentences = [*_pairs(priced, picked), *_rows(priced, picked), *_replicated(priced, picked)]
+    sentences = [*_pairs(priced, picked), *_rows(priced, picked), *_tokens(priced, picked)]
+    sentences += _replicated(priced, picked)
     sentences.append(f"Estimated {_cost(*own)} a rank and microbatch.")
     simple = {
         "Without the limit the best choice": forbidden,
         "Data parallel": _uniform(priced, dict.fromkeys(_names(priced), "rows")),
         "Megatron's pairing over all ranks": _uniform(priced, MEGATRON_DIMS),
+        "The same with sequence parallelism": _uniform(priced, SEQUENCE_PARALLEL_DIMS, True),
         "Everything repeated on every rank": _uniform(priced, {}),
     }
     for name, other in simple.items():
@@ -72,7 +79,7 @@ def _pairs(priced: PricedGraph, picked: tuple[int, ...]) -> list[str]:
     pair).
     """
     gemms = [i for i, op in enumerate(priced.graph.operators) if op.kind == "MatMul"]
-    found: dict[tuple[str, str, int, int], list[tuple[int, int]]] = {}
+    found: dict[tuple[str, str, int, int, bool], list[tuple[int, int]]] = {}
     for first, second in pairwise(gemms):
         columns, inner = (
             _axes(priced, i, picked, name) for i, name in ((first, "columns"), (second, "inner"))
@@ -80,25 +87,26 @@ def _pairs(priced: PricedGraph, picked: tuple[int, ...]) -> list[str]:
         if inner and set(inner) <= set(columns):
             a, b = (layer_pattern(priced.graph.operators[i].name) for i in (first, second))
             ways, pieces = (priced.mesh.ranks_over(axes) for axes in (columns, inner))
-            found.setdefault((a, b, ways, pieces), []).append((first, second))
+            scatters = priced.options[second][picked[second]].output is not None
+            found.setdefault((a, b, ways, pieces, scatters), []).append((first, second))
     return [
-        _pair_text(priced.graph, pairs, ways, pieces)
-        for (_, _, ways, pieces), pairs in found.items()
+        _pair_text(priced.graph, pairs, ways, pieces, scatters)
+        for (_, _, ways, pieces, scatters), pairs in found.items()
     ]
 
 
 def _pair_text(
-    graph: OperatorGraph, pairs: Sequence[tuple[int, int]], ways: int, pieces: int
+    graph: OperatorGraph, pairs: Sequence[tuple[int, int]], ways: int, pieces: int, scatters: bool
 ) -> str:
     """What pairs of alike operators save."""
     first, second = ([graph.operators[pair[end]] for pair in pairs] for end in (0, 1))
     a, b, times = _joined(first), _joined(second), _times(sum(op.num_layers for op in first))
     if ways == pieces:
-        return (
-            f"{a} by columns and {b} by its inner dimension, {ways} ways each: what passes between "
-            f"them stays in place, one all-reduce forward after {b} and one backward before {a}"
-            f"{times}."
-        )
+        both = f"{a} by columns and {b} by its inner dimension, {ways} ways each: what passes "
+        both += "between them stays in place, "
+        if scatters:
+            return f"{both}and the sum after {b} is reduce-scattered by tokens{times}."
+        return f"{both}one all-reduce forward after {b} and one backward before {a}{times}."
     return (
         f"{a} by columns {ways} ways, {b} by its inner dimension only {pieces} ways: a smaller "
         f"all-reduce after {b}, and what is split with it, repay the gathering between them{times}."
@@ -135,6 +143,20 @@ def _rows(priced: PricedGraph, picked: tuple[int, ...]) -> list[str]:
     return [f"Rows of {sequences} sequences are split {min(ways)} to {max(ways)} ways."]
 
 
+def _tokens(priced: PricedGraph, picked: tuple[int, ...]) -> list[str]:
+    """Which operators are split by tokens."""
+    ways = {
+        op.name: priced.mesh.ranks_over(_axes(priced, i, picked, "tokens"))
+        for i, op in enumerate(priced.graph.operators)
+    }
+    split = [name for name, count in ways.items() if count > 1]
+    if not split:
+        return []
+    least = min(ways[name] for name in split)
+    many = f"{least} to {max(ways.values())}" if least < max(ways.values()) else f"{least}"
+    return [f"Tokens of a sequence are split {many} ways in {', '.join(split)}."]
+
+
 def _replicated(priced: PricedGraph, picked: tuple[int, ...]) -> list[str]:
     used = [
         priced.options[i][option].num_ranks_used(priced.mesh) for i, option in enumerate(picked)
@@ -155,12 +177,14 @@ def _names(priced: PricedGraph) -> list[str]:
     return [operator.name for operator in priced.graph.operators]
 
 
-def _uniform(priced: PricedGraph, dims: Mapping[str, str]) -> tuple[float, float] | None:
-    """Seconds and bytes where the named operators are split over all ranks by that dimension, and
-    the others replicated; None where that is illegal.
+def _uniform(
+    priced: PricedGraph, dims: Mapping[str, str], scattered: bool = False
+) -> tuple[float, float] | None:
+    """Seconds and bytes where the named operators are split over all ranks by that dimension, sums
+    `scattered` by tokens, and the others replicated; None where that is illegal.
     """
     found = [
-        _find(priced.pricing.options(operator), dims.get(_without_layers(operator.name)))
+        _find(priced.pricing.options(operator), dims.get(_without_layers(operator.name)), scattered)
         for operator in priced.graph.operators
     ]
     options = [(one,) for one in found if one is not None]
@@ -176,8 +200,11 @@ def _without_layers(name: str) -> str:
     return name.split(".", 2)[2] if name.startswith("blocks.") else name
 
 
-def _find(options: tuple[ShardingStrategy, ...], name: str | None) -> ShardingStrategy | None:
-    return next((one for one in options if set(one.placement) <= {name}), None)
+def _find(
+    options: tuple[ShardingStrategy, ...], name: str | None, scattered: bool
+) -> ShardingStrategy | None:
+    found = [one for one in options if set(one.placement) <= {name}]
+    return max(found, key=lambda one: scattered and one.output is not None, default=None)
 
 
 def _cost(seconds: float, size: float) -> str:

@@ -87,7 +87,14 @@ class OperatorPlan:
     """Of one microbatch over all ranks."""
     changes: dict[str, Any] = field(default_factory=dict)
     """Fields of the plan that have to change so that these strategies fit."""
+    peak: float | None = None
+    """Peak memory of a rank, bytes, by the estimate of the plan that has them; None: not asked."""
     source: str = SOURCE
+
+    @property
+    def fits(self) -> bool:
+        """Whether the peak, if it is known, is within the limit."""
+        return self.limit is None or self.peak is None or self.peak <= self.limit
 
     @property
     def forms(self) -> dict[str, str]:

@@ -48,8 +48,7 @@ class EdgeTable:
     def __post_init__(self) -> None:
         held, of_source = _distinct(map(self._held, self.sources))
         wanted, of_target = _distinct(map(self._gradient, self.targets))
-        seconds = np.zeros((len(held), len(wanted)))
-        number = np.full(seconds.shape, -1, dtype=np.int64)
+        seconds, number = self._bounds(held, wanted), np.full((len(held), len(wanted)), -1)
         for i, one in enumerate(held):
             for j, other in enumerate(wanted):
                 if not _legal(self.edge, one, other, self.mesh):
@@ -57,8 +56,6 @@ class EdgeTable:
                 elif self.edge.source_tensor.kind != "parameter":
                     number[i, j] = len(self.layouts)
                     self.layouts.append(padded(one, other))
-        bounds = np.array([self._bound(one) for one in self.layouts] or [0.0])
-        seconds = np.where(number < 0, seconds, bounds[number])
         pairs = np.ix_(of_source, of_target)
         self.seconds, self.number = seconds[pairs], number[pairs]
         both = [[padded(one, other) for other in wanted] for one in held]
@@ -98,25 +95,26 @@ class EdgeTable:
         left, of_target = _distinct(map(self._gradient, self.targets))
         return np.array([self.price((one.summed, one)) for one in left])[of_target]
 
-    def _bound(self, layouts: Layouts) -> float:
-        """Seconds that no sequence of collectives beats: what a rank has to receive, at the rate of
-        the fastest.
+    def _bounds(self, held: Sequence[TensorLayout], gradients: Sequence[TensorLayout]) -> Array:
+        """Seconds that no sequence of collectives beats, [held, gradients]: what a rank has to
+        receive, at the rate of the fastest; of a parameter none.
         """
-        held, gradient = layouts
-        wanted = gradient.summed
-        there = self._missing(held, wanted)
-        back = self._missing(wanted, held)
-        if gradient.partial:  # every part of a sum comes from another rank too
-            back = self.size / math.prod(self._parts(held))
-        return (there + back) / self._rate
+        if self.edge.source_tensor.kind == "parameter":
+            return np.zeros((len(held), len(gradients)))
+        num_dims = max(len(layout.dims) for layout in (*held, *gradients))
+        has = self._parts(held, num_dims)[:, None]
+        wants = self._parts(gradients, num_dims)[None]
+        both = self.size / np.maximum(has, wants).prod(-1)
+        there, back = self.size / wants.prod(-1) - both, self.size / has.prod(-1)
+        # Every part of a sum comes from another rank too.
+        is_sum = np.array([bool(layout.partial) for layout in gradients])
+        seconds: Array = (there + np.where(is_sum, back, back - both)) / self._rate
+        return seconds
 
-    def _missing(self, held: TensorLayout, wanted: TensorLayout) -> float:
-        """Bytes of its part under `wanted` that a rank at best does not have under `held`."""
-        has, wants = self._parts(held), self._parts(wanted)
-        return self.size / math.prod(wants) - self.size / math.prod(map(max, has, wants))
-
-    def _parts(self, layout: TensorLayout) -> tuple[int, ...]:
-        return tuple(self.mesh.ranks_over(axes) for axes in layout.dims)
+    def _parts(self, layouts: Sequence[TensorLayout], num_dims: int) -> Array:
+        """Parts of each dim, [layouts, dims]."""
+        padded = (layout.of_dims(num_dims) for layout in layouts)
+        return np.array([[self.mesh.ranks_over(axes) for axes in x.dims] for x in padded], float)
 
     @cached_property
     def _rate(self) -> float:

@@ -69,16 +69,31 @@ class PricedGraph:
 
     def bounded(self) -> StrategyProblem:
         """The choice at the prices that are known, and bounds of the others."""
-        times = [operator.num_layers for operator in self.graph.operators]
-        seconds = (np.array([c.seconds for c in own]) * n for own, n in zip(self.costs, times))
-        held = (np.array([self._bytes(c) for c in own]) * n for own, n in zip(self.costs, times))
+        seconds, held = self._nodes
         edges: dict[tuple[int, int], Array] = {}
         for edge, table in zip(self.graph.edges, self.tables):
             # Tensors between the same two operators are one edge.
             pair, costs = (edge.source, edge.target), edge.num_layers * table.seconds
             edges[pair] = edges[pair] + costs if pair in edges else costs
         found = tuple(ReshardingEdge(*pair, edges[pair]) for pair in sorted(edges))
-        return StrategyProblem(tuple(seconds), found, tuple(held), self.memory)
+        return StrategyProblem(seconds, found, held, self.memory)
+
+    @cached_property
+    def _nodes(self) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
+        """Seconds and bytes of each operator's options, in all its layers; of equal operators made
+        once.
+        """
+        known: dict[tuple[int, int], tuple[Array, Array]] = {}
+        found = []
+        for operator, own in zip(self.graph.operators, self.costs):
+            key = id(own), operator.num_layers
+            if key not in known:
+                each = [(cost.seconds, self._bytes(cost)) for cost in own]
+                seconds, held = np.array(each).T * operator.num_layers
+                known[key] = seconds, held
+            found.append(known[key])
+        seconds_of, bytes_of = zip(*found)
+        return seconds_of, bytes_of
 
     def _bytes(self, cost: OperatorCost) -> float:
         return cost.parameter_bytes + self.pricing.in_flight * cost.activation_bytes

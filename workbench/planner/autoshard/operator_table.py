@@ -108,4 +108,6 @@ def describe_splits(operator: Operator, strategy: ShardingStrategy, priced: Pric
         if (ranks := priced.mesh.ranks_over(axes)) > 1:
             where = f" (axis {' and '.join(map(str, axes))})" if priced.mesh.grid else ""
             said.append(f"{dim.name} {ranks} ways{where}")
+    if strategy.output is not None:
+        said.append("output by tokens")
     return ", ".join(said) or "whole"

@@ -22,10 +22,10 @@ from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.rules.operator_rules import sides
 from workbench.planner.autoshard.choice_result import OperatorPlan
 from workbench.planner.autoshard.device_mesh import LogicalAxis, LogicalMesh
-from workbench.planner.autoshard.for_plans.memory_changes import first_that_fits, sharded_state
+from workbench.planner.autoshard.for_plans.memory_changes import sharded_state
 from workbench.planner.autoshard.machine_model import MachineModel
 from workbench.planner.autoshard.operator_cost import TensorBytes
-from workbench.planner.autoshard.strategy_choice import choose_in_graph, choose_strategies
+from workbench.planner.autoshard.strategy_choice import choose_in_graph, pinned_model_graph
 from workbench.planner.calibrated_plan import with_calibration
 
 PLAIN_RANKS = 64
@@ -37,60 +37,44 @@ GPUs.
 def choose_for_plan(
     plan: ResolvedPlan,
     ranks: int | Sequence[int] | None = None,
-    memory: float | None = None,
     sequences: int | None = None,
     mode: str = "dynamic_programming",
     graph: OperatorGraph | None = None,
+    memory: float | None = None,
 ) -> OperatorPlan:
     """The operator strategies that cost a resolved `plan` least.
 
     Pipeline and context axes are not priced: the choice stands beside them. What the plan's
-    `strategy.operators` names is kept. Where no strategies fit the memory, the plan's ZeRO stage
-    and recompute are changed so that some do, which the answer's `changes` say.
+    `strategy.operators` names is kept.
 
     Args:
         plan: The plan; its calibration and framework profile are priced.
         ranks: Over which the operators are split, as a number or a grid; default all of the plan
             that are not of the pipeline or context axis.
-        memory: Bytes of a rank.
         sequences: Of one microbatch over the ranks of the operators; default the plan's micro-batch
             on each data-parallel rank that they take.
         mode: How strategies are searched.
         graph: The operators of a model that is code, traced at these sequences.
+        memory: Bytes of a rank's parameters, states and saved activations; what is found within
+            them is near the optimum, as its solver says.
 
     Raises:
-        PlanError: No choice is legal.
+        PlanError: No choice is legal, or fits.
     """
-    length, wanted = plan.training.sequence_length, _wanted(plan, ranks)
-    data = _data_ranks(plan, wanted)
-    own = microbatch_sequences(plan, ranks, sequences)
-    grid, machine = _grid(plan, wanted)
+    own, data = microbatch_sequences(plan, ranks, sequences), data_ranks(plan, ranks)
+    grid, machine = _grid(plan, _wanted(plan, ranks))
+    pins = read_strategies(plan.strategy.operators)
+    recomputed = 0
+    if graph is None:
+        graph = pinned_model_graph(plan.shape, own, plan.training.sequence_length, pins)
+        recomputed = plan.shape.layers if plan.strategy.recompute == "full" else 0
     by_microbatch = plan.strategy.data.reduce == "microbatch"
+    sizes = sharded_state(tensor_bytes(plan), plan.strategy.data.zero, data, by_microbatch)
     microbatches = max(1, plan.training.global_batch // (own * data))
-    fixed = read_strategies(plan.strategy.operators)
-
-    def search(zero: int, recompute: bool) -> OperatorPlan:
-        sizes = sharded_state(tensor_bytes(plan), zero, data, by_microbatch)
-        if graph is not None:
-            found = choose_in_graph(graph, grid, machine, memory, microbatches, sizes, fixed, mode)
-            return replace(found.joined(), sequences=own)
-        found = choose_strategies(
-            plan.shape,
-            own * length,
-            grid,
-            machine,
-            sequence_length=length,
-            fused=True,
-            memory=memory,
-            microbatches=microbatches,
-            sizes=sizes,
-            fixed=fixed,
-            mode=mode,
-            recompute=recompute,
-        )
-        return replace(found, sequences=own)
-
-    return first_that_fits(plan, data, memory, search)
+    found = choose_in_graph(
+        graph, grid, machine, memory, microbatches, sizes, pins, mode, recomputed, exact=False
+    )
+    return replace(found.joined() if plan.code else found, sequences=own)
 
 
 def microbatch_sequences(
@@ -102,7 +86,7 @@ def microbatch_sequences(
         PlanError: There are none, or too many.
     """
     own = plan.training.micro_batch * plan.sizes["data"]
-    count = max(1, own // _data_ranks(plan, _wanted(plan, ranks)))
+    count = max(1, own // data_ranks(plan, ranks))
     if sequences is not None:
         count = sequences
     hold("sequences", count, 1, SEQUENCES)
@@ -114,8 +98,9 @@ def _wanted(plan: ResolvedPlan, ranks: int | Sequence[int] | None) -> int | Sequ
     return plan.sizes["tensor"] * plan.sizes["data"] if ranks is None else ranks
 
 
-def _data_ranks(plan: ResolvedPlan, wanted: int | Sequence[int]) -> int:
+def data_ranks(plan: ResolvedPlan, ranks: int | Sequence[int] | None = None) -> int:
     """Data-parallel ranks beside those of the operators."""
+    wanted = _wanted(plan, ranks)
     count = wanted if isinstance(wanted, int) else math.prod(wanted)
     return max(1, plan.sizes["tensor"] * plan.sizes["data"] // count)
 

@@ -21,6 +21,7 @@ from workbench.planner.autoshard.operator_cost import TensorBytes
 from workbench.planner.autoshard.operator_splits import ShardingStrategy
 from workbench.planner.autoshard.operator_table import Choice, operator_plan
 from workbench.planner.autoshard.strategy_search.memory_limit import (
+    MemoryRefusal,
     least_memory,
     solve_within_memory,
 )
@@ -107,11 +108,13 @@ def choose_in_graph(
     fixed: Mapping[str, Form] | None = None,
     mode: str = "dynamic_programming",
     recomputed: int = 0,
+    exact: bool = True,
 ) -> OperatorPlan:
     """The strategies of a graph's operators; arguments as of `choose_strategies`.
 
     Args:
         recomputed: Layers whose forward runs again in backward.
+        exact: Whether the choice within a limit has to be the optimum.
 
     Raises:
         PlanError: Ranks, memory, the mode or a fixed strategy are illegal for this graph.
@@ -120,7 +123,7 @@ def choose_in_graph(
         raise refuse("memory", f"is {memory / GIB:g} GiB a rank; legal: more than 0")
     fixed, mesh = fixed or {}, logical_mesh(ranks, machine)
     pricing = GraphPricing(mesh, machine, sizes or TensorBytes(), microbatches, recomputed)
-    found = choose(graph, pricing, fixed, search_mode(mode), memory)
+    found = choose(graph, pricing, fixed, search_mode(mode), memory, exact)
     free = None if memory is None else choose(graph, pricing, fixed, search_mode(mode))
     return operator_plan(found, mode, memory, free)
 
@@ -145,6 +148,15 @@ def _graph(
         return branch_graph(shape, sequences, length, fused, part)
     if part == "layer":
         return layer_graph(shape, sequences, length, fused)
+    return pinned_model_graph(shape, sequences, length, fixed, fused)
+
+
+def pinned_model_graph(
+    shape: Shape, sequences: int, length: int, fixed: Mapping[str, Form], fused: bool = True
+) -> OperatorGraph:
+    """A model's operators, in which layers that the patterns of `fixed` tell apart have a choice
+    each; other arguments as of `model_graph`. Raises `PlanError`.
+    """
     graph = model_graph(shape, sequences, length, fused)
     modules = [module for operator in graph.operators for module in operator.modules]
     runs = layer_runs(modules, shape.layers, fixed)
@@ -157,6 +169,7 @@ def choose(
     fixed: Mapping[str, Form],
     mode: SearchMode,
     memory: float | None = None,
+    exact: bool = True,
 ) -> Choice:
     """Search one graph.
 
@@ -166,6 +179,7 @@ def choose(
         fixed: Module patterns whose strategy is given.
         mode: How the others are found.
         memory: Bytes of a rank.
+        exact: Whether the choice within them has to be the optimum.
 
     Raises:
         PlanError: No choice agrees with `fixed`, or none fits the memory.
@@ -192,7 +206,7 @@ def choose(
         solver = "recursive programming"
     else:
         priced = pricing.price(graph, _kept(graph, pricing, pinned), memory)
-        picked, solver = solve_within_memory(priced)
+        picked, solver = solve_within_memory(priced, exact)
         priced, picked = priced.narrowed(picked), (0,) * len(picked)
     priced, picked = legal_choice(priced, picked, pinned)
     return Choice(priced, picked, solver, tuple(reasons))
@@ -232,9 +246,9 @@ def _kept(
 def _refuse_above(priced: PricedGraph, picked: tuple[int, ...], memory: float | None) -> None:
     size = priced.problem.total_bytes(picked)
     if memory is not None and size > memory:
-        raise refuse(
-            "memory",
+        raise MemoryRefusal(
             f"is {memory / GIB:.4g} GiB a rank, but what follows from the named strategies takes "
             f"{size / GIB:.4g} GiB (estimated); legal: {size / GIB:.4g} GiB or more, mode "
             "dynamic_programming, or strategies that split more",
+            size,
         )

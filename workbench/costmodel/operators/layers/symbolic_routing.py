@@ -59,7 +59,7 @@ def _scores(r: SymbolicRank, x: SymbolicTensor, weight: SymbolicTensor) -> Symbo
     wide = _upcast(r, x), _upcast(r, weight)
     y = r.empty((*x.shape[:-1], weight.shape[0]), u)
     del wide
-    r.compute("linear", x.numel // x.shape[-1], *weight.shape)
+    r.compute("router", x.numel // x.shape[-1], *weight.shape)
 
     def backward(gradient: SymbolicTensor) -> Gradients:
         wide = _upcast(r, weight)

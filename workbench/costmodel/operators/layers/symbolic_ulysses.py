@@ -6,10 +6,9 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 
-from workbench.costmodel.operators.symbolic_attention import heads_first
 from workbench.costmodel.operators.symbolic_autograd import Gradients, SymbolicTensor
 from workbench.costmodel.operators.symbolic_rank import AxisCall, SymbolicRank
-from workbench.runtime_facts.tensor_strides import strides_of
+from workbench.runtime_facts.tensor_strides import heads_first_strides, strides_of
 
 Shape = tuple[int, ...]
 Attention = Callable[..., tuple[SymbolicTensor, ...]]
@@ -64,11 +63,11 @@ def _split(r: SymbolicRank, x: SymbolicTensor, heads: list[int]) -> list[Symboli
     def backward(*gradients: SymbolicTensor) -> Gradients:
         return (r.empty(shape),)
 
-    shape = x.shape
+    shape, strides = x.shape, strides_of(x.shape, x.strides)
     node = r.node(backward, x, outputs=len(heads))
     parts = [(batch, length, own, head_dim) for own in heads]
     return [
-        replace(x, shape=part, node=node, output=at, strides=strides_of(shape, x.strides))
+        replace(x, shape=part, node=node, output=at, strides=strides)
         for at, part in enumerate(parts)
     ]
 
@@ -104,7 +103,8 @@ def _gathered_tokens(r: SymbolicRank, x: SymbolicTensor, shape: Shape) -> Symbol
 
 def _gathered_heads(r: SymbolicRank, x: SymbolicTensor, shape: Shape) -> SymbolicTensor:
     sent = x if x.shape[0] == 1 and x.is_contiguous else r.like(x)
-    return replace(_exchanged(r, sent), shape=shape, node=None, strides=heads_first(shape))
+    received = _exchanged(r, sent)  # by ranks, each with the heads of its own
+    return replace(received, shape=shape, node=None, strides=heads_first_strides(shape))
 
 
 def _exchanged(r: SymbolicRank, x: SymbolicTensor) -> SymbolicTensor:

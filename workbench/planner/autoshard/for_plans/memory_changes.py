@@ -14,63 +14,56 @@ from workbench.planner.autoshard.choice_result import OperatorPlan
 from workbench.planner.autoshard.operator_cost import TensorBytes
 
 GIB = 2**30
-Search = Callable[[int, bool], OperatorPlan]
-"""(ZeRO stage, whether layers are recomputed) -> the strategies within the limit."""
+Search = Callable[[Mapping[str, Any]], OperatorPlan]
+"""Fields that the plan changes -> the strategies within the limit."""
 
 
-def first_that_fits(
-    plan: ResolvedPlan, data: int, memory: float | None, search: Search
-) -> OperatorPlan:
+def first_that_fits(plan: ResolvedPlan, data: int, memory: float, search: Search) -> OperatorPlan:
     """The strategies with the smallest change to the plan that lets them fit.
 
     Args:
         plan: The plan; what it shards and recomputes already is kept.
         data: Data-parallel ranks beside those of the operators.
-        memory: Bytes of a rank; None: no limit.
+        memory: Bytes of a rank.
         search: Finds strategies, or raises `PlanError`.
 
     Raises:
         PlanError: Nothing fits; with the least number that something would fit in.
     """
-    stage, recompute = plan.strategy.data.zero, plan.strategy.recompute == "full"
-    try:
-        return search(stage, recompute)
-    except PlanError as error:
-        if memory is None or {problem.field for problem in error.problems} != {"memory"}:
-            raise
-        last = error
-    kept = recompute or bool(plan.code)  # a model that is code recomputes nothing
-    for zero, again in _changes(stage, kept, data):
+    kept = plan.strategy.recompute == "full" or bool(plan.code)  # code recomputes nothing
+    last: PlanError | None = None
+    for changes in ({}, *_changes(plan.strategy.data.zero, kept, data)):
         try:
-            found = search(zero, again)
+            found = search(changes)
         except PlanError as error:
-            last = error
+            if {problem.field for problem in error.problems} == {"memory"}:
+                last = error
+            elif not changes:
+                raise
             continue
-        return _changed(found, _fields(zero - stage, zero, again and not kept))
+        return _changed(found, memory) if changes else found
+    assert last is not None
     tried = [] if plan.code else ["recompute full"]
     tried += ["ZeRO-3"] if data > 1 else []
     said = f"; that is with {' and '.join(tried)}" if tried else ""
     raise refuse("memory", f"{last.problems[0].message}{said}")
 
 
-def _changes(stage: int, recompute: bool, data: int) -> Iterator[tuple[int, bool]]:
+def _changes(stage: int, kept: bool, data: int) -> Iterator[dict[str, Any]]:
     """The smallest first: more of ZeRO, then recompute alone and with it."""
     stages = range(stage + 1, 4) if data > 1 else range(0)
-    yield from ((zero, recompute) for zero in stages)
-    if not recompute:
-        yield stage, True
-        yield from ((zero, True) for zero in stages)
+    zero = [{"strategy.data.zero": more} for more in stages]
+    yield from zero
+    if not kept:
+        again = {"strategy.recompute": "full"}
+        yield again
+        yield from (fields | again for fields in zero)
 
 
-def _fields(more: int, zero: int, recompute: bool) -> dict[str, Any]:
-    fields: dict[str, Any] = {"strategy.data.zero": zero} if more else {}
-    return fields | ({"strategy.recompute": "full"} if recompute else {})
-
-
-def _changed(found: OperatorPlan, changes: Mapping[str, Any]) -> OperatorPlan:
-    said = ", ".join(f"{field}: {value}" for field, value in changes.items())
-    least = f"No strategies alone fit {(found.limit or 0.0) / GIB:.4g} GiB; with {said} these do."
-    return replace(found, changes=dict(changes), reason=f"{least} {found.reason}")
+def _changed(found: OperatorPlan, memory: float) -> OperatorPlan:
+    said = ", ".join(f"{field}: {value}" for field, value in found.changes.items())
+    least = f"No strategies alone fit {memory / GIB:.4g} GiB; with {said} these do."
+    return replace(found, reason=f"{least} {found.reason}")
 
 
 def sharded_state(sizes: TensorBytes, zero: int, data: int, by_microbatch: bool) -> TensorBytes:

@@ -8,11 +8,12 @@ the best bound; a choice that meets it is the optimum.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import numpy as np
 
-from workbench.errors import refuse
+from workbench.errors import PlanError, Problem
 from workbench.planner.autoshard.strategy_search.choice_problem import Priced, StrategyProblem
 from workbench.planner.autoshard.strategy_search.integer_program import solve_by_integer_programming
 from workbench.planner.autoshard.strategy_search.series_parallel import solve_by_dynamic_programming
@@ -23,6 +24,18 @@ MAX_PAIRS = 100_000
 PRECISION = 1e-9
 """Relative difference from the bound at which a choice counts as the optimum."""
 Picked = tuple[int, ...]
+
+
+class MemoryRefusal(PlanError):
+    """No choice is within the limit.
+
+    Attributes:
+        least: Bytes within which one would be.
+    """
+
+    def __init__(self, message: str, least: float) -> None:
+        super().__init__(Problem("memory", message))
+        self.least = least
 
 
 def least_time(choice: Priced, seconds_per_byte: float = 0.0) -> Picked:
@@ -40,8 +53,12 @@ def least_time(choice: Priced, seconds_per_byte: float = 0.0) -> Picked:
             return picked
 
 
-def solve_within_memory(choice: Priced) -> tuple[Picked, str]:
+def solve_within_memory(choice: Priced, exact: bool = True) -> tuple[Picked, str]:
     """The options that cost least within the problem's limit, and what found them.
+
+    Args:
+        choice: With a limit.
+        exact: Whether the integer program, which may take long, closes the gap to the bound.
 
     Raises:
         PlanError: No choice is within the limit.
@@ -54,7 +71,7 @@ def solve_within_memory(choice: Priced) -> tuple[Picked, str]:
     cost = problem.total_cost(within)
     if cost <= bound * (1 + PRECISION):
         return within, "dynamic programming with a price of memory"
-    if sum(edge.costs.size for edge in problem.edges) <= MAX_PAIRS:
+    if exact and sum(edge.costs.size for edge in problem.edges) <= MAX_PAIRS:
         return _by_integer_programming(choice), "integer programming"
     gap = f"within {cost / bound - 1:.2%} of the least"
     return within, f"dynamic programming with a price of memory, {gap}"
@@ -68,13 +85,18 @@ def least_memory(problem: StrategyProblem) -> Picked:
     )
     picked = solve_by_dynamic_programming(StrategyProblem(problem.node_bytes, tuple(edges)))
     if not problem.fits(picked):
-        least, limit = problem.total_bytes(picked) / GIB, (problem.memory_limit or 0.0) / GIB
-        raise refuse(
-            "memory",
-            f"is {limit:.4g} GiB a rank, but every choice takes {least:.4g} GiB or more (estimated)"
-            f"; legal: {least:.4g} GiB or more, more ranks, or fewer tokens",
-        )
+        raise too_little_memory(problem.memory_limit or 0.0, problem.total_bytes(picked))
     return picked
+
+
+def too_little_memory(limit: float, least: float) -> MemoryRefusal:
+    """The refusal of a limit, bytes, where every choice takes `least` or more."""
+    said = f"{math.ceil(100 * least / GIB) / 100:.2f} GiB or more"
+    return MemoryRefusal(
+        f"is {limit / GIB:.4g} GiB a rank, but every choice takes {said} (estimated); legal: "
+        f"{said}, more ranks, or fewer tokens",
+        least,
+    )
 
 
 def _by_integer_programming(choice: Priced) -> Picked:

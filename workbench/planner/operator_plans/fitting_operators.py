@@ -1,0 +1,105 @@
+"""Operator strategies that fit a memory limit, by the estimate of the plan that has them.
+
+The search counts parameters, states and saved activations alone. The limit that it is given
+therefore is what leaves room for the rest, as the estimate of its last answer counts it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from workbench.plan.operators.operator_graph import OperatorGraph
+from workbench.plan.schema import Plan
+from workbench.planner.autoshard import OperatorPlan, choose_for_plan, plan_with
+from workbench.planner.autoshard.for_plans.memory_changes import first_that_fits
+from workbench.planner.autoshard.plan_problem import data_ranks
+from workbench.planner.autoshard.strategy_search.memory_limit import (
+    MemoryRefusal,
+    too_little_memory,
+)
+from workbench.planner.estimate import estimate
+
+ATTEMPTS = 8
+"""Limits that the search is given at most; mostly two or three."""
+CLOSE = 0.01
+"""Share of the limit that is not worth another attempt."""
+ROUNDING = 1e-9
+ABOVE_LEAST = (1.15, 1.05, 1 + ROUNDING)
+"""Multiples of the least by the search's own count that are tried where that is all that it may
+take: of these the estimate may count less for a larger one.
+"""
+Weighed = Callable[[float | None], OperatorPlan]
+"""The search's own limit -> its answer, with the peak that the estimate of it says."""
+
+
+def choose_within_memory(
+    plan: Plan,
+    memory: float,
+    ranks: int | Sequence[int] | None = None,
+    sequences: int | None = None,
+    mode: str = "dynamic_programming",
+    graph: OperatorGraph | None = None,
+) -> OperatorPlan:
+    """The operator strategies of least cost whose plan fits `memory` by its estimate. Where none
+    do, the plan's ZeRO stage and recompute are changed so that some do, which the answer's
+    `changes` say. A model that is code is fitted by the search's own count.
+
+    Args:
+        plan: As written.
+        memory: Bytes of a rank.
+        ranks: As of `choose_for_plan`, and so are the others.
+        sequences: Of one microbatch.
+        mode: How strategies are searched.
+        graph: The operators of a model that is code.
+
+    Raises:
+        PlanError: No choice is legal, or none fits.
+    """
+    full = plan.resolve()
+
+    def search(changes: Mapping[str, Any]) -> OperatorPlan:
+        own = full.with_fields(**changes)
+        choose = partial(choose_for_plan, own, ranks, sequences, mode, graph)
+
+        def weighed(limit: float | None) -> OperatorPlan:
+            found = replace(choose(limit), limit=memory, changes=dict(changes))
+            peaks = estimate(plan_with(plan, found)).peak_bytes_by_rank
+            return replace(found, peak=float(max(peaks.values())))
+
+        if full.code:
+            return replace(choose(memory), changes=dict(changes))
+        return _that_fits(weighed, memory)
+
+    return first_that_fits(full, data_ranks(full, ranks), memory, search)
+
+
+def _that_fits(weighed: Weighed, memory: float) -> OperatorPlan:
+    """The fastest answer whose peak is within `memory`. Raises `PlanError` where none is."""
+    tried = [weighed(None)]
+    for _ in range(ATTEMPTS):
+        limit = _next_limit(tried, memory)
+        if limit is None:
+            break
+        try:
+            tried.append(weighed(limit))
+        except MemoryRefusal as error:
+            tried += [weighed(error.least * part) for part in ABOVE_LEAST]
+            if not any(one.fits for one in tried):
+                raise too_little_memory(memory, min(one.peak or 0.0 for one in tried)) from error
+    return min((one for one in tried if one.fits), key=lambda one: one.seconds)
+
+
+def _next_limit(tried: Sequence[OperatorPlan], memory: float) -> float | None:
+    """What leaves the rest as much room as in the last answer; None where it is hardly another, or
+    that answer was known.
+    """
+    last = tried[-1]
+    most = max((one.bytes for one in tried if one.fits), default=0.0)
+    too_much = min((one.bytes for one in tried if not one.fits and one.bytes > most), default=0.0)
+    if not too_much or (most and last.bytes in [one.bytes for one in tried[:-1]]):
+        return None
+    limit = min(last.bytes + memory - (last.peak or 0.0), too_much * (1 - ROUNDING))
+    return limit if not most or limit - most > CLOSE * memory else None
