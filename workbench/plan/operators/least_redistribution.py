@@ -12,13 +12,15 @@ import heapq
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 from workbench.plan.operators.alike_axes import AlikeAxes, alike_axes
-from workbench.plan.operators.redistribution_moves import Kind, Move, moves_within
+from workbench.plan.operators.redistribution_moves import Kind, Moves, moves
 from workbench.plan.operators.tensor_layout import TensorLayout
 
-Price = Callable[[str, float, tuple[int, ...]], int]
+Axes = tuple[int, ...]
+Price = Callable[[str, float, Axes], int]
 """(kind of collective, bytes of its larger side on a rank, axes) -> femtoseconds: of whole numbers
 sums in any order tie alike on every rank.
 """
@@ -84,9 +86,8 @@ class LeastRedistribution:
         return sum(self.price(s.kind, s.bytes, s.axes) for s in steps if s.kind != "slice")
 
     def _search(self, alike: AlikeAxes, size: float) -> list[RedistributionStep]:
-        sizes, parts = alike.sizes, alike.parts
-        prices: dict[tuple[str, float, tuple[int, ...]], int] = {}
-        came: dict[TensorLayout, tuple[TensorLayout, Move]] = {}
+        sizes, prices = alike.sizes, partial(self._femtoseconds, alike, {})
+        came: dict[TensorLayout, tuple[TensorLayout, Moves]] = {}
         # (femtoseconds, collectives, steps), and a serial number that makes ties deterministic.
         best = {alike.held: (0, 0, 0)}
         queue, serial, done = [(*best[alike.held], 0, alike.held)], 0, set()
@@ -98,37 +99,38 @@ class LeastRedistribution:
                 continue
             done.add(layout)
             before = size / math.prod(layout.num_parts(sizes))
-            for move, in_parts in moves_within(layout, sizes, parts):
-                kind, axes, target, _ = move
-                if target in done:
+            for step in moves(layout, sizes):
+                spent = time + prices(step, max(before, size / step.parts))
+                cost = spent, calls + (step.kind != "slice"), count + 1
+                if cost >= best.get(alike.wanted, NEVER):
                     continue
-                asked = kind, max(before, size / in_parts), axes
-                if asked not in prices:
-                    real = alike.expanded(axes)
-                    prices[asked] = 0 if kind == "slice" else self.price(kind, asked[1], real)
-                cost = time + prices[asked], calls + (kind != "slice"), count + 1
-                least = min(best.get(target, NEVER), best.get(alike.wanted, NEVER))
-                if cost < least:
-                    serial += 1
-                    best[target], came[target] = cost, (layout, move)
-                    heapq.heappush(queue, (*cost, serial, target))
+                for target in step.layouts(layout, sizes, alike.parts):
+                    if target not in done and cost < best.get(target, NEVER):
+                        serial += 1
+                        best[target], came[target] = cost, (layout, step)
+                        heapq.heappush(queue, (*cost, serial, target))
         return self._path(alike, came, size)
 
+    def _femtoseconds(
+        self, alike: AlikeAxes, known: dict[tuple[str, float, Axes], int], step: Moves, size: float
+    ) -> int:
+        """Price of a step; of a tensor the same few are asked for again and again."""
+        if step.kind == "slice":
+            return 0
+        asked = step.kind, size, step.axes
+        if asked not in known:
+            known[asked] = self.price(step.kind, size, alike.expanded(step.axes))
+        return known[asked]
+
     def _path(
-        self, alike: AlikeAxes, came: Mapping[TensorLayout, tuple[TensorLayout, Move]], size: float
+        self, alike: AlikeAxes, came: Mapping[TensorLayout, tuple[TensorLayout, Moves]], size: float
     ) -> list[RedistributionStep]:
         found: list[RedistributionStep] = []
         at = alike.wanted
         while at != alike.held:
-            at, move = came[at]
-            found.append(
-                RedistributionStep(
-                    move.kind,
-                    alike.expanded(move.axes),
-                    alike.layout(at),
-                    alike.layout(move.layout),
-                    size / math.prod(at.num_parts(alike.sizes)),
-                    size / math.prod(move.parts),
-                )
-            )
+            before, step = came[at]
+            sides = (size / math.prod(one.num_parts(alike.sizes)) for one in (before, at))
+            ends = alike.layout(before), alike.layout(at)
+            found.append(RedistributionStep(step.kind, alike.expanded(step.axes), *ends, *sides))
+            at = before
         return found[::-1]

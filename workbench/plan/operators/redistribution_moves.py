@@ -6,28 +6,45 @@ Joint collectives run over neighboring axes of the mesh, for which there are pro
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
 from workbench.plan.operators.tensor_layout import Dims, TensorLayout
 
-MAX_ANY_ORDER = 3
-"""Axes up to which a dim takes several axes in any order. Of more it takes them in the mesh's,
-which leaves out few sequences of collectives and most of the layouts between.
-"""
 Kind = Literal["slice", "all_gather", "all_to_all", "all_reduce", "reduce_scatter"]
+SHARDING = ("slice", "all_to_all", "reduce_scatter")
+"""Kinds after which the group's axes shard dims."""
 
 
-class Move(NamedTuple):
-    """One step over the group that spans `axes`."""
+class Moves(NamedTuple):
+    """Steps of one kind over the group that spans `axes`. They cost the same, whichever dims its
+    axes shard afterwards: of a dear one the layouts need not be made.
+    """
 
     kind: Kind
     axes: tuple[int, ...]
-    layout: TensorLayout
+    dims: Dims
+    """Axes that shard each dim, without those of the group where that moves."""
+    partial: tuple[int, ...]
     """Afterwards."""
-    parts: tuple[int, ...]
-    """Of each dim, afterwards."""
+    parts: int
+    """Of the tensor, afterwards."""
+
+    def layouts(
+        self, before: TensorLayout, sizes: tuple[int, ...], parts: tuple[int, ...]
+    ) -> Iterator[TensorLayout]:
+        """Layouts afterwards in which the parts of each dim divide `parts`.
+
+        Args:
+            before: The layout that the tensor has.
+            sizes: Of the mesh's axes.
+            parts: The most parts of each dim.
+        """
+        added = self.axes if self.kind in SHARDING else ()
+        for dims in _appended(self.dims, added, sizes, parts):
+            if self.kind != "all_to_all" or dims != before.dims:
+                yield TensorLayout(dims, self.partial)
 
 
 def neighbors(axes: Sequence[int]) -> tuple[tuple[int, ...], ...]:
@@ -36,52 +53,37 @@ def neighbors(axes: Sequence[int]) -> tuple[tuple[int, ...], ...]:
 
 
 @lru_cache(maxsize=1 << 16)
-def moves(layout: TensorLayout, sizes: tuple[int, ...]) -> tuple[Move, ...]:
+def moves(layout: TensorLayout, sizes: tuple[int, ...]) -> tuple[Moves, ...]:
     """All steps from a layout on a mesh of these `sizes`; axes of size 1 take no part.
 
     Only the innermost axes of a dim can be gathered, exchanged or added, so that what a rank holds
     stays contiguous in the global tensor.
     """
-    return tuple(_moves(layout, sizes))
+    slices, axes = _slices(layout, sizes), range(len(sizes))
+    joint = (step for group in neighbors(axes) for step in _collectives(layout, sizes, group))
+    return (*slices, *joint)
 
 
-@lru_cache(maxsize=1 << 16)
-def moves_within(
-    layout: TensorLayout, sizes: tuple[int, ...], parts: tuple[int, ...]
-) -> tuple[tuple[Move, int], ...]:
-    """Those of `moves` after which the parts of each dim divide `parts`, with the parts of all dims
-    together.
-    """
-    return tuple((move, math.prod(move.parts)) for move in _moves(layout, sizes, parts))
+def _slices(layout: TensorLayout, sizes: tuple[int, ...]) -> Iterator[Moves]:
+    parts = math.prod(layout.num_parts(sizes))
+    for axis, size in enumerate(sizes):
+        if size > 1 and axis not in (*layout.sharding, *layout.partial):
+            yield Moves("slice", (axis,), *layout, parts * size)
 
 
-def _moves(
-    layout: TensorLayout, sizes: tuple[int, ...], parts: tuple[int, ...] | None = None
-) -> Iterator[Move]:
-    """Steps; where it is given, to layouts whose parts of each dim divide `parts`."""
+def _collectives(
+    layout: TensorLayout, sizes: tuple[int, ...], group: tuple[int, ...]
+) -> Iterator[Moves]:
     dims, partial = layout
-    idle = [axis for axis, size in enumerate(sizes) if size == 1]
-    taken, add = {*layout.sharding, *partial, *idle}, _Adding(sizes, parts)
-
-    def to(kind: Kind, group: tuple[int, ...], kept: Dims, left: tuple[int, ...]) -> Iterator[Move]:
-        for added in add(kept, group):
-            target = TensorLayout(added, left)
-            if target != layout:
-                yield Move(kind, group, target, target.num_parts(sizes))
-
-    for axis in range(len(sizes)):
-        if axis not in taken:
-            yield from to("slice", (axis,), dims, partial)
-    for group in neighbors(range(len(sizes))):
-        left = tuple(a for a in partial if a not in group)
-        outer = without(dims, group)
-        if len(left) + len(group) == len(partial):
-            yield Move("all_reduce", group, TensorLayout(dims, left), layout.num_parts(sizes))
-            yield from to("reduce_scatter", group, dims, left)
-        elif outer is not None:
-            gathered = TensorLayout(outer, partial)
-            yield Move("all_gather", group, gathered, gathered.num_parts(sizes))
-            yield from to("all_to_all", group, outer, partial)
+    parts, ranks = (math.prod(n) for n in (layout.num_parts(sizes), (sizes[a] for a in group)))
+    left = tuple(a for a in partial if a not in group)
+    outer = without(dims, group)
+    if len(left) + len(group) == len(partial):
+        yield Moves("all_reduce", group, dims, left, parts)
+        yield Moves("reduce_scatter", group, dims, left, parts * ranks)
+    elif outer is not None:
+        yield Moves("all_gather", group, outer, partial, parts // ranks)
+        yield Moves("all_to_all", group, outer, partial, parts)
 
 
 def without(dims: Dims, group: Sequence[int]) -> Dims | None:
@@ -92,32 +94,20 @@ def without(dims: Dims, group: Sequence[int]) -> Dims | None:
     return outer if removed == len(group) and innermost else None
 
 
-class _Adding:
-    """Adds axes as the innermost ones of any dims.
-
-    Args:
-        sizes: Of the mesh's axes.
-        parts: What the parts of each dim then divide; None: any number.
+@lru_cache(maxsize=1 << 16)
+def _appended(
+    dims: Dims, group: tuple[int, ...], sizes: tuple[int, ...], parts: tuple[int, ...]
+) -> tuple[Dims, ...]:
+    """`dims` with the axes of `group` added as the innermost ones of any dims, in any order, where
+    the parts of these dims still divide `parts`.
     """
-
-    def __init__(self, sizes: tuple[int, ...], parts: tuple[int, ...] | None) -> None:
-        self.sizes, self.parts = sizes, parts
-        self.any_order = sum(size > 1 for size in sizes) <= MAX_ANY_ORDER
-
-    def __call__(self, dims: Dims, group: tuple[int, ...]) -> Iterable[Dims]:
-        """`dims` with the axes of `group` added to any of them, in any order."""
-        if not group:
-            return (dims,)
-        found: dict[Dims, None] = {}
-        for axis in group if self.any_order else group[:1]:
-            rest = tuple(a for a in group if a != axis)
-            for dim, axes in enumerate(dims):
-                if self._divides(dim, (*axes, axis)):
-                    added = (*dims[:dim], (*axes, axis), *dims[dim + 1 :])
-                    found |= dict.fromkeys(self(added, rest))
-        return found
-
-    def _divides(self, dim: int, axes: tuple[int, ...]) -> bool:
-        if self.parts is None:
-            return True
-        return self.parts[dim] % math.prod(self.sizes[axis] for axis in axes) == 0
+    if not group:
+        return (dims,)
+    found: dict[Dims, None] = {}
+    for axis in group:
+        rest = tuple(a for a in group if a != axis)
+        for dim, axes in enumerate(dims):
+            if parts[dim] % math.prod(sizes[a] for a in (*axes, axis)) == 0:
+                added = (*dims[:dim], (*axes, axis), *dims[dim + 1 :])
+                found |= dict.fromkeys(_appended(added, rest, sizes, parts))
+    return tuple(found)
