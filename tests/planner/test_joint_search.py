@@ -1,12 +1,14 @@
-"""Stages, submeshes and operator strategies searched together: the division equals brute force, a
-stage's line equals its own search, and what is written runs and equals one device.
+"""Stages, submeshes and operator strategies searched together: the division equals brute force,
+stages are priced by the estimate of their plan, and what is written runs and equals one device.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
+import re
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,19 +17,20 @@ import pytest
 from tests.conftest import Ask
 from tests.parallel.small import LLAMA, plan
 from workbench.engine.verify.equivalence import verify
-from workbench.plan.model.model_shape import Shape
+from workbench.errors import PlanError
+from workbench.plan.rules.operator_rules import pieces
 from workbench.plan.rules.supported import require
 from workbench.plan.schema import Plan
-from workbench.planner.autoshard import TensorBytes, ideal_machine
-from workbench.planner.autoshard.device_mesh import logical_mesh
-from workbench.planner.autoshard.for_plans.stage_cost import StageCosts
-from workbench.planner.autoshard.graph_pricing import GraphPricing
 from workbench.planner.search import search
-from workbench.planner.search.joint.stage_choices import StageChoices
+from workbench.planner.search.joint.choice_pricing import ChoicePricing
+from workbench.planner.search.joint.choice_search import best_division, stages_of
+from workbench.planner.search.joint.joint_plans import written
+from workbench.planner.search.joint.joint_space import JointChoice, Submesh, joint_space
 from workbench.planner.search.joint.stage_division import Costs, StageDivision
-from workbench.planner.search.joint.stage_seconds import StageLimits, stage_seconds
-
-SHAPE = Shape(layers=12, hidden=1024, heads=16, ffn=4096, vocab=51200, mlp="gelu", tied=True)
+from workbench.planner.search.joint.stage_estimates import StageFigures
+from workbench.planner.search.joint.stage_lines import StageLines
+from workbench.planner.search.search_space import SearchSpace
+from workbench.planner.search.unequal.estimates import estimated_figures
 
 
 def least_of_all(costs: Mapping[int, Costs], devices: int, layers: int, microbatches: int) -> float:
@@ -66,36 +69,72 @@ def test_the_division_is_the_best_of_all(seed: int) -> None:
         assert sum(found.layers) == layers and sum(found.submeshes) == devices
 
 
-def limits(memory: float) -> StageLimits:
-    return StageLimits(memory, TensorBytes().state, 0.0, lambda operators, parameters: operators)
+def small_space(layers: int, tied: bool = False) -> SearchSpace:
+    model = {"layers": layers, "hidden": 512, "heads": 8, "kv_heads": 4, "ffn": 1536}
+    model |= {"vocab": 32000, "mlp": "swiglu", "tied": tied}
+    plan = {"model": model, "cluster": {"gpu": "a100-sxm-80gb", "gpus": 8}}
+    training = {"sequence_length": 1024, "global_batch": 32}
+    return joint_space(Plan.model_validate(plan | {"training": training}))
 
 
-@pytest.mark.parametrize("rate", [1e9, 1e11])
-@pytest.mark.parametrize("ranks", [1, 4])
-def test_a_line_is_what_the_search_of_each_stage_finds(rate: float, ranks: int) -> None:
-    machine = ideal_machine(1e14, rate, 1e-5, 1e12)
-    pricing = GraphPricing(logical_mesh(ranks, machine), machine, TensorBytes())
-    choices, costs = (
-        StageChoices(SHAPE, 8, 512, pricing),
-        StageCosts(SHAPE, 8, 512, lambda _: pricing),
+def drawn_choice(drawn: np.random.Generator) -> JointChoice:
+    tensor, replicas = ((1, 2), (2, 1), (2, 2), (4, 1), (2, 4))[drawn.integers(5)]
+    return JointChoice(
+        Submesh(tensor, replicas), 2 ** int(drawn.integers(3)), int(drawn.integers(4))
     )
-    for start, stop in ((0, 1), (0, 5), (3, 9), (2, 12), (0, 12)):
-        own = choices.of(start == 0, stop == 12)
-        found = stage_seconds(own, 12, 3, limits(np.inf)).seconds[2, stop - start]
-        assert found == pytest.approx(costs.cost(start, stop, ranks).seconds, rel=1e-9)
 
 
-def test_less_memory_recomputes_more_layers_and_takes_longer() -> None:
-    machine = ideal_machine(1e14, 1e10, 1e-5, 1e12)
-    pricing = GraphPricing(logical_mesh(2, machine), machine, TensorBytes())
-    choices = StageChoices(SHAPE, 8, 512, pricing).of(False, False)
-    seconds, recomputed = [], []
-    for gib in (64, 5, 4, 3, 0.1):
-        found = stage_seconds(choices, 8, 4, limits(gib * 2**30))
-        seconds.append(float(found.seconds[3, 8]))
-        recomputed.append(int(found.recomputed[3, 8]))
-    assert seconds == sorted(seconds) and np.isinf(seconds[-1]) and np.isfinite(seconds[-2])
-    assert recomputed[0] == 0 < recomputed[2] <= recomputed[3]
+@pytest.mark.drawn(8)
+@pytest.mark.parametrize("seed", range(100))
+def test_stages_are_what_the_estimate_says_of_their_plan(seed: int) -> None:
+    drawn = np.random.default_rng(seed)
+    space = small_space(9, tied=bool(drawn.integers(2)))
+    setting, choice = space.fixed_configs[0], drawn_choice(drawn)
+    lines = ChoicePricing(space, setting).lines(choice)[0]
+    cuts = np.sort(drawn.choice(np.arange(1, 9), lines.stages - 1, replace=False))
+    counts = [int(n) for n in np.diff([0, *cuts, 9])]
+    division = tuple(
+        (int(drawn.integers(len(lines.variants))), count, int(drawn.integers(count + 1)))
+        for count in counts
+    )
+    stages = stages_of(lines, division)
+    figures = lines.estimates.figures(stages)
+    plan = written(space, setting, choice, stages).resolve()
+    seconds, _, peak = estimated_figures(plan)
+    assert figures.step_seconds(lines.microbatches) == pytest.approx(seconds, rel=1e-12)
+    assert figures.peak.max() == pytest.approx(peak, rel=1e-12)
+
+
+def pipelined(figures: StageFigures, microbatches: int) -> float:
+    """What divisions are chosen by: what follows the last microbatch counts as a share of each."""
+    each = figures.seconds + sum(figures.after.values()) / microbatches
+    return float(each.sum() + (microbatches - 1) * each.max())
+
+
+@pytest.mark.drawn(4)
+@pytest.mark.parametrize("seed", range(40))
+def test_a_choice_is_divided_as_well_as_any_way_that_fits(seed: int) -> None:
+    drawn = np.random.default_rng(seed)
+    space = small_space(4)
+    choice = replace(drawn_choice(drawn), submesh=Submesh(int(2 ** drawn.integers(3)), 1))
+    choice = replace(choice, submesh=replace(choice.submesh, replicas=4 // choice.submesh.tensor))
+    lines = ChoicePricing(space, space.fixed_configs[0]).lines(choice)[0]
+    lines = StageLines(lines.estimates, lines.variants[:2], 4)
+    every = []
+    for first in range(1, 4):
+        options = [
+            [(v, n, r) for v in range(len(lines.variants)) for r in range(n + 1)]
+            for n in (first, 4 - first)
+        ]
+        for division in itertools.product(*options):
+            figures = lines.estimates.figures(stages_of(lines, division))
+            every.append((pipelined(figures, lines.microbatches), float(figures.peak.max())))
+    peaks = sorted(peak for _, peak in every)
+    for memory in (peaks[0] * 0.999, peaks[len(peaks) // 3], peaks[-1]):
+        best = min((seconds for seconds, peak in every if peak <= memory), default=None)
+        found = best_division(lines, memory)
+        own = found and pipelined(found.figures, lines.microbatches)
+        assert own == (best and pytest.approx(best, rel=1e-9))
 
 
 def test_what_is_found_is_legal_and_as_it_was_asked(ask: Ask, tmp_path: Path) -> None:
@@ -109,6 +148,33 @@ def test_what_is_found_is_legal_and_as_it_was_asked(ask: Ask, tmp_path: Path) ->
     require(full, "run")
     assert full.sizes["pipeline"] == full.sizes["tensor"] == full.sizes["data"] == 2
     assert full.strategy.operators and found["top"][0]["seconds"] <= found["top"][1]["seconds"]
+
+
+def test_strategies_that_the_plan_names_are_kept() -> None:
+    start = plan(1, 1, 4, shape=LLAMA, layers=2)
+    pinned = {"blocks.*.mlp.down": "((2,1),(1,1))"}
+    start = start.replace(**{"strategy.tensor.size": 2, "strategy.operators": pinned})
+    found = search(start, space="operators", top=3).top
+    assert found
+    for one in found:
+        full = one.plan.resolve()
+        assert full.sizes["tensor"] % 2 == 0
+        assert pieces(full)["blocks.1.mlp.down"]["rows"] == 2
+
+
+@pytest.mark.parametrize(
+    ("pattern", "said"),
+    [
+        ("blocks.0.mlp.down", "tell layers apart"),
+        ("blocks.*.mlp.sideways", "names no operator of the model"),
+        ("blocks.*.mlp.up", "is ((1,1),(1,7)) for mlp.up"),
+    ],
+)
+def test_strategies_that_no_plan_can_keep_are_refused(pattern: str, said: str) -> None:
+    pinned = {"strategy.operators": {pattern: "((1,1),(1,7))"}}
+    start = plan(1, 1, 4, shape=LLAMA, layers=2).replace(**pinned)
+    with pytest.raises(PlanError, match=re.escape(said)):
+        search(start, space="operators", top=1)
 
 
 def test_a_mixture_of_experts_is_refused(ask: Ask) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 
 from workbench.costmodel.inputs.operator_stages import rank_stages, stages_of
 from workbench.costmodel.inputs.rank_workload import Workload
-from workbench.costmodel.operators.stage_pass import StagePass, stage_pass
+from workbench.costmodel.operators.stage_pass import StagePass, shared_stage_pass
 from workbench.costmodel.traced.traced_pass import traced_pass
 
 
@@ -35,7 +35,7 @@ def _of_rank(w: Workload, pipeline_rank: int, is_split: bool) -> Iterator[StageP
         return
     assert w.fixed.operators is not None
     for parts in rank_stages(w.fixed, pipeline_rank):
-        yield stage_pass(w, w.fixed.operators, parts, is_split)
+        yield shared_stage_pass(w, w.fixed.operators, parts, is_split)
 
 
 def tokens_of_a_sequence(w: Workload) -> int:

@@ -97,18 +97,37 @@ def step_time(
     busy = _longest(w, durations.forward + durations.backward)
     bubble = _bubble_on_shared_cores(_bubble(w, durations, busy), busy, constants.ranks_per_core)
     makespan = busy + bubble
-    owned = np.asarray(sum(owned_params(w, w.param_counts)))
-    after = {
+    by_rank = after_by_rank(w, constants, durations, calls)
+    after: dict[str, Number] = {part: seconds.max(axis=0) for part, seconds in by_rank.items()}
+    after["offload"] = _exposed_offload(w, constants, makespan) if w.zero else 0.0
+    after["overhead"] = step_overhead(w.fixed.world_size, constants)
+    return StepTime(makespan + _sum(after.values()), durations, bubble, after, calls)
+
+
+def after_by_rank(
+    w: Workload, constants: Constants, durations: MicrobatchDurations, calls: list[CollectiveCall]
+) -> dict[str, Array]:
+    """Part of the step -> seconds after the last microbatch, by rank of the workload."""
+    m, links = device_rates(w.fixed.gpu, w.fixed.precision, constants), axis_links(w, constants)
+    found = {
         "data_comm": _exposed_data_comm(w, constants, durations, calls, links),
-        "optimizer": measured_optimizer_seconds(w, m, owned).max(axis=0),
-        "offload": _exposed_offload(w, constants, owned, makespan) if w.zero else 0.0,
-        "overhead": 1e-3
-        * (constants.step_fixed_ms + constants.step_doubling_ms * math.log2(w.fixed.world_size)),
+        "optimizer": measured_optimizer_seconds(w, m, _owned(w)),
     }
     if w.fixed.grid is not None:  # gradients of modules that shard rows
         sums = comm_seconds(calls, links, constants, "tensor", "REDUCE_GRAD")
-        after["tensor_comm"] = np.asarray(sums).max(axis=0)
-    return StepTime(makespan + _sum(after.values()), durations, bubble, after, calls)
+        found["tensor_comm"] = w.zeros + sums
+    return found
+
+
+def step_overhead(world_size: int, constants: Constants) -> float:
+    """Seconds of a step that its size does not change."""
+    doublings = constants.step_doubling_ms * math.log2(world_size)
+    return 1e-3 * (constants.step_fixed_ms + doublings)
+
+
+def _owned(w: Workload) -> Array:
+    """Parameters whose optimizer states a rank holds."""
+    return np.asarray(sum(owned_params(w, w.param_counts)))
 
 
 def microbatch_durations(
@@ -513,8 +532,8 @@ def _exposed_data_comm(
     d: MicrobatchDurations,
     every: list[CollectiveCall],
     wires: dict[str, AxisLink],
-) -> Number:
-    """Exposed gradient reduction, and exposed all-gathers of updated parameters."""
+) -> Array:
+    """Exposed gradient reduction, and exposed all-gathers of updated parameters, by rank."""
     reductions = [
         c
         for c in every
@@ -541,8 +560,7 @@ def _exposed_data_comm(
     if constants.parameter_overlap:
         ahead = constants.parameter_overlap * w.searched.overlap * d.forward * (behind or 1.0)
         gathers = np.maximum(gathers - ahead, gathers / last)
-    exposed: Number = np.asarray(np.maximum(seconds - hidden, seconds / last) + gathers).max(axis=0)
-    return exposed
+    return np.asarray(np.maximum(seconds - hidden, seconds / last) + gathers)
 
 
 def _backward_gather_seconds(
@@ -563,13 +581,13 @@ def _passes_behind_other_chunks(w: Workload) -> float:
     return w.pipeline * (w.fixed.chunks - 1) / w.fixed.chunks
 
 
-def _exposed_offload(w: Workload, constants: Constants, owned: Array, makespan: Number) -> Number:
+def _exposed_offload(w: Workload, constants: Constants, makespan: Number) -> Number:
     """Gradients to the host and parameters back, beyond what compute hides (ZeRO-Offload,
     2101.06840).
     """
     k = w.searched
     transferred = (
-        owned.max(axis=0) * (w.gradient_element_bytes + w.element_bytes) * k.offload_optimizer
+        _owned(w).max(axis=0) * (w.gradient_element_bytes + w.element_bytes) * k.offload_optimizer
     )
     transferred = transferred + k.offload_parameters * (
         2 * w.step_microbatches * w.param_counts.total.max(axis=0) * w.element_bytes

@@ -49,7 +49,9 @@ NO_TIME = PassTimes(0.0, 0.0)
 def operator_microbatch_compute(w: Workload, m: DeviceRates) -> MicrobatchCompute:
     """Compute seconds of one microbatch, by pipeline rank."""
     price = _measured if m.constants.measured is not None else _modelled
-    passes = [_of_rank(w, m, own, price) for own in rank_passes(w)]
+    stages = rank_passes(w)
+    known = {own: _of_rank(w, m, own, price) for own in dict.fromkeys(stages)}
+    passes = [known[own] for own in stages]
     forward, backward, weight = (np.array(column) for column in zip(*passes))
     idle = np.zeros_like(w.layers)
     if m.constants.measured is not None:

@@ -8,8 +8,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from workbench.costmodel.inputs.config import FixedConfig, stage_homes
-from workbench.costmodel.inputs.operator_strategies import OperatorParameter, stage_parameters
+from workbench.costmodel.inputs.operator_strategies import (
+    OperatorParameter,
+    OperatorStrategies,
+    stage_parameters,
+)
 from workbench.costmodel.inputs.traced_stages import TracedParameter
+from workbench.plan.model.model_shape import Shape
 
 
 @dataclass(frozen=True)
@@ -41,19 +46,26 @@ def stage_parts(s: FixedConfig, stage: int) -> StageParts:
 
 def rank_parameters(
     s: FixedConfig, pipeline_rank: int
-) -> Iterator[OperatorParameter | TracedParameter]:
+) -> tuple[OperatorParameter | TracedParameter, ...]:
     """Parameters of a pipeline rank whose microbatch runs on shapes: one weight where the head is
     tied to an embedding of the same rank.
     """
     if s.traced is not None:
-        for stage in stages_of(s, pipeline_rank):
-            yield from s.traced.of_stage(stage)
-        return
+        own = stages_of(s, pipeline_rank)
+        return tuple(p for stage in own for p in s.traced.of_stage(stage))
     assert s.operators is not None
-    stages = rank_stages(s, pipeline_rank)
-    both = s.shape.tied and any(x.has_embedding for x in stages)
+    stages = tuple(rank_stages(s, pipeline_rank))
+    if stages not in s.operators.parameters:
+        s.operators.parameters[stages] = tuple(_of_stages(s.operators, s.shape, stages))
+    return s.operators.parameters[stages]
+
+
+def _of_stages(
+    named: OperatorStrategies, shape: Shape, stages: tuple[StageParts, ...]
+) -> Iterator[OperatorParameter]:
+    both = shape.tied and any(x.has_embedding for x in stages)
     for x in stages:
         ends = x.has_embedding, x.has_head
-        for p in stage_parameters(s.operators, s.shape, x.layers, *ends):
+        for p in stage_parameters(named, shape, x.layers, *ends):
             if not (both and p.name == "head.weight"):
                 yield p

@@ -5,8 +5,11 @@ under them.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
 
 from workbench.plan.model.model_shape import Moe, Shape
 from workbench.plan.operators.least_redistribution import LeastRedistribution
@@ -14,6 +17,11 @@ from workbench.plan.operators.operator_sites import OUTPUT
 from workbench.plan.operators.redistribution_moves import neighbors
 from workbench.plan.operators.strategy_form import Placement
 from workbench.plan.operators.tensor_layout import TensorLayout
+
+Choices = frozenset[tuple[str, Placement | None]]
+"""(module, strategy) of modules, and (module, None) of those recomputed."""
+LayerKind = tuple[bool, Choices]
+"""(whether a layer has experts, choices of its modules)."""
 
 
 @dataclass(frozen=True)
@@ -52,11 +60,33 @@ class OperatorStrategies(RankGrid):
     """Axes over which what passes between pipeline stages is split by tokens."""
     expert_ranks: int = 1
     """Ranks over which the experts of a layer are spread."""
+    passes: dict[Hashable, Any] = field(default_factory=dict, compare=False, repr=False)
+    """What ran for a stage, by what it depends on. Plans of one model on one mesh may share it."""
 
     @property
     def boundary_layout(self) -> TensorLayout:
         """How what passes between stages lies, [B, T, D]."""
         return TensorLayout(((), self.boundary, ()))
+
+    @cached_property
+    def parameters(self) -> dict[Hashable, tuple[OperatorParameter, ...]]:
+        """Of each stage, once they were asked for."""
+        return {}
+
+    def kind_of(self, shape: Shape, layer: int) -> LayerKind:
+        """What a layer costs depends on."""
+        has_experts = shape.moe is not None and layer >= shape.moe.first_dense
+        return has_experts, self.kinds.get(f"blocks.{layer}", frozenset())
+
+    @cached_property
+    def kinds(self) -> Mapping[str, Choices]:
+        """Layer (`blocks.3`), or "" for the model's ends -> choices of its modules."""
+        found: defaultdict[str, set[tuple[str, Placement | None]]] = defaultdict(set)
+        for path, placement in (*self.placements.items(), *((p, None) for p in self.recomputed)):
+            parts = path.split(".")
+            layer = ".".join(parts[:2]) if parts[0] == "blocks" else ""
+            found[layer].add((".".join(parts[2:]) if layer else path, placement))
+        return {name: frozenset(own) for name, own in found.items()}
 
     def axes(self, module: str, dimension: str) -> tuple[int, ...]:
         """Axes that shard a dimension of a module."""
@@ -121,8 +151,12 @@ def stage_parameters(
             yield OperatorParameter("embedding.positions.weight", positions, ())
         if shape.embedding_norm:
             yield from _norm(s, shape, "embedding.norm")
+    alike: dict[LayerKind, list[OperatorParameter]] = {}
     for layer in layers:
-        yield from _block(s, shape, layer)
+        own = alike.setdefault(s.kind_of(shape, layer), [])
+        if not own:
+            own += _block(s, shape, layer)
+        yield from (replace(p, name=f"blocks.{layer}.{p.name.split('.', 2)[2]}") for p in own)
     if has_head:
         yield from _norm(s, shape, "final_norm")
         yield _matrix(s, "head", (shape.vocab, "columns"), (shape.hidden, "inner"))

@@ -27,6 +27,8 @@ class PeakMemory:
     """Moment of `profile.MOMENTS` -> category -> bytes."""
     host: MemoryByCategory
     """Category -> bytes in host memory."""
+    phases: MemoryByCategory
+    """Phase of `live_sets` -> bytes; the peak is the largest of them."""
     live: Array
     """Peak without workspaces, fragmentation, communicator buffers and the driver's context."""
     live_in_first_step: Array
@@ -94,7 +96,12 @@ def peak_memory(w: Workload, constants: Constants) -> PeakMemory:
         m: live if m == "initialised" else add_categories(live, reserved)
         for m, live in moments.items()
     }
-    return PeakMemory(with_overhead, host, total_bytes(peak), first)
+    kept = sum(fixed.values(), w.zeros)
+    by_phase = {
+        name: (1 + constants.fragmentation) * total_bytes(live) + kept
+        for name, live in phases.items()
+    }
+    return PeakMemory(with_overhead, host, by_phase, total_bytes(peak), first)
 
 
 def max_peak_bytes(w: Workload, constants: Constants) -> Array:

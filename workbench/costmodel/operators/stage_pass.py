@@ -5,13 +5,15 @@ work.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import groupby
 
+import numpy as np
+
 from workbench.costmodel.inputs.operator_stages import StageParts
-from workbench.costmodel.inputs.operator_strategies import OperatorStrategies
+from workbench.costmodel.inputs.operator_strategies import LayerKind, OperatorStrategies
 from workbench.costmodel.inputs.rank_workload import Workload
 from workbench.costmodel.operators.allocation_tape import LiveSet
 from workbench.costmodel.operators.symbolic_autograd import SymbolicTensor, leaf, run_backward
@@ -26,7 +28,6 @@ from workbench.costmodel.operators.symbolic_sharding import as_shard
 from workbench.costmodel.operators.symbolic_split_backward import run_weight_gradients
 from workbench.costmodel.operators.symbolic_stage import Layers, SymbolicStage
 from workbench.plan.model.model_shape import Shape
-from workbench.plan.operators.strategy_form import Placement
 
 RUN_OF_A_KIND = 3
 """Layers alike in a row of which each runs: the first, one that stands for all between, and the
@@ -38,7 +39,7 @@ BACKWARD_PHASES = {"head": "final_norm", "embedding": "embedding", "input": "emb
 """The same of its backward."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class StagePass:
     """A microbatch through one stage on one rank: what each action needs at most, by phase of
     `memory/live_sets.py`, and what it leaves, beside what the schedule keeps between actions
@@ -120,32 +121,45 @@ def _forward(
     return x, stage.forward(x, targets), gradients
 
 
+def shared_stage_pass(
+    w: Workload, named: OperatorStrategies, parts: StageParts, is_split: bool = False
+) -> StagePass:
+    """The same, run once for stages alike."""
+    key = _stage_key(w, named, parts, is_split)
+    if key not in named.passes:
+        named.passes[key] = stage_pass(w, named, parts, is_split)
+    found: StagePass = named.passes[key]
+    return found
+
+
+def _stage_key(
+    w: Workload, named: OperatorStrategies, parts: StageParts, is_split: bool
+) -> Hashable:
+    """What a stage's pass depends on, of one model on one mesh."""
+    ends = parts.has_embedding, parts.has_head
+    layers = tuple((kind, len(alike)) for kind, alike in _alike(named, w.shape, parts.layers))
+    kinds = named.kinds.get("", frozenset()) if any(ends) else None
+    sizes = float(w.sequences), float(np.max(w.tokens)), float(w.gradient_element_bytes)
+    return named.sides, named.boundary, ends, kinds, layers, sizes, is_split
+
+
+def _alike(
+    named: OperatorStrategies, shape: Shape, numbers: Sequence[int]
+) -> Iterator[tuple[LayerKind, list[int]]]:
+    """(kind, layers) of each run of layers of a kind."""
+    kind_of = partial(named.kind_of, shape)
+    yield from ((kind, list(group)) for kind, group in groupby(numbers, kind_of))
+
+
 def _runs(
     named: OperatorStrategies, shape: Shape, numbers: Sequence[int]
 ) -> Iterator[tuple[int, int]]:
     """Layers that run, and how many each stands for."""
-    for _, group in groupby(numbers, partial(_kind_of, named, shape)):
-        alike = list(group)
+    for _, alike in _alike(named, shape, numbers):
         if len(alike) <= RUN_OF_A_KIND:
             yield from ((layer, 1) for layer in alike)
         else:
             yield from ((alike[0], 1), (alike[1], len(alike) - 2), (alike[-1], 1))
-
-
-def _kind_of(
-    named: OperatorStrategies, shape: Shape, layer: int
-) -> tuple[bool, list[tuple[str, Placement]], list[str]]:
-    """(whether a layer has experts, strategies of its modules, those of them that are
-    recomputed).
-    """
-    block, own = f"blocks.{layer}", named.placements.items()
-    strategies = ((path, placed) for path, placed in own if path.startswith(f"{block}."))
-    recomputed = (path for path in named.recomputed if f"{path}.".startswith(f"{block}."))
-    return (
-        shape.moe is not None and layer >= shape.moe.first_dense,
-        sorted((path.removeprefix(block), placed) for path, placed in strategies),
-        sorted(path.removeprefix(block) for path in recomputed),
-    )
 
 
 def _largest(sets: Iterable[LiveSet]) -> LiveSet:

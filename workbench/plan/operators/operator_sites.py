@@ -205,9 +205,19 @@ def matched(
     forms, problems = read_strategies(operators), []
     found: dict[str, tuple[Site, Form]] = {}
     by: dict[str, str] = {}
+    known: dict[tuple[int, Form], list[str]] = {}
+
+    def faults_of(site: Site, form: Form) -> list[str]:  # layers share their sites
+        key = id(site), form
+        if key not in known:
+            known[key] = list(site.faults(form, ranks))
+        return known[key]
+
     for pattern, form in forms.items():
         field = f"strategy.operators.{pattern}"
-        names = [name for name in sites if fnmatchcase(name, pattern)]
+        # A plan of many stages names thousands of modules one by one.
+        named = pattern in sites
+        names = [pattern] if named else [name for name in sites if fnmatchcase(name, pattern)]
         if not names:
             problems.append(
                 Problem(field, f"names no operator of the model; legal: {_some(sites)}")
@@ -220,7 +230,7 @@ def matched(
                 )
                 problems.append(Problem(field, what))
                 break
-            faults = list(sites[name].faults(form, ranks))
+            faults = faults_of(sites[name], form)
             problems += [Problem(field, f"{fault} ({name})") for fault in faults]
             if faults:
                 break

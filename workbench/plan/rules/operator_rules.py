@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 
 from workbench.errors import PlanError, Problem
@@ -66,17 +66,21 @@ def placements(plan: ResolvedPlan) -> dict[str, Placement]:
 
 
 def boundary_axes(plan: ResolvedPlan) -> tuple[int, ...]:
-    """Axes of the grid over which what passes between pipeline stages is split by tokens: those
-    along which the last norm of every stage but the last is. Where these differ, and where stages
-    have replicas that share microbatches, every rank sends all tokens.
+    """`axes_between` of a plan's stages. Where stages have replicas that share microbatches, every
+    rank sends all tokens.
     """
     pipeline = plan.strategy.pipeline
-    if plan.code or pipeline.size * pipeline.chunks == 1 or pipeline.replicas or not sides(plan):
+    if plan.code or pipeline.replicas or not sides(plan):
         return ()
-    found = placements(plan)
-    norms = {
-        found.get(f"blocks.{stop - 1}.mlp_norm", ()) for stop in accumulate(pipeline.partition[:-1])
-    }
+    return axes_between(placements(plan), pipeline.partition)
+
+
+def axes_between(placed: Mapping[str, Placement], partition: Sequence[int]) -> tuple[int, ...]:
+    """Axes of the grid over which what passes between stages of `partition` layers is split by
+    tokens: those along which the last norm of every stage but the last is, if these are the same.
+    """
+    lasts = (stop - 1 for stop in accumulate(partition[:-1]))
+    norms = {placed.get(f"blocks.{layer}.mlp_norm", ()) for layer in lasts}
     split = {tuple(a for a, name in enumerate(norm) if name == "tokens") for norm in norms}
     return split.pop() if len(split) == 1 else ()
 
@@ -119,11 +123,12 @@ def sites(shape: Shape, sequences: int, ranks: int, tokens: int) -> dict[str, Si
     table = Site("Embedding", vocabulary, scatters=True)
     norm = Site("Norm", rows)
     found = {"embedding.tokens": table} | ({"embedding.norm": norm} if shape.embedding_norm else {})
+    block = {"attention_norm": norm, "mlp_norm": norm} | _attention_sites(shape, rows)
+    dense = block | _mlp_sites(shape, rows)
+    sparse = block | _moe_sites(shape, rows) if shape.moe else dense
     for i in range(shape.layers):
-        dense = shape.moe is None or i < shape.moe.first_dense
-        block = {"attention_norm": norm, "mlp_norm": norm} | _attention_sites(shape, rows)
-        block |= _mlp_sites(shape, rows) if dense else _moe_sites(shape, rows)
-        found |= {f"blocks.{i}.{name}": site for name, site in block.items()}
+        own = dense if shape.moe is None or i < shape.moe.first_dense else sparse
+        found |= {f"blocks.{i}.{name}": site for name, site in own.items()}
     head = Site("MatMul", rows | {"inner": shape.hidden, "columns": padded})
     loss = Site("CrossEntropy", rows | {"vocabulary": padded})
     return found | {"final_norm": norm, "head": head, "head.loss": loss}

@@ -130,12 +130,16 @@ def tensor_bytes(plan: ResolvedPlan) -> TensorBytes:
     return TensorBytes(DTYPE_BYTES[plan.strategy.precision], gradient, state)
 
 
-def operator_mesh(plan: ResolvedPlan) -> LogicalMesh:
+def operator_mesh(plan: ResolvedPlan, grid: tuple[int, ...] = ()) -> LogicalMesh:
     """The grid of ranks that the plan's `strategy.operators` run on, with its links: who prices the
     plan and who runs it choose redistributions by it.
+
+    Args:
+        plan: The plan.
+        grid: Its sides, where they are not those of the plan's own strategies.
     """
     stride = int(axis_strides(plan.strategy.placement, plan.sizes)["tensor"])
-    grid, (measured, found) = sides(plan), with_calibration(plan)
+    grid, (measured, found) = grid or sides(plan), with_calibration(plan)
     constants = _operator_constants(plan, found)
     links = _axis_links(measured, constants, grid, stride)
     return LogicalMesh(tuple(map(LogicalAxis, grid, links)), True, constants)

@@ -165,6 +165,7 @@ def _of_divisions(
         front,
         why,
         of_stages=of_stages,
+        divided=found.plans if isinstance(found, JointFound) else None,
         baselines=baselines,
         notes=found.notes,
     )

@@ -91,12 +91,18 @@ def least_memory(problem: StrategyProblem) -> Picked:
 
 def too_little_memory(limit: float, least: float) -> MemoryRefusal:
     """The refusal of a limit, bytes, where every choice takes `least` or more."""
-    said = f"{math.ceil(100 * least / GIB) / 100:.2f} GiB or more"
+    said = f"{_rounded_up(least / GIB):.4g} GiB or more"
     return MemoryRefusal(
         f"is {limit / GIB:.4g} GiB a rank, but every choice takes {said} (estimated); legal: "
         f"{said}, more ranks, or fewer tokens",
         least,
     )
+
+
+def _rounded_up(value: float, digits: int = 4) -> float:
+    """A number that is legal where `value` is, of so many significant digits."""
+    unit = 10.0 ** (math.floor(math.log10(value)) - digits + 1)
+    return math.ceil(value / unit) * unit
 
 
 def _by_integer_programming(choice: Priced) -> Picked:

@@ -71,6 +71,12 @@ def pinned_strategies(
     return found
 
 
+def pins_of(graph: OperatorGraph, fixed: Mapping[str, Form]) -> dict[str, Form]:
+    """Those patterns that name an operator of `graph`."""
+    named = (p for p in fixed if any(_matches(p, operator) for operator in graph.operators))
+    return {pattern: fixed[pattern] for pattern in named}
+
+
 def _matches(pattern: str, operator: Operator) -> bool:
     """A pattern of some layers matches the first of those that share a choice."""
     return any(fnmatchcase(module.replace("*", "0", 1), pattern) for module in operator.modules)

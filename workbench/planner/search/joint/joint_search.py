@@ -1,10 +1,9 @@
-"""Stages, submeshes and operator strategies searched together: the best by the latency of 1F1B
-become plans, which are estimated and ranked as those of every other space.
+"""Stages, submeshes and operator strategies searched together: the best divisions become plans,
+which are estimated and ranked as those of every other space.
 """
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,25 +15,25 @@ from workbench.errors import PlanError
 from workbench.plan.schema import Plan
 from workbench.planner.plan_conditions import Condition
 from workbench.planner.search.constraints import RESULT_FIELDS, narrow_space
-from workbench.planner.search.joint.joint_plans import recomputed_layers, written
+from workbench.planner.search.joint.choice_pricing import ChoicePricing
+from workbench.planner.search.joint.choice_search import Divided, best_division
+from workbench.planner.search.joint.joint_plans import written
 from workbench.planner.search.joint.joint_space import JointChoice, Submesh, submesh_ranks
-from workbench.planner.search.joint.stage_division import StageDivision
-from workbench.planner.search.joint.stage_pricing import Stage, StagePricing, step_bound
+from workbench.planner.search.joint.stage_lines import StageLines
 from workbench.planner.search.results.candidate_figures import CandidateFigures
 from workbench.planner.search.results.search_result import Candidate
-from workbench.planner.search.search_space import SearchSpace, plan_on_gpus
+from workbench.planner.search.search_space import SearchSpace
 from workbench.planner.search.space_scan import objective_score
 from workbench.planner.search.unequal.estimates import estimated_figures, result_of
+from workbench.units import GIB
 
 Progress = Callable[[str], None]
-SLACK = 1.2
-"""Divisions whose latency is over so many times the least one that fits are not estimated."""
 ESTIMATED = 32
-"""Divisions, the best by the latency of 1F1B, whose plans are estimated."""
-TRIES = 3
-"""Divisions of one choice, each within less memory, where the estimate counts more than was
-divided by.
-"""
+"""Divisions, the best by their figures, whose plans are written."""
+LESS = GIB / 16
+"""Memory by which the next division has less."""
+FREE = 1.0005
+"""Slow-down of a nearly full GPU below which less memory wins nothing."""
 
 
 @dataclass(frozen=True)
@@ -44,22 +43,28 @@ class JointFound:
     candidates: tuple[Candidate, ...]
     combinations: int
     """Submeshes, microbatches and ZeRO stages around which stages were divided."""
+    plans: int
+    """Of their best divisions, estimated."""
     notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, order=True)
-class _Waiting:
-    """A choice that waits to be divided into stages, or divided, to be estimated."""
+class _Bounded:
+    """A choice with seconds that no step of it is below."""
 
     seconds: float
-    """Of a step: a bound, then of its division."""
     order: int
     choice: JointChoice = field(compare=False)
-    memory: float = field(compare=False)
-    """Bytes of a rank that it is divided within."""
-    layers: tuple[int, ...] = field(default=(), compare=False)
-    """Of each stage, once divided."""
-    tries: int = field(default=0, compare=False)
+
+
+@dataclass(frozen=True, order=True)
+class _Found:
+    """A division with the seconds that are expected of its step."""
+
+    expected: float
+    order: int
+    choice: JointChoice = field(compare=False)
+    divided: Divided = field(compare=False)
 
 
 class JointSearch:
@@ -70,45 +75,52 @@ class JointSearch:
     ) -> None:
         self.space, self.setting, self.beside = space, setting, beside
         self.objective = objective
-        self.pricing = StagePricing(plan_on_gpus(space.base, setting), setting)
+        self.pricing = ChoicePricing(space, setting)
+        self.found: list[_Found] = []
         self.candidates: list[Candidate] = []
+        self.tried = 0
+        self.refused: PlanError | None = None
 
     def run(self, progress: Progress) -> int:
-        """Estimate the best divisions; answers how many choices there were.
+        """Estimate the best divisions; answers how many choices were divided.
 
-        A choice waits by a bound of its step, then by its division's, then for its estimate.
+        A choice waits by a bound of its step: those behind the best that was found are left out.
         """
-        waiting, least, estimated = list(self._bounded()), math.inf, 0
-        choices = len(waiting)
-        heapq.heapify(waiting)
-        while waiting and estimated < ESTIMATED and waiting[0].seconds < SLACK * least:
-            one = heapq.heappop(waiting)
-            if one.layers:
-                progress(f"estimating, {estimated} plans")
-                estimated += 1
-                over = self._estimate(one)
-                if over <= 0:
-                    least = min(least, one.seconds)
-                    continue
-                one = replace(one, memory=one.memory - over, tries=one.tries + 1)
-            if one.tries < TRIES and (divided := self._divided(one)):
-                heapq.heappush(waiting, divided)
-        return choices
+        waiting = sorted(self._bounded(progress))
+        if not waiting and self.refused and self.pricing.pinned:
+            raise self.refused
+        for done, one in enumerate(waiting):
+            if one.seconds >= self._least:
+                break
+            progress(f"dividing layers, {done} of {len(waiting)} choices")
+            self._divide(one.choice)
+        for done, found in enumerate(sorted(self.found)[:ESTIMATED]):
+            progress(f"estimating, {done} plans")
+            self._estimate(found)
+        return self.tried
 
-    def _bounded(self) -> Iterator[_Waiting]:
-        memory = self.beside.largest_peak_bytes
+    @property
+    def _least(self) -> float:
+        return min((one.expected for one in self.found), default=math.inf)
+
+    def _bounded(self, progress: Progress) -> Iterator[_Bounded]:
+        """Choices by a bound, which those of as many tensor ranks and sequences have lines for."""
+        known: dict[tuple[int, int, bool], list[StageLines]] = {}
         for order, choice in enumerate(self._choices()):
+            progress(f"bounding choices, {order}")
             stages = self.setting.world_size // choice.submesh.ranks
+            key = choice.submesh.tensor, choice.sequences, stages > 1
             try:
-                costs = self.pricing.costs(choice, stages, memory)
-            except PlanError:
+                known[key] = lines = known.get(key) or self.pricing.lines(choice)
+            except PlanError as error:
+                self.refused = error
                 continue
-            bound = step_bound(costs, stages, choice.microbatches(self.setting.global_batch))
-            if math.isfinite(bound):
-                yield _Waiting(bound, order, choice, memory)
+            microbatches = choice.microbatches(self.setting.global_batch)
+            least = min(own.least_seconds(stages, microbatches) for own in lines)
+            yield _Bounded(least, order, choice)
 
     def _choices(self) -> Iterator[JointChoice]:
-        """Equal submeshes alone, which a plan holds."""
+        """Equal submeshes alone, which a plan holds, without ZeRO."""
         space, world = self.space, self.setting.world_size
         stages = {pipeline for *_, pipeline in space.schedules}
         for ranks in submesh_ranks(world, self.setting.gpus_per_node):
@@ -118,45 +130,56 @@ class JointSearch:
                 submesh = Submesh(tensor, ranks // tensor)
                 for sequences in space.micro_batch:
                     if self.setting.global_batch % (sequences * submesh.replicas) == 0:
-                        # ZeRO-2 keeps what ZeRO-1 keeps where gradients are reduced once a step.
-                        yield from (
-                            JointChoice(submesh, sequences, zero)
-                            for zero in space.zero
-                            if zero == 0 or (zero != 2 and submesh.replicas > 1)
-                        )
+                        yield JointChoice(submesh, sequences, 0)
 
-    def _divided(self, one: _Waiting) -> _Waiting | None:
-        stages = self.setting.world_size // one.choice.submesh.ranks
-        costs = self.pricing.costs(one.choice, stages, one.memory)
-        microbatches = one.choice.microbatches(self.setting.global_batch)
-        # In units of the submesh, which all stages have.
-        best = StageDivision({1: costs}, stages, microbatches).best()
-        return None if best is None else replace(one, seconds=best.seconds, layers=best.layers)
-
-    def _estimate(self, one: _Waiting) -> float:
-        """Keep its plans within the risk; bytes by which the leanest is over it."""
-        stages, limit = self._stages(one), self.beside.largest_peak_bytes
-        over = math.inf
-        for recompute in recomputed_layers(stages):
-            if isinstance(recompute, str) and recompute not in self.space.recompute:
+    def _divide(self, choice: JointChoice) -> None:
+        """Keep its best divisions, for every ZeRO stage."""
+        for zero in self.space.zero:
+            microbatches = choice.microbatches(self.setting.global_batch)
+            if zero and (choice.submesh.replicas == 1 or (zero == 2 and microbatches > 1)):
+                # ZeRO-2 keeps what ZeRO-1 keeps where gradients add up over microbatches.
                 continue
+            own = replace(choice, zero=zero)
             try:
-                plan = written(self.space, self.setting, one.choice, stages, recompute)
-                seconds, compute, peak = estimated_figures(plan.resolve())
+                every = self.pricing.lines(own)
             except PlanError:
                 continue
-            over = min(over, peak - limit)
-            if peak <= limit:
-                self.candidates.append(self._candidate(plan, seconds, compute, peak))
-        return over
+            self.tried += 1
+            for lines in every:
+                lines.drop_worse(self._least)
+                if lines.variants and lines.least_bytes() <= self.beside.largest_peak_bytes:
+                    self._within_limits(own, lines)
 
-    def _stages(self, one: _Waiting) -> list[Stage]:
-        return self.pricing.stages(one.choice, one.layers, one.memory)
+    def _within_limits(self, choice: JointChoice, lines: StageLines) -> None:
+        """Its divisions, each within less memory than the one before: nearly full GPUs are slow."""
+        free, limit = best_division(lines, math.inf), self.beside.largest_peak_bytes
+        if free is None or free.seconds >= self._least:
+            return
+        while divided := best_division(lines, limit):
+            slowdown = self.beside.slowdown(divided.peak)
+            expected = divided.seconds * slowdown
+            self.found.append(_Found(expected, len(self.found), choice, divided))
+            if slowdown < FREE or divided.seconds >= self._least:
+                return
+            limit = divided.peak - LESS
 
-    def _candidate(self, plan: Plan, seconds: float, compute: float, peak: float) -> Candidate:
+    def _estimate(self, found: _Found) -> None:
+        try:
+            plan = written(self.space, self.setting, found.choice, found.divided.stages)
+            seconds, compute, peak = estimated_figures(plan.resolve())
+        except PlanError:
+            return
+        most = self.beside.largest_peak_bytes
+        if peak <= most:
+            reason = found.divided.reason(most)
+            self.candidates.append(self._candidate(plan, seconds, compute, peak, reason))
+
+    def _candidate(
+        self, plan: Plan, seconds: float, compute: float, peak: float, reason: str
+    ) -> Candidate:
         expected = np.array(seconds * self.beside.slowdown(peak))
         score = objective_score(self.setting, self.objective, expected, np.array(compute))
-        return self.beside.candidate(plan, seconds, peak, float(score))
+        return self.beside.candidate(plan, seconds, peak, float(score), reason=reason)
 
 
 def search_joint(
@@ -165,10 +188,12 @@ def search_joint(
     """The plans of a space that meet the conditions, best first."""
     space, beside = narrow_space(whole, constraints), CandidateFigures(whole)
     results = [c for c in constraints if c.field in RESULT_FIELDS]
-    candidates, choices = [], 0
+    candidates: list[Candidate] = []
+    choices = 0
     for setting in space.fixed_configs:
         search = JointSearch(space, setting, beside, objective)
         choices += search.run(progress)
         candidates += search.candidates
     kept = [one for one in candidates if all(c.holds(result_of(one, c.field)) for c in results)]
-    return JointFound(tuple(sorted(kept, key=lambda c: (c.score, c.peak_bytes))), choices)
+    best_first = tuple(sorted(kept, key=lambda c: (c.score, c.peak_bytes)))
+    return JointFound(best_first, choices, len(candidates))

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 
 from workbench.errors import refuse
+from workbench.plan.operators.strategy_form import read_strategies
 from workbench.plan.rules import legal_sizes
 from workbench.plan.schema import AXES, Plan
+from workbench.planner.autoshard.layer_operators import model_graph
+from workbench.planner.autoshard.strategy_search.pinned_strategies import layer_runs, pins_of
 from workbench.planner.search.search_space import SearchSpace, search_space
 
 
 def joint_space(plan: Plan, worlds: tuple[int, ...] = ()) -> SearchSpace:
-    """The space around a plan: its model, GPUs, batch and precision stay, its strategy is free.
+    """The space around a plan: its model, GPUs, batch and precision stay, and so does what its
+    `strategy.operators` names; the rest of its strategy is free.
 
     Raises:
-        PlanError: The model has no operators of its own strategies.
+        PlanError: The model has no operators of its own strategies, or a pattern names none.
     """
     usual = search_space(plan, "default", worlds)
     for field in ("moe", "mla"):
@@ -24,6 +29,7 @@ def joint_space(plan: Plan, worlds: tuple[int, ...] = ()) -> SearchSpace:
                 f"is 'operators', and {usual.base.shape.name} has model.{field}; legal: default, "
                 "wide or vast, or a model of dense layers",
             )
+    _check_pins(plan, usual)
     most = min(usual.base.shape.layers, max(s.world_size for s in usual.fixed_configs))
     return replace(
         usual,
@@ -36,6 +42,22 @@ def joint_space(plan: Plan, worlds: tuple[int, ...] = ()) -> SearchSpace:
         offload=("none",),
         micro_batch=tuple(b for b in legal_sizes.divisors(usual.batch) if b <= MAX_SEQUENCES),
     )
+
+
+def _check_pins(plan: Plan, usual: SearchSpace) -> None:
+    """Every pattern of the plan's `strategy.operators` names operators of all layers alike."""
+    shape, fixed = usual.base.shape, read_strategies(plan.strategy.operators)
+    graph = model_graph(shape, 1, usual.base.training.sequence_length, fused=True)
+    modules = [module for operator in graph.operators for module in operator.modules]
+    if len(layer_runs(modules, shape.layers, fixed)) > 1:
+        what = "has patterns that tell layers apart, but layers of a stage are searched as alike"
+        raise refuse("strategy.operators", f"{what}; legal: patterns of all layers, blocks.*.NAME")
+    for pattern in fixed.keys() - pins_of(graph, fixed).keys():
+        what = f"names no operator of the model; legal: {', '.join(modules)}"
+        raise refuse(f"strategy.operators.{pattern}", what)
+    if shape.tied and any(fnmatchcase("embedding.tokens", pattern) for pattern in fixed):
+        what = "is the weight of the tied head, as which it is split; legal: a strategy of head"
+        raise refuse("strategy.operators.embedding.tokens", what)
 
 
 MAX_SEQUENCES = 16

@@ -1,18 +1,23 @@
-"""Choices of operator strategies for a pipeline stage, with what each costs for any number of
-layers: of a choice, seconds and bytes grow by a constant a layer, for layers are alike.
+"""Operator strategies worth trying on a pipeline stage: the fastest at every number of layers, and
+some that take less memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from workbench.plan.model.model_shape import Shape
+from workbench.plan.operators.operator_graph import OperatorGraph
+from workbench.plan.operators.strategy_form import Form
 from workbench.planner.autoshard.for_plans.stage_cost import stage_graph
 from workbench.planner.autoshard.graph_pricing import GraphPricing, PricedGraph
-from workbench.planner.autoshard.operator_cost import OperatorCost
+from workbench.planner.autoshard.operator_splits import ShardingStrategy
 from workbench.planner.autoshard.strategy_search.memory_limit import least_memory, least_time
+from workbench.planner.autoshard.strategy_search.pinned_strategies import pinned_strategies, pins_of
 
+Strategies = Mapping[str, str]
+"""Module pattern -> strategy; on one rank there are none."""
 Pick = tuple[int, ...]
 SHARES = (0.01, 0.1, 1.0)
 """Prices of memory that are tried, relative to the seconds per byte without one."""
@@ -21,56 +26,37 @@ SAMPLES = (2, 3)
 Line = tuple[float, float]
 
 
-@dataclass(frozen=True)
-class StageChoice:
-    """Strategies of the operators of one stage; lines are (at no layer, a layer)."""
-
-    strategies: dict[str, str]
-    """Module pattern -> strategy."""
-    seconds: Line
-    """Of a microbatch, forward and backward."""
-    parameters: Line
-    """Elements on a rank."""
-    kept: Line
-    """Bytes of activations of a microbatch."""
-    seconds_again: float
-    """That recomputation adds, a layer."""
-    kept_again: float
-    """Bytes of activations of a microbatch that a recomputed layer keeps."""
-    once: float
-    """Bytes of the activations of the layer being recomputed, one for all microbatches."""
-
-
 @dataclass
 class StageChoices:
-    """Choices on one submesh: the fastest at every number of layers, and some that take less
-    memory.
+    """Choices on one submesh.
 
     Args:
         shape: The model.
         sequences: Of one microbatch.
         length: Tokens of a sequence.
         pricing: Prices on the submesh.
+        fixed: Module pattern -> strategy that its operators keep.
     """
 
     shape: Shape
     sequences: int
     length: int
     pricing: GraphPricing
-    _known: dict[tuple[bool, bool], tuple[StageChoice, ...]] = field(default_factory=dict)
-    _graphs: dict[tuple[int, bool, bool, bool, int], PricedGraph] = field(default_factory=dict)
+    fixed: Mapping[str, Form] = field(default_factory=dict)
+    _known: dict[tuple[bool, bool], tuple[Strategies, ...]] = field(default_factory=dict)
+    _graphs: dict[tuple[int, bool, bool, bool], PricedGraph] = field(default_factory=dict)
 
-    def of(self, first: bool, last: bool) -> tuple[StageChoice, ...]:
-        """The choices of a stage that has these ends of the model."""
+    def of(self, first: bool, last: bool) -> tuple[Strategies, ...]:
+        """The choices of a stage that has these ends of the model, the fastest first."""
         if (first, last) not in self._known:
-            picks = dict.fromkeys(self._picks(first, last))
-            self._known[first, last] = tuple(self._choice(p, first, last) for p in picks)
+            priced, picks = self._priced(SAMPLES[0], first, last), self._picks(first, last)
+            self._known[first, last] = tuple(_strategies(priced, p) for p in dict.fromkeys(picks))
         return self._known[first, last]
 
     def _picks(self, first: bool, last: bool) -> Iterator[Pick]:
         for again in (False, True):
             most = self.shape.layers
-            fastest = {count: self._solved(count, first, last, again) for count in {1, most}}
+            fastest = {count: self._solved(count, first, last, again) for count in (most, 1)}
             yield from fastest.values()
             if not again:
                 yield from self._between(1, most, fastest, first, last)
@@ -102,45 +88,25 @@ class StageChoices:
     def _solved(self, num_layers: int, first: bool, last: bool, again: bool = False) -> Pick:
         return least_time(self._priced(num_layers, first, last, again))
 
-    def _priced(
-        self, num_layers: int, first: bool, last: bool, again: bool = False, in_flight: int = 1
-    ) -> PricedGraph:
-        key = num_layers, first, last, again, in_flight
+    def _priced(self, num_layers: int, first: bool, last: bool, again: bool = False) -> PricedGraph:
+        key = num_layers, first, last, again
         if key not in self._graphs:
             graph = stage_graph(self.shape, self.sequences, self.length, num_layers, first, last)
-            layers = num_layers if again else 0
-            own = replace(self.pricing, in_flight=in_flight, recomputed_layers=layers)
-            self._graphs[key] = own.price(graph)
+            own = replace(self.pricing, recomputed_layers=num_layers if again else 0)
+            self._graphs[key] = own.price(graph, self._options(graph))
         return self._graphs[key]
 
-    def _seconds(self, pick: Pick, first: bool, last: bool, again: bool = False) -> Line:
-        graphs = [self._priced(count, first, last, again) for count in SAMPLES]
+    def _options(self, graph: OperatorGraph) -> list[tuple[ShardingStrategy, ...]]:
+        every = [self.pricing.options(operator) for operator in graph.operators]
+        pinned = pinned_strategies(graph, every, pins_of(graph, self.fixed))
+        return [(pinned[at],) if at in pinned else own for at, own in enumerate(every)]
+
+    def _seconds(self, pick: Pick, first: bool, last: bool) -> Line:
+        graphs = [self._priced(count, first, last) for count in SAMPLES]
         for priced in graphs:
             priced.refine(pick)
-        return _line(*(priced.bounded().total_cost(pick) for priced in graphs))
-
-    def _choice(self, pick: Pick, first: bool, last: bool) -> StageChoice:
-        def line(of: Callable[[PricedGraph, Pick], float], again: bool, flying: int = 1) -> Line:
-            graphs = (self._priced(count, first, last, again, flying) for count in SAMPLES)
-            return _line(*(flying * of(priced, pick) for priced in graphs))
-
-        plain, again = (self._seconds(pick, first, last, each) for each in (False, True))
-        # What all microbatches share does not grow with them.
-        one, two = (line(_activations, True, flying) for flying in (1, 2))
-        return StageChoice(
-            _strategies(self._priced(SAMPLES[0], first, last), pick),
-            plain,
-            line(_parameters, False),
-            line(_activations, False),
-            again[1] - plain[1],
-            two[1] - one[1],
-            2 * one[0] - two[0],
-        )
-
-
-def _line(two: float, three: float) -> Line:
-    slope = three - two
-    return two - SAMPLES[0] * slope, slope
+        two, three = (priced.bounded().total_cost(pick) for priced in graphs)
+        return two - SAMPLES[0] * (three - two), three - two
 
 
 def _strategies(priced: PricedGraph, pick: Pick) -> dict[str, str]:
@@ -149,20 +115,3 @@ def _strategies(priced: PricedGraph, pick: Pick) -> dict[str, str]:
         for operator, own, option in zip(priced.graph.operators, priced.options, pick)
         for module in operator.modules
     }
-
-
-def _parameters(priced: PricedGraph, pick: Pick) -> float:
-    return sum(cost.parameter_bytes * n for cost, n in _costs(priced, pick)) / (
-        priced.pricing.sizes.state
-    )
-
-
-def _activations(priced: PricedGraph, pick: Pick) -> float:
-    """Bytes of a microbatch."""
-    return sum(cost.activation_bytes * n for cost, n in _costs(priced, pick))
-
-
-def _costs(priced: PricedGraph, pick: Pick) -> Iterator[tuple[OperatorCost, int]]:
-    """(cost of one layer, layers) of each operator."""
-    for operator, own, option in zip(priced.graph.operators, priced.costs, pick):
-        yield own[option], operator.num_layers

@@ -66,7 +66,8 @@ def search_text(found: SearchResult) -> str:
         less += (
             f"for fewer GPUs wait less for one another; --where gpus={found.gpus} keeps them all.\n"
         )
-    lines = [f"{less}{_searched(found)}", *published_lines(found)]
+    why = [f"the first plan: {found.top[0].reason}"] if found.top and found.top[0].reason else []
+    lines = [f"{less}{_searched(found)}", *why, *published_lines(found)]
     times = found.layer_times and f"layer times: {found.layer_times}"
     return "\n".join([*lines, *found.notes, *filter(None, (times, found.assumed, found.empty))])
 
@@ -77,6 +78,13 @@ def _searched(found: SearchResult) -> str:
             f"{found.candidates:,} combinations of tensor size, recomputation and microbatches in "
             f"{found.seconds:.2f} s; of the plans with their best stages that were estimated "
             f"{format(found.feasible, ',') if found.feasible else 'none'} meet every condition"
+        )
+    if found.divided is not None:
+        meeting = format(found.feasible, ",") if found.feasible else "none"
+        return (
+            f"{found.candidates:,} choices of submesh, microbatch and ZeRO stage were divided into "
+            f"stages in {found.seconds:.2f} s; of the {found.divided:,} plans of their best "
+            f"divisions that were estimated {meeting} meet every condition"
         )
     rate = f"{found.seconds:.2f} s ({found.rate:,.0f} a second)"
     return f"{found.candidates:,} legal plans in {rate}, {found.feasible:,} meet every condition"

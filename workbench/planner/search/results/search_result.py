@@ -46,6 +46,8 @@ class Candidate:
     """What was published near it (`published_steps.published_beside`); empty on CPUs."""
     stages: StageFigures | None = None
     """Of the unequal space alone."""
+    reason: str = ""
+    """Why its stages are what they are, of spaces whose stages are divided."""
     resolved: ResolvedPlan | None = field(default=None, compare=False, repr=False)
     """The plan, complete, of the best few."""
 
@@ -97,6 +99,7 @@ class Candidate:
             "strategy": strategy_summary(self.plan),
             "plan": self.plan.model_dump(exclude_unset=True),
             **({"stages": self.stages.to_json()} if self.stages else {}),
+            **({"reason": self.reason} if self.reason else {}),
         }
 
 
@@ -129,6 +132,10 @@ class SearchResult:
     of_stages: bool = False
     """Whether stages were searched each by itself: `candidates` are then combinations of all
     else.
+    """
+    divided: int | None = None
+    """Of the space of operators: plans of the best divisions, all of them estimated; `candidates`
+    are then choices of submesh, microbatch and ZeRO stage that were divided into stages.
     """
     baselines: tuple[PlannerFigures, ...] = ()
     """Of the unequal space: other planners on the layers of the first plan."""
