@@ -75,11 +75,12 @@ def estimate(plan: Plan | str | Path, *, allow_code: bool = False) -> Profile:
         PlanError: The plan is illegal, or asks for what the planner does not model.
     """
     from workbench.planner.estimate import estimate
-    from workbench.runs.launch import subprocess_verbs
 
     written = _plan(plan)
     if written.code is None:
         return estimate(written)
+    from workbench.runs.launch import subprocess_verbs
+
     return estimate(written, subprocess_verbs.traced_model(written, allow_code))
 
 
@@ -131,7 +132,7 @@ def operators(
         PlanError: No choice is legal, or none fits.
     """
     from workbench.plan.operators.graph_json import graph_from_json
-    from workbench.planner.autoshard import choose_for_plan, microbatch_sequences
+    from workbench.planner.autoshard import microbatch_sequences
     from workbench.planner.operator_plans.fitting_operators import choose_within_memory
     from workbench.runs.launch import subprocess_verbs
 
@@ -142,11 +143,8 @@ def operators(
         count = microbatch_sequences(full, ranks, sequences)
         found = subprocess_verbs.traced_operators(full, count, allow_code)
         graph, unsharded = graph_from_json(found["graph"]), found["unsharded"]
-    if memory_gib is None:
-        chosen = choose_for_plan(full, ranks, sequences, mode, graph)
-    else:
-        limit = memory_gib * 2**30
-        chosen = choose_within_memory(written, limit, ranks, sequences, mode, graph)
+    limit = None if memory_gib is None else memory_gib * 2**30
+    chosen = choose_within_memory(written, limit, ranks, sequences, mode, graph)
     return replace(chosen, reason=" ".join([chosen.reason, *unsharded])) if unsharded else chosen
 
 

@@ -1,5 +1,6 @@
-"""The notebook on operator strategies, headless: one product by hand, Megatron's pairs found, pins
-and search modes, redistribution, and a plan that is verified and run on four ranks.
+"""The notebook on operator strategies, headless: one product by hand, Megatron's pairs found, and
+what is found beside them, pins and search modes, redistribution, and a plan that is verified and
+run on four ranks.
 """
 
 import math
@@ -29,10 +30,19 @@ def test_the_operator_strategies_notebook_runs_headless(
         (outputs,) = (outputs for source, outputs in outputs_by_source.items() if words in source)
         return outputs
 
+    def table(words: str) -> list[str]:
+        """Lines of the tables of the cell with the words."""
+        tables = [o.data["text/plain"] for o in of(words) if o.output_type != "stream"]
+        return [line for text in tables for line in text.splitlines()]
+
+    def strategies(words: str, operator: str) -> list[str]:
+        """Strategies of an operator, in the table of the cell with the words."""
+        rows = [line.split() for line in table(words) if line]
+        return [form for name, *cells in rows if name == operator for form in cells if "((" in form]
+
     def figures(words: str, row: str) -> list[float]:
         """The figures that end the rows which begin so, of the table of the cell with the words."""
-        text = "\n".join(o.data["text/plain"] for o in of(words) if o.output_type != "stream")
-        found = [line.split(row, 1)[1] for line in text.splitlines() if row in line]
+        found = [line.split(row, 1)[1] for line in table(words) if row in line]
         return [float(figure) for line in found for figure in line.split()]
 
     assert "bytes by hand equal the planner's" in of("planned == by_hand(text)")[0].text
@@ -40,10 +50,23 @@ def test_the_operator_strategies_notebook_runs_headless(
     assert "mlp.up by columns and mlp.down by its inner" in of("two = operators_of(2)")[0].text
     pair_found, pair, _, replicated = figures('found["rows only"]', "2 GPUs, 1 sequence")
     assert pair_found == pair < replicated
-    for case in ("4 GPUs, 1 sequence", "8 GPUs, 1 sequence", "8 GPUs, 8 sequences"):
+    for case in ("4 GPUs, 2 sequences", "8 GPUs, 1 sequence", "8 GPUs, 8 sequences"):
         least, pair, rows, replicated = figures('found["rows only"]', case)
         assert least < pair < replicated
-        assert math.isnan(rows) if "1 seq" in case else least < rows
+        assert least < rows if "8 seq" in case else math.isnan(rows)
+    for column, inner in (("attention.qkv", "attention.o"), ("mlp.up", "mlp.down")):
+        alone, beside_rows, by_tokens = strategies("GEMMS = (", column)[:3]
+        assert (alone, beside_rows) == ("((1,1),(1,2))", "((2,1),(1,2))")
+        assert strategies("GEMMS = (", inner)[:2] == ["((1,2),(2,1))", "((2,2),(2,1))"]
+        assert by_tokens == strategies("GEMMS = (", inner)[2] == "((1,8,1),(1,1))"
+        assert strategies("usual, tight = ", column) == ["((1,1),(1,2))"]
+        assert strategies("usual, tight = ", inner) == ["((1,1,2),(2,1),(1,2,1))"]
+        assert strategies("usual, tight = ", column.split(".")[0] + "_norm") == ["((1,2,1),(1,))"]
+    activations, gradients = (
+        figures("def sent(", what)[0::3]  # MiB of what is found, of the pair
+        for what in ("activations", "gradients of weights")
+    )
+    assert activations[0] + gradients[0] < activations[1] and gradients[1] == 0 < gradients[0]
     why = of("listed(followed)")[0].data["text/plain"]
     assert re.search(r"mlp_norm .*conflict between attention_norm and mlp.up: .* more", why)
     assert why.count("pinned by you") == 2

@@ -168,7 +168,10 @@ SCATTERED = "((1,1,2),(2,1),(1,2,1))"
 @pytest.mark.parametrize(
     ("operators", "said"),
     [
-        ({"final_norm": "((1,3,1),(1,))"}, "cuts tokens into 3 pieces, but it has 16"),
+        (
+            {"final_norm": "((1,3,1),(1,))"},
+            "splits tokens into 3 pieces, but 3 does not divide its 16",
+        ),
         (
             {"blocks.*.mlp.down": "((1,1,2),(2,1),(1,4,1))"},
             r"by tokens also as its sum over inner is; legal: .*\(1,2,1\)\) or .*\(1,1,1\)\)",

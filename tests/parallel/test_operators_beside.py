@@ -289,7 +289,7 @@ def test_a_gradient_of_the_router_summed_wrongly_is_found(
                 "strategy.operators": ROWS,
             },
             "strategy.operators.head",
-            "cuts rows into 2 pieces, but it has 1 that stay together",
+            "splits rows into 2 pieces, but 2 does not divide its 1",
         ),
     ],
 )

@@ -226,7 +226,7 @@ def test_a_resolved_plan_names_the_code_by_its_hash(
         (
             users(4, operators={"*.self_attn.linear": "((1,1),(1,4))"}, width=36, heads=6),
             "*.self_attn.linear",
-            "cuts columns into 4 pieces, but it has 6",
+            "splits columns into 4 pieces, but 4 does not divide its 6",
         ),
         (
             users(2, operators={"*.linear1": "((1,1),(1,2))", "*.0.linear1": "((1,1),(1,1))"}),
@@ -274,7 +274,8 @@ def test_plan_fields_that_name_parts_of_our_models_are_refused(
     [
         ("build_with_channel_dropout", "encoder.layers.0.dropout drops channels"),
         ("missing", "is not found"),
-        ("no_module", "returns a int; legal: an nn.Module"),
+        ("failing", r"'.*:failing' fails at .*users_model.py:\d+ \(ValueError: no such size\)"),
+        ("no_module", "returns int; legal: an nn.Module"),
         ("frozen", "output.weight is frozen"),
     ],
 )

@@ -279,6 +279,27 @@ def test_dropout_that_sequences_share_is_refused(monkeypatch: pytest.MonkeyPatch
             check_python_model(on("encoder_lm", data=2, changes=changes), True)
 
 
+class Counting(Positions):
+    """Counts its calls in a buffer."""
+
+    calls: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        logits: torch.Tensor = self.head(self.embed(tokens))
+        return logits
+
+
+def test_a_buffer_that_forward_writes_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(users_language_models, "encoder_lm", Counting)
+    with pytest.raises(PlanError, match=r"model.python: its forward writes the buffer calls"):
+        check_python_model(on("encoder_lm", 2, operators={"head": "((1,1),(1,2))"}), True)
+
+
 class Rolled(nn.Module):
     """Calls an operator that has no rule."""
 

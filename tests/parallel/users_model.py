@@ -73,6 +73,10 @@ def frozen() -> nn.Module:
     return model
 
 
+def failing() -> nn.Module:
+    raise ValueError("no such size")
+
+
 def no_module() -> int:
     return 1
 

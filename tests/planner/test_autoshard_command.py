@@ -124,7 +124,7 @@ def test_one_rank_splits_nothing(ask: Ask) -> None:
     assert (
         code == 0
         and not found["redistributions"]
-        and all(row["splits"] == "whole" for row in found["rows"])
+        and all(row["splits"] == "unsharded" for row in found["rows"])
     )
 
 

@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -70,9 +71,9 @@ def test_the_division_is_the_best_of_all(seed: int) -> None:
 
 
 def small_space(layers: int, tied: bool = False) -> SearchSpace:
-    model = {"layers": layers, "hidden": 512, "heads": 8, "kv_heads": 4, "ffn": 1536}
-    model |= {"vocab": 32000, "mlp": "swiglu", "tied": tied}
-    plan = {"model": model, "cluster": {"gpu": "a100-sxm-80gb", "gpus": 8}}
+    model: dict[str, Any] = {"layers": layers, "hidden": 512, "heads": 8, "kv_heads": 4}
+    model |= {"ffn": 1536, "vocab": 32000, "mlp": "swiglu", "tied": tied}
+    plan: dict[str, Any] = {"model": model, "cluster": {"gpu": "a100-sxm-80gb", "gpus": 8}}
     training = {"sequence_length": 1024, "global_batch": 32}
     return joint_space(Plan.model_validate(plan | {"training": training}))
 

@@ -97,6 +97,23 @@ def test_no_mode_beats_dynamic_programming(seed: int) -> None:
         assert found.priced.problem.total_cost(found.picked) >= best * (1 - 1e-12)
 
 
+@pytest.mark.parametrize("ranks", [(2, 2, 2), (4, 2), (2, 3), 8])
+@pytest.mark.parametrize("recomputed", [0, 1])
+def test_no_redistribution_is_faster_than_its_bound(ranks: Any, recomputed: int) -> None:
+    """On links of drawn speeds, every pair of strategies of the ends of every edge."""
+    for seed in range(6):
+        rng, levels = np.random.default_rng(seed), 3 if ranks == 8 else len(ranks)
+        links = tuple(10 ** rng.uniform(8, 11, levels)), tuple(10 ** rng.uniform(-7, -5, levels))
+        machine = ideal_machine(1e14, *links, 1e12)
+        at = GraphPricing(
+            logical_mesh(ranks, machine), machine, TensorBytes(), recomputed_layers=recomputed
+        )
+        for table in at.price(drawn_graph(seed)).tables:
+            bounds = table.seconds.copy()
+            prices = table.exact().seconds
+            assert (bounds <= prices * (1 + 1e-9) + 1e-15).all(), seed
+
+
 # --- propagation ----------------------------------------------------------------------------------
 
 

@@ -92,6 +92,22 @@ def test_where_nothing_fits_the_least_number_is_said(ask: Ask) -> None:
     assert code == 0, err
 
 
+@pytest.mark.parametrize("limit", [0, -1, "nan"])
+def test_a_limit_that_is_no_size_is_not_blamed_on_the_plan(ask: Ask, limit: float | str) -> None:
+    code, _, err = ask("operators", *H100, "--strategy", "ddp", "--memory", limit)
+    assert code == 2 and err.strip().endswith("GiB a rank; legal: more than 0")
+
+
+def test_strategies_beyond_the_memory_of_a_gpu_say_so(ask: Ask) -> None:
+    words = ["--gpu", "h100-sxm-80gb", "--gpus", 2, "--strategy", "ddp", "--json"]
+    for model, fits in (("llama-2-70b", False), ("gpt2", True)):
+        code, out, err = ask("operators", "--model", model, *words)
+        assert code == 0, err
+        found = json.loads(out)
+        assert (found["bytes"] <= 80 * 2**30) == fits
+        assert ("so they do not fit; a memory limit finds what does" in found["reason"]) != fits
+
+
 @pytest.mark.parametrize("mode", ["recursive_programming", "sharding_propagation"])
 def test_pins_are_kept_in_the_written_plan(ask: Ask, tmp_path: Path, mode: str) -> None:
     path = tmp_path / "plan.yaml"

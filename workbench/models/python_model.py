@@ -15,7 +15,9 @@ from torch import Tensor, nn
 
 from workbench.errors import PlanError, Problem, refuse
 from workbench.models.seams import IGNORE_INDEX, at_least_fp32
+from workbench.models.traced.users_frame import users_frame
 from workbench.plan.schema import PythonModel
+from workbench.untrusted_text import brief
 
 CHANNEL_DROPOUT_MODULES = (
     nn.Dropout1d,
@@ -64,13 +66,23 @@ def build_python_model(model: PythonModel, seed: int) -> nn.Module:
             raise refuse(
                 "model.args", f"{field} was called with {sorted(model.args)}: {error}"
             ) from error
+        except PlanError:
+            raise
+        except Exception as error:  # a user's factory may raise any
+            raise _failed(field, error) from error
     if not isinstance(built, nn.Module):
-        raise refuse(
-            "model.python", f"{field} returns a {type(built).__name__}; legal: an nn.Module"
-        )
+        raise refuse("model.python", f"{field} returns {type(built).__name__}; legal: an nn.Module")
     if problems := list(_mesh_dependent(built)):
         raise PlanError(problems)
     return built
+
+
+def _failed(field: str, error: Exception) -> PlanError:
+    """That a factory raised: where, and what."""
+    frame = users_frame(error)
+    where = f" at {frame.filename}:{frame.lineno}" if frame else ""
+    said = f"{type(error).__name__}: {brief(str(error))}"
+    return refuse("model.python", f"{field} fails{where} ({said}); legal: a factory that returns")
 
 
 def returns_loss(model: nn.Module) -> bool:

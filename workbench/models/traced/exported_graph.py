@@ -50,7 +50,8 @@ def graph_of(
         with_loss: Whether the module returns the loss; else it is added.
 
     Raises:
-        PlanError: It draws random numbers other than by dropout, or returns several tensors.
+        PlanError: It draws random numbers other than by dropout, writes a buffer, or returns
+            several tensors.
     """
     first = _first_names(model)
     ids: dict[str, str] = {}
@@ -75,6 +76,12 @@ def graph_of(
     }
     nodes = _nodes(program, refs)
     result = next(node for node in program.graph.nodes if node.op == "output").args[0]
+    if changed := sorted({*program.graph_signature.buffers_to_mutate.values()}):
+        raise refuse(
+            "model.python",
+            f"its forward writes the buffer {', '.join(changed)}, which every rank would do of its "
+            "own sequences; legal: buffers that it only reads",
+        )
     if len(result) != 1 or result[0] not in refs:
         raise refuse("model.python", "its forward returns several tensors; legal: the logits alone")
     output = refs[result[0]]

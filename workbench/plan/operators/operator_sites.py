@@ -159,8 +159,8 @@ class Site:
     def _indivisible(self, form: Form, name: str, number: int, ranks: int) -> str:
         units = self.units.get(name, 1)
         pieces = [n for n in divisors(units) if ranks % n == 0]
-        of = f"{name} into {number} pieces, but it has {units} that stay together"
-        return f"is {strategy_text(form)}, which cuts {of}; legal: {near(number, pieces)}"
+        of = f"{name} into {number} pieces, but {number} does not divide its {units}"
+        return f"is {strategy_text(form)}, which splits {of}; legal: {near(number, pieces)}"
 
     def _output_faults(self, form: Form, ranks: int) -> Iterator[str]:
         """An output is split as the inputs are, by tokens also as often as its sum has parts."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from workbench.costmodel.communication.collective_cost import AxisLink, level_seconds
 from workbench.costmodel.rates.constants import Constants
@@ -44,8 +44,8 @@ class LogicalMesh:
 
     @cached_property
     def redistribution(self) -> LeastRedistribution:
-        """Redistributions between layouts on this mesh, at its prices."""
-        return LeastRedistribution(tuple(axis.size for axis in self.axes), self._femtoseconds)
+        """Redistributions between layouts on this mesh, at its prices; of equal meshes one."""
+        return _redistribution(self)
 
     @cached_property
     def fastest_rate(self) -> float:
@@ -93,6 +93,12 @@ class LogicalMesh:
             else:
                 levels.append((axis.size, axis.link))
         return levels
+
+
+@lru_cache(maxsize=8)
+def _redistribution(mesh: LogicalMesh) -> LeastRedistribution:
+    """A search for memory, ZeRO or a pipeline asks for the same redistributions many times."""
+    return LeastRedistribution(tuple(axis.size for axis in mesh.axes), mesh._femtoseconds)
 
 
 def logical_mesh(ranks: int | Sequence[int], machine: MachineModel) -> LogicalMesh:

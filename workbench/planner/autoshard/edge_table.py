@@ -18,7 +18,8 @@ from workbench.plan.operators.operator_graph import TensorEdge
 from workbench.plan.operators.tensor_layout import TensorLayout
 from workbench.planner.autoshard.device_mesh import LogicalMesh
 from workbench.planner.autoshard.operator_splits import ShardingStrategy
-from workbench.planner.autoshard.strategy_search.choice_problem import Array
+from workbench.planner.autoshard.redistribution_bounds import RedistributionBounds
+from workbench.planner.autoshard.strategy_search.shared_arrays import Array
 
 Layouts = tuple[TensorLayout, TensorLayout]
 """Of the tensor of an edge: as it is held; and of its gradient as its reader leaves it, which once
@@ -49,23 +50,29 @@ class EdgeTable:
         held, of_source = _distinct(map(self._held, self.sources))
         wanted, of_target = _distinct(map(self._gradient, self.targets))
         seconds, number = self._bounds(held, wanted), np.full((len(held), len(wanted)), -1)
+        num_dims = max(len(layout.dims) for layout in (*held, *wanted))
+        has, wants = ([x.of_dims(num_dims) for x in layouts] for layouts in (held, wanted))
         for i, one in enumerate(held):
             for j, other in enumerate(wanted):
                 if not _legal(self.edge, one, other, self.mesh):
                     seconds[i, j] = math.inf
                 elif self.edge.source_tensor.kind != "parameter":
                     number[i, j] = len(self.layouts)
-                    self.layouts.append(padded(one, other))
+                    self.layouts.append((has[i], wants[j]))
         pairs = np.ix_(of_source, of_target)
         self.seconds, self.number = seconds[pairs], number[pairs]
-        both = [[padded(one, other) for other in wanted] for one in held]
-        self.aligned = np.array([[a.summed == b.summed for a, b in row] for row in both])[pairs]
+        self.aligned = np.array([[a.dims == b.dims for b in wants] for a in has])[pairs]
 
     def _held(self, source: ShardingStrategy) -> TensorLayout:
         return held_layout(self.edge, source)
 
     def _gradient(self, target: ShardingStrategy) -> TensorLayout:
         return target.partial_layout(self.edge.target_tensor)
+
+    def _bounds(self, held: Sequence[TensorLayout], wanted: Sequence[TensorLayout]) -> Array:
+        if self.edge.source_tensor.kind == "parameter" or not self.mesh.axes:
+            return np.zeros((len(held), len(wanted)))
+        return RedistributionBounds(self.mesh, self.size).seconds(held, wanted)
 
     def refine(self, pair: tuple[int, int]) -> bool:
         """Price a pair and those of equal layouts; whether its price was not known."""
@@ -94,31 +101,6 @@ class EdgeTable:
             return np.zeros(len(self.targets))
         left, of_target = _distinct(map(self._gradient, self.targets))
         return np.array([self.price((one.summed, one)) for one in left])[of_target]
-
-    def _bounds(self, held: Sequence[TensorLayout], gradients: Sequence[TensorLayout]) -> Array:
-        """Seconds that no sequence of collectives beats, [held, gradients]: what a rank has to
-        receive, at the rate of the fastest; of a parameter none.
-        """
-        if self.edge.source_tensor.kind == "parameter":
-            return np.zeros((len(held), len(gradients)))
-        num_dims = max(len(layout.dims) for layout in (*held, *gradients))
-        has = self._parts(held, num_dims)[:, None]
-        wants = self._parts(gradients, num_dims)[None]
-        both = self.size / np.maximum(has, wants).prod(-1)
-        there, back = self.size / wants.prod(-1) - both, self.size / has.prod(-1)
-        # Every part of a sum comes from another rank too.
-        is_sum = np.array([bool(layout.partial) for layout in gradients])
-        seconds: Array = (there + np.where(is_sum, back, back - both)) / self._rate
-        return seconds
-
-    def _parts(self, layouts: Sequence[TensorLayout], num_dims: int) -> Array:
-        """Parts of each dim, [layouts, dims]."""
-        padded = (layout.of_dims(num_dims) for layout in layouts)
-        return np.array([[self.mesh.ranks_over(axes) for axes in x.dims] for x in padded], float)
-
-    @cached_property
-    def _rate(self) -> float:
-        return self.mesh.fastest_rate
 
 
 def edge_layouts(edge: TensorEdge, source: ShardingStrategy, target: ShardingStrategy) -> Layouts:

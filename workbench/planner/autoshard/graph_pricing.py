@@ -5,8 +5,9 @@ edge.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, partial
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -33,10 +34,10 @@ from workbench.planner.autoshard.operator_cost import (
 )
 from workbench.planner.autoshard.operator_splits import ShardingStrategy, legal_strategies
 from workbench.planner.autoshard.strategy_search.choice_problem import (
-    Array,
     ReshardingEdge,
     StrategyProblem,
 )
+from workbench.planner.autoshard.strategy_search.shared_arrays import Array, SharedArrays
 
 
 @dataclass(frozen=True)
@@ -71,10 +72,12 @@ class PricedGraph:
         """The choice at the prices that are known, and bounds of the others."""
         seconds, held = self._nodes
         edges: dict[tuple[int, int], Array] = {}
+        shared = SharedArrays()
         for edge, table in zip(self.graph.edges, self.tables):
             # Tensors between the same two operators are one edge.
-            pair, costs = (edge.source, edge.target), edge.num_layers * table.seconds
-            edges[pair] = edges[pair] + costs if pair in edges else costs
+            pair = edge.source, edge.target
+            costs = shared.once(np.multiply, table.seconds, fixed=edge.num_layers)
+            edges[pair] = shared.once(np.add, edges[pair], costs) if pair in edges else costs
         found = tuple(ReshardingEdge(*pair, edges[pair]) for pair in sorted(edges))
         return StrategyProblem(seconds, found, held, self.memory)
 
@@ -136,7 +139,9 @@ class GraphPricing:
     """Layers whose forward runs again in backward; 0: none does."""
     in_flight: int = 1
     """Microbatches whose activations a pipeline stage keeps at once."""
-    _options: dict[Operator, tuple[ShardingStrategy, ...]] = field(default_factory=dict)
+    _options: dict[Any, tuple[ShardingStrategy, ...]] = field(default_factory=dict)
+    _numbers: dict[Any, int] = field(default_factory=dict)
+    """Of operators and their options, each once: keys that are quick to compare."""
     _costs: dict[tuple[Any, ...], tuple[OperatorCost, ...]] = field(default_factory=dict)
     _tables: dict[tuple[Any, ...], EdgeTable] = field(default_factory=dict)
 
@@ -165,15 +170,6 @@ class GraphPricing:
         if self.mesh.ranks > 1 and not any(option.num_axes for option in found):
             raise refuse("ranks", _no_divisor_text(graph, self.mesh))
 
-    def costs(
-        self, operator: Operator, options: tuple[ShardingStrategy, ...], produced: frozenset[str]
-    ) -> tuple[OperatorCost, ...]:
-        """What strategies cost in one layer, where other operators produce these inputs."""
-        key = self._key(operator), options, produced
-        if key not in self._costs:
-            self._costs[key] = tuple(self._cost(operator, one, produced) for one in options)
-        return self._costs[key]
-
     def _cost(
         self, operator: Operator, option: ShardingStrategy, produced: frozenset[str]
     ) -> OperatorCost:
@@ -189,7 +185,7 @@ class GraphPricing:
     def _recomputes(self, operator: Operator) -> bool:
         return self.recomputed_layers > 0 and is_in_layer(operator)
 
-    def _key(self, operator: Operator) -> tuple[Operator, int, bool]:
+    def _key(self, operator: Operator) -> tuple[Any, int, bool]:
         """What an operator's price depends on."""
         shared = self._sharing_a_copy if self._recomputes(operator) else 0
         return _anonymous(operator), shared, shared > 0 and is_first_of_layer(operator)
@@ -226,29 +222,57 @@ class GraphPricing:
             memory: Bytes of a rank.
         """
         found = tuple(options or (self.options(operator) for operator in graph.operators))
+        kinds = self._kinds(graph, found)
         costs = tuple(
-            self.costs(operator, own, names)
-            for operator, own, names in zip(graph.operators, found, _produced(graph))
+            self._operator_costs(kind, operator, own, names)
+            for kind, operator, own, names in zip(kinds, graph.operators, found, _produced(graph))
         )
-        tables = tuple(self._table(graph, edge, found) for edge in graph.edges)
+        tables = tuple(self._table(graph, edge, found, kinds) for edge in graph.edges)
         return PricedGraph(graph, self, found, costs, tables, memory)
+
+    def _kinds(
+        self, graph: OperatorGraph, options: tuple[tuple[ShardingStrategy, ...], ...]
+    ) -> list[tuple[int, int]]:
+        """Numbers of each operator's price and of its options; those of equals are equal."""
+        # Equal operators mostly share their options: each such tuple is hashed once.
+        distinct = {id(own): own for own in options}
+        of_options = {key: self._number(own) for key, own in distinct.items()}
+        return [
+            (self._number(self._key(operator)), of_options[id(own)])
+            for operator, own in zip(graph.operators, options)
+        ]
+
+    def _number(self, known: Any) -> int:
+        return self._numbers.setdefault(known, len(self._numbers))
+
+    def _operator_costs(
+        self,
+        kind: tuple[int, int],
+        operator: Operator,
+        options: tuple[ShardingStrategy, ...],
+        produced: frozenset[str],
+    ) -> tuple[OperatorCost, ...]:
+        """What strategies cost in one layer, where other operators produce these inputs."""
+        key = kind, produced
+        if key not in self._costs:
+            self._costs[key] = tuple(self._cost(operator, one, produced) for one in options)
+        return self._costs[key]
 
     def _table(
         self,
         graph: OperatorGraph,
         edge: TensorEdge,
         options: tuple[tuple[ShardingStrategy, ...], ...],
+        kinds: Sequence[tuple[int, int]],
     ) -> EdgeTable:
-        source, reader = graph.operators[edge.source], graph.operators[edge.target]
-        sources, targets = options[edge.source], options[edge.target]
-        anonymous = replace(edge, source=0, target=1, num_layers=1)
-        key = self._key(source), self._key(reader), anonymous, sources, targets
+        tensors = edge.source_tensor, edge.target_tensor, edge.unpadded
+        key = kinds[edge.source], kinds[edge.target], tensors
         if key not in self._tables:
-            tensor = edge.target_tensor
+            reader, tensor = graph.operators[edge.target], edge.target_tensor
             size = reader.size(tensor) * self.sizes.element
-            self._tables[key] = EdgeTable(
-                edge, sources, targets, self.mesh, size, partial(self._seconds, reader, tensor)
-            )
+            price = partial(self._seconds, reader, tensor)
+            ends = options[edge.source], options[edge.target]
+            self._tables[key] = EdgeTable(edge, *ends, self.mesh, size, price)
         return self._tables[key]
 
     def _seconds(self, reader: Operator, tensor: OperatorTensor, layouts: Layouts) -> float:
@@ -284,9 +308,10 @@ def gathers_tokens(reader: Operator, tensor: OperatorTensor, layouts: Layouts) -
     return not {*held} <= {*gradient}
 
 
-def _anonymous(operator: Operator) -> Operator:
-    """What an operator's price depends on."""
-    return replace(operator, name="", modules=(), num_layers=1)
+_anonymous = attrgetter(
+    *(f.name for f in fields(Operator) if f.name not in ("name", "modules", "num_layers"))
+)
+"""What an operator's price depends on."""
 
 
 def _no_divisor_text(graph: OperatorGraph, grid: LogicalMesh) -> str:

@@ -110,4 +110,4 @@ def describe_splits(operator: Operator, strategy: ShardingStrategy, priced: Pric
             said.append(f"{dim.name} {ranks} ways{where}")
     if strategy.output is not None:
         said.append("output by tokens")
-    return ", ".join(said) or "whole"
+    return ", ".join(said) or "unsharded"

@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from workbench.errors import refuse
 from workbench.plan.operators.operator_graph import OperatorGraph
 from workbench.plan.schema import Plan
 from workbench.planner.autoshard import OperatorPlan, choose_for_plan, plan_with
@@ -21,6 +22,7 @@ from workbench.planner.autoshard.strategy_search.memory_limit import (
     too_little_memory,
 )
 from workbench.planner.estimate import estimate
+from workbench.units import GIB
 
 ATTEMPTS = 8
 """Limits that the search is given at most; mostly two or three."""
@@ -37,7 +39,7 @@ Weighed = Callable[[float | None], OperatorPlan]
 
 def choose_within_memory(
     plan: Plan,
-    memory: float,
+    memory: float | None,
     ranks: int | Sequence[int] | None = None,
     sequences: int | None = None,
     mode: str = "dynamic_programming",
@@ -49,7 +51,7 @@ def choose_within_memory(
 
     Args:
         plan: As written.
-        memory: Bytes of a rank.
+        memory: Bytes of a rank; None: no limit, and the reason says where a GPU has less.
         ranks: As of `choose_for_plan`, and so are the others.
         sequences: Of one microbatch.
         mode: How strategies are searched.
@@ -59,6 +61,11 @@ def choose_within_memory(
         PlanError: No choice is legal, or none fits.
     """
     full = plan.resolve()
+    if memory is None:
+        found = choose_for_plan(full, ranks, sequences, mode, graph)
+        return _with_capacity(found, full.gpu.memory_gib)
+    if not memory > 0:
+        raise refuse("memory", f"is {memory / GIB:g} GiB a rank; legal: more than 0")
 
     def search(changes: Mapping[str, Any]) -> OperatorPlan:
         own = full.with_fields(**changes)
@@ -74,6 +81,14 @@ def choose_within_memory(
         return _that_fits(weighed, memory)
 
     return first_that_fits(full, data_ranks(full, ranks), memory, search)
+
+
+def _with_capacity(found: OperatorPlan, gib: float) -> OperatorPlan:
+    """Strategies found without a limit, with a word where a GPU has less memory than they take."""
+    if found.bytes <= gib * GIB:
+        return found
+    said = f"A GPU has {gib:,.4g} GiB, so they do not fit; a memory limit finds what does."
+    return replace(found, reason=f"{found.reason} {said}")
 
 
 def _that_fits(weighed: Weighed, memory: float) -> OperatorPlan:
@@ -102,4 +117,5 @@ def _next_limit(tried: Sequence[OperatorPlan], memory: float) -> float | None:
     if not too_much or (most and last.bytes in [one.bytes for one in tried[:-1]]):
         return None
     limit = min(last.bytes + memory - (last.peak or 0.0), too_much * (1 - ROUNDING))
+    limit = max(limit, 1.0)  # byte, where the rest alone is more than the limit
     return limit if not most or limit - most > CLOSE * memory else None

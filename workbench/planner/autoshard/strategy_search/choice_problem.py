@@ -11,7 +11,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-Array = NDArray[np.float64]
+from workbench.planner.autoshard.strategy_search.shared_arrays import Array, SharedArrays
+
 Options = NDArray[np.int64]
 
 
@@ -84,5 +85,15 @@ class StrategyProblem:
 
     def weighted(self, seconds_per_byte: float) -> StrategyProblem:
         """The same choice where memory costs time, and has no limit."""
-        costs = (c + seconds_per_byte * b for c, b in zip(self.node_costs, self.node_bytes))
+        if not seconds_per_byte:
+            return replace(self, memory_limit=None)
+        shared = SharedArrays()
+        costs = (
+            shared.once(_weighted, *both, fixed=seconds_per_byte)
+            for both in zip(self.node_costs, self.node_bytes)
+        )
         return replace(self, node_costs=tuple(costs), memory_limit=None)
+
+
+def _weighted(seconds: Array, size: Array, seconds_per_byte: float) -> Array:
+    return seconds + seconds_per_byte * size

@@ -15,10 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from workbench.planner.autoshard.strategy_search.choice_problem import (
-    Array,
     ReshardingEdge,
     StrategyProblem,
 )
+from workbench.planner.autoshard.strategy_search.shared_arrays import Array
 
 Triplets = tuple[NDArray[np.int64], NDArray[np.int64], Array]
 SCALE = 1e4

@@ -17,6 +17,7 @@ from workbench.errors import PlanError, Problem
 from workbench.planner.autoshard.strategy_search.choice_problem import Priced, StrategyProblem
 from workbench.planner.autoshard.strategy_search.integer_program import solve_by_integer_programming
 from workbench.planner.autoshard.strategy_search.series_parallel import solve_by_dynamic_programming
+from workbench.planner.autoshard.strategy_search.shared_arrays import Array, SharedArrays
 
 GIB = 2**30
 MAX_PAIRS = 100_000
@@ -79,14 +80,17 @@ def solve_within_memory(choice: Priced, exact: bool = True) -> tuple[Picked, str
 
 def least_memory(problem: StrategyProblem) -> Picked:
     """The options that take the least memory. Raises `PlanError` where the limit forbids them."""
-    edges = (
-        replace(edge, costs=np.where(np.isfinite(edge.costs), 0.0, np.inf))
-        for edge in problem.edges
-    )
+    shared = SharedArrays()
+    edges = (replace(edge, costs=shared.once(_legality, edge.costs)) for edge in problem.edges)
     picked = solve_by_dynamic_programming(StrategyProblem(problem.node_bytes, tuple(edges)))
     if not problem.fits(picked):
         raise too_little_memory(problem.memory_limit or 0.0, problem.total_bytes(picked))
     return picked
+
+
+def _legality(costs: Array) -> Array:
+    """0, or inf where options are illegal together."""
+    return np.where(np.isfinite(costs), 0.0, np.inf)
 
 
 def too_little_memory(limit: float, least: float) -> MemoryRefusal:

@@ -16,11 +16,11 @@ from workbench.plan.operators.operator_graph import OperatorGraph, TensorEdge
 from workbench.planner.autoshard.graph_pricing import GraphPricing, PricedGraph
 from workbench.planner.autoshard.operator_splits import ShardingStrategy
 from workbench.planner.autoshard.strategy_search.choice_problem import (
-    Array,
     ReshardingEdge,
     StrategyProblem,
 )
 from workbench.planner.autoshard.strategy_search.series_parallel import solve_by_dynamic_programming
+from workbench.planner.autoshard.strategy_search.shared_arrays import Array
 
 Split = tuple[int, str]
 """A mesh axis and the dimension that it splits."""

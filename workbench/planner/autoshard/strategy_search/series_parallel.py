@@ -5,22 +5,26 @@ A node between two others becomes an edge between them, whose table is the min-p
 tables; parallel edges add up. A series-parallel graph, such as a transformer's, is left with
 nothing. What is left of another graph is solved for each option of a few of its nodes, or by the
 integer program.
+
+Nodes that are not neighbors are eliminated in rounds, those of most options first. Layers that are
+alike then have equal tables in every round, whose product is made once: a chain of equal layers
+takes as many products as it halves.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
 from workbench.planner.autoshard.strategy_search.choice_problem import (
-    Array,
     ReshardingEdge,
     StrategyProblem,
 )
 from workbench.planner.autoshard.strategy_search.integer_program import solve_by_integer_programming
+from workbench.planner.autoshard.strategy_search.shared_arrays import Array, SharedArrays
 
 MAX_CONDITIONS = 2048
 """Combinations of options that are tried one by one; beyond, the integer program is faster."""
@@ -38,16 +42,20 @@ class _Elimination:
     costs: dict[int, Array]
     tables: Graph
     steps: list[tuple[int, Array, dict[int, Array]]] = field(default_factory=list)
+    shared: SharedArrays = field(default_factory=SharedArrays)
 
     def run(self) -> None:
         """Eliminate nodes with at most two neighbors while there are any."""
-        ready = [node for node, near in self.tables.items() if len(near) <= 2]
+        ready = {node for node, near in self.tables.items() if len(near) <= 2}
         while ready:
-            node = ready.pop()
-            if node in self.tables and len(self.tables[node]) <= 2:
-                ready += self._eliminate(node)
+            later: set[int] = set()
+            for node in sorted(ready, key=lambda node: (-len(self.costs[node]), node)):
+                if node not in later and len(self.tables[node]) <= 2:
+                    later |= self._eliminate(node)
+                    ready.discard(node)
+            ready = {node for node in ready | later if len(self.tables[node]) <= 2}
 
-    def _eliminate(self, node: int) -> Iterable[int]:
+    def _eliminate(self, node: int) -> set[int]:
         """One node; returns its neighbors."""
         cost, near = self.costs.pop(node), self.tables.pop(node)
         self.steps.append((node, cost, near))
@@ -55,16 +63,17 @@ class _Elimination:
             del self.tables[other][node]
         if len(near) == 1:
             ((other, table),) = near.items()
-            self.costs[other] = self.costs[other] + (cost[:, None] + table).min(axis=0)
+            self.costs[other] = self.shared.once(_plus_least, self.costs[other], cost, table)
         elif near:
-            (a, left), (b, right) = near.items()
-            self._connect(a, b, _min_plus(left.T + cost, right))
-        return near
+            (a, left), (b, right) = sorted(near.items())
+            self.connect(a, b, self.shared.once(_min_plus, left, cost, right))
+        return {*near}
 
-    def _connect(self, a: int, b: int, table: Array) -> None:
+    def connect(self, a: int, b: int, table: Array) -> None:
+        """Add a table, [options of a, options of b], to the edge between them."""
         if b in self.tables[a]:
-            table = self.tables[a][b] + table
-        self.tables[a][b], self.tables[b][a] = table, table.T
+            table = self.shared.once(np.add, self.tables[a][b], table)
+        self.tables[a][b], self.tables[b][a] = table, self.shared.once(np.transpose, table)
 
     def fix(self, node: int, option: int) -> None:
         """Give a node one option; its edges become costs of its neighbors."""
@@ -75,14 +84,15 @@ class _Elimination:
 
     def copy(self) -> _Elimination:
         """What is left, without the steps."""
-        return _Elimination(dict(self.costs), {n: dict(near) for n, near in self.tables.items()})
+        tables = {node: dict(near) for node, near in self.tables.items()}
+        return _Elimination(dict(self.costs), tables)
 
     def picked(self, known: dict[int, int]) -> dict[int, int]:
         """The option of each eliminated node, given those of the nodes that were left."""
         found = dict(known)
         for node, cost, near in reversed(self.steps):
-            total = cost + sum((table[:, found[other]] for other, table in near.items()), 0.0)
-            found[node] = int(np.argmin(total))
+            options = tuple(found[other] for other in near)
+            found[node] = self.shared.once(_least, cost, *near.values(), fixed=options)
         return found
 
 
@@ -102,7 +112,7 @@ def solve_by_dynamic_programming(problem: StrategyProblem) -> tuple[int, ...]:
         if edge.source == edge.target:
             whole.costs[edge.source] = whole.costs[edge.source] + np.diagonal(edge.costs)
         else:
-            whole._connect(edge.source, edge.target, edge.costs)
+            whole.connect(edge.source, edge.target, edge.costs)
     found = _solve(whole)
     return tuple(found[node] for node in range(len(problem.node_costs)))
 
@@ -167,9 +177,22 @@ def _by_integer_programming(graph: _Elimination) -> dict[int, int]:
     return dict(zip(at, solve_by_integer_programming(left)))
 
 
-def _min_plus(left: Array, right: Array) -> Array:
-    """min over b of left[a, b] + right[b, c]."""
-    if left.size * right.shape[1] <= MAX_BROADCAST:
-        product: Array = (left[:, :, None] + right[None]).min(axis=1)
+def _min_plus(left: Array, cost: Array, right: Array) -> Array:
+    """min over b of left[b, a] + cost[b] + right[b, c]."""
+    first = left.T + cost
+    if first.size * right.shape[1] <= MAX_BROADCAST:
+        product: Array = (first[:, :, None] + right[None]).min(axis=1)
         return product
-    return np.stack([(row[:, None] + right).min(axis=0) for row in left])
+    return np.stack([(row[:, None] + right).min(axis=0) for row in first])
+
+
+def _plus_least(own: Array, cost: Array, table: Array) -> Array:
+    """own[a] + min over b of cost[b] + table[b, a]."""
+    found: Array = own + (cost[:, None] + table).min(axis=0)
+    return found
+
+
+def _least(cost: Array, *tables_and_options: Any) -> int:
+    """The option that costs least, given those of the neighbors."""
+    *tables, options = tables_and_options
+    return int(np.argmin(cost + sum((t[:, o] for t, o in zip(tables, options)), 0.0)))
