@@ -201,7 +201,7 @@ def test_goals_are_judged_by_the_figures() -> None:
 def test_committed_figures_are_of_every_part() -> None:
     for path in Path(kernels.FOLDER).glob("kernels-*.json"):
         found = json.loads(path.read_text())
-        # What estimates and the table read; a GPU that is lent for minutes measures no more.
+        # A GPU's may lack what neither estimates nor the table of kernels read.
         parts = kernels.PARTS if found["kind"] == "cpu" else ("kernels", "block", "step", "traffic")
         assert not {*parts, "loss_bytes", "date", "device", "versions"} - set(found), path
         assert set(found["traffic"]) == set(found["loss_bytes"]) == {"eager", "compiled", "fused"}
