@@ -195,7 +195,7 @@ def _computed(
 def _check(
     factored: FactoredGraph, node: TracedNode, values: dict[TensorRef, Tensor], local: Local
 ) -> None:
-    """Two ranks that shard one factor have halves of the results, or terms of them."""
+    """Two ranks that shard one factor have a part of the results each, or terms of them."""
     shards = node_shards(factored.nodes[node.id], (local,))
     terms: list[Tensor] = []
 

@@ -95,14 +95,16 @@ def estimated_and_measured(evidence: Evidence) -> None:
     for kernels in ("eager", "fused"):
         plain = estimate(plan_of(kernels, evidence, None)).step_seconds
         plan = plan_of(kernels, evidence, path)
-        told, took = estimate(plan).step_seconds, step_seconds(plan, evidence)
-        evidence.expect(f"{kernels}: the estimate uses the calibration", told != plain, told=told)
+        said, took = estimate(plan).step_seconds, step_seconds(plan, evidence)
+        evidence.expect(
+            f"{kernels}: the estimate uses the calibration", said != plain, estimated=said
+        )
         evidence.expect(f"{kernels}: a step takes time", took > 0, seconds=took)
-        seconds = {"estimated": told, "estimated without calibration": plain}
+        seconds = {"estimated": said, "estimated without calibration": plain}
         evidence.measured(f"{kernels}: seconds", {**seconds, "measured": took})
         name = f"{kernels}: estimated within {TOLERANCE:.0%}"
-        if evidence.on_gpu(NO_SPEED, name) and told is not None:
-            evidence.expect(name, abs(told / took - 1) <= TOLERANCE, told=told, took=took)
+        if evidence.on_gpu(NO_SPEED, name) and said is not None:
+            evidence.expect(name, abs(said / took - 1) <= TOLERANCE, estimated=said, took=took)
 
 
 FORKS = True

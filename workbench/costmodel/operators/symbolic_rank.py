@@ -101,7 +101,7 @@ class SymbolicRank:
     last_saving: str = ""
     """While a module is recomputed: its last operator that saves a tensor."""
     made_once: list[SymbolicTensor] | None = None
-    """While a module that is to be recomputed runs forward: what is not made again."""
+    """While a module that is to be recomputed runs forward: what is not computed twice."""
     repeated: list[SymbolicTensor] | None = None
     """While it is recomputed: the same."""
     is_over: bool = False

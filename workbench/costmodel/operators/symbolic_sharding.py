@@ -12,6 +12,7 @@ from workbench.costmodel.operators.redistribution_shapes import redistributed
 from workbench.costmodel.operators.symbolic_autograd import Gradients, SymbolicTensor
 from workbench.costmodel.operators.symbolic_functions import GatheredAgain, add
 from workbench.costmodel.operators.symbolic_rank import SymbolicRank
+from workbench.plan.operators.operator_layouts import OperatorLayouts, gathers_tokens
 from workbench.plan.operators.strategy_form import Placement
 from workbench.plan.operators.tensor_layout import TensorLayout
 
@@ -42,7 +43,7 @@ class SharedShapes:
             local, held = local_part(r, x)
             result = redistribute(r, local, held, gradient.summed, gradient)
             self.redistributed[key] = x, result
-            if not r.recomputes and _gathers_tokens(held, gradient):
+            if not r.recomputes and gathers_tokens(held, gradient):
                 own = local.detached()
                 again = partial(redistributed, r, own, held, gradient.summed)
                 self.gathered[id(result)] = GatheredAgain(again)
@@ -50,7 +51,7 @@ class SharedShapes:
 
 
 @dataclass(frozen=True)
-class ShapeSharding:
+class ShapeSharding(OperatorLayouts):
     """One operator's strategy on the grid: the dimension that each axis shards."""
 
     r: SymbolicRank
@@ -58,23 +59,6 @@ class ShapeSharding:
     shared: SharedShapes
     output: Placement | None = None
     """The dimension of the output that each axis shards, where that is not the placement's."""
-
-    def layout(self, num_dims: int, dims: dict[str, int]) -> TensorLayout:
-        """Layout of a tensor that has `dims`, sharded along those that the strategy shards."""
-        return _layout(self.placement, num_dims, dims)
-
-    def partial_layout(self, num_dims: int, dims: dict[str, int]) -> TensorLayout:
-        """As `layout`, but partial over axes that shard a dimension the tensor lacks."""
-        partial = (
-            axis
-            for axis, name in enumerate(self.placement)
-            if name is not None and name not in dims
-        )
-        return self.layout(num_dims, dims)._replace(partial=tuple(partial))
-
-    def output_layout(self, num_dims: int, dims: dict[str, int]) -> TensorLayout:
-        """As `layout`, of the output once partial sums are reduced."""
-        return _layout(self.output or self.placement, num_dims, dims)
 
     def to_local(self, x: SymbolicTensor, **dims: int) -> SymbolicTensor:
         """This rank's shard of an input, plain."""
@@ -100,17 +84,6 @@ class ShapeSharding:
         """The same with the axes alone that shard these dimensions."""
         own = tuple(each if each in names else None for each in self.placement)
         return replace(self, placement=own, output=None)
-
-
-def _layout(placement: Placement, num_dims: int, dims: dict[str, int]) -> TensorLayout:
-    at = [
-        dims[name] % num_dims if name is not None and name in dims else None for name in placement
-    ]
-    return TensorLayout.placed(at, num_dims)
-
-
-def _gathers_tokens(held: TensorLayout, wanted: TensorLayout) -> bool:
-    return len(held.dims) > 2 and not {*held.dims[1]} <= {*wanted.dims[1]}
 
 
 def unsharded(num_dims: int) -> TensorLayout:

@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from workbench.plan.operators import operator_layouts
 from workbench.plan.operators.tensor_layout import TensorLayout
 
 _recomputed: ContextVar[bool] = ContextVar("recomputed", default=False)
@@ -62,9 +63,9 @@ def storage_of(x: Tensor) -> int:
     return int(x.untyped_storage()._cdata)
 
 
-def gathers_tokens(held: TensorLayout, wanted: TensorLayout) -> bool:
-    """Whether a redistribution gathers tokens of an activation [B, T, ..] that is to be kept."""
-    return len(held.dims) > 2 and not {*held.dims[1]} <= {*wanted.dims[1]} and not _recomputed.get()
+def keeps_gathered(held: TensorLayout, wanted: TensorLayout) -> bool:
+    """Whether a redistribution gathers tokens of an activation that is to be kept."""
+    return operator_layouts.gathers_tokens(held, wanted) and not _recomputed.get()
 
 
 def checkpoint_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:

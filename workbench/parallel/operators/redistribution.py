@@ -24,12 +24,13 @@ from torch.distributed.tensor.placement_types import Placement as DTensorPlaceme
 from workbench.parallel.mesh import MeshAxis
 from workbench.parallel.operators.gathered_again import (
     GatheredAgain,
-    gathers_tokens,
+    keeps_gathered,
     reading,
     storage_of,
 )
 from workbench.parallel.operators.redistribution_collectives import GridGroups
 from workbench.plan.operators.least_redistribution import LeastRedistribution
+from workbench.plan.operators.operator_layouts import OperatorLayouts
 from workbench.plan.operators.strategy_form import Placement
 from workbench.plan.operators.tensor_layout import TensorLayout
 
@@ -223,7 +224,7 @@ class SharedInputs:
             local, held = grid.local(x)
             result = grid.redistribute(local, held, gradient.summed, gradient)
             self.redistributed[key] = x, result
-            if gathers_tokens(held, gradient):
+            if keeps_gathered(held, gradient):
                 own = local.detach()
                 again = partial(grid.run, own, held, gradient.summed)
                 self.gathered[id(result)] = GatheredAgain(again, storage_of(result))
@@ -247,7 +248,7 @@ class SharedInputs:
 
 
 @dataclass(frozen=True)
-class OperatorSharding:
+class OperatorSharding(OperatorLayouts):
     """One operator's strategy on the grid: the dimension that each axis shards, None to replicate.
 
     Methods take the dim of each named dimension in the tensor at hand, e.g. `rows=0, tokens=1,
@@ -259,19 +260,6 @@ class OperatorSharding:
     shared: SharedInputs
     output: Placement | None = None
     """The dimension of the output that each axis shards, where that is not the placement's."""
-
-    def layout(self, num_dims: int, dims: dict[str, int]) -> TensorLayout:
-        """Layout of a tensor that has `dims`: sharded along those that the strategy shards."""
-        return _layout(self.placement, num_dims, dims)
-
-    def partial_layout(self, num_dims: int, dims: dict[str, int]) -> TensorLayout:
-        """As `layout`, but partial over axes that shard a dimension the tensor lacks."""
-        partial = (a for a, name in enumerate(self.placement) if name and name not in dims)
-        return self.layout(num_dims, dims)._replace(partial=tuple(partial))
-
-    def output_layout(self, num_dims: int, dims: dict[str, int]) -> TensorLayout:
-        """As `layout`, of the output once partial sums are reduced."""
-        return _layout(self.output or self.placement, num_dims, dims)
 
     def to_local(self, x: Tensor, **dims: int) -> Tensor:
         """This rank's shard of an input, as a plain tensor.
@@ -301,10 +289,3 @@ class OperatorSharding:
         """The same with only the axes that shard these dimensions."""
         own = tuple(each if each in names else None for each in self.placement)
         return replace(self, placement=own, output=None)
-
-
-def _layout(placement: Placement, num_dims: int, dims: dict[str, int]) -> TensorLayout:
-    at = [
-        dims[name] % num_dims if name is not None and name in dims else None for name in placement
-    ]
-    return TensorLayout.placed(at, num_dims)

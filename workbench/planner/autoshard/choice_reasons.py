@@ -14,8 +14,8 @@ from workbench.planner.autoshard.operator_splits import ShardingStrategy
 
 if TYPE_CHECKING:
     from workbench.planner.autoshard.graph_pricing import PricedGraph
+from workbench.units import GIB
 
-GIB = 2**30
 MEGATRON_DIMS = {
     "embedding": "vocabulary",
     "attention.qkv": "columns",

@@ -37,10 +37,10 @@ from workbench.planner.autoshard.strategy_search.propagation_reasons import (
     searched_reasons,
 )
 from workbench.planner.autoshard.strategy_search.recursive_choice import choose_recursively
+from workbench.units import GIB
 
 GraphPart = Literal["model", "layer", "attention", "mlp"]
 SearchMode = Literal["dynamic_programming", "recursive_programming", "sharding_propagation"]
-GIB = 2**30
 PRICES = tuple(4.0**k for k in range(-4, 9))
 """Prices of memory that the recursive choice tries, relative to its seconds per byte without
 one.

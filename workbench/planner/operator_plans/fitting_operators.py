@@ -1,7 +1,7 @@
 """Operator strategies that fit a memory limit, by the estimate of the plan that has them.
 
 The search counts parameters, states and saved activations alone. The limit that it is given
-therefore is what leaves room for the rest, as the estimate of its last answer counts it.
+therefore is less by the rest, as the estimate of its last answer counts it.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def _that_fits(weighed: Weighed, memory: float) -> OperatorPlan:
 
 
 def _next_limit(tried: Sequence[OperatorPlan], memory: float) -> float | None:
-    """What leaves the rest as much room as in the last answer; None where it is hardly another, or
+    """The limit less what the last answer takes besides; None where it is hardly another, or
     that answer was known.
     """
     last = tried[-1]

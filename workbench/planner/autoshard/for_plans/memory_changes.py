@@ -12,8 +12,8 @@ from workbench.errors import PlanError, refuse
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.planner.autoshard.choice_result import OperatorPlan
 from workbench.planner.autoshard.operator_cost import TensorBytes
+from workbench.units import GIB
 
-GIB = 2**30
 Search = Callable[[Mapping[str, Any]], OperatorPlan]
 """Fields that the plan changes -> the strategies within the limit."""
 

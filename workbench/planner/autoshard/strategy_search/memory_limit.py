@@ -18,8 +18,8 @@ from workbench.planner.autoshard.strategy_search.choice_problem import Priced, S
 from workbench.planner.autoshard.strategy_search.integer_program import solve_by_integer_programming
 from workbench.planner.autoshard.strategy_search.series_parallel import solve_by_dynamic_programming
 from workbench.planner.autoshard.strategy_search.shared_arrays import Array, SharedArrays
+from workbench.units import GIB
 
-GIB = 2**30
 MAX_PAIRS = 100_000
 """Pairs of options over all edges that the integer program is given: it answers in seconds."""
 PRECISION = 1e-9
