@@ -249,7 +249,7 @@ def test_gradients_not_summed_over_rows_are_found(monkeypatch: pytest.MonkeyPatc
         (
             {"blocks.*.mlp.upp": "((1,1),(1,2))"},
             "blocks.*.mlp.upp",
-            "names no operator of the model; legal: embedding",
+            "names no operator of the model; did you mean blocks.*.mlp.up",
         ),
         (
             {"blocks.*.mlp.up": "((1,1),(1,4))"},

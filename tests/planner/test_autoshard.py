@@ -515,7 +515,7 @@ def test_ranks_that_divide_nothing_are_refused_with_what_could_be_split() -> Non
         ),
         (
             {"fixed": {"blocks.3.nose": ((1,),)}},
-            r"operators.blocks.3.nose: names no operator of the model; legal: embedding",
+            r"operators.blocks.3.nose: names no operator of the model; did you mean blocks",
         ),
         (
             {"fixed": {"head": ((3, 1), (1, 1))}},

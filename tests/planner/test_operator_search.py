@@ -213,7 +213,10 @@ def test_layers_that_pins_tell_apart_have_a_choice_each() -> None:
     [
         ({"mode": "exhaustive"}, "mode: is 'exhaustive'; legal: dynamic_programming, recursive_"),
         ({"mode": "sharding_propagation"}, "starts from strategies that the plan names"),
-        ({"pins": {"blocks.*.mlp.upp": "((1,1),(1,4))"}}, "names no operator of the model; legal"),
+        (
+            {"pins": {"blocks.*.mlp.upp": "((1,1),(1,4))"}},
+            "names no operator of the model; did you mean",
+        ),
         ({"pins": {"blocks.*.mlp.up": "((1,1),(1,3))"}}, "for mlp.up; legal: ((1,1),(1,1))"),
         (
             {"pins": {"*.mlp.up": "((1,1),(1,4))", "blocks.*.mlp.*p": "((4,1),(1,1))"}},

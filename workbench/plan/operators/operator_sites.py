@@ -17,6 +17,7 @@ from workbench.plan.operators.strategy_form import (
     read_strategies,
     strategy_text,
 )
+from workbench.plan.operators.unknown_patterns import unknown_pattern
 from workbench.plan.rules.legal_sizes import divisors, near
 
 Dims = tuple[tuple[str, ...], ...]
@@ -68,8 +69,6 @@ ORDER = (
     "width",
 )
 """Dimensions in the order in which a grid's axes are dealt to them."""
-SHOWN = 12
-"""Names that a refusal lists."""
 
 
 @dataclass(frozen=True)
@@ -219,9 +218,7 @@ def matched(
         named = pattern in sites
         names = [pattern] if named else [name for name in sites if fnmatchcase(name, pattern)]
         if not names:
-            problems.append(
-                Problem(field, f"names no operator of the model; legal: {_some(sites)}")
-            )
+            problems.append(unknown_pattern(pattern, sites))
         for name in names:
             if name in by:
                 what = (
@@ -238,15 +235,3 @@ def matched(
     if problems:
         raise PlanError(problems)
     return found
-
-
-def _some(sites: Mapping[str, Site]) -> str:
-    """Names of modules, those that differ in a number named once."""
-    shown = list(
-        dict.fromkeys(
-            ".".join("*" if p.isdigit() else p for p in name.split(".")) for name in sites
-        )
-    )
-    return ", ".join(shown[:SHOWN]) + (
-        f", and {len(shown) - SHOWN} more" if len(shown) > SHOWN else ""
-    )

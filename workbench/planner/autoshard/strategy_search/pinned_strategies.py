@@ -12,6 +12,7 @@ import numpy as np
 from workbench.errors import PlanError, Problem
 from workbench.plan.operators.operator_graph import Operator, OperatorGraph, TensorEdge
 from workbench.plan.operators.strategy_form import Form, strategy_text
+from workbench.plan.operators.unknown_patterns import unknown_pattern
 from workbench.planner.autoshard.edge_table import legal_together
 from workbench.planner.autoshard.graph_pricing import GraphPricing, PricedGraph
 from workbench.planner.autoshard.operator_splits import ShardingStrategy, shortest_form
@@ -49,11 +50,7 @@ def pinned_strategies(
         PlanError: A pattern names no operator, two patterns name one with different strategies, or
             a strategy is illegal for an operator.
     """
-    problems = [
-        _unknown(pattern, graph)
-        for pattern in fixed
-        if not any(_matches(pattern, operator) for operator in graph.operators)
-    ]
+    problems = unknown_pins(graph, fixed)
     found = {}
     for index, (operator, own) in enumerate(zip(graph.operators, options)):
         asked = {p: form for p, form in fixed.items() if _matches(p, operator)}
@@ -77,21 +74,26 @@ def pins_of(graph: OperatorGraph, fixed: Mapping[str, Form]) -> dict[str, Form]:
     return {pattern: fixed[pattern] for pattern in named}
 
 
+def unknown_pins(graph: OperatorGraph, fixed: Mapping[str, Form]) -> list[Problem]:
+    """The refusal of each pattern that names no operator of `graph`."""
+    unknown = fixed.keys() - pins_of(graph, fixed).keys()
+    names = _module_names(graph) if unknown else []
+    return [unknown_pattern(pattern, names) for pattern in fixed if pattern in unknown]
+
+
 def _matches(pattern: str, operator: Operator) -> bool:
     """A pattern of some layers matches the first of those that share a choice."""
     return any(fnmatchcase(module.replace("*", "0", 1), pattern) for module in operator.modules)
 
 
-def _unknown(pattern: str, graph: OperatorGraph) -> Problem:
-    known = dict.fromkeys(
-        ".".join("*" if part.isdigit() else part for part in module.split("."))
+def _module_names(graph: OperatorGraph) -> list[str]:
+    """Modules of a graph's operators, each of those that layers share once a layer."""
+    return [
+        module.replace("*", str(layer), 1)
         for operator in graph.operators
         for module in operator.modules
-    )
-    return Problem(
-        f"strategy.operators.{pattern}",
-        f"names no operator of the model; legal: {', '.join(known)}",
-    )
+        for layer in range(operator.num_layers if "*" in module else 1)
+    ]
 
 
 def _differing(operator: Operator, asked: Mapping[str, Form]) -> Problem:

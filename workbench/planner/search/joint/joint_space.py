@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
-from workbench.errors import refuse
+from workbench.errors import PlanError, refuse
 from workbench.plan.operators.strategy_form import read_strategies
 from workbench.plan.rules import legal_sizes
 from workbench.plan.schema import AXES, Plan
 from workbench.planner.autoshard.layer_operators import model_graph
-from workbench.planner.autoshard.strategy_search.pinned_strategies import layer_runs, pins_of
+from workbench.planner.autoshard.strategy_search.pinned_strategies import layer_runs, unknown_pins
 from workbench.planner.search.search_space import SearchSpace, search_space
 
 
@@ -52,9 +52,8 @@ def _check_pins(plan: Plan, usual: SearchSpace) -> None:
     if len(layer_runs(modules, shape.layers, fixed)) > 1:
         what = "has patterns that tell layers apart, but layers of a stage are searched as alike"
         raise refuse("strategy.operators", f"{what}; legal: patterns of all layers, blocks.*.NAME")
-    for pattern in fixed.keys() - pins_of(graph, fixed).keys():
-        what = f"names no operator of the model; legal: {', '.join(modules)}"
-        raise refuse(f"strategy.operators.{pattern}", what)
+    if unknown := unknown_pins(graph, fixed):
+        raise PlanError(unknown)
     if shape.tied and any(fnmatchcase("embedding.tokens", pattern) for pattern in fixed):
         what = "is the weight of the tied head, as which it is split; legal: a strategy of head"
         raise refuse("strategy.operators.embedding.tokens", what)
