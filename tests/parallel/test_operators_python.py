@@ -284,6 +284,21 @@ def test_models_that_would_not_train_alike_are_refused(factory: str, said: str) 
         check_python_model(users(factory=factory), allow_code=True)
 
 
+@pytest.mark.parametrize("there", [True, False])
+def test_a_module_written_as_its_file_is_refused_with_its_name(
+    there: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "parts").mkdir()
+    if there:
+        (tmp_path / "parts/gpt.py").write_text("def build(): ...\n")
+    plan = users().replace(**{"model.python": "parts.gpt.py:build"})
+    lies = "is" if there else "is not"
+    said = rf"without \.py, here 'parts\.gpt:build', and parts/gpt\.py {lies} in the current folder"
+    with pytest.raises(PlanError, match=said):
+        check_python_model(plan, allow_code=True)
+
+
 def test_an_estimate_traces_code_only_where_it_is_allowed() -> None:
     with pytest.raises(PlanError, match=r"model.python: .* is code.*--allow-code"):
         require(users().resolve(), "estimate")

@@ -268,7 +268,22 @@ def test_what_a_module_says_when_it_is_traced_is_cut(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(users_language_models, "encoder_lm", Verbose)
     with pytest.raises(PlanError, match=r"why \.\.\. .* characters left out") as it:
         check_python_model(on("encoder_lm", 2, operators={"head": "((1,1),(1,2))"}), True)
-    assert len(str(it.value)) < 1200 and "shapes and branches" in str(it.value)
+    said = str(it.value)
+    assert len(said) < 1200 and "data parallelism" not in said and "cannot be traced" not in said
+    assert f"its forward fails: {__file__}:" in said and "for tokens [2, 16]" in said
+
+
+class Misshapen(Positions):
+    """Multiplies shapes that do not fit."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.embed(tokens) @ torch.ones(3, 3)
+
+
+def test_shapes_that_do_not_fit_are_not_said_to_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(users_language_models, "encoder_lm", Misshapen)
+    with pytest.raises(PlanError, match=r"@ torch.ones.*; if it runs on one device, data para"):
+        check_python_model(on("encoder_lm", 2, operators={"head": "((1,1),(1,2))"}), True)
 
 
 def test_dropout_that_sequences_share_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -55,8 +56,9 @@ def build_python_model(model: PythonModel, seed: int) -> nn.Module:
     except (ImportError, AttributeError) as error:
         raise refuse(
             "model.python",
-            f"{field} is not found ({error}); legal: a module that can be imported from the "
-            "current folder or the Python path, and a function in it",
+            f"{field} is not found ({brief(str(error))}{_without_suffix(name, factory)}); legal: a "
+            "module that can be imported from the current folder or the Python path, and a "
+            "function in it",
         ) from error
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -75,6 +77,19 @@ def build_python_model(model: PythonModel, seed: int) -> nn.Module:
     if problems := list(_mesh_dependent(built)):
         raise PlanError(problems)
     return built
+
+
+def _without_suffix(name: str, factory: str) -> str:
+    """How a module is named that was written as its file, and whether there is such a file."""
+    module = name.removesuffix(".py")
+    if module == name:
+        return ""
+    file = Path(*module.split(".")).with_suffix(".py")
+    there = "is" if file.is_file() else "is not"
+    return (
+        f"; a module is named without .py, here '{module}:{factory}', and {file} {there} in the "
+        "current folder"
+    )
 
 
 def _failed(field: str, error: Exception) -> PlanError:

@@ -6,6 +6,8 @@ are fake while it is traced: of the wanted dtype, on the CPU, without bytes.
 
 from __future__ import annotations
 
+import traceback
+
 import torch
 from torch import Tensor, nn
 from torch.export import export
@@ -20,7 +22,10 @@ from workbench.untrusted_text import brief
 
 MOST_SAID = 500
 """Characters of a line of the user's code, and of an error's message."""
-STILL_RUNS = "data parallelism and ZeRO run it without strategy.operators and without dropout"
+STILL_RUNS = (
+    "if it runs on one device, data parallelism and ZeRO run it without strategy.operators and "
+    "without dropout"
+)
 
 
 def trace_module(
@@ -62,18 +67,23 @@ def _traced(
         except PlanError:
             raise
         except (Exception, SystemExit) as error:  # a user's module may do either
-            raise _untraceable(error) from error
+            raise _untraceable(error, sequences, length) from error
     return graph_of(program, model, with_loss)
 
 
-def _untraceable(error: BaseException) -> PlanError:
-    """That a module cannot be traced: where, and why."""
+def _untraceable(error: BaseException, sequences: int, length: int) -> PlanError:
+    """That a module cannot be traced, or that its forward fails, traced or not: where, and why.
+
+    What the user's own line raises is of the forward; of what torch raises there, no error says
+    whether it is of tracing (a tensor's values are asked for) or not (shapes do not fit).
+    """
     frame = users_frame(error)
     line = brief(frame.line or "", MOST_SAID) if frame else ""
     where = f"{frame.filename}:{frame.lineno}: {line}" if frame else "unknown"
     said = brief(next(iter(str(error).strip().splitlines()), ""), MOST_SAID)
-    return refuse(
-        "model.python",
-        f"cannot be traced: {where} ({type(error).__name__}: {said}); legal: "
-        f"shapes and branches that no tensor's values decide; {STILL_RUNS}",
-    )
+    why = f"{where} ({type(error).__name__}: {said})"
+    if frame and traceback.extract_tb(error.__traceback__)[-1] == frame:
+        legal = f"a forward that returns for tokens [{sequences}, {length}]"
+        return refuse("model.python", f"its forward fails: {why}; legal: {legal}")
+    legal = f"shapes and branches that no tensor's values decide; {STILL_RUNS}"
+    return refuse("model.python", f"cannot be traced: {why}; legal: {legal}")
