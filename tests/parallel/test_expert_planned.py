@@ -151,7 +151,8 @@ def test_moe_on_a_grid_is_estimated_but_not_run(algorithm: str, size: list[int])
     (problem,) = unsupported(plan, "run")
     assert problem.field == "strategy.tensor.algorithm"
     assert re.search(
-        r"4 experts needs whole tokens; legal: '1d' with tensor.size 1, 2, 4, or", problem.message
+        r"4 experts needs the unsharded width; legal: '1d' with tensor.size 1, 2, 4, or",
+        problem.message,
     )
     assert not unsupported(plan, "estimate")
 

@@ -297,5 +297,7 @@ def test_choices_that_exclude_operators_are_refused(changes: dict[str, Any], fie
 
 
 def test_a_tied_weight_cut_in_two_ways_is_refused() -> None:
-    with pytest.raises(PlanError, match=r"strategy.operators.head: cuts the weight that it shares"):
+    with pytest.raises(
+        PlanError, match=r"strategy.operators.head: splits the weight that it shares"
+    ):
         require(on(2, operators={"head": "((1,1),(1,2))"}, tied=True).resolve(), "run")

@@ -67,7 +67,7 @@ class Operator:
         return next(dim.size for dim in self.dims if dim.name == name)
 
     def size(self, tensor: OperatorTensor) -> float:
-        """Elements of the whole tensor."""
+        """Elements of the unsharded tensor."""
         sizes = {dim.name: dim.size for dim in self.dims}
         return math.prod(sizes[name] for name in tensor.dims) * tensor.share
 

@@ -36,15 +36,13 @@ KINDS: dict[str, tuple[tuple[str, ...], ...]] = {
     ),
     "CrossEntropy": (("rows", "tokens", "vocabulary"), ("rows", "tokens")),
     "MoE": (("rows",), ("width",)),
-    "Whole": (("rows",),),
 }
 """Kind -> the dimensions of each input, activations and parameters; a dimension that the output
 lacks is summed over.
 
 `rows` are whole sequences, `tokens` the positions within them: what acts on each token alone may be
 split by both (sequence parallelism, arXiv:2205.05198). A strategy that leaves `tokens` out does not
-split them. A self-attention module (projections and all) is split by sequence and
-head, an MoE layer by sequence and its experts' width; a module of no known kind only by sequence.
+split them. An MoE layer is split by sequence and its experts' width.
 """
 SUMS: dict[str, tuple[tuple[str, ...], str]] = {
     "MatMul": (("rows", "tokens", "columns"), "inner"),
@@ -73,9 +71,7 @@ ORDER = (
 
 @dataclass(frozen=True)
 class Site:
-    """One module: its kind, and into how many pieces each dimension may be cut (1: it stays
-    whole).
-    """
+    """One module: its kind, and into how many pieces each dimension may be split."""
 
     kind: str
     units: Mapping[str, int]

@@ -240,7 +240,7 @@ def _loss_axes(found: dict[str, tuple[Site, Form]], grid: tuple[int, ...]) -> It
 
 
 def _tied(pieces: dict[str, dict[str, int]]) -> Iterator[Problem]:
-    """The head shares the embedding's weight, so both must cut it alike."""
+    """The head shares the embedding's weight, so both must split it alike."""
     table = pieces.get("embedding.tokens", {})
     head = pieces.get("head", {})
     same = [
@@ -250,6 +250,6 @@ def _tied(pieces: dict[str, dict[str, int]]) -> Iterator[Problem]:
     if not all(same) or table.get("hidden", 1) > 1:
         tokens = (table["tokens"],) if table.get("tokens", 1) > 1 else ()
         form = (table.get("rows", 1), *tokens, 1), (1, table.get("vocabulary", 1))
-        legal = f"{strategy_text(form)} for the head, and an embedding whose width stays whole"
-        what = "cuts the weight that it shares with embedding.tokens in another way"
+        legal = f"{strategy_text(form)} for the head, and an embedding that is not split by hidden"
+        what = "splits the weight that it shares with embedding.tokens in another way"
         yield Problem("strategy.operators.head", f"{what}; legal: {legal}")

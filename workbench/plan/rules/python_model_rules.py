@@ -55,7 +55,7 @@ def untraced(plan: Plan) -> PlanError:
 
 
 def _whole(plan: Plan) -> Iterator[Problem]:
-    """What names parts of a model, of which code tells nothing."""
+    """What names parts of a model, which code does not name."""
     s, said = (
         plan.strategy,
         "the parts of a model given as Python are known only where it is traced",

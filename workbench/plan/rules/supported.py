@@ -65,7 +65,7 @@ def _experts_on_grid(plan: ResolvedPlan) -> list[Problem]:
         f"is '{tensor.algorithm}', which splits a token's width over the grid {tensor.size}, "
         f"but the router of "
     )
-    what += f"{moe.experts} experts needs whole tokens; legal: '1d' with tensor.size "
+    what += f"{moe.experts} experts needs the unsharded width; legal: '1d' with tensor.size "
     near = legal_sizes.near(tensor.ranks, legal_sizes.tensor_sizes(plan.shape, tensor.ranks))
     what += f"{near}, or a dense model"
     return [Problem("strategy.tensor.algorithm", what)]

@@ -65,7 +65,7 @@ def explain_choice(
         "Data parallel": _uniform(priced, dict.fromkeys(_names(priced), "rows")),
         "Megatron's pairing over all ranks": _uniform(priced, MEGATRON_DIMS),
         "The same with sequence parallelism": _uniform(priced, SEQUENCE_PARALLEL_DIMS, True),
-        "Everything repeated on every rank": _uniform(priced, {}),
+        "Every operator replicated": _uniform(priced, {}),
     }
     for name, other in simple.items():
         if other is not None and other != own:
@@ -170,7 +170,7 @@ def _replicated(priced: PricedGraph, picked: tuple[int, ...]) -> list[str]:
         _joined(found) + (f" of {len(found)} layers" if 1 < len(found) < every[pattern] else "")
         for pattern, found in alike.items()
     ]
-    return [f"Repeated on several ranks, for it is cheaper: {', '.join(names)}."] if names else []
+    return [f"Replicated on several ranks, for it is cheaper: {', '.join(names)}."] if names else []
 
 
 def _names(priced: PricedGraph) -> list[str]:

@@ -324,7 +324,7 @@ def _no_divisor_text(graph: OperatorGraph, grid: LogicalMesh) -> str:
     axes = " x ".join(str(axis.size) for axis in grid.axes) if grid.grid else str(grid.ranks)
     some = (
         ", ".join(f"{name} {count}" for name, count in list(units.items())[:6])
-        or "nothing can be cut"
+        or "no dimension can be split"
     )
     return (
         f"is {axes}, which no operator can be split over ({some}); legal: ranks with a factor "

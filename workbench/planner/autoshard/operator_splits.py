@@ -89,7 +89,7 @@ class ShardingStrategy:
 
 
 def legal_strategies(operator: Operator, mesh: LogicalMesh) -> tuple[ShardingStrategy, ...]:
-    """Every legal strategy: pieces divide what a dimension may be cut into, their product divides
+    """Every legal strategy: pieces divide what a dimension may be split into, their product divides
     the ranks.
 
     One placement stands for each form, as a plan's written strategy has one: the first dimension

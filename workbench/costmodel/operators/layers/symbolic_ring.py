@@ -17,7 +17,7 @@ Pair = tuple[SymbolicTensor, SymbolicTensor]
 def ring_attend(
     r: SymbolicRank, q: SymbolicTensor, k: SymbolicTensor, v: SymbolicTensor
 ) -> SymbolicTensor:
-    """Causal attention of [B, T / ranks, heads, head_dim] to the whole sequence."""
+    """Causal attention of [B, T / ranks, heads, head_dim] to the unsharded sequence."""
     steps, u = int(r.w.ring) - 1, r.w.upcast_bytes
     r.compute("attention", q.shape[0] * q.shape[1], q.shape[2], q.shape[3], k.shape[2])
     transfer = _sent(r, _stacked(r, k))

@@ -1,5 +1,5 @@
 """Operators of a traced graph that a strategy may name: their dimensions, and how many pieces each
-may be cut into.
+may be split into.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def named_placements(
 
 def _names(factored: FactoredGraph, own: NodeFactors) -> dict[str, str]:
     """Label of each dimension that a strategy names -> its name there. The dimension with the
-    sequences is `rows`, and positions in a sequence are not cut.
+    sequences is `rows`, and positions in a sequence are not split.
     """
     labels = dict.fromkeys(label for tensor in own.inputs for label, _ in tensor)
     of = {

@@ -8,7 +8,7 @@ integer program.
 
 Nodes that are not neighbors are eliminated in rounds, those of most options first. Layers that are
 alike then have equal tables in every round, whose product is made once: a chain of equal layers
-takes as many products as it halves.
+takes a product for each time that its length is halved.
 """
 
 from __future__ import annotations
