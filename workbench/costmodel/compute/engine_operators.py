@@ -158,7 +158,8 @@ def rope_bytes(w: Workload, queries: Number, keys: Number) -> MovedBytes:
     e = w.element_bytes
     if w.uses_fused_kernels:
         return moved_by([2 * e], [2 * e]).wide(queries + keys)
-    # Four elementwise products, each of half the elements, their sums, and the concatenation; of queries and of keys.
+    # Four products, each with half the elements, their sums, and the concatenation; of queries
+    # and of keys.
     turned = moved_by([e] * 4 + [1.5 * e] * 2 + [2 * e], [e] * 5 + [1.5 * e] * 2 + [2 * e])
     return turned.wide(queries) + turned.wide(keys)
 
