@@ -6,14 +6,20 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from workbench.costmodel.inputs.config import Number, stage_homes
+from workbench.costmodel.inputs.config import stage_homes
 from workbench.costmodel.inputs.operator_stages import stage_parts
 from workbench.costmodel.inputs.operator_strategies import stage_parameters
+from workbench.costmodel.inputs.parameter_tensors import (
+    ParameterTensor,
+    first_tensors,
+    layer_tensors,
+    norm_tensors,
+)
 from workbench.costmodel.inputs.rank_workload import Workload
 from workbench.costmodel.inputs.traced_stages import TracedStages
 from workbench.runtime_facts.bucket_packing import pack_by_size, padded_numel
@@ -187,6 +193,16 @@ def _gathers_by_action(w: Workload, unit: str) -> dict[str, int]:
     return {"F": m, "B": 0 if unit == "head" else m}
 
 
+def _partial_sides(w: Workload) -> dict[str, GridSides]:
+    """Role of a tensor -> sides of the tensor axis over which its gradient is a partial sum: whose
+    ranks hold the same parameter but see different tokens, or have a part of the layer's output.
+    """
+    matrix, hidden, vector = _grid_sides(w)
+    partial: GridSides = (("tensor", int(w.tensor)),) if w.tensor > 1 else ()
+    of = {"matrix": matrix, "hidden": hidden, "vector": vector}
+    return of | {"partial": partial, "complete": ()}
+
+
 def _grid_sides(w: Workload) -> tuple[GridSides, GridSides, GridSides]:
     """Sides of the tensor axis whose ranks hold the same parameter but see different tokens: for
     matrices, for vectors of hidden size, for other vectors.
@@ -213,28 +229,25 @@ def _parameters(
     if w.fixed.operators is not None:
         yield from _under_operators(w, stage, both, apart)
         return
-    shape, partition = w.shape, w.fixed.partition
-    matrix, split, _ = sides = _grid_sides(w)
-    table, h = float(w.table_params), float(shape.hidden * w.tiling.vector_share)
-    norm = [(h, split)] * (2 if shape.norm == "layernorm" else 1)
+    shape, partition, sides = w.shape, w.fixed.partition, _partial_sides(w)
+
+    def packed(unit: str, tensors: Iterable[ParameterTensor]) -> Iterator[StageParameter]:
+        for t in tensors:
+            own = t.experts and bool(w.searched.expert > 1)
+            yield StageParameter(unit, round(float(t.elements)), sides[t.role], experts=own)
+
     if stage == 0:
-        alone = apart and stages > 1
-        yield StageParameter("embedding", round(table), matrix, own_bucket=alone)
-        rest = [(shape.max_positions * h, split)] if shape.positions == "learned" else []
-        for size, partial in rest + (norm if shape.embedding_norm else []):
-            yield StageParameter("embedding", round(size), partial)
+        table, *rest = packed("embedding", first_tensors(w))
+        yield replace(table, own_bucket=apart and stages > 1)
+        yield from rest
     start = sum(partition[:stage])
     for layer in range(start, start + partition[stage]):
-        is_moe = w.shape.moe is not None and layer >= w.shape.moe.first_dense
-        dense = () if is_moe else _mlp_params(w, w.ffn, sides)
-        for size, partial in [*norm, *_attention_params(w), *norm, *dense]:
-            yield StageParameter(str(layer), round(size), partial)
-        if is_moe:
-            yield from _moe_params(w, str(layer))
+        is_moe = shape.moe is not None and layer >= shape.moe.first_dense
+        yield from packed(str(layer), layer_tensors(w, is_moe))
     if stage == stages - 1:
-        yield from (StageParameter("head", round(size), partial) for size, partial in norm)
+        yield from packed("head", norm_tensors(w))
         if not (shape.tied and both):
-            yield StageParameter("head", round(table), matrix, own_bucket=apart)
+            yield StageParameter("head", round(float(w.table_params)), sides["matrix"], apart)
 
 
 def _under_operators(w: Workload, stage: int, both: bool, apart: bool) -> Iterator[StageParameter]:
@@ -257,46 +270,3 @@ def _of_traced(traced: TracedStages, stage: int, apart: bool) -> Iterator[StageP
         sides = tuple((f"operators.{axis}", traced.sides[axis]) for axis in p.partial_over)
         own = apart and p.name == traced.tied
         yield StageParameter(p.unit, p.elements, sides, own, name=p.name, has_gradient=p.is_read)
-
-
-def _attention_params(w: Workload) -> Iterator[tuple[float, GridSides]]:
-    h, biases, (matrix, split, other) = float(w.weight_in_dim), w.shape.biases, _grid_sides(w)
-    for width in map(float, (w.q_width, w.k_width, w.v_width)):
-        yield h * width, matrix
-        if biases in ("qkv", "all"):
-            yield width, other
-    yield h * float(w.o_width), matrix
-    if biases == "all":
-        yield float(w.hidden_per_rank), split
-
-
-def _mlp_params(
-    w: Workload, width: Number, sides: tuple[GridSides, GridSides, GridSides]
-) -> Iterator[tuple[float, GridSides]]:
-    """(elements, partial sides) of the tensors of a feed-forward whose width on this rank is
-    `width`.
-    """
-    bias, (matrix, split, other) = w.shape.biases == "all", sides
-    for _ in range(2 if w.shape.gated else 1):
-        yield float(w.weight_in_dim * width), matrix
-        if bias:
-            yield float(width), other
-    yield float(w.weight_in_dim * width), matrix
-    if bias:
-        yield float(w.hidden_per_rank), split
-
-
-def _moe_params(w: Workload, unit: str) -> Iterator[StageParameter]:
-    """Tensors of router, experts and shared experts; gradients of the router and of output biases
-    are partial sums over tensor ranks.
-    """
-    moe = w.shape.moe
-    assert moe is not None
-    parts: GridSides = (("tensor", int(w.tensor)),) if w.tensor > 1 else ()
-    sides, apart = ((), parts, ()), bool(w.searched.expert > 1)
-    own = moe.experts / w.searched.expert
-    yield StageParameter(unit, round(float(w.weight_in_dim * moe.experts)), parts)
-    for size, partial in _mlp_params(w, w.expert_ffn, sides):
-        yield StageParameter(unit, round(float(size * own)), partial, experts=apart)
-    for size, partial in _mlp_params(w, w.shared_ffn, sides) if moe.shared else ():
-        yield StageParameter(unit, round(size), partial)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -49,7 +50,7 @@ class ParamCounts:
 def count_params(w: RankShapes) -> ParamCounts:
     """Count the parameters of each pipeline rank before data parallelism shards them."""
     if w.fixed.grid is not None:
-        return _on_shapes(w)
+        return params_on_shapes(w)
     shape = w.shape
     widths = _block_widths(w)
     layer = attention_parameters(shape, widths) + block_norms(shape) * w.tiling.vector_share
@@ -67,15 +68,17 @@ def count_params(w: RankShapes) -> ParamCounts:
     return ParamCounts(dense, experts, unit, w.layers * _adapter(w))
 
 
-def _on_shapes(w: RankShapes) -> ParamCounts:
-    """Parameters of ranks whose microbatch runs on shapes; the largest layer is the unit."""
+def params_on_shapes(w: RankShapes, size: Callable[[int], int] = int) -> ParamCounts:
+    """Parameters of ranks whose microbatch runs on shapes, where one of so many elements has
+    `size` of them; the largest layer is the unit.
+    """
     dense, experts, largest = [], [], []
     for place in w.places:
         by_unit: Counter[str] = Counter()
         own = list(rank_parameters(w.fixed, place.stage))
         for p in own:
-            by_unit[p.unit] += p.elements
-        experts.append(float(sum(p.elements for p in own if p.is_of_experts)))
+            by_unit[p.unit] += size(p.elements)
+        experts.append(float(sum(size(p.elements) for p in own if p.is_of_experts)))
         dense.append(by_unit.total() - experts[-1])
         largest.append(float(max((n for u, n in by_unit.items() if u.isdigit()), default=0)))
     return ParamCounts(np.array(dense), np.array(experts), np.array(largest), w.zeros)

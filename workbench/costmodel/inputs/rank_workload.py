@@ -22,6 +22,7 @@ from workbench.costmodel.inputs.config import (
 )
 from workbench.costmodel.inputs.operator_stages import rank_parameters, stages_of
 from workbench.costmodel.inputs.operator_strategies import OperatorStrategies
+from workbench.costmodel.inputs.packed_parameters import packed_params
 from workbench.costmodel.inputs.rank_parameters import ParamCounts, count_params
 from workbench.costmodel.inputs.rank_shapes import RankShapes
 from workbench.costmodel.inputs.tensor_tiling import TensorTiling, tensor_tiling
@@ -53,6 +54,11 @@ class Workload(RankShapes):
     def param_counts(self) -> ParamCounts:
         """Parameters of each pipeline rank before data parallelism shards them."""
         return count_params(self)
+
+    @cached_property
+    def packed_counts(self) -> ParamCounts:
+        """The same with what aligns them in buckets."""
+        return packed_params(self, self.param_counts)
 
 
 def workload(

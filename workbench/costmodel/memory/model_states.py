@@ -39,13 +39,17 @@ def model_states(w: Workload, p: ParamCounts) -> ModelStates:
     """
     if w.fixed.traced is not None:
         return _of_traced(w)
-    whole, optimizer = p.trained, np.asarray(sum(owned_params(w, p)))
+    # Buckets hold parameters and gradients, and between them padding, which has no moments.
+    packed, optimizer = w.packed_counts, np.asarray(sum(owned_params(w, p)))
+    whole = packed.trained
     gradients = whole
     if w.zero >= 2:
-        gradients = np.where(w.reduce_microbatch > 0, optimizer, whole)
+        sharded = np.asarray(sum(owned_params(w, packed)))
+        gradients = np.where(w.reduce_microbatch > 0, sharded, whole)
     widened = w.fixed.framework.model_states.upcast_gradient_bytes(w.fixed.precision)
     return ModelStates(
-        parameters=(sharded_params(w, p) if w.zero == 3 else p.total) * w.fixed.parameter_bytes
+        parameters=(sharded_params(w, packed) if w.zero == 3 else packed.total)
+        * w.fixed.parameter_bytes
         + _fp8_weight_bytes(w, p),
         gradients=gradients * w.stored_gradient_bytes
         + whole * w.fixed.gradient_accumulator_bytes

@@ -54,7 +54,7 @@ def peak_memory(w: Workload, constants: Constants) -> PeakMemory:
     """
     parameters = w.param_counts
     persistent, host = _persistent(w, model_states(w, parameters))
-    buffers = live_sets.step_buffers(w, parameters)
+    buffers = live_sets.step_buffers(w, w.packed_counts)
     without_gradients = persistent | {
         "gradients": np.asarray(persistent["gradients"] * live_sets.gradients_persist(w))
     }
@@ -66,7 +66,7 @@ def peak_memory(w: Workload, constants: Constants) -> PeakMemory:
         )
         for name, live in live_sets.live_by_phase(w).items()
     }
-    changes = zero_buffers.zero_buffer_deltas(w, parameters)
+    changes = zero_buffers.zero_buffer_deltas(w, w.packed_counts)
     phases = {name: add_categories(live, changes.get(name, {})) for name, live in phases.items()}
     forward_end = phases.pop("first_forward")
     phases["optimizer"] = add_categories(persistent, optimizer_step_buffers(w, parameters))
@@ -115,7 +115,7 @@ def max_peak_bytes(w: Workload, constants: Constants) -> Array:
     persistent, _ = _persistent(w, model_states(w, parameters))
     phases = live_sets.live_by_phase(w)
     del phases["first_forward"]
-    if deltas := zero_buffers.zero_buffer_deltas(w, parameters):
+    if deltas := zero_buffers.zero_buffer_deltas(w, w.packed_counts):
         phases = {name: add_categories(live, deltas.get(name, {})) for name, live in phases.items()}
     late = [
         total_bytes(phases.pop(name))
@@ -128,7 +128,7 @@ def max_peak_bytes(w: Workload, constants: Constants) -> Array:
         passes = _largest(
             [_largest([total_bytes(live) for live in phases.values()]) - unallocated, *late]
         )
-    if buffers := live_sets.step_buffers(w, parameters):
+    if buffers := live_sets.step_buffers(w, w.packed_counts):
         passes = passes + total_bytes(buffers)
     live = total_bytes(persistent) + np.maximum(
         passes, total_bytes(optimizer_step_buffers(w, parameters))

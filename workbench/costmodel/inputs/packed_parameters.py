@@ -1,0 +1,46 @@
+"""Parameter counts of a rank with what aligns its tensors in the engine's buckets, which small ones
+notice: a vector of 32 elements takes 64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from workbench.costmodel.inputs.config import Number
+from workbench.costmodel.inputs.parameter_tensors import (
+    ParameterTensor,
+    first_tensors,
+    layer_tensors,
+    norm_tensors,
+)
+from workbench.costmodel.inputs.rank_parameters import ParamCounts, params_on_shapes
+from workbench.costmodel.inputs.rank_shapes import RankShapes
+from workbench.runtime_facts.bucket_packing import ALIGNED_NUMEL, aligned_numel
+
+
+def packed_params(w: RankShapes, own: ParamCounts) -> ParamCounts:
+    """`own` parameters with the padding behind each of them; what pads a bucket to equal shards,
+    less than 64 elements of a shard, is left out.
+    """
+    if not w.fixed.framework.data_parallel.packs_buckets or w.fixed.adapter_rank:
+        return own
+    if w.fixed.grid is not None:
+        return params_on_shapes(w, aligned_numel)
+    dense = layer = _padding(layer_tensors(w, is_moe=False))
+    if w.shape.moe is not None:
+        layer = _padding(layer_tensors(w, is_moe=True))
+    layers = w.dense_layers * dense + (w.layers - w.dense_layers) * layer
+    return replace(own, dense=own.dense + layers + _ends(w), layer=own.layer + layer)
+
+
+def _ends(w: RankShapes) -> Number:
+    head = _padding([ParameterTensor(w.head_params, "matrix")])
+    head = head * (1.0 - w.has_embedding * float(w.shape.tied))
+    last = head + _padding(norm_tensors(w))
+    return w.has_embedding * _padding(first_tensors(w)) + w.has_head * last
+
+
+def _padding(tensors: Iterable[ParameterTensor]) -> Number:
+    """Elements behind tensors up to their next aligned places."""
+    return sum((-tensor.elements % ALIGNED_NUMEL for tensor in tensors), start=0.0)

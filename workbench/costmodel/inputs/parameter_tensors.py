@@ -1,0 +1,91 @@
+"""The parameter tensors of one rank, in the order in which the engine's modules hold them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from workbench.costmodel.inputs.config import Number
+from workbench.costmodel.inputs.rank_shapes import RankShapes
+
+
+@dataclass(frozen=True)
+class ParameterTensor:
+    """One tensor, of a rank or of many candidates' ranks."""
+
+    elements: Number
+    role: str
+    """matrix | hidden (a vector of hidden size) | vector (of another) | partial, complete: of an
+    MoE layer, with a gradient that is a partial sum over the tensor ranks or not.
+    """
+    experts: bool = False
+    """Whether it belongs to experts that other ranks do not hold."""
+
+
+def norm_tensors(w: RankShapes) -> Iterator[ParameterTensor]:
+    """Weight and bias of a norm."""
+    for _ in range(2 if w.shape.norm == "layernorm" else 1):
+        yield ParameterTensor(w.shape.hidden * w.tiling.vector_share, "hidden")
+
+
+def first_tensors(w: RankShapes) -> Iterator[ParameterTensor]:
+    """The embedding table, and what follows it in front of the layers."""
+    yield ParameterTensor(w.table_params, "matrix")
+    if w.shape.positions == "learned":
+        positions = w.shape.max_positions * w.shape.hidden * w.tiling.vector_share
+        yield ParameterTensor(positions, "hidden")
+    if w.shape.embedding_norm:
+        yield from norm_tensors(w)
+
+
+def layer_tensors(w: RankShapes, is_moe: bool) -> Iterator[ParameterTensor]:
+    """Tensors of one layer."""
+    yield from norm_tensors(w)
+    yield from _attention_tensors(w)
+    yield from norm_tensors(w)
+    yield from _moe_tensors(w) if is_moe else _mlp_tensors(w, w.ffn)
+
+
+def _attention_tensors(w: RankShapes) -> Iterator[ParameterTensor]:
+    h, biases = w.weight_in_dim, w.shape.biases
+    for width in (w.q_width, w.k_width, w.v_width):
+        yield ParameterTensor(h * width, "matrix")
+        if biases in ("qkv", "all"):
+            yield ParameterTensor(width, "vector")
+    yield ParameterTensor(h * w.o_width, "matrix")
+    if biases == "all":
+        yield ParameterTensor(w.hidden_per_rank, "hidden")
+
+
+def _mlp_tensors(
+    w: RankShapes, width: Number, roles: tuple[str, str, str] = ("matrix", "vector", "hidden")
+) -> Iterator[ParameterTensor]:
+    """Tensors of a feed-forward whose width on this rank is `width`.
+
+    Args:
+        w: Problem sizes of the rank.
+        width: Its width there.
+        roles: Of its matrices, of its biases of `width`, of its output's bias.
+    """
+    bias, (matrix, inner, output) = w.shape.biases == "all", roles
+    for _ in range(2 if w.shape.gated else 1):
+        yield ParameterTensor(w.weight_in_dim * width, matrix)
+        if bias:
+            yield ParameterTensor(width, inner)
+    yield ParameterTensor(w.weight_in_dim * width, matrix)
+    if bias:
+        yield ParameterTensor(w.hidden_per_rank, output)
+
+
+def _moe_tensors(w: RankShapes) -> Iterator[ParameterTensor]:
+    """Tensors of router, experts and shared experts; gradients of the router and of output biases
+    are partial sums over tensor ranks.
+    """
+    moe, roles = w.shape.moe, ("complete", "complete", "partial")
+    assert moe is not None
+    yield ParameterTensor(w.weight_in_dim * moe.experts, "partial")
+    own = moe.experts / w.searched.expert
+    for tensor in _mlp_tensors(w, w.expert_ffn, roles):
+        yield ParameterTensor(tensor.elements * own, tensor.role, experts=True)
+    if moe.shared:
+        yield from _mlp_tensors(w, w.shared_ffn, roles)
