@@ -32,6 +32,8 @@ COLUMNS: dict[str, dict[str, Any]] = {
 """Column of the table -> the plan's changes; the ranks left over are data parallel."""
 RANKS = 2
 HEAD_WIDTH = 8
+MARK = "\\*"
+"""Behind the name of a model that does not run as it is."""
 
 
 def catalog_shapes() -> dict[str, Shape]:
@@ -40,8 +42,9 @@ def catalog_shapes() -> dict[str, Shape]:
 
 
 def refusals(name: str) -> list[str]:
-    """Fields for which a catalog model does not run at all, operators or not."""
-    return [problem.field for problem in unsupported(_plan({"model": name}).resolve(), "run")]
+    """Why a catalog model does not run at all, operators or not."""
+    problems = unsupported(_plan({"model": name}).resolve(), "run")
+    return [f"{p.field} {p.message.partition(';')[0]}" for p in problems]
 
 
 def shrunk(shape: Shape) -> dict[str, Any]:
@@ -97,12 +100,15 @@ def _plan(written: dict[str, Any]) -> Plan:
 
 
 def proportions() -> dict[str, dict[str, Any]]:
-    """Names of the models that run, those of equal proportions together -> their small model."""
+    """Names of the models, those of equal proportions together -> their small model, which has
+    neither sliding windows nor what no shape says (`MARK`): only what changes no proportion.
+    """
     rows: dict[str, tuple[list[str], dict[str, Any]]] = {}
     for name, shape in catalog_shapes().items():
-        if not refusals(name):
-            small = shrunk(shape)
-            rows.setdefault(str(small), ([], small))[0].append(name)
+        small = shrunk(shape)
+        if shape.mla is None and not unsupported(_plan({"model": small}).resolve(), "run"):
+            names, _ = rows.setdefault(str(small), ([], small))
+            names.append(name + MARK * bool(refusals(name)))
     return {", ".join(names): small for names, small in rows.values()}
 
 
@@ -128,8 +134,9 @@ def table() -> Iterator[str]:
     for name in catalog.models():
         if fields := refusals(name):
             idle.setdefault(", ".join(fields), []).append(name)
+    yield ""
     for why, idlers in idle.items():
-        yield f"| {', '.join(idlers)} | does not run: {why} |{' |' * (len(COLUMNS) - 1)}"
+        yield f"- {', '.join(idlers)}: {why}"
 
 
 if __name__ == "__main__":

@@ -67,11 +67,12 @@ def mask(*shape: int) -> T:
 
 
 A = x(2, 16, 8)
+FIXED = T((2, 16, 8), trained=False)
 UNARY = (
     *("neg", "relu", "tanh", "sigmoid", "exp", "sqrt", "rsqrt", "reciprocal", "gelu", "silu"),
     *("mish", "elu", "leaky_relu", "hardtanh", "softplus", "hardswish", "hardsigmoid", "log"),
     *("sin", "cos", "abs", "erf", "square", "selu", "celu", "relu6", "logit", "log1p", "expm1"),
-    *("exp2", "floor", "ceil", "round", "trunc", "sign"),
+    *("exp2", "floor", "ceil", "round", "trunc", "sign", "log_sigmoid", "nan_to_num"),
 )
 BOOLEAN = ("logical_and", "logical_or", "logical_xor", "bitwise_and", "bitwise_or", "bitwise_xor")
 MADE = {"dtype": FLOAT}
@@ -102,6 +103,19 @@ CASES: list[tuple[str, str, tuple[Any, ...], dict[str, Any]]] = [
     *((name, "Tensor", (mask(2, 8), mask(8)), {}) for name in ("__and__", "__or__", "__xor__")),
     *((name, "default", (A,), {}) for name in ("isnan", "isinf")),
     ("floor_divide", "default", (index(2, 8), 2), {}),
+    *((name, "default", (A, A, A), {"value": 0.5}) for name in ("addcmul", "addcdiv")),
+    *((name, "default", (A, x(8), A), {}) for name in ("addcmul", "addcdiv")),
+    *((name, "default", (A, A, x(8)), {}) for name in ("addcmul", "addcdiv")),
+    *((name, "default", (A, FIXED, A), {}) for name in ("addcmul", "addcdiv")),
+    *((name, "default", (A, A, FIXED), {}) for name in ("addcmul", "addcdiv")),
+    *((name, "Scalar", (A, 2.0), {}) for name in ("fmod", "remainder")),
+    *((name, "Tensor", (A, A), {}) for name in ("fmod", "remainder")),
+    *((name, "Tensor", (A, x(8)), {}) for name in ("fmod", "remainder")),
+    *((name, "Tensor", (A, FIXED), {}) for name in ("fmod", "remainder")),
+    *((name, "Tensor", (FIXED, A), {}) for name in ("fmod", "remainder")),
+    *(("lerp", "Scalar", (start, A, 0.5), {}) for start in (A, FIXED)),
+    *(("lerp", "Tensor", (A, A, weight), {}) for weight in (A, FIXED, x(8))),
+    ("lerp", "Tensor", (FIXED, FIXED, A), {}),
     ("linear", "default", (A, x(12, 8), x(12)), {}),
     ("linear", "default", (A, x(12, 8)), {}),
     ("linear", "default", (turned(16, 2, 8), x(12, 8), x(12)), {}),
@@ -148,6 +162,12 @@ CASES: list[tuple[str, str, tuple[Any, ...], dict[str, Any]]] = [
     ("rms_norm", "default", (T((2, 16, 8), dtype=torch.bfloat16), [8]), {}),
     ("cumsum", "default", (A, 1), {}),
     ("logsumexp", "default", (A, [-1]), {}),
+    *(("cumprod", "default", (A, dim), {}) for dim in (0, 1)),
+    *((name, "default", (A, [-1]), {}) for name in ("amax", "amin")),
+    *((name, "default", (A, [0, 1], True), {}) for name in ("amax", "amin")),
+    ("amax", "default", (A,), {}),
+    ("argsort", "default", (A, -1), {}),
+    ("argsort", "stable", (A,), {"stable": True, "dim": 1}),
     ("topk", "default", (A, 2), {}),
     ("sort", "default", (A, -1), {}),
     *((name, "default", (A, -1), {}) for name in ("argmax", "argmin")),

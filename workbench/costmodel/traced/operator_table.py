@@ -10,20 +10,22 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from workbench.costmodel.operators.symbolic_autograd import SymbolicTensor
-from workbench.costmodel.traced.attention import attention_entry, dropout_entry
-from workbench.costmodel.traced.elementwise import ELEMENTWISE
-from workbench.costmodel.traced.ends import embedding_entry, own_loss_entry
-from workbench.costmodel.traced.moving import MOVING
-from workbench.costmodel.traced.node_call import NodeCall, unknown
-from workbench.costmodel.traced.pointwise import POINTWISE, Entry
-from workbench.costmodel.traced.products import (
+from workbench.costmodel.traced.entries.attention import attention_entry, dropout_entry
+from workbench.costmodel.traced.entries.combined import COMBINED
+from workbench.costmodel.traced.entries.elementwise import ELEMENTWISE
+from workbench.costmodel.traced.entries.ends import embedding_entry, own_loss_entry
+from workbench.costmodel.traced.entries.moving import MOVING
+from workbench.costmodel.traced.entries.ordered import ORDERED
+from workbench.costmodel.traced.entries.pointwise import POINTWISE, Entry
+from workbench.costmodel.traced.entries.products import (
     addmm_entry,
     bmm_entry,
     einsum_entry,
     linear_entry,
     matmul_entry,
 )
-from workbench.costmodel.traced.reductions import REDUCTIONS
+from workbench.costmodel.traced.entries.reductions import REDUCTIONS
+from workbench.costmodel.traced.node_call import NodeCall, unknown
 from workbench.errors import PlanError
 from workbench.plan.operators.traced.traced_graph import LOSS_OP, TracedNode
 
@@ -40,7 +42,9 @@ ENTRIES: dict[str, Entry] = {
     "cross_entropy_loss": own_loss_entry,
     **POINTWISE,
     **ELEMENTWISE,
+    **COMBINED,
     **REDUCTIONS,
+    **ORDERED,
     **MOVING,
 }
 """Operator -> what it does on shapes."""

@@ -12,11 +12,11 @@ from workbench.costmodel.operators.symbolic_autograd import SymbolicTensor
 from workbench.costmodel.operators.symbolic_ends import lookup
 from workbench.costmodel.operators.symbolic_rank import SymbolicRank
 from workbench.costmodel.traced import operator_table
-from workbench.costmodel.traced.elementwise import added
-from workbench.costmodel.traced.ends import loss
+from workbench.costmodel.traced.entries.elementwise import added
+from workbench.costmodel.traced.entries.ends import loss
+from workbench.costmodel.traced.entries.products import linear, matmul
 from workbench.costmodel.traced.factor_redistribution import Spread, moved, own_part
 from workbench.costmodel.traced.node_call import NodeCall
-from workbench.costmodel.traced.products import linear, matmul
 from workbench.costmodel.traced.tensor_views import contiguous
 from workbench.plan.operators.traced.stage_cuts import GraphStage
 from workbench.plan.operators.traced.traced_graph import LOSS_OP, TensorRef, TracedNode

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from workbench.costmodel.operators.symbolic_autograd import Gradients, SymbolicTensor
 from workbench.costmodel.operators.symbolic_rank import SymbolicRank
+from workbench.costmodel.traced.entries.pointwise import Entry, Unary
 from workbench.costmodel.traced.node_call import NodeCall
-from workbench.costmodel.traced.pointwise import Entry, Unary
 from workbench.costmodel.traced.tensor_views import as_inputs, computed, metas_of
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from workbench.costmodel.operators.symbolic_autograd import Gradients, SymbolicTensor
 from workbench.costmodel.operators.symbolic_rank import SymbolicRank
-from workbench.costmodel.traced.elementwise import added, multiplied
+from workbench.costmodel.traced.entries.elementwise import added, multiplied
 from workbench.costmodel.traced.node_call import NodeCall
 from workbench.costmodel.traced.tensor_views import expanded, lying, permuted, reshaped, transposed
 from workbench.runtime_facts.tensor_strides import viewed_strides

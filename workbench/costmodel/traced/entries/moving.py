@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from workbench.costmodel.operators.symbolic_autograd import SymbolicTensor
+from workbench.costmodel.traced.entries.pointwise import Entry
 from workbench.costmodel.traced.node_call import NodeCall
-from workbench.costmodel.traced.pointwise import Entry
 from workbench.costmodel.traced.tensor_views import (
     cast,
     computed,

@@ -7,8 +7,8 @@ import math
 from workbench.costmodel.operators.symbolic_autograd import Gradients, SymbolicTensor
 from workbench.costmodel.operators.symbolic_ends import clone, lookup, split_loss
 from workbench.costmodel.operators.symbolic_rank import SymbolicRank
+from workbench.costmodel.traced.entries.reductions import softmax
 from workbench.costmodel.traced.node_call import NodeCall
-from workbench.costmodel.traced.reductions import softmax
 from workbench.costmodel.traced.tensor_views import cast, reshaped
 
 

@@ -61,6 +61,34 @@ def clamp(c: NodeCall) -> list[SymbolicTensor]:
     return Unary("input", masks=masks)(c)
 
 
+def log_sigmoid(c: NodeCall) -> list[SymbolicTensor]:
+    """Logarithm of the sigmoid: a CPU keeps its exponential beside the input."""
+    r, (x,) = c.r, c.inputs
+    y, saved = computed(r, x.shape, x.element_bytes, x), x.detached()
+    on_cpu = r.w.fixed.gpu.device == "cpu"
+    exponential = computed(r, x.shape, x.element_bytes, x) if on_cpu else None
+
+    def backward(gradient: SymbolicTensor) -> Gradients:
+        read = (gradient, saved) if exponential is None else (gradient, saved, exponential)
+        return (computed(r, saved.shape, saved.element_bytes, *read),)
+
+    return [r.made(y, backward, x)]
+
+
+def nan_to_num(c: NodeCall) -> list[SymbolicTensor]:
+    """Finite numbers: backward looks for them again by magnitude."""
+    r, (x,) = c.r, c.inputs
+    y, saved, size = computed(r, x.shape, x.element_bytes, x), x.detached(), x.element_bytes
+
+    def backward(gradient: SymbolicTensor) -> Gradients:
+        beside = [computed(r, saved.shape, each, saved) for each in (size, 1, 1)]
+        finite = computed(r, saved.shape, 1, saved)
+        del beside
+        return (computed(r, saved.shape, size, gradient, finite),)
+
+    return [r.made(y, backward, x)]
+
+
 POINTWISE: dict[str, Entry] = {
     **dict.fromkeys(("neg", "floor", "ceil", "round", "trunc", "sign"), Unary()),
     **dict.fromkeys(("relu", "tanh", "sigmoid", "exp"), Unary("output")),
@@ -76,6 +104,8 @@ POINTWISE: dict[str, Entry] = {
     **dict.fromkeys(("sin", "abs", "log1p"), Unary("input", 1)),
     **dict.fromkeys(("cos", "square"), Unary("input", 2)),
     "erf": Unary("input", 4),
+    "log_sigmoid": log_sigmoid,
+    "nan_to_num": nan_to_num,
     **dict.fromkeys(("clamp", "clamp_min", "clamp_max"), clamp),
 }
 """Operator -> what it does on shapes."""

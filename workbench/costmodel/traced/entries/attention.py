@@ -6,11 +6,11 @@ import math
 
 from workbench.costmodel.operators.symbolic_autograd import Gradients, SymbolicTensor
 from workbench.costmodel.operators.symbolic_rank import SymbolicRank
-from workbench.costmodel.traced.elementwise import added, filled
+from workbench.costmodel.traced.entries.elementwise import added, filled
+from workbench.costmodel.traced.entries.pointwise import Unary, unary
+from workbench.costmodel.traced.entries.products import broadcast, matmul
+from workbench.costmodel.traced.entries.reductions import softmax
 from workbench.costmodel.traced.node_call import NodeCall
-from workbench.costmodel.traced.pointwise import Unary, unary
-from workbench.costmodel.traced.products import broadcast, matmul
-from workbench.costmodel.traced.reductions import softmax
 from workbench.costmodel.traced.tensor_views import (
     cast,
     computed,

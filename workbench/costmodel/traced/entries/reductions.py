@@ -7,9 +7,9 @@ from dataclasses import replace
 
 from workbench.costmodel.operators.symbolic_autograd import Gradients, SymbolicTensor
 from workbench.costmodel.operators.symbolic_rank import SymbolicRank
-from workbench.costmodel.traced.elementwise import multiplied
+from workbench.costmodel.traced.entries.elementwise import multiplied
+from workbench.costmodel.traced.entries.pointwise import Entry, Unary, unary
 from workbench.costmodel.traced.node_call import NodeCall
-from workbench.costmodel.traced.pointwise import Entry, Unary, unary
 from workbench.costmodel.traced.tensor_views import cast, computed, expanded, lying, reshaped
 
 
@@ -49,7 +49,7 @@ def mean_entry(c: NodeCall) -> list[SymbolicTensor]:
 def sum_entry(c: NodeCall) -> list[SymbolicTensor]:
     """Sum; backward repeats the gradient without a copy."""
     r, (x,), over = c.r, c.inputs, c.argument(1, "dim")
-    kept = _kept_shape(x.shape, over)
+    kept = kept_shape(x.shape, over)
     y = r.empty(c.shapes[0], c.sizes[0])
     before = x.shape
 
@@ -59,7 +59,7 @@ def sum_entry(c: NodeCall) -> list[SymbolicTensor]:
     return [r.made(y, backward, x)]
 
 
-def _kept_shape(shape: tuple[int, ...], over: object) -> tuple[int, ...]:
+def kept_shape(shape: tuple[int, ...], over: object) -> tuple[int, ...]:
     """The shape with reduced dims of length 1."""
     dims = over if isinstance(over, tuple) else (over,)
     at = {d % len(shape) for d in dims if isinstance(d, int)} or {*range(len(shape))}
@@ -128,41 +128,6 @@ def logsumexp_entry(c: NodeCall) -> list[SymbolicTensor]:
     return [r.made(y, backward, x)]
 
 
-def cumsum_entry(c: NodeCall) -> list[SymbolicTensor]:
-    """Cumulative sum; backward flips, sums and flips."""
-    r, (x,) = c.r, c.inputs
-    shape, size = x.shape, x.element_bytes
-
-    def backward(gradient: SymbolicTensor) -> Gradients:
-        beside = [r.empty(shape, size) for _ in range(2)]
-        made = r.empty(shape, size)
-        del beside
-        return (made,)
-
-    return [r.made(r.empty(c.shapes[0], c.sizes[0]), backward, x)]
-
-
-def ordered_entry(c: NodeCall) -> list[SymbolicTensor]:
-    """Top-k or sort: the indices are saved, and backward scatters the gradient into zeros."""
-    r, (x,) = c.r, c.inputs
-    values, indices = (r.empty(s, n) for s, n in zip(c.shapes, c.sizes))
-    shape, size, kept = x.shape, x.element_bytes, indices
-
-    def backward(gradient: SymbolicTensor | None, _: SymbolicTensor | None) -> Gradients:
-        assert kept is not None
-        zeros = r.empty(shape, size)
-        made = r.empty(shape, size)
-        del zeros
-        return (made,)
-
-    return [replace(values, node=r.node(backward, x, outputs=2)), indices]
-
-
-def index_entry(c: NodeCall) -> list[SymbolicTensor]:
-    """The index of the largest or least entry: nothing is differentiated."""
-    return [c.r.empty(c.shapes[0], c.sizes[0])]
-
-
 def one_hot_entry(c: NodeCall) -> list[SymbolicTensor]:
     """A comparison with all classes, cast."""
     r, (x,) = c.r, c.inputs
@@ -189,11 +154,6 @@ REDUCTIONS: dict[str, Entry] = {
     "layer_norm": layer_norm_entry,
     "rms_norm": rms_norm_entry,
     "logsumexp": logsumexp_entry,
-    "cumsum": cumsum_entry,
-    "topk": ordered_entry,
-    "sort": ordered_entry,
-    "argmax": index_entry,
-    "argmin": index_entry,
     "one_hot": one_hot_entry,
     "triu": triangle_entry,
     "tril": triangle_entry,

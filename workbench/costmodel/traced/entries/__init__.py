@@ -1,0 +1,1 @@
+"""What each operator of a traced graph does on shapes, by kind."""
