@@ -190,6 +190,8 @@ def _layer_backward(
             "logits": logits,
             "temporary": w.has_embedding * activation_memory.embedding_backward(w)
             + (1 - w.has_embedding) * activation_memory.norm_backward(w),
+            # The engine holds what it received until the stage's backward returns.
+            "communication": _received_gradient(w) * w.fixed.framework.kernels.counts_operators,
         },
     }
     return phases | (_split_backward(w, after, logits) if w.fixed.splits_backward else {})

@@ -15,6 +15,7 @@ from workbench.checkpoint.checksums import refuse_damaged
 from workbench.checkpoint.resume_point import checkpoint_of
 from workbench.errors import PlanError, Problem
 from workbench.interop import export
+from workbench.plan.operators.traced.traced_json import TracedModel
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.schema import Plan
 from workbench.planner.estimate import estimate
@@ -61,8 +62,8 @@ def ready(
 ) -> ResolvedPlan:
     """Resolve a plan and check that this machine can run it now.
 
-    A model that is given as Python is built once in a child process, to see that the plan's
-    operators name modules that it has.
+    A model that is given as Python is first traced in a child process, for its estimate, and then
+    built in another, to see that the plan's operators name modules that it has.
 
     Args:
         plan: The plan as written, so that advice is free to change what follows from a change.
@@ -77,13 +78,22 @@ def ready(
     """
     full = _resumed(plan.resolve(), resume)
     problems = preflight(full, root=root, port=port, force=force, allow_code=allow_code)
-    if full.code and not problems:
-        subprocess_verbs.inspect(full)
     if not force:
-        problems = [*_does_not_fit(plan, full), *problems]
+        model = _traced(full) if full.code and not problems else None
+        problems = [*_does_not_fit(plan, full, model), *problems]
     if problems:
         raise PlanError(problems)
+    if full.code:
+        subprocess_verbs.inspect(full)
     return full
+
+
+def _traced(full: ResolvedPlan) -> TracedModel | None:
+    """The plan's module, for an estimate; None where it has none: what cannot be traced may run."""
+    try:
+        return subprocess_verbs.traced_model(full, allow_code=True)
+    except ValueError:
+        return None
 
 
 def start(
@@ -115,16 +125,16 @@ def _resumed(plan: ResolvedPlan, resume: str | Path | Run | None) -> ResolvedPla
     return plan.with_fields(**{"checkpoint.load": str(checkpoint_of(source))})
 
 
-def _does_not_fit(plan: Plan, full: ResolvedPlan) -> list[Problem]:
+def _does_not_fit(plan: Plan, full: ResolvedPlan, model: TracedModel | None) -> list[Problem]:
     try:
-        profile = estimate(full)
-    except PlanError:  # what cannot be estimated cannot be run either, and preflight says so
+        profile = estimate(full, model)
+    except PlanError:  # of what else cannot be estimated preflight says that it cannot run
         return []
     if profile.fits is not False:
         return []
     need, have = max(profile.peak_bytes_by_rank.values()) / GIB, full.gpu.memory_gib
     # Asked of the plan as written: a resolved one holds the batch and sizes that a change moves.
-    change = estimate(plan).advice
+    change = None if plan.code else estimate(plan).advice
     change = f"; smallest change that fits: {change}" if change else ""
     message = (
         f"does not fit: the estimate needs {need:.2f} GiB of the {have:.2f} GiB of "
