@@ -16,19 +16,13 @@ from tests.costmodel.test_operator_plans import (
     peaks,
     with_drawn_operators,
 )
-from tests.parallel.small import GPT, LLAMA
+from tests.parallel.small import CHUNKS, GPT, LLAMA
 from tests.parallel.test_operators import ROWS, megatron
 from workbench.plan.rules import float8_rules
 from workbench.plan.schema import Plan
 from workbench.planner import estimate
 
 RECOMPUTE: list[Any] = ["none", "none", "full", "selective", ["blocks.*.mlp"], [0, 2]]
-CHUNKS = {
-    **{"1f1b": 1, "eager-1f1b": 1, "gpipe": 1, "interleaved": 2},
-    **{"zb-h1": 1, "zb-h2": 1, "zb-v": 2, "dualpipe-v": 2},
-}
-
-
 SPLIT = {"strategy.pipeline.schedule": "zb-h1", "strategy.recompute": ["blocks.*.mlp"]}
 RING = {"strategy.context.size": 2, "training.dropout": 0.1, "cluster.gpus": 4}
 MOE = {**LLAMA, "biases": "all", "moe": {"experts": 4, "top_k": 2, "ffn": 128, "shared": 1}}

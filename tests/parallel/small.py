@@ -24,6 +24,11 @@ GPT: dict[str, Any] = {
     "biases": "all",
     "max_positions": 64,
 }
+CHUNKS = {
+    **{"gpipe": 1, "1f1b": 1, "eager-1f1b": 1, "interleaved": 2},
+    **{"zb-h1": 1, "zb-h2": 1, "zb-v": 2, "dualpipe-v": 2},
+}
+"""Pipeline schedule -> chunks of a rank."""
 
 
 def plan(

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.parallel.small import GPT, LLAMA
+from tests.parallel.small import CHUNKS, GPT, LLAMA
 from tests.parallel.sweep import MOE
 from tests.parallel.test_equality import assert_equal_to_one_device
 from tests.parallel.test_mutations import failure_of
@@ -73,27 +73,15 @@ def test_with_recompute_on_a_grid() -> None:
     equal(beside(4, operators=GRID, shape=GPT, changes={"strategy.recompute": "full"}))
 
 
-SCHEDULES = {
-    "gpipe": 1,
-    "1f1b": 1,
-    "eager-1f1b": 1,
-    "interleaved": 2,
-    "zb-h1": 1,
-    "zb-h2": 1,
-    "zb-v": 2,
-    "dualpipe-v": 2,
-}
-
-
 @pytest.mark.slow
 @pytest.mark.drawn(5)
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", CHUNKS)
 @pytest.mark.parametrize("recompute", ["none", "full", PARTS], ids=str)
 @pytest.mark.parametrize(("operators", "tied"), [("megatron", True), ("rows", False)])
 def test_with_a_pipeline(schedule: str, recompute: Any, operators: str, tied: bool) -> None:
     changes = {
         "strategy.pipeline.schedule": schedule,
-        "strategy.pipeline.chunks": SCHEDULES[schedule],
+        "strategy.pipeline.chunks": CHUNKS[schedule],
         "strategy.recompute": recompute,
     }
     equal(beside(2, 2, operators=OPERATORS[operators], layers=4, tied=tied, changes=changes))

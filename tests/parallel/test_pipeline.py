@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.parallel.small import GPT, plan
+from tests.parallel.small import CHUNKS, GPT, plan
 from tests.parallel.test_equality import assert_equal_to_one_device
 from workbench.engine.session import Session
 from workbench.engine.verify.equivalence import verify
@@ -25,16 +25,6 @@ from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.schema import Plan
 from workbench.schedules import Action, Table, validate, write_csv
 
-CHUNKS = {
-    "gpipe": 1,
-    "1f1b": 1,
-    "eager-1f1b": 1,
-    "interleaved": 2,
-    "zb-h1": 1,
-    "zb-h2": 1,
-    "zb-v": 2,
-    "dualpipe-v": 2,
-}
 SPLIT_OR_CHUNKED = [name for name in CHUNKS if name not in ("gpipe", "1f1b", "eager-1f1b")]
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.parallel.small import GPT, LLAMA
+from tests.parallel.small import CHUNKS, GPT, LLAMA
 from tests.parallel.sweep import all_choices, check_choice
 from workbench.engine import session
 from workbench.parallel import mesh
@@ -23,17 +23,6 @@ from workbench.rehearsal.call_trace import STORE, Call
 from workbench.rehearsal.order_check import check_order
 from workbench.rehearsal.strict_replay import replay
 from workbench.schedules import generate, lowering, write_csv
-
-SCHEDULES = {
-    "gpipe": 1,
-    "1f1b": 1,
-    "eager-1f1b": 1,
-    "interleaved": 2,
-    "zb-h1": 1,
-    "zb-h2": 1,
-    "zb-v": 2,
-    "dualpipe-v": 2,
-}
 
 
 def planned(gpus: int, strategy: dict[str, Any], model: dict[str, Any] = LLAMA) -> Plan:
@@ -120,15 +109,15 @@ def test_the_replay_hangs_where_nccl_may(
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
 def test_pipelines_cannot_hang(schedule: str) -> None:
-    pipeline = {"size": 2, "schedule": schedule, "chunks": SCHEDULES[schedule]}
+    pipeline = {"size": 2, "schedule": schedule, "chunks": CHUNKS[schedule]}
     found = check_order(planned(2, {"pipeline": pipeline}))
     assert found.problems == () and found.traced == found.world_size == 2 and found.calls > 0
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", CHUNKS)
 def test_every_schedule_beside_tensor_ranks_cannot_hang(schedule: str) -> None:
-    pipeline = {"size": 2, "schedule": schedule, "chunks": SCHEDULES[schedule]}
+    pipeline = {"size": 2, "schedule": schedule, "chunks": CHUNKS[schedule]}
     assert check_order(planned(4, {"pipeline": pipeline, "tensor": {"size": 2}})).problems == ()
 
 
