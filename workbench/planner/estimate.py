@@ -4,15 +4,14 @@ Profile.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from typing import Any, NamedTuple
 
 from workbench.costmodel.communication.collective_call import CollectiveCall
 from workbench.costmodel.communication.collective_volume import exact_collectives, step_collectives
 from workbench.costmodel.compute.kernel_benchmarks import kernel_cost_source
 from workbench.costmodel.cpu_seconds import cpu_seconds
-from workbench.costmodel.inputs.config import Array
 from workbench.costmodel.inputs.rank_workload import Workload
+from workbench.costmodel.inputs.traced_stages import TracedStages
 from workbench.costmodel.memory.near_full import near_full_slowdown
 from workbench.costmodel.memory.peak_memory import peak_memory
 from workbench.costmodel.memory.reported_memory import memory_requirement
@@ -41,7 +40,11 @@ from workbench.planner.estimated_frames import (
     memory_frame,
     steps_frame,
 )
-from workbench.planner.estimated_timeline import simulated_step_seconds, simulated_timeline
+from workbench.planner.estimated_timeline import (
+    simulated_step_seconds,
+    simulated_timeline,
+    timeline_frame,
+)
 from workbench.planner.framework_limits import broken_limits
 from workbench.planner.memory_advice import first_fitting_change
 from workbench.planner.operator_plans.planned_workload import planned_workload
@@ -49,8 +52,7 @@ from workbench.planner.operator_plans.traced_plan import traced_stages, with_sta
 from workbench.planner.profiled_models.estimate_on_profile import estimate_on_profile
 from workbench.planner.published_steps import beyond_published, published_beside
 from workbench.planner.step_interval import step_seconds_interval
-from workbench.profile import Columns, Profile
-from workbench.schedules import Timeline
+from workbench.profile import Profile
 from workbench.units import GIB
 
 UNCALIBRATED_NOTE = "assumed figures, not calibrated: `workbench calibrate` measures this machine"
@@ -70,15 +72,10 @@ def estimate(plan: Plan, model: TracedModel | None = None) -> Profile:
         plan: The plan.
         model: Its module, traced, where it is code: who may run that has allowed it.
     """
-    full, traced = plan.resolve(), None
+    full = plan.resolve()
     if full.profiled:
         return estimate_on_profile(plan, full)
-    if full.code:
-        if model is None:
-            raise untraced(full)
-        require(full, "estimate", allow_code=True)
-        traced = traced_stages(full, model)
-        full = with_stand_in(full, traced)
+    full, traced = _with_shape(full, model)
     full, k = with_calibration(full)
     w = planned_workload(full, traced=traced)
     time = step_time(w, k)
@@ -91,7 +88,51 @@ def estimate(plan: Plan, model: TracedModel | None = None) -> Profile:
         in_time = _shown(full, w, k, time, first_ranks_of_replicas(full))
     live = peak_memory(shown.workload, k)
     head = {"run": full.name, "source": "estimated", "step": 0}
-    capacity = int(full.gpu.memory_gib * GIB)
+    most, capacity = float(live.peak.max()), int(full.gpu.memory_gib * GIB)
+    notes = _step_notes(full, w, k, time) | _memory_notes(full, k, most, capacity)
+    notes["simulated_step_seconds"] = simulated_step_seconds(w, time, drawn, microbatches)
+    if traced is None:  # measured steps are of models with a shape
+        notes |= _measured_notes(full, w, time, notes["model_flops_utilisation"])
+    notes |= _scope_notes(full, w, microbatches)
+    if most > capacity and traced is None:
+        notes["advice"] = first_fitting_change(plan, full)
+    own = [exact_collectives(shown.workload, shown.calls, place) for place in range(len(ranks))]
+    return Profile(
+        run=full.name,
+        source="estimated",
+        world_size=full.world_size,
+        memory=memory_frame(head, live.moments, live.host, shown.rows),
+        timeline=timeline_frame(
+            head,
+            drawn,
+            in_time.rows,
+            in_time.workload,
+            action_seconds(in_time.workload, in_time.durations),
+            action_seconds(w, time.durations),
+        ),
+        collectives=collectives_frame(head, own, shown.rows),
+        steps=steps_frame(head, float(time.seconds), full),
+        representative=representative,
+        capacity_bytes=capacity,
+        notes=notes,
+    )
+
+
+def _with_shape(
+    full: ResolvedPlan, model: TracedModel | None
+) -> tuple[ResolvedPlan, TracedStages | None]:
+    """The plan, of code with a shape that stands in for it, and the stages of its module."""
+    if not full.code:
+        return full, None
+    if model is None:
+        raise untraced(full)
+    require(full, "estimate", allow_code=True)
+    traced = traced_stages(full, model)
+    return with_stand_in(full, traced), traced
+
+
+def _step_notes(full: ResolvedPlan, w: Workload, k: Constants, time: StepTime) -> dict[str, Any]:
+    """The step by part, and what its times rest on."""
     notes: dict[str, Any] = {
         "time": step_time_breakdown(w, time),
         "model_flops_utilisation": float(model_flops_utilization(w, k, time)),
@@ -104,40 +145,34 @@ def estimate(plan: Plan, model: TracedModel | None = None) -> Profile:
         notes["uncalibrated"] = UNCALIBRATED_NOTE
     if assumed := assumed_hardware(full):
         notes["assumed_hardware"] = assumed
-    most, stack = float(live.peak.max()), full.strategy.stack
-    notes["memory"] = memory_requirement(most, capacity, stack) | {
-        "expected_slowdown": near_full_slowdown(most, capacity, stack, k)
-    }
-    notes["simulated_step_seconds"] = simulated_step_seconds(w, time, drawn, microbatches)
-    published: dict[str, Any] | None = None
-    if traced is None:  # measured steps are of models with a shape
-        notes["step_seconds_90"] = list(step_seconds_interval(full, w, time))
-        published = published_beside(full, measured_profile(stack))
-    if published:
-        beyond = beyond_published(published, notes["model_flops_utilisation"])
-        notes["published"] = published | {"promise": beyond or None}
+    return notes
+
+
+def _memory_notes(full: ResolvedPlan, k: Constants, most: float, capacity: int) -> dict[str, Any]:
+    """What a peak of `most` bytes means on a GPU of `capacity`."""
+    stack = full.strategy.stack
+    slower = {"expected_slowdown": near_full_slowdown(most, capacity, stack, k)}
+    return {"memory": memory_requirement(most, capacity, stack) | slower}
+
+
+def _measured_notes(full: ResolvedPlan, w: Workload, time: StepTime, mfu: float) -> dict[str, Any]:
+    """What measured and published steps say of this one."""
+    notes: dict[str, Any] = {"step_seconds_90": list(step_seconds_interval(full, w, time))}
+    if published := published_beside(full, measured_profile(full.strategy.stack)):
+        notes["published"] = published | {"promise": beyond_published(published, mfu) or None}
+    return notes
+
+
+def _scope_notes(full: ResolvedPlan, w: Workload, microbatches: int) -> dict[str, Any]:
+    """Where kernels' costs are from, what is not modelled, and a timeline of `microbatches`."""
+    notes: dict[str, Any] = {}
     if w.uses_fused_kernels:
         notes["kernels"] = kernel_cost_source(full.gpu, full.strategy.kernels)
     if full.shape.unmodelled:
         notes["not_modelled"] = full.shape.unmodelled
     if microbatches < w.step_microbatches:
         notes["timeline_microbatches"] = microbatches
-    if most > capacity and traced is None:
-        notes["advice"] = first_fitting_change(plan, full)
-    own = [exact_collectives(shown.workload, shown.calls, place) for place in range(len(ranks))]
-    seconds = float(time.seconds)
-    return Profile(
-        run=full.name,
-        source="estimated",
-        world_size=full.world_size,
-        memory=memory_frame(head, live.moments, live.host, shown.rows),
-        timeline=_timeline_frame(head, drawn, in_time, action_seconds(w, time.durations)),
-        collectives=collectives_frame(head, own, shown.rows),
-        steps=steps_frame(head, seconds, full),
-        representative=representative,
-        capacity_bytes=capacity,
-        notes=notes,
-    )
+    return notes
 
 
 class _Shown(NamedTuple):
@@ -159,29 +194,3 @@ def _shown(
     own = planned_workload(full, ranks)
     calls = step_collectives(own)
     return _Shown(rows, own, calls, microbatch_durations(own, k, calls))
-
-
-def _timeline_frame(
-    head: dict[str, Any], simulated: Timeline | None, shown: _Shown, longest: dict[str, Array]
-) -> Columns:
-    """Actions of each rank as its pipeline rank was simulated, whose seconds are `longest`. A
-    replica that has fewer sequences starts when the busiest of its stage does, and ends earlier.
-    """
-    own, table_row = action_seconds(shown.workload, shown.durations), shown.workload.fixed.table_row
-    of_row = defaultdict(list)
-    for interval in simulated.intervals if simulated else ():
-        of_row[interval.rank].append(interval)
-    rows = [
-        (at, i, longest[i.action.kind][place.stage] - own[i.action.kind][at])
-        for at, place in enumerate(shown.workload.places)
-        for i in of_row[table_row(place)]
-    ]
-    columns: dict[str, list[Any]] = {
-        "at": [at for at, *_ in rows],
-        "stage": [i.action.stage for _, i, _ in rows],
-        "microbatch": [i.action.microbatch for _, i, _ in rows],
-        "action": [i.action.kind for _, i, _ in rows],
-        "start": [i.start for _, i, _ in rows],
-        "end": [i.end - earlier for _, i, earlier in rows],
-    }
-    return shown.rows.frame("timeline", head, columns)

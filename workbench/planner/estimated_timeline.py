@@ -4,7 +4,10 @@ durations.
 
 from __future__ import annotations
 
-from workbench.costmodel.inputs.config import named_table
+from collections import defaultdict
+from typing import Any
+
+from workbench.costmodel.inputs.config import Array, named_table
 from workbench.costmodel.inputs.rank_workload import Workload
 from workbench.costmodel.step_time import (
     MAX_ACTIONS,
@@ -13,6 +16,8 @@ from workbench.costmodel.step_time import (
     simulated_makespan,
     simulated_schedule,
 )
+from workbench.planner.estimated_frames import ShownRanks
+from workbench.profile import Columns
 from workbench.schedules import Timeline
 from workbench.schedules.generators import SCHEDULES
 
@@ -48,3 +53,41 @@ def simulated_step_seconds(
         pace = float((time.durations.forward + time.durations.backward).max())
         makespan = drawn.makespan + (float(w.microbatches) - microbatches) * pace
     return makespan + sum(float(part) for part in time.after.values())
+
+
+def timeline_frame(
+    head: dict[str, Any],
+    simulated: Timeline | None,
+    shown: ShownRanks,
+    w: Workload,
+    seconds: dict[str, Array],
+    longest: dict[str, Array],
+) -> Columns:
+    """Actions of each rank as its pipeline rank was simulated. A replica that has fewer sequences
+    starts when the busiest of its stage does, and ends earlier.
+
+    Args:
+        head: Cells that every row has.
+        simulated: What was simulated, if anything.
+        shown: The ranks.
+        w: Their problem sizes.
+        seconds: Action -> how long it takes each of them.
+        longest: The same by stage, as simulated.
+    """
+    of_row = defaultdict(list)
+    for interval in simulated.intervals if simulated else ():
+        of_row[interval.rank].append(interval)
+    rows = [
+        (at, i, longest[i.action.kind][place.stage] - seconds[i.action.kind][at])
+        for at, place in enumerate(w.places)
+        for i in of_row[w.fixed.table_row(place)]
+    ]
+    columns: dict[str, list[Any]] = {
+        "at": [at for at, *_ in rows],
+        "stage": [i.action.stage for _, i, _ in rows],
+        "microbatch": [i.action.microbatch for _, i, _ in rows],
+        "action": [i.action.kind for _, i, _ in rows],
+        "start": [i.start for _, i, _ in rows],
+        "end": [i.end - earlier for _, i, earlier in rows],
+    }
+    return shown.frame("timeline", head, columns)
