@@ -190,11 +190,18 @@ def _layer_backward(
             "logits": logits,
             "temporary": w.has_embedding * activation_memory.embedding_backward(w)
             + (1 - w.has_embedding) * activation_memory.norm_backward(w),
-            # The engine holds what it received until the stage's backward returns.
-            "communication": _received_gradient(w) * w.fixed.framework.kernels.counts_operators,
+            "communication": _received_gradient(w) * _holds_gradient(w),
         },
     }
     return phases | (_split_backward(w, after, logits) if w.fixed.splits_backward else {})
+
+
+def _holds_gradient(w: Workload) -> bool:
+    """Whether what a stage received is there until its backward returns: in this engine, where a
+    rank has one stage whose backward is not split.
+    """
+    s = w.fixed
+    return s.framework.kernels.counts_operators and s.chunks == 1 and not s.splits_backward
 
 
 def _received_gradient(w: Workload) -> Array:
