@@ -78,6 +78,7 @@ CASES = {
     ),
     "two by two": on(4, operators=GRID, shape=GPT),
     "tokens": by_tokens(2, shape=GPT),
+    "positions": on(4, operators={"embedding.tokens": "((1,2),(2,1))"}, shape=GPT),
     "tokens, recompute": by_tokens(2, shape=LLAMA, **{"strategy.recompute": "full"}),
     "tokens, zero-3": by_tokens(2, 1, 2, shape=LLAMA, **{"strategy.data.zero": 3}),
     "tokens, pipeline": by_tokens(2, 2, shape=LLAMA),

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from workbench.costmodel.communication.grid_volume import gemm_exchanges, grid_collectives
+from workbench.costmodel.communication.grid_volume import gemm_exchanges
+from workbench.costmodel.communication.partial_gradients import partial_gradient_sums
 from workbench.costmodel.compute.roofline import model_flops
 from workbench.costmodel.inputs.layer_gemms import layer_gemms
 from workbench.costmodel.inputs.rank_workload import Workload, workload
@@ -72,11 +73,11 @@ def test_products_move_what_the_papers_say(algorithm: str, size: list[int], acti
 def test_copies_of_weights_add_their_gradients_once_a_step(depth: int) -> None:
     plan = on_grid("2.5d", [4, 4, depth], **{"training.global_batch": 64 * BATCH})
     w = workload(plan)
-    (call,) = (
-        c for c in grid_collectives(w) if c.kind == "all_reduce" and isinstance(c.count, float)
-    )
-    assert (call.count, call.group_size) == (1, depth)
-    assert call.bytes == pytest.approx(float(w.param_counts.total.sum()) * 4)  # fp32 gradients
+    *_, call = partial_gradient_sums(w)  # the others are over a column
+    assert (call.count, call.group_size) == (depth > 1, depth)
+    assert call.bytes == pytest.approx(
+        float(w.param_counts.total.sum()) * 4 * (depth > 1)
+    )  # fp32 gradients
 
 
 @pytest.mark.parametrize("model", ["gpt3-6.7b", "llama-3-8b", "mixtral-8x7b", "deepseek-v3"])

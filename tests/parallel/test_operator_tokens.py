@@ -60,10 +60,13 @@ def test_sequence_parallelism(shape: dict[str, Any], changes: dict[str, Any]) ->
     equal(tokens_on(2, shape=shape, changes=changes))
 
 
+@pytest.mark.parametrize("shape", [LLAMA | {"kv_heads": 4}, GPT], ids=["llama", "gpt"])
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_it_communicates_as_algorithm_1d(ranks: int) -> None:
-    """Call by call, with the gathering in backward of what is not kept."""
-    plan = tokens_on(ranks, shape=LLAMA | {"kv_heads": 4}, vocab=256)
+def test_it_communicates_as_algorithm_1d(ranks: int, shape: dict[str, Any]) -> None:
+    """Call by call, with the gathering in backward of what is not kept, and gradients of norms and
+    learned positions summed once a step.
+    """
+    plan = tokens_on(ranks, shape=shape, vocab=256)
     manual = plan.replace(**{"strategy.operators": {}, "strategy.tensor.sequence": True})
     assert collectives(plan) == collectives(manual) != {}
 
@@ -83,6 +86,13 @@ def test_tokens_are_rotated_by_their_own_positions() -> None:
 
 def test_sequences_and_tokens_and_widths_at_once() -> None:
     equal(on(4, operators=MIXED, shape=GPT, layers=2, vocab=256, changes=DROPOUT))
+
+
+@pytest.mark.parametrize("embedding", ["((1,2),(2,1))", "((1,2),(1,2))"])
+def test_learned_positions_follow_what_they_are_added_to(embedding: str) -> None:
+    """Split by width, too, over which their gradient is gathered."""
+    operators = {"embedding.tokens": embedding, "blocks.*.mlp.up": "((2,1),(1,2))"}
+    equal(on(4, operators=operators, shape=GPT, layers=1, vocab=256))
 
 
 CASES: dict[str, tuple[tuple[int, ...], dict[str, Any], dict[str, Any]]] = {

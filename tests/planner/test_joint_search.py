@@ -106,6 +106,34 @@ def test_stages_are_what_the_estimate_says_of_their_plan(seed: int) -> None:
     assert figures.peak.max() == pytest.approx(peak, rel=1e-12)
 
 
+SCHEDULES = ("zb-v", 2), ("interleaved", 2), ("zb-h1", 1)
+
+
+@pytest.mark.drawn(6)
+@pytest.mark.parametrize("seed", range(60))
+def test_equal_stages_are_what_the_estimate_says_of_their_plan(seed: int) -> None:
+    """With several stages a rank, or split backwards; and as few layers recomputed as fit."""
+    drawn = np.random.default_rng(seed)
+    space = small_space(int(drawn.choice([8, 9, 12])), tied=bool(drawn.integers(2)))
+    schedule, chunks = SCHEDULES[drawn.integers(3)]
+    submesh = Submesh(*((1, 2), (2, 1), (2, 2), (4, 1))[drawn.integers(4)])
+    choice = JointChoice(submesh, 1, int(drawn.integers(4)), schedule, chunks)
+    division, variants = ChoicePricing(space, space.fixed_configs[0]).equal_division(choice)
+    (free,) = division.within(variants, np.inf, np.inf)
+    memory = free.peak * drawn.uniform(0.7, 1.0)
+    for found in (free, *division.within(variants, memory, np.inf)):
+        full = written(space, space.fixed_configs[0], choice, found.stages).resolve()
+        seconds, _, peak = estimated_figures(full)
+        assert (found.seconds, found.peak) == pytest.approx((seconds, peak), rel=1e-12)
+        assert full.strategy.pipeline.schedule == schedule and full.sizes["pipeline"] > 1
+    for found in division.within(variants, memory, np.inf):
+        again = max(stage.recomputed for stage in found.stages)
+        at = next(i for i, v in enumerate(variants) if v[1] == found.stages[1].strategies)
+        assert found.peak <= memory
+        if again:
+            assert division.recomputing(variants[at], again - 1).peak > memory
+
+
 def pipelined(figures: StageFigures, microbatches: int) -> float:
     """What divisions are chosen by: what follows the last microbatch counts as a share of each."""
     each = figures.seconds + sum(figures.after.values()) / microbatches

@@ -109,14 +109,12 @@ def after_by_rank(
 ) -> dict[str, Array]:
     """Part of the step -> seconds after the last microbatch, by rank of the workload."""
     m, links = device_rates(w.fixed.gpu, w.fixed.precision, constants), axis_links(w, constants)
-    found = {
+    sums = comm_seconds(calls, links, constants, "tensor", "REDUCE_GRAD")
+    return {
         "data_comm": _exposed_data_comm(w, constants, durations, calls, links),
         "optimizer": measured_optimizer_seconds(w, m, _owned(w)),
+        "tensor_comm": w.zeros + sums,
     }
-    if w.fixed.grid is not None:  # gradients of modules that shard rows
-        sums = comm_seconds(calls, links, constants, "tensor", "REDUCE_GRAD")
-        found["tensor_comm"] = w.zeros + sums
-    return found
 
 
 def step_overhead(world_size: int, constants: Constants) -> float:

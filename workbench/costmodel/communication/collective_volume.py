@@ -21,6 +21,7 @@ from workbench.costmodel.communication.collective_call import (
 )
 from workbench.costmodel.communication.float8_volume import float8_collectives
 from workbench.costmodel.communication.grid_volume import grid_collectives
+from workbench.costmodel.communication.partial_gradients import partial_gradient_sums
 from workbench.costmodel.inputs.config import Array, Number
 from workbench.costmodel.inputs.rank_workload import Workload
 from workbench.costmodel.operators.operator_calls import axis_collectives, operator_collectives
@@ -50,6 +51,7 @@ def step_collectives(w: Workload) -> list[CollectiveCall]:
         *_expert_calls(w),
         *_pipeline_calls(w),
         *_data_calls(w),
+        *partial_gradient_sums(w),
         everyone,
     ]
 

@@ -9,11 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from workbench.costmodel.communication.collective_call import (
-    CollectiveCall,
-    gradient_dtype_name,
-    shared_kv_head_calls,
-)
+from workbench.costmodel.communication.collective_call import CollectiveCall, shared_kv_head_calls
 from workbench.costmodel.inputs.config import Number
 from workbench.costmodel.inputs.layer_gemms import LayerGemm, head_gemm, layer_gemms
 from workbench.costmodel.inputs.rank_workload import Workload
@@ -90,7 +86,6 @@ def grid_collectives(w: Workload) -> list[CollectiveCall]:
         *_embedding_calls(w),
         *_norm_calls(w),
         *shared_kv_head_calls(w),
-        _depth_gradient_call(w),
     ]
 
 
@@ -144,17 +139,3 @@ def _norm_calls(w: Workload) -> list[CollectiveCall]:
         CollectiveCall("tensor", kind, q, "fp32", size, count, action)
         for (kind, size), count, action in each
     ]
-
-
-def _depth_gradient_call(w: Workload) -> CollectiveCall:
-    """All-reduce of the gradients of weights that the depth of a 2.5-D grid replicates."""
-    size = w.param_counts.trained * w.gradient_element_bytes
-    return CollectiveCall(
-        "tensor",
-        "all_reduce",
-        w.tiling.num_weight_copies,
-        gradient_dtype_name(w),
-        size,
-        1.0,
-        "REDUCE_GRAD",
-    )

@@ -349,9 +349,12 @@ def embedding_bytes(w: Workload) -> MovedBytes:
     found = moved_by([2 * e, masked], [e, masked]).wide(t * h)
     found += moved_by([], [e]).wide(w.table_params)
     if w.shape.positions == "learned":
-        own = t * h / w.sequence_parallel
-        found += moved_by([3 * e], [e]).wide(own)
-        found += moved_by([2 * e], [e]).wide(w.fixed.sequence_length / w.searched.context * h)
+        # Ranks that split tokens look up a row for each; others one for all sequences, over which
+        # its gradient is summed.
+        own, splits = t * h / w.sequence_parallel, w.sequence_parallel > 1
+        rows = np.where(splits, own, w.fixed.sequence_length / w.searched.context * h)
+        found += moved_by([3 * e], [e * (1 - splits)]).wide(own)
+        found += moved_by([2 * e], [e]).wide(rows)
         found += moved_by([], [e]).wide(w.shape.max_positions * h)
     if w.shape.embedding_norm:
         found += norm_bytes(w, False).wide(t * h / w.sequence_parallel)

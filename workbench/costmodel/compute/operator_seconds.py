@@ -203,6 +203,8 @@ def _counted(w: Workload, kind: str, sizes: tuple[float, ...]) -> MovedBytes:
         masked = 2 * e * others[1]
         found = moved_by([2 * e, masked], [e, masked]).wide(elements)
         return found + moved_by([], [e]).wide(others[0])
+    if kind == "positions":
+        return moved_by([3 * e], [e]).wide(elements)
     apart = others[0]  # of a bias: whether it is added apart from its GEMM
     return moved_by([2 * e * apart], [e]).wide(elements) if kind == "bias" else _sum(e, elements)
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from workbench.plan.model.model_shape import Moe, Shape
 from workbench.plan.operators.least_redistribution import LeastRedistribution
-from workbench.plan.operators.operator_sites import OUTPUT
+from workbench.plan.operators.operator_sites import OUTPUT, POSITIONS
 from workbench.plan.operators.redistribution_moves import neighbors
 from workbench.plan.operators.strategy_form import Placement
 from workbench.plan.operators.tensor_layout import TensorLayout
@@ -148,7 +148,7 @@ def stage_parameters(
         yield _matrix(s, "embedding.tokens", (shape.vocab, "vocabulary"), (shape.hidden, "hidden"))
         if shape.positions == "learned":
             positions = (shape.max_positions, shape.hidden)
-            yield OperatorParameter("embedding.positions.weight", positions, ())
+            yield OperatorParameter(f"{POSITIONS}.weight", positions, s.token_axes(POSITIONS))
         if shape.embedding_norm:
             yield from _norm(s, shape, "embedding.norm")
     alike: dict[LayerKind, list[OperatorParameter]] = {}

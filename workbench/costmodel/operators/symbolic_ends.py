@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from workbench.costmodel.memory.activation_memory import TOKEN_ID_BYTES, keeps_small_seams_eager
+from workbench.costmodel.operators.redistribution_shapes import redistributed
 from workbench.costmodel.operators.symbolic_autograd import Gradients, SymbolicTensor
 from workbench.costmodel.operators.symbolic_functions import linear
 from workbench.costmodel.operators.symbolic_modules import TOKEN_DIMS, SymbolicStrategies
@@ -13,10 +14,10 @@ from workbench.costmodel.operators.symbolic_sharding import (
     ShapeSharding,
     SharedShapes,
     as_shard,
-    local_part,
     redistribute,
     unsharded,
 )
+from workbench.plan.operators.operator_sites import POSITIONS
 from workbench.plan.operators.tensor_layout import TensorLayout
 from workbench.runtime_facts.fused_thresholds import MIN_FUSED_LOSS_NUMEL
 
@@ -66,23 +67,39 @@ def embed(s: SymbolicStrategies, tokens: SymbolicTensor, table: SymbolicTensor) 
     return sharding.to_global(x, **TOKEN_DIMS, hidden=-1)
 
 
-def add_positions(r: SymbolicRank, x: SymbolicTensor, positions: SymbolicTensor) -> SymbolicTensor:
-    """[B, T, D] with the rows of learned positions [T, D] added, which every rank holds."""
+def embed_positions(
+    s: SymbolicStrategies, indices: SymbolicTensor, table: SymbolicTensor
+) -> SymbolicTensor:
+    """Rows [T, D] of learned positions: of the tokens that a rank has, if these are sharded."""
+    own, dims = s.of(POSITIONS), {"tokens": 0}
+    if own is None:
+        return lookup(s.r, indices, table, False)
+    rows = lookup(s.r, own.to_local(indices, **dims), table, False)
+    return as_shard(s.r, rows, own.layout(2, dims), own.partial_layout(2, dims))
+
+
+def add_positions(r: SymbolicRank, x: SymbolicTensor, rows: SymbolicTensor) -> SymbolicTensor:
+    """[B, T, D] with the rows of learned positions [T, D] added."""
+    r.compute("positions", x.numel)
     if x.layout is None:
-        return _broadcast_sum(r, x, positions, None)
+        return _broadcast_sum(r, x, rows, rows.shape, None)
     batch, *others = x.layout.dims
-    held = as_shard(r, positions, unsharded(2))
-    local, _ = local_part(r, held)
-    own = TensorLayout(tuple(others))
-    rows = as_shard(r, redistribute(r, local, unsharded(2), own), own)
-    return _broadcast_sum(r, x, rows, own._replace(partial=tuple(sorted(batch))))
+    rows = rows if rows.layout is not None else as_shard(r, rows, unsharded(2))
+    held, own = rows.layout or unsharded(2), TensorLayout(tuple(others))
+    shape = redistributed(r, replace(rows, layout=None), held, own).shape
+    return _broadcast_sum(r, x, rows, shape, own._replace(partial=tuple(sorted(batch))))
 
 
 def _broadcast_sum(
-    r: SymbolicRank, x: SymbolicTensor, rows: SymbolicTensor, layout: TensorLayout | None
+    r: SymbolicRank,
+    x: SymbolicTensor,
+    rows: SymbolicTensor,
+    shape: tuple[int, ...],
+    layout: TensorLayout | None,
 ) -> SymbolicTensor:
-    """[B, T, D] plus [T, D], whose gradient is summed over B and lies as `layout` says."""
-    shape = rows.shape
+    """[B, T, D] plus [T, D], whose gradient of this `shape` is summed over B and lies as `layout`
+    says.
+    """
 
     def backward(gradient: SymbolicTensor) -> Gradients:
         return gradient, replace(r.empty(shape), layout=layout)

@@ -111,13 +111,20 @@ def local_part(r: SymbolicRank, x: SymbolicTensor) -> tuple[SymbolicTensor, Tens
     return r.made(replace(x, layout=None), backward, x), layout
 
 
-def as_shard(r: SymbolicRank, x: SymbolicTensor, layout: TensorLayout) -> SymbolicTensor:
-    """A local part as a shard; backward brings the gradient to its layout."""
+def as_shard(
+    r: SymbolicRank,
+    x: SymbolicTensor,
+    layout: TensorLayout,
+    gradient_layout: TensorLayout | None = None,
+) -> SymbolicTensor:
+    """A local part as a shard; backward brings the gradient to its layout, or to that of its
+    gradient.
+    """
 
     def backward(gradient: SymbolicTensor) -> Gradients:
         assert gradient.layout is not None
         local = replace(gradient, layout=None)
-        return (redistributed(r, local, gradient.layout, layout),)
+        return (redistributed(r, local, gradient.layout, gradient_layout or layout),)
 
     return r.made(replace(x, layout=layout), backward, x)
 

@@ -15,7 +15,12 @@ from workbench.costmodel.operators.layers.symbolic_ulysses import ulysses_attend
 from workbench.costmodel.operators.symbolic_attention import attend, rope
 from workbench.costmodel.operators.symbolic_autograd import Gradients, SymbolicTensor
 from workbench.costmodel.operators.symbolic_checkpoint import checkpointed
-from workbench.costmodel.operators.symbolic_ends import add_positions, embed, head_loss, lookup
+from workbench.costmodel.operators.symbolic_ends import (
+    add_positions,
+    embed,
+    embed_positions,
+    head_loss,
+)
 from workbench.costmodel.operators.symbolic_functions import activate
 from workbench.costmodel.operators.symbolic_modules import (
     LocalFn,
@@ -27,6 +32,7 @@ from workbench.costmodel.operators.symbolic_norms import add_norm
 from workbench.costmodel.operators.symbolic_rank import SymbolicRank
 from workbench.costmodel.operators.symbolic_sharding import local_part, redistribute, sharded_sum
 from workbench.costmodel.operators.symbolic_split_backward import RepeatedLayer
+from workbench.plan.operators.operator_sites import POSITIONS
 
 ShapesFn = Callable[..., tuple[SymbolicTensor, ...]]
 HEAD_DIMS = (0, 2)
@@ -104,8 +110,8 @@ class SymbolicStage:
         x = embed(self.s, tokens, self.parameters["embedding.tokens.weight"])
         if shape.positions == "learned":
             indices = r.empty(tokens.shape[1:], TOKEN_ID_BYTES)
-            table = self.parameters["embedding.positions.weight"]
-            x = add_positions(r, x, lookup(r, indices, table, False))
+            table = self.parameters[f"{POSITIONS}.weight"]
+            x = add_positions(r, x, embed_positions(self.s, indices, table))
         if shape.embedding_norm:
             x, _ = self._norm("embedding.norm", x, None)
         self.s.left("embedding")

@@ -30,6 +30,7 @@ from workbench.parallel.operators.operator_forward import (
     HeadOperator,
     LinearOperator,
     LocalOperator,
+    PositionsOperator,
     RopeOperator,
 )
 from workbench.parallel.operators.operator_grid import OperatorGrid
@@ -39,7 +40,7 @@ from workbench.parallel.operators.redistribution import (
     SharedInputs,
 )
 from workbench.plan.operators.least_redistribution import LeastRedistribution
-from workbench.plan.operators.operator_sites import OUTPUT
+from workbench.plan.operators.operator_sites import OUTPUT, POSITIONS
 from workbench.plan.operators.redistribution_moves import neighbors
 from workbench.plan.operators.strategy_form import Placement
 from workbench.plan.operators.tensor_layout import TensorLayout
@@ -193,6 +194,8 @@ def _named(
     if isinstance(module, nn.Linear):
         return LinearOperator(module, sharding)
     if isinstance(module, nn.Embedding):
+        if path == POSITIONS:
+            return PositionsOperator(module, sharding)
         return EmbeddingOperator(module, sharding, layouts[f"{path}.weight"])
     if isinstance(module, AddNorm | nn.LayerNorm | nn.RMSNorm):
         return LocalOperator(module.forward, sharding, TOKEN_DIMS)

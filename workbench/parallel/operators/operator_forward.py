@@ -92,6 +92,24 @@ class EmbeddingOperator:
 
 
 @dataclass(frozen=True)
+class PositionsOperator:
+    """Lookup of learned positions for the tokens that a rank has. The table's gradient is left as
+    the part that these make of it: it is summed once a step.
+
+    Weight [positions, hidden].
+    """
+
+    module: nn.Embedding
+    sharding: OperatorSharding
+
+    def __call__(self, indices_T: Tensor) -> Tensor:
+        """[T] to [T, D]."""
+        own, dims = self.sharding, {"tokens": 0}
+        rows_TD = F.embedding(own.to_local(indices_T, **dims), self.module.weight)
+        return own.grid.dtensor(rows_TD, own.layout(2, dims), own.partial_layout(2, dims))
+
+
+@dataclass(frozen=True)
 class LocalOperator:
     """A module that computes shards independently: `dims` of inputs and outputs may be sharded."""
 

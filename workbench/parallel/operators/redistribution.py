@@ -97,9 +97,13 @@ class RedistributionGrid:
             return x, TensorLayout(((),) * x.ndim)
         return x.to_local(grad_placements=x.placements), layout_of(x)
 
-    def dtensor(self, x: Tensor, layout: TensorLayout) -> DTensor:
-        """A local part as a DTensor; backward redistributes the gradient to its layout."""
-        result: DTensor = _ToDTensor.apply(x, self, layout)
+    def dtensor(
+        self, x: Tensor, layout: TensorLayout, gradient: TensorLayout | None = None
+    ) -> DTensor:
+        """A local part as a DTensor; backward redistributes the gradient to its layout, or to that
+        of its `gradient`.
+        """
+        result: DTensor = _ToDTensor.apply(x, self, layout, gradient or layout)
         return result
 
     def laid_out(self, x: DTensor, layout: TensorLayout) -> DTensor:
@@ -156,14 +160,17 @@ class _ToDTensor(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, grid: RedistributionGrid, layout: TensorLayout) -> DTensor:
-        ctx.grid, ctx.layout = grid, layout
+    def forward(
+        ctx: Any, x: Tensor, grid: RedistributionGrid, layout: TensorLayout, gradient: TensorLayout
+    ) -> DTensor:
+        ctx.grid, ctx.layout = grid, gradient
         placements = dtensor_placements(layout, grid.device.ndim)
         return DTensor.from_local(x.view_as(x), grid.device, placements, run_check=False)
 
     @staticmethod
-    def backward(ctx: Any, gradient: DTensor) -> tuple[Tensor, None, None]:
-        return ctx.grid.run(gradient.to_local(), layout_of(gradient), ctx.layout), None, None
+    def backward(ctx: Any, gradient: DTensor) -> tuple[Tensor, None, None, None]:
+        local = ctx.grid.run(gradient.to_local(), layout_of(gradient), ctx.layout)
+        return local, None, None, None
 
 
 def layout_of(x: DTensor) -> TensorLayout:

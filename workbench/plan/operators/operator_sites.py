@@ -53,6 +53,8 @@ OUTPUT = ".output"
 """What follows a module's name, where its output is placed unlike its inputs: MindSpore's
 `out_strategy`. A partial sum is then reduce-scattered by tokens instead of all-reduced.
 """
+POSITIONS = "embedding.positions"
+"""The table of learned positions, which no strategy names: it follows what it is added to."""
 ORDER = (
     "rows",
     "tokens",
@@ -231,3 +233,13 @@ def matched(
     if problems:
         raise PlanError(problems)
     return found
+
+
+def followed_by_positions(placed: Mapping[str, Placement]) -> dict[str, Placement]:
+    """Where learned positions lie: each rank looks up those of the tokens that it has of the
+    embedding's output, and so has a part of the table's gradient, which is summed once a step.
+    """
+    name = "embedding.tokens"
+    output = placed.get(name + OUTPUT, placed.get(name, ()))
+    own = tuple(split if split in ("rows", "tokens") else None for split in output)
+    return {POSITIONS: own} if any(own) else {}

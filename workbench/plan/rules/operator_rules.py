@@ -8,7 +8,7 @@ from itertools import accumulate
 
 from workbench.errors import PlanError, Problem
 from workbench.plan.model.model_shape import Shape
-from workbench.plan.operators.operator_sites import OUTPUT, Site, matched
+from workbench.plan.operators.operator_sites import OUTPUT, Site, followed_by_positions, matched
 from workbench.plan.operators.strategy_form import (
     Form,
     Placement,
@@ -62,7 +62,8 @@ def placements(plan: ResolvedPlan) -> dict[str, Placement]:
         output = site.output_placement(form, shape)
         if output is not None:
             found[name + OUTPUT] = output
-    return found
+    learned = plan.shape.positions == "learned"
+    return found | (followed_by_positions(found) if learned else {})
 
 
 def boundary_axes(plan: ResolvedPlan) -> tuple[int, ...]:

@@ -12,6 +12,7 @@ from workbench.plan.operators.strategy_form import read_strategies
 from workbench.planner.autoshard.device_mesh import logical_mesh
 from workbench.planner.autoshard.graph_pricing import GraphPricing
 from workbench.planner.autoshard.plan_problem import machine_model, tensor_bytes
+from workbench.planner.search.joint.equal_stages import EqualDivision
 from workbench.planner.search.joint.joint_plans import bare_plan
 from workbench.planner.search.joint.joint_space import JointChoice
 from workbench.planner.search.joint.stage_choices import StageChoices, Strategies
@@ -56,6 +57,21 @@ class ChoicePricing:
             alike[tuple(own.get(NORM) for own in variant[:-1])].append(variant)
         layers, recomputes = self.base.shape.layers, "full" in self.space.recompute
         return [StageLines(estimates, own, layers, recomputes) for own in alike.values()]
+
+    def equal_division(self, choice: JointChoice) -> tuple[EqualDivision, list[Variant]]:
+        """Of a choice whose schedule has equal stages, with its variants.
+
+        Raises:
+            PlanError: No plan has these sizes.
+        """
+        ranks = self.setting.world_size // choice.submesh.ranks
+        plan = bare_plan(self.space, self.setting, choice, ranks).resolve()
+        passes = self._passes.setdefault(choice.submesh.tensor, MeshPasses())
+        partition = plan.strategy.pipeline.partition
+        assert isinstance(partition, list)
+        estimates, recomputes = StageEstimates(plan, passes), "full" in self.space.recompute
+        variants = list(self._variants(choice, len(partition)))
+        return EqualDivision(estimates, partition, recomputes), variants
 
     def _variants(self, choice: JointChoice, stages: int) -> Iterator[Variant]:
         """Strategies of the first stage, of those in between and of the last, as many times as any

@@ -38,13 +38,17 @@ class Divided:
         """Why the stages have these layers."""
         each, peaks = self.figures.seconds, self.figures.peak
         slowest, again = int(each.argmax()), sum(stage.recomputed for stage in self.stages)
-        own = (
-            f"stage {slowest} is the slowest with {seconds_text(float(each[slowest]))} a microbatch"
-        )
-        others = f", the others take {seconds_text(float(each.min()))} or more"
-        fits = f"{gib_text(float(peaks.max()))} of {gib_text(memory)} within the risk"
+        most, least = (seconds_text(float(s)) for s in (each.max(), each.min()))
+        own = f"stage {slowest} is the slowest with {most} a microbatch"
+        own = f"{own}, the others take {least} or more" if each[1:].size else f"{most} a microbatch"
         layers = f"{again} of {sum(stage.layers for stage in self.stages)} layers recomputed"
-        return f"{own}{others if len(each) > 1 else ''}; {layers}, {fits} (estimated)"
+        fits = fits_text(float(peaks.max()), memory)
+        return f"{own}; {layers}, {fits}"
+
+
+def fits_text(peak: float, memory: float) -> str:
+    """How much of the memory that the risk leaves is taken."""
+    return f"{gib_text(peak)} of {gib_text(memory)} within the risk (estimated)"
 
 
 def best_division(lines: StageLines, memory: float) -> Divided | None:

@@ -72,7 +72,7 @@ def bare_plan(
     """
     fields: dict[str, Any] = {
         "tensor": {"size": choice.submesh.tensor},
-        "pipeline": {"size": stages},
+        "pipeline": {"size": stages, "schedule": choice.schedule, "chunks": choice.chunks},
         "data": {"zero": choice.zero},
         "kernels": space.kernels[0],
         "gradient_dtype": space.gradient[0],
@@ -95,9 +95,10 @@ def written(
         PlanError: The strategies have no plan.
     """
     partition = [stage.layers for stage in stages]
-    pipeline = {"size": len(partition), "partition": partition} if partition[1:] else {}
-    again = recomputed_layers(stages)
-    plan = bare_plan(space, setting, choice, len(stages), pipeline=pipeline, recompute=again)
+    size = len(partition) // choice.chunks
+    plan = bare_plan(space, setting, choice, size, recompute=recomputed_layers(stages))
+    if partition[1:]:
+        plan = plan.replace(**{"strategy.pipeline.partition": partition})
     if choice.submesh.tensor == 1:
         return plan
     strategies = operator_strategies(stages)

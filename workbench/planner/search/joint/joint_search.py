@@ -17,6 +17,7 @@ from workbench.planner.plan_conditions import Condition
 from workbench.planner.search.constraints import RESULT_FIELDS, narrow_space
 from workbench.planner.search.joint.choice_pricing import ChoicePricing
 from workbench.planner.search.joint.choice_search import Divided, best_division
+from workbench.planner.search.joint.equal_stages import EqualStages
 from workbench.planner.search.joint.joint_plans import written
 from workbench.planner.search.joint.joint_space import JointChoice, Submesh, submesh_ranks
 from workbench.planner.search.joint.stage_lines import StageLines
@@ -25,6 +26,7 @@ from workbench.planner.search.results.search_result import Candidate
 from workbench.planner.search.search_space import SearchSpace
 from workbench.planner.search.space_scan import objective_score
 from workbench.planner.search.unequal.estimates import estimated_figures, result_of
+from workbench.schedules.generators import SCHEDULES
 from workbench.units import GIB
 
 Progress = Callable[[str], None]
@@ -59,12 +61,12 @@ class _Bounded:
 
 @dataclass(frozen=True, order=True)
 class _Found:
-    """A division with the seconds that are expected of its step."""
+    """Stages with the seconds that are expected of their step."""
 
     expected: float
     order: int
     choice: JointChoice = field(compare=False)
-    divided: Divided = field(compare=False)
+    divided: Divided | EqualStages = field(compare=False)
 
 
 class JointSearch:
@@ -79,6 +81,9 @@ class JointSearch:
         self.found: list[_Found] = []
         self.candidates: list[Candidate] = []
         self.tried = 0
+        self.schedules: dict[int, list[tuple[str, int]]] = {}
+        for schedule, chunks, stages in space.schedules:
+            self.schedules.setdefault(stages, []).append((schedule, chunks))
         self.refused: PlanError | None = None
 
     def run(self, progress: Progress) -> int:
@@ -116,15 +121,18 @@ class JointSearch:
                 self.refused = error
                 continue
             microbatches = choice.microbatches(self.setting.global_batch)
-            least = min(own.least_seconds(stages, microbatches) for own in lines)
-            yield _Bounded(least, order, choice)
+            least = min(own.least_seconds() for own in lines) / stages
+            for schedule, chunks in self.schedules[stages]:
+                splits = SCHEDULES[schedule].splits_backward  # whose parts fill the bubble
+                filling = 0.0 if splits else (stages - 1) / chunks
+                own = replace(choice, schedule=schedule, chunks=chunks)
+                yield _Bounded(least * (microbatches + filling), order, own)
 
     def _choices(self) -> Iterator[JointChoice]:
-        """Equal submeshes alone, which a plan holds, without ZeRO."""
+        """Equal submeshes alone, which a plan holds, without ZeRO, whatever their schedule."""
         space, world = self.space, self.setting.world_size
-        stages = {pipeline for *_, pipeline in space.schedules}
         for ranks in submesh_ranks(world, self.setting.gpus_per_node):
-            if world // ranks not in stages:
+            if world // ranks not in self.schedules:
                 continue
             for tensor in (t for t in space.tensor if isinstance(t, int) and ranks % t == 0):
                 submesh = Submesh(tensor, ranks // tensor)
@@ -141,14 +149,29 @@ class JointSearch:
                 continue
             own = replace(choice, zero=zero)
             try:
-                every = self.pricing.lines(own)
+                self._try(own)
             except PlanError:
                 continue
             self.tried += 1
-            for lines in every:
-                lines.drop_worse(self._least)
-                if lines.variants and lines.least_bytes() <= self.beside.largest_peak_bytes:
-                    self._within_limits(own, lines)
+
+    def _try(self, choice: JointChoice) -> None:
+        if choice.schedule != "1f1b":
+            division, variants = self.pricing.equal_division(choice)
+            limit = self.beside.largest_peak_bytes
+            for found in division.within(variants, limit, self._least):
+                self._keep(choice, found)
+            return
+        for lines in self.pricing.lines(choice):
+            lines.drop_worse(self._least)
+            if lines.variants and lines.least_bytes() <= self.beside.largest_peak_bytes:
+                self._within_limits(choice, lines)
+
+    def _keep(self, choice: JointChoice, found: Divided | EqualStages) -> float:
+        """Answers how much slower a GPU as full is."""
+        slowdown = self.beside.slowdown(found.peak)
+        expected = found.seconds * slowdown
+        self.found.append(_Found(expected, len(self.found), choice, found))
+        return slowdown
 
     def _within_limits(self, choice: JointChoice, lines: StageLines) -> None:
         """Its divisions, each within less memory than the one before: nearly full GPUs are slow."""
@@ -156,9 +179,7 @@ class JointSearch:
         if free is None or free.seconds >= self._least:
             return
         while divided := best_division(lines, limit):
-            slowdown = self.beside.slowdown(divided.peak)
-            expected = divided.seconds * slowdown
-            self.found.append(_Found(expected, len(self.found), choice, divided))
+            slowdown = self._keep(choice, divided)
             if slowdown < FREE or divided.seconds >= self._least:
                 return
             limit = divided.peak - LESS

@@ -33,7 +33,10 @@ def joint_space(plan: Plan, worlds: tuple[int, ...] = ()) -> SearchSpace:
     most = min(usual.base.shape.layers, max(s.world_size for s in usual.fixed_configs))
     return replace(
         usual,
-        schedules=tuple(("1f1b", 1, stages) for stages in range(1, most + 1)),
+        schedules=(
+            *(("1f1b", 1, stages) for stages in range(1, most + 1)),
+            *(one for one in usual.schedules if one[0] != "1f1b"),
+        ),
         sequence=(False,),
         context=(1,),
         expert=(1,),
@@ -93,6 +96,9 @@ class JointChoice:
     sequences: int
     """Of a microbatch on one replica."""
     zero: int
+    schedule: str = "1f1b"
+    chunks: int = 1
+    """Stages of a rank."""
 
     def microbatches(self, batch: int) -> int:
         """Of a step of `batch` sequences."""

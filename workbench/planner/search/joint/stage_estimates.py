@@ -13,12 +13,23 @@ from itertools import accumulate
 import numpy as np
 
 from workbench.costmodel.communication.collective_volume import step_collectives
-from workbench.costmodel.inputs.config import Array, fixed_config, searched_config
+from workbench.costmodel.inputs.config import (
+    Array,
+    count_recomputed,
+    fixed_config,
+    layer_homes,
+    searched_config,
+)
 from workbench.costmodel.inputs.operator_strategies import OperatorStrategies
 from workbench.costmodel.inputs.rank_workload import Workload, assemble_workload
 from workbench.costmodel.memory.peak_memory import peak_memory
-from workbench.costmodel.step_time import after_by_rank, microbatch_durations, step_overhead
-from workbench.plan.operators.operator_sites import OUTPUT, Site
+from workbench.costmodel.step_time import (
+    after_by_rank,
+    microbatch_durations,
+    step_overhead,
+    step_time,
+)
+from workbench.plan.operators.operator_sites import OUTPUT, Site, followed_by_positions
 from workbench.plan.operators.strategy_form import Placement, parse_strategy, strategy_grid
 from workbench.plan.rank_placement import first_ranks_of_stages, rank_place
 from workbench.plan.resolved_plan import ResolvedPlan
@@ -131,20 +142,24 @@ class StageEstimates:
             peak_memory(w, constants).phases,
         )
 
+    def step(self, stages: Sequence[Stage]) -> tuple[float, float]:
+        """(seconds of a step under the plan's schedule, largest bytes of any rank) of all stages
+        of the model.
+        """
+        w = self._workload(stages)
+        peaks = peak_memory(w, self.constants).phases.values()
+        return float(step_time(w, self.constants).seconds), float(np.max(list(peaks)))
+
     def _workload(self, stages: Sequence[Stage]) -> Workload:
-        layers, again = (
-            np.array([getattr(stage, name) for stage in stages], float)
-            for name in ("layers", "recomputed")
-        )
         fixed = replace(
             self.fixed,
             partition=tuple(stage.layers for stage in stages),
             operators=self._operators(stages) if self.ranks > 1 else None,
         )
+        again = [layer < stage.recomputed for stage in stages for layer in range(stage.layers)]
+        recomputed, after = count_recomputed(layer_homes(fixed), np.array(again), fixed.pipeline)
         searched = replace(
-            self.searched,
-            recomputed_layers=again,
-            layers_after_recomputed=np.where(again > 0, layers - again, 0.0),
+            self.searched, recomputed_layers=recomputed, layers_after_recomputed=after
         )
         return assemble_workload(fixed, searched, self.places)
 
@@ -162,6 +177,8 @@ class StageEstimates:
                 block = f"blocks.{layer}"
                 placements.update((block + path, placed) for path, placed in layers)
             recomputed |= {f"blocks.{start + layer}" for layer in range(stage.recomputed)}
+        if self.plan.shape.positions == "learned":
+            placements |= followed_by_positions(placements)
         bare = self.shared.on(self.plan, grid)
         between = axes_between(placements, [stage.layers for stage in stages])
         return replace(

@@ -74,15 +74,15 @@ class StageLines:
         """Of a step."""
         return self.estimates.microbatches
 
-    def least_seconds(self, stages: int, microbatches: int) -> float:
-        """Of a step of so many stages, which by the lines none is below: an even share of the
-        layers, all memory, and nothing exchanged.
+    def least_seconds(self) -> float:
+        """Of a microbatch on all stages, which by the lines none is below: all memory, and nothing
+        exchanged.
         """
         drawn = np.array([[each[SECONDS] for each in own] for own in self._plain])
         layer = float(drawn[:, 1].min())
         ends = [0, -1] if self.stages > 1 else [0]
         bare = (drawn[:, 0, ends] - LOW * layer).min(0).sum()
-        return float(bare + self.num_layers * layer) * (1 + (microbatches - 1) / stages)
+        return float(bare + self.num_layers * layer)
 
     def least_bytes(self) -> float:
         """Of a rank, whatever is recomputed: an even share of what the lines say of any phase."""
