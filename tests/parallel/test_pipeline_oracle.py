@@ -16,7 +16,8 @@ from torch.distributed.pipelining.schedules import (
     _PipelineScheduleRuntime,
 )
 
-from tests.parallel.test_pipeline import CHUNKS, drawn, scheduled
+from tests.parallel.small import CHUNKS
+from tests.parallel.test_pipeline import drawn, scheduled
 from tests.schedules.test_against_torch import multi_stage_order, table_from
 from workbench.engine.session import Session
 from workbench.engine.verify.forked_ranks import run_ranks

@@ -277,7 +277,8 @@ class Misshapen(Positions):
     """Multiplies shapes that do not fit."""
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self.embed(tokens) @ torch.ones(3, 3)
+        embedded: torch.Tensor = self.embed(tokens)
+        return embedded @ torch.ones(3, 3)
 
 
 def test_shapes_that_do_not_fit_are_not_said_to_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -537,15 +537,6 @@ def test_a_machine_has_positive_rates(rates: tuple[Any, ...]) -> None:
         ideal_machine(*rates)
 
 
-def test_experts_and_latent_attention_are_refused_by_name() -> None:
-    from workbench.plan.model.model_shape import Moe
-
-    with pytest.raises(PlanError, match=r"model\.moe"):
-        choose_strategies(
-            GPT.model_copy(update={"moe": Moe(experts=4, top_k=1, ffn=64)}), 64, 2, MACHINE
-        )
-
-
 def test_the_solver_is_imported_only_when_it_is_asked() -> None:
     program = "import sys, workbench.planner.autoshard; sys.exit('scipy' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

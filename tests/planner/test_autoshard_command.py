@@ -19,7 +19,7 @@ from workbench.planner.autoshard import (
     choose_strategies,
     read_strategies,
 )
-from workbench.planner.autoshard.plan_problem import machine_model
+from workbench.planner.autoshard.for_plans.plan_machine import machine_model
 
 H100 = ["--model", "llama-3-8b", "--gpu", "h100-sxm-80gb"]
 

@@ -12,7 +12,8 @@ from workbench.machine import calibration_file
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.schema import Plan
 from workbench.planner.autoshard import choose_for_plan
-from workbench.planner.autoshard.plan_problem import machine_model, tensor_bytes
+from workbench.planner.autoshard.for_plans.plan_machine import machine_model
+from workbench.planner.autoshard.plan_problem import tensor_bytes
 from workbench.planner.calibrated_plan import with_calibration
 
 

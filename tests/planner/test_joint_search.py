@@ -70,9 +70,17 @@ def test_the_division_is_the_best_of_all(seed: int) -> None:
         assert sum(found.layers) == layers and sum(found.submeshes) == devices
 
 
-def small_space(layers: int, tied: bool = False) -> SearchSpace:
+EXPERTS: tuple[dict[str, Any] | None, ...] = (
+    None,
+    {"experts": 8, "top_k": 2, "ffn": 512},
+    {"experts": 4, "top_k": 1, "ffn": 1024, "shared": 1, "first_dense": 1},
+    {"experts": 4, "top_k": 2, "ffn": 512, "first_dense": 2},
+)
+
+
+def small_space(layers: int, tied: bool = False, moe: dict[str, Any] | None = None) -> SearchSpace:
     model: dict[str, Any] = {"layers": layers, "hidden": 512, "heads": 8, "kv_heads": 4}
-    model |= {"ffn": 1536, "vocab": 32000, "mlp": "swiglu", "tied": tied}
+    model |= {"ffn": 1536, "vocab": 32000, "mlp": "swiglu", "tied": tied, "moe": moe}
     plan: dict[str, Any] = {"model": model, "cluster": {"gpu": "a100-sxm-80gb", "gpus": 8}}
     training = {"sequence_length": 1024, "global_batch": 32}
     return joint_space(Plan.model_validate(plan | {"training": training}))
@@ -85,15 +93,17 @@ def drawn_choice(drawn: np.random.Generator) -> JointChoice:
     )
 
 
-@pytest.mark.drawn(8)
-@pytest.mark.parametrize("seed", range(100))
-def test_stages_are_what_the_estimate_says_of_their_plan(seed: int) -> None:
+@pytest.mark.drawn(12)
+@pytest.mark.parametrize("experts", range(len(EXPERTS)))
+@pytest.mark.parametrize("seed", range(40))
+def test_stages_are_what_the_estimate_says_of_their_plan(seed: int, experts: int) -> None:
     drawn = np.random.default_rng(seed)
-    space = small_space(9, tied=bool(drawn.integers(2)))
+    space = small_space(9 + experts, bool(drawn.integers(2)), EXPERTS[experts])
     setting, choice = space.fixed_configs[0], drawn_choice(drawn)
     lines = ChoicePricing(space, setting).lines(choice)[0]
-    cuts = np.sort(drawn.choice(np.arange(1, 9), lines.stages - 1, replace=False))
-    counts = [int(n) for n in np.diff([0, *cuts, 9])]
+    total, least = lines.num_layers, lines.least
+    cuts = np.sort(drawn.choice(np.arange(least, total), lines.stages - 1, replace=False))
+    counts = [int(n) for n in np.diff([0, *cuts, total])]
     division = tuple(
         (int(drawn.integers(len(lines.variants))), count, int(drawn.integers(count + 1)))
         for count in counts
@@ -140,17 +150,18 @@ def pipelined(figures: StageFigures, microbatches: int) -> float:
     return float(each.sum() + (microbatches - 1) * each.max())
 
 
-@pytest.mark.drawn(4)
-@pytest.mark.parametrize("seed", range(40))
-def test_a_choice_is_divided_as_well_as_any_way_that_fits(seed: int) -> None:
+@pytest.mark.drawn(6)
+@pytest.mark.parametrize("experts", range(len(EXPERTS)))
+@pytest.mark.parametrize("seed", range(20))
+def test_a_choice_is_divided_as_well_as_any_way_that_fits(seed: int, experts: int) -> None:
     drawn = np.random.default_rng(seed)
-    space = small_space(4)
+    space = small_space(4, moe=EXPERTS[experts])
     choice = replace(drawn_choice(drawn), submesh=Submesh(int(2 ** drawn.integers(3)), 1))
     choice = replace(choice, submesh=replace(choice.submesh, replicas=4 // choice.submesh.tensor))
     lines = ChoicePricing(space, space.fixed_configs[0]).lines(choice)[0]
     lines = StageLines(lines.estimates, lines.variants[:2], 4)
     every = []
-    for first in range(1, 4):
+    for first in range(lines.least, 4):
         options = [
             [(v, n, r) for v in range(len(lines.variants)) for r in range(n + 1)]
             for n in (first, 4 - first)
@@ -206,14 +217,35 @@ def test_strategies_that_no_plan_can_keep_are_refused(pattern: str, said: str) -
         search(start, space="operators", top=1)
 
 
-def test_a_mixture_of_experts_is_refused(ask: Ask) -> None:
-    words = ["--model", "mixtral-8x7b", "--gpu", "h100-sxm-80gb", "--gpus", 8]
+def test_latent_attention_is_refused(ask: Ask) -> None:
+    words = ["--model", "deepseek-v2-lite", "--gpu", "h100-sxm-80gb", "--gpus", 8]
     code, _, err = ask("search", *words, "--space", "operators", "--json")
-    assert code == 2 and "--space: is 'operators', and mixtral-8x7b has model.moe" in err
+    assert code == 2 and "--space: is 'operators', and deepseek-v2-lite has model.mla" in err
 
 
-def test_a_found_pipeline_equals_one_device() -> None:
-    start = plan(1, 1, 4, shape=LLAMA, layers=2)
+MIXED = {**LLAMA, "moe": {"experts": 4, "top_k": 2, "ffn": 32, "shared": 1, "first_dense": 1}}
+
+
+def test_strategies_of_layers_with_and_without_experts_are_kept() -> None:
+    start = plan(1, 1, 4, shape=MIXED, layers=3)
+    pinned = {"blocks.*.mlp.down": "((2,1),(1,1))", "blocks.*.mlp": "((1,),(2,))"}
+    start = start.replace(**{"strategy.tensor.size": 2, "strategy.operators": pinned})
+    where = ["strategy.pipeline.size=2", "strategy.tensor.size=2"]
+    found = search(start, space="operators", where=where, top=1).top[0].plan.resolve()
+    assert pieces(found)["blocks.0.mlp.down"]["rows"] == 2
+    for layer in (1, 2):
+        assert pieces(found)[f"blocks.{layer}.mlp"] == {"rows": 1, "width": 2}
+    assert found.strategy.pipeline.partition == [2, 1]
+    with pytest.raises(PlanError, match="tell layers apart"):
+        search(
+            start.replace(**{"strategy.operators": {"blocks.1.mlp": "((1,),(2,))"}}),
+            space="operators",
+        )
+
+
+@pytest.mark.parametrize("shape", [LLAMA, MIXED])
+def test_a_found_pipeline_equals_one_device(shape: dict[str, Any]) -> None:
+    start = plan(1, 1, 4, shape=shape, layers=2 if shape is LLAMA else 3)
     where = ["strategy.pipeline.size=2", "strategy.tensor.size=2"]
     found = search(start, space="operators", where=where, top=1).top[0].plan
     answer = verify(found, "fp64")

@@ -49,7 +49,7 @@ from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.rules.operator_rules import boundary_axes, placements
 from workbench.plan.rules.recompute_rules import recomputed_modules
 from workbench.plan.schema import PythonModel
-from workbench.planner.autoshard.plan_problem import operator_mesh
+from workbench.planner.autoshard.for_plans.plan_machine import operator_mesh
 
 TIED, TIE_OWNER = "head.weight", "embedding.tokens.weight"
 

@@ -19,7 +19,7 @@ from workbench.parallel.mesh import Mesh
 from workbench.parallel.operators.apply_traced import AppliedTrace, apply_traced
 from workbench.parallel.operators.traced_module import trace_for_plan
 from workbench.plan.resolved_plan import ResolvedPlan
-from workbench.planner.autoshard.plan_problem import operator_mesh
+from workbench.planner.autoshard.for_plans.plan_machine import operator_mesh
 
 
 def apply_to_python_model(

@@ -21,7 +21,7 @@ from workbench.costmodel.traced.node_call import NodeCall
 from workbench.costmodel.traced.tensor_views import lying
 from workbench.plan.operators.traced.traced_graph import TensorRef, TracedNode, TracedTensor
 from workbench.plan.schema import Plan
-from workbench.planner.autoshard.plan_problem import operator_mesh
+from workbench.planner.autoshard.for_plans.plan_machine import operator_mesh
 from workbench.planner.operator_plans.planned_workload import planned_workload
 
 FLOAT, INDEX, MASK = torch.float32, torch.int64, torch.bool

@@ -8,7 +8,7 @@ its depth replicates (2105.14500), an MoE layer its router's.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 
@@ -16,8 +16,13 @@ from workbench.costmodel.communication.collective_call import CollectiveCall, gr
 from workbench.costmodel.inputs.config import Array, Number
 from workbench.costmodel.inputs.operator_stages import rank_parameters
 from workbench.costmodel.inputs.operator_strategies import RankGrid, group_name
+from workbench.costmodel.inputs.parameter_tensors import (
+    ParameterTensor,
+    first_tensors,
+    layer_tensors,
+    norm_tensors,
+)
 from workbench.costmodel.inputs.rank_workload import Workload
-from workbench.plan.model.parameter_count import block_norms, norm
 
 PartialGradients = tuple[str, str, Number, Number]
 """(side of the tensor axis, its link, its ranks, elements whose gradients are partial over it)."""
@@ -70,19 +75,15 @@ def _of_parameters(w: Workload, grid: RankGrid) -> Iterator[PartialGradients]:
 def _of_tensor_ranks(w: Workload) -> Iterator[PartialGradients]:
     """Of vectors under sequence parallelism, and of what an MoE layer's ranks hold alike."""
     if np.any(w.searched.sequence):
-        yield "tensor", "", w.tensor, w.searched.sequence * _hidden_vectors(w)
-    moe, sparse = w.shape.moe, w.layers - w.dense_layers
-    if moe is None:
-        return
-    outputs = float(w.shape.biases == "all") * w.hidden_per_rank
-    biases = outputs * (moe.experts / w.searched.expert + float(moe.shared > 0))
-    yield "tensor", "", w.tensor, sparse * (w.weight_in_dim * moe.experts + biases)
+        yield "tensor", "", w.tensor, w.searched.sequence * _elements(w, "hidden")
+    if w.shape.moe is not None:
+        yield "tensor", "", w.tensor, _elements(w, "partial")
 
 
 def _of_grid(w: Workload) -> Iterator[PartialGradients]:
     """Of vectors, which the ranks of a column hold alike, and of all that a depth replicates."""
     side, t = w.tiling.hidden_parts, w.tiling
-    hidden, others = _hidden_vectors(w), _other_vectors(w)
+    hidden, others = _elements(w, "hidden"), _elements(w, "vector")
     if w.fixed.algorithm == "3d":
         yield "input", "", side, hidden
         yield "weight", "", side, hidden + others
@@ -92,19 +93,14 @@ def _of_grid(w: Workload) -> Iterator[PartialGradients]:
     yield "depth", "", t.num_weight_copies, w.param_counts.trained * (t.num_weight_copies > 1)
 
 
-def _hidden_vectors(w: Workload) -> Array:
-    """Elements as wide as the hidden size: norms, biases of outputs, learned positions."""
-    shape, share = w.shape, w.tiling.vector_share
-    biases = float(shape.biases == "all") * w.hidden_per_rank * (w.layers + w.dense_layers)
-    positions = shape.max_positions * shape.hidden if shape.positions == "learned" else 0
-    one = norm(shape, shape.hidden)
-    first = w.has_embedding * (positions + shape.embedding_norm * one)
-    norms = w.layers * block_norms(shape) + w.has_head * one
-    return np.asarray(share * (norms + first) + biases)
+def _elements(w: Workload, role: str) -> Array:
+    """Elements of a rank's tensors of one role."""
 
+    def of(tensors: Iterable[ParameterTensor]) -> Number:
+        return sum((t.elements for t in tensors if t.role == role), start=0.0)
 
-def _other_vectors(w: Workload) -> Array:
-    """Elements of the biases of column-parallel layers."""
-    some, every = w.shape.biases in ("qkv", "all"), w.shape.biases == "all"
-    wide = (2 if w.shape.gated else 1) * w.ffn * every
-    return np.asarray(w.layers * (w.q_width + 2 * w.k_width) * some + w.dense_layers * wide)
+    total = w.has_embedding * of(first_tensors(w)) + w.has_head * of(norm_tensors(w))
+    total = total + w.dense_layers * of(layer_tensors(w, is_moe=False))
+    if w.shape.moe is not None:
+        total = total + (w.layers - w.dense_layers) * of(layer_tensors(w, is_moe=True))
+    return np.asarray(total)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import numpy as np
 
 from workbench.costmodel.compute.float8_operators import float8_bytes
+from workbench.costmodel.compute.moe_layer_bytes import MoeLayerSizes, moe_layer_bytes
 from workbench.costmodel.compute.moved_bytes import MovedBytes, moved_by
 from workbench.costmodel.inputs.config import Number
 from workbench.costmodel.inputs.rank_workload import Workload
@@ -267,32 +268,26 @@ def routing_bytes(w: Workload) -> MovedBytes:
     """Router, dispatch, combine, and the weights' gradients of the experts."""
     moe = w.shape.moe
     assert moe is not None
-    e, u, t, h = w.element_bytes, w.upcast_bytes, w.tokens, w.hidden_per_rank
-    cast, k = (e + u) * (e < u), moe.top_k
-    rows = t * w.routed_rows_per_token
-    # The router's input is upcast in both passes, its gradient cast; its scores are of all experts.
-    found = moved_by([cast], [cast, cast]).wide(t * h)
-    found += moved_by([2 * u, u, u], [3 * u, u, 3 * u, 2 * u]).wide(t * moe.experts)
-    # Dispatch gathers rows; backward gathers the gradients of each choice, and adds them.
-    found += moved_by([2 * e * w.routed_rows_per_token], [2 * e] + [2 * e, 3 * e] * (k - 1)).wide(
-        t * h
-    )
-    if w.shape.gated:
-        found += moved_by([], [3 * e]).wide(rows * h)
-    # Combine: a product with the gate for each choice, added up.
-    found += moved_by(
-        [2 * e, 2 * e] + [2 * e, 3 * e] * (k - 1), [2 * e, 3 * e, e, 2 * e, 3 * e] * k
-    ).wide(t * h)
-    found += moved_by([], [e]).wide(rows * h)
-    # The input's gradients from router, dispatch and shared experts.
-    found += moved_by([], [3 * e]).wide(t * h * (1 + bool(moe.shared)))
     local = moe.experts / w.searched.expert
-    weights = local * w.expert_ffn * h * (2 + w.shape.gated) * has_weight_gradients(w)
-    grouped = w.fixed.precision == "bf16"
-    found += moved_by([], [(2 if grouped else 1) * e]).wide(weights)
+    matrices = local * w.expert_ffn * w.hidden_per_rank * (2 + w.shape.gated)
+    found = moe_layer_bytes(
+        MoeLayerSizes(
+            w.tokens,
+            w.routed_rows_per_token,
+            w.hidden_per_rank,
+            moe.experts,
+            moe.top_k,
+            bool(moe.shared),
+            w.shape.gated,
+            matrices * has_weight_gradients(w),
+        ),
+        w.element_bytes,
+        w.fixed.precision == "bf16",
+    )
     # Rows arrive by source rank, and are sorted by expert and back.
     sorts = 2.0 * ((w.searched.expert > 1) & (local > 1))
-    return found + moved_by([2 * e], [2 * e]).wide(rows * h).times(sorts)
+    rows = w.tokens * w.routed_rows_per_token * w.hidden_per_rank
+    return found + moved_by([2 * w.element_bytes], [2 * w.element_bytes]).wide(rows).times(sorts)
 
 
 def _shared_bytes(w: Workload) -> MovedBytes:

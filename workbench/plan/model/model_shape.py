@@ -177,6 +177,11 @@ class Shape(Frozen):
         return self.mlp in ("swiglu", "geglu")
 
     @property
+    def first_dense(self) -> int:
+        """Leading layers without experts: all of a dense model."""
+        return self.layers if self.moe is None else min(self.moe.first_dense, self.layers)
+
+    @property
     def q_width(self) -> int:
         """Output width of the query projection."""
         return self.heads * (

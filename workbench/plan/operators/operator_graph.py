@@ -57,6 +57,10 @@ class Operator:
     """
     causal_flops: float = 0.0
     """Of attention: forward FLOPs of the causal half, over all ranks."""
+    sums: tuple[OperatorTensor, ...] = ()
+    """Outputs beside, that are sums over rows whatever else is split: an MoE layer's aux loss."""
+    named: tuple[tuple[str, ...], ...] = ()
+    """Dimensions that each tuple of a strategy has, where they are not those of the inputs."""
     num_layers: int = 1
     """Layers that have it."""
     modules: tuple[str, ...] = ()

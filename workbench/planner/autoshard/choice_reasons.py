@@ -27,6 +27,7 @@ MEGATRON_DIMS = {
     "mlp.up": "columns",
     "mlp.activate": "width",
     "mlp.down": "inner",
+    "mlp": "width",
     "head": "columns",
     "loss": "vocabulary",
 }
@@ -57,7 +58,12 @@ def explain_choice(
     """
     problem = priced.problem
     own = problem.total_cost(picked), problem.total_bytes(picked)
-    sentences = [*_pairs(priced, picked), *_rows(priced, picked), *_tokens(priced, picked)]
+    sentences = [
+        *_pairs(priced, picked),
+        *_experts(priced, picked),
+        *_rows(priced, picked),
+        *_tokens(priced, picked),
+    ]
     sentences += _replicated(priced, picked)
     sentences.append(f"Estimated {_cost(*own)} a rank and microbatch.")
     simple = {
@@ -93,6 +99,29 @@ def _pairs(priced: PricedGraph, picked: tuple[int, ...]) -> list[str]:
         _pair_text(priced.graph, pairs, ways, pieces, scatters)
         for (_, _, ways, pieces, scatters), pairs in found.items()
     ]
+
+
+def _experts(priced: PricedGraph, picked: tuple[int, ...]) -> list[str]:
+    """How MoE layers are split: by width every expert as such a pair, by sequence their tokens."""
+    found: dict[tuple[str, int, int], list[Operator]] = {}
+    for i, operator in enumerate(priced.graph.operators):
+        if operator.kind == "MoE":
+            width, rows = (
+                priced.mesh.ranks_over(_axes(priced, i, picked, name)) for name in ("width", "rows")
+            )
+            found.setdefault((layer_pattern(operator.name), width, rows), []).append(operator)
+    return [text for (_, *ways), alike in found.items() for text in _expert_text(alike, *ways)]
+
+
+def _expert_text(alike: Sequence[Operator], width: int, rows: int) -> list[str]:
+    name, times = _joined(alike), _times(sum(op.num_layers for op in alike))
+    if width > 1:
+        return [
+            f"Every expert of {name} by its width, {width} ways: these ranks route the same "
+            f"tokens, the output is all-reduced and its input's gradient summed{times}."
+        ]
+    whole = f"Every rank has all experts of {name}{times}"
+    return [f"{whole}, on its own sequences." if rows > 1 else f"{whole}."]
 
 
 def _pair_text(

@@ -19,6 +19,20 @@ from workbench.errors import refuse
 
 
 @dataclass(frozen=True)
+class ExpertRates:
+    """How layers with experts run where it is not as other operators do."""
+
+    router: DeviceRates | None
+    """Of a router's GEMMs, where they run in fp32 and the others do not."""
+    counts_operators: bool
+    """Whether routing is this engine's, whose operators are counted one by one."""
+    is_grouped: bool
+    """Whether the GEMMs of all experts are one kernel."""
+    exchange: AxisLink | None = None
+    """The link between ranks that experts are spread over; None: each rank has all."""
+
+
+@dataclass(frozen=True)
 class MachineModel:
     """What a rank computes and communicates with (a machine model in the sense of FlexFlow)."""
 
@@ -31,6 +45,8 @@ class MachineModel:
     )
     fp8: bool = False
     """Whether the layers' GEMMs run in fp8."""
+    experts: ExpertRates | None = None
+    """How layers with experts run; None: at the rates of other operators."""
 
     def __post_init__(self) -> None:
         rates = {

@@ -17,6 +17,7 @@ from workbench.costmodel.compute.kernel_rates import (
 from workbench.plan.operators.operator_graph import Operator
 from workbench.planner.autoshard.device_mesh import LogicalMesh
 from workbench.planner.autoshard.machine_model import MachineModel
+from workbench.planner.autoshard.moe_cost import LocalMoe
 from workbench.planner.autoshard.operator_splits import ShardingStrategy
 
 
@@ -39,7 +40,9 @@ def compute_seconds(
         element: Bytes of an activation's element.
     """
     device = machine.device
-    if operator.causal_flops or operator.kind == "Softmax":
+    if operator.kind == "MoE":
+        seconds = LocalMoe(operator, strategy, mesh).seconds(machine, element)
+    elif operator.causal_flops or operator.kind == "Softmax":
         seconds = _attention(operator, strategy, mesh, machine, local[operator.output.name])
     else:
         moved = _moved_elements(operator, local) * element / device.bandwidth

@@ -15,6 +15,7 @@ from workbench.plan.operators.redistribution_moves import Kind
 from workbench.plan.operators.tensor_layout import TensorLayout
 from workbench.planner.autoshard.device_mesh import LogicalMesh
 from workbench.planner.autoshard.machine_model import MachineModel
+from workbench.planner.autoshard.moe_cost import LocalMoe
 from workbench.planner.autoshard.operator_compute import compute_seconds
 from workbench.planner.autoshard.operator_splits import ShardingStrategy
 
@@ -53,7 +54,9 @@ class OperatorCost:
     parameter_bytes: float
     """Parameters with gradients and optimizer state."""
     activation_bytes: float
-    """The output, kept for backward, and the residual stream that it was normalized from."""
+    """The output, kept for backward, and the residual stream that it was normalized from; of an MoE
+    layer what is kept within it, too.
+    """
 
     @property
     def seconds(self) -> float:
@@ -92,6 +95,8 @@ def operator_cost(
         for t in (*operator.inputs, operator.output)
     }
     moves = _reduction("forward", operator, operator.output, strategy, mesh, sizes)
+    for tensor in operator.sums:
+        moves += _reduction("forward", operator, tensor, strategy.of_rows, mesh, sizes)
     for tensor in operator.inputs:
         if tensor.kind != "index" and tensor.name not in produced:
             times = 1 / microbatches if tensor.kind in ("parameter", "tied") else 1.0
@@ -100,11 +105,32 @@ def operator_cost(
     outputs = 1 + sum(t.kind == "residual" for t in operator.inputs)
     layout = strategy.output_layout(operator.output)
     kept = outputs * _local_elements(operator, operator.output, layout, mesh)
+    if operator.kind == "MoE":
+        layer = LocalMoe(operator, strategy, mesh)
+        kept += layer.kept
+        moves += _exchanges(layer, machine, sizes.element)
     return OperatorCost(
         compute_seconds(operator, strategy, mesh, machine, local, sizes.element),
         moves,
         parameters * sizes.state,
         kept * sizes.element,
+    )
+
+
+def _exchanges(layer: LocalMoe, machine: MachineModel, element: int) -> tuple[Communication, ...]:
+    """Of rows with the ranks that experts are spread over: there and back, in both passes."""
+    ranks = layer.expert_ranks
+    if ranks == 1:
+        return ()
+    size, seconds = layer.exchange(machine, element)
+    passes: tuple[Literal["forward", "backward"], ...] = (
+        "forward",
+        "forward",
+        "backward",
+        "backward",
+    )
+    return tuple(
+        Communication(when, "all_to_all", "experts' rows", ranks, size, seconds) for when in passes
     )
 
 

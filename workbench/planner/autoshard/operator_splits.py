@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations_with_replacement, product
 
 from workbench.plan.operators.operator_graph import Operator, OperatorTensor
@@ -62,6 +62,11 @@ class ShardingStrategy:
             for a, name in enumerate(self.placement)
             if name is not None and name not in tensor.dims
         )
+
+    @property
+    def of_rows(self) -> ShardingStrategy:
+        """The same, as if it split nothing but rows."""
+        return replace(self, placement=tuple(d if d == "rows" else None for d in self.placement))
 
     @property
     def splits(self) -> set[tuple[int, str]]:
@@ -173,7 +178,9 @@ def _form(
 
 
 def _written(operator: Operator) -> tuple[tuple[str, ...], ...]:
-    """Dimensions of each input that a strategy names."""
+    """Dimensions of each tuple of a strategy: those of each input that it names."""
+    if operator.named:
+        return operator.named
     return tuple(tensor.dims for tensor in operator.inputs if tensor.kind != "residual")
 
 

@@ -6,27 +6,22 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from workbench.costmodel.communication.collective_cost import AxisLink, group_link
-from workbench.costmodel.compute.kernel_rates import device_rates
-from workbench.costmodel.frameworks.framework_profile import framework_profile
 from workbench.costmodel.inputs.config import fixed_config
 from workbench.costmodel.memory.model_states import unsharded_state_bytes
-from workbench.costmodel.rates.constants import Constants
-from workbench.costmodel.rates.constants import constants as catalog_constants
+from workbench.errors import refuse
 from workbench.fields.bounds import SEQUENCES, hold
 from workbench.plan.operators.operator_graph import OperatorGraph
 from workbench.plan.operators.strategy_form import factors, read_strategies
 from workbench.plan.optimizer_state import DTYPE_BYTES, master_bytes, moment_bytes
-from workbench.plan.rank_placement import axis_strides
 from workbench.plan.resolved_plan import ResolvedPlan
-from workbench.plan.rules.operator_rules import sides
+from workbench.plan.rules import legal_sizes
 from workbench.planner.autoshard.choice_result import OperatorPlan
-from workbench.planner.autoshard.device_mesh import LogicalAxis, LogicalMesh
 from workbench.planner.autoshard.for_plans.memory_changes import sharded_state
+from workbench.planner.autoshard.for_plans.plan_machine import machine_model
+from workbench.planner.autoshard.layers.feed_forward_operators import with_spread_experts
 from workbench.planner.autoshard.machine_model import MachineModel
 from workbench.planner.autoshard.operator_cost import TensorBytes
 from workbench.planner.autoshard.strategy_choice import choose_in_graph, pinned_model_graph
-from workbench.planner.calibrated_plan import with_calibration
 
 PLAIN_RANKS = 64
 """Ranks of several nodes up to which they are split by their prime factors; beyond, by nodes and
@@ -67,6 +62,7 @@ def choose_for_plan(
     recomputed = 0
     if graph is None:
         graph = pinned_model_graph(plan.shape, own, plan.training.sequence_length, pins)
+        graph = with_spread_experts(graph, _expert_ranks(plan, data))
         recomputed = plan.shape.layers if plan.strategy.recompute == "full" else 0
     by_microbatch = plan.strategy.data.reduce == "microbatch"
     sizes = sharded_state(tensor_bytes(plan), plan.strategy.data.zero, data, by_microbatch)
@@ -75,6 +71,16 @@ def choose_for_plan(
         graph, grid, machine, memory, microbatches, sizes, pins, mode, recomputed, exact=False
     )
     return replace(found.joined() if plan.code else found, sequences=own)
+
+
+def _expert_ranks(plan: ResolvedPlan, data: int) -> int:
+    """Ranks over which experts are spread, of those that the operators leave."""
+    ranks, left = plan.strategy.expert.size, data * plan.sizes["context"]
+    if left % ranks:
+        legal = legal_sizes.near(ranks, [n for n in legal_sizes.divisors(left) if n <= ranks])
+        what = f"is {ranks}, but operators leave {left} ranks of the data and context axes; legal: "
+        raise refuse("strategy.expert.size", f"{what}{legal}, or operators on fewer ranks")
+    return ranks
 
 
 def microbatch_sequences(
@@ -128,65 +134,3 @@ def tensor_bytes(plan: ResolvedPlan) -> TensorBytes:
         return TensorBytes(element, gradient, float(element + gradient + states))
     state = unsharded_state_bytes(fixed_config(plan), gradient)
     return TensorBytes(DTYPE_BYTES[plan.strategy.precision], gradient, state)
-
-
-def operator_mesh(plan: ResolvedPlan, grid: tuple[int, ...] = ()) -> LogicalMesh:
-    """The grid of ranks that the plan's `strategy.operators` run on, with its links: who prices the
-    plan and who runs it choose redistributions by it.
-
-    Args:
-        plan: The plan.
-        grid: Its sides, where they are not those of the plan's own strategies.
-    """
-    stride = int(axis_strides(plan.strategy.placement, plan.sizes)["tensor"])
-    grid, (measured, found) = grid or sides(plan), with_calibration(plan)
-    constants = _operator_constants(plan, found)
-    links = _axis_links(measured, constants, grid, stride)
-    return LogicalMesh(tuple(map(LogicalAxis, grid, links)), True, constants)
-
-
-def machine_model(plan: ResolvedPlan, grid: int | Sequence[int]) -> MachineModel:
-    """A GPU of the plan and its links: one over all plain ranks, or one along each axis of a grid.
-
-    A plan with a calibration has the measured rates.
-
-    Args:
-        plan: The plan.
-        grid: Ranks, or the sizes of a grid's axes, outermost first.
-    """
-    precision = plan.strategy.precision
-    measured, found = with_calibration(plan)
-    constants = _operator_constants(plan, found)
-    sizes = [grid] if isinstance(grid, int) else list(grid)
-    return MachineModel(
-        device_rates(measured.gpu, precision, constants),
-        _axis_links(measured, constants, sizes),
-        framework_profile(plan.strategy.stack),
-        precision == "fp8",
-    )
-
-
-def _axis_links(
-    plan: ResolvedPlan, constants: Constants, sizes: Sequence[int], stride: int = 1
-) -> tuple[AxisLink, ...]:
-    """The link along each axis of a grid whose innermost neighbors are `stride` ranks apart."""
-    node, cluster = int(plan.cluster.gpus_per_node or 1), (plan.gpu, plan.fabric)
-    apart = [stride * math.prod(sizes[axis + 1 :]) for axis in range(len(sizes))]
-    found = [group_link(*cluster, node, constants, size, at) for size, at in zip(sizes, apart)]
-    return tuple(AxisLink(float(link.bandwidth), float(link.latency)) for link in found)
-
-
-def _operator_constants(plan: ResolvedPlan, constants: Constants) -> Constants:
-    """Constants that single operators are priced with.
-
-    What a calibration measured decides between strategies that cost nearly the same. The catalog's
-    losses of small or misaligned GEMMs and its traffic of eager kernels are averages over layers:
-    without a calibration GEMMs run at the rate of a large one, and memory-bound operators move the
-    textbook count times what the plan's kernels and framework move relative to eager ones.
-    """
-    if plan.cluster.calibration is not None:
-        return constants
-    eager = catalog_constants(plan.gpu, "eager").traffic
-    return replace(
-        constants, gemm_half_dim=0.0, gemm_misaligned=0.0, traffic=constants.traffic / eager
-    )

@@ -14,7 +14,7 @@ from workbench.plan.rules.operator_rules import boundary_axes, placements, sides
 from workbench.plan.rules.python_model_rules import untraced
 from workbench.plan.rules.recompute_rules import recomputed_modules
 from workbench.plan.rules.supported import require
-from workbench.planner.autoshard.plan_problem import operator_mesh
+from workbench.planner.autoshard.for_plans.plan_machine import operator_mesh
 
 
 def planned_workload(

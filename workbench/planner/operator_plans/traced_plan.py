@@ -14,7 +14,7 @@ from workbench.plan.operators.traced.traced_graph import TracedGraph
 from workbench.plan.operators.traced.traced_json import TracedModel
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.rules.operator_rules import sides
-from workbench.planner.autoshard.plan_problem import operator_mesh
+from workbench.planner.autoshard.for_plans.plan_machine import operator_mesh
 
 TORCH_NAMES = {"fp32": "float32", "tf32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 

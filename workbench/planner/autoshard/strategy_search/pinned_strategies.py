@@ -10,6 +10,7 @@ from itertools import groupby
 import numpy as np
 
 from workbench.errors import PlanError, Problem
+from workbench.plan.operators.layer_patterns import layer_pattern
 from workbench.plan.operators.operator_graph import Operator, OperatorGraph, TensorEdge
 from workbench.plan.operators.strategy_form import Form, strategy_text
 from workbench.plan.operators.unknown_patterns import unknown_pattern
@@ -21,21 +22,25 @@ from workbench.planner.autoshard.strategy_search.series_parallel import solve_by
 
 MAX_LISTED = 8
 """Legal strategies that a refusal lists."""
-BLOCKS = "blocks.*."
 
 
 def layer_runs(modules: Iterable[str], num_layers: int, fixed: Mapping[str, Form]) -> list[int]:
     """Numbers of consecutive layers that the patterns do not tell apart.
 
     Args:
-        modules: Of a model with one choice for all layers, `blocks.*.mlp.up` and so on.
+        modules: Of a model with one choice for layers of one kind: `blocks.*.mlp.up` and so on, or
+            by the numbers of their layers.
         num_layers: Its layers.
         fixed: Module pattern -> strategy.
     """
-    inside = [module for module in modules if module.startswith(BLOCKS)]
+    inside: dict[str, list[str]] = {}
+    for module in modules:
+        if module.startswith("blocks."):
+            inside.setdefault(module.split(".", 2)[1], []).append(module)
 
     def matched(layer: int) -> list[tuple[str, str]]:
-        names = [(module, module.replace("*", str(layer), 1)) for module in inside]
+        own = inside.get("*", []) + inside.get(str(layer), [])
+        names = [(layer_pattern(module), module.replace("*", str(layer), 1)) for module in own]
         return [(m, p) for m, name in names for p in fixed if fnmatchcase(name, p)]
 
     return [len(list(run)) for _, run in groupby(map(matched, range(num_layers)))]

@@ -8,10 +8,13 @@ from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 
 from workbench.costmodel.inputs.config import FixedConfig
+from workbench.errors import refuse
 from workbench.plan.operators.strategy_form import read_strategies
 from workbench.planner.autoshard.device_mesh import logical_mesh
+from workbench.planner.autoshard.for_plans.plan_machine import machine_model
+from workbench.planner.autoshard.for_plans.stage_graph import leading_layers
 from workbench.planner.autoshard.graph_pricing import GraphPricing
-from workbench.planner.autoshard.plan_problem import machine_model, tensor_bytes
+from workbench.planner.autoshard.plan_problem import tensor_bytes
 from workbench.planner.search.joint.equal_stages import EqualDivision
 from workbench.planner.search.joint.joint_plans import bare_plan
 from workbench.planner.search.joint.joint_space import JointChoice
@@ -69,6 +72,12 @@ class ChoicePricing:
         passes = self._passes.setdefault(choice.submesh.tensor, MeshPasses())
         partition = plan.strategy.pipeline.partition
         assert isinstance(partition, list)
+        leading = leading_layers(self.base.shape)
+        if choice.submesh.tensor > 1 and partition[0] < leading:
+            what = f"has {partition[0]} layers on the first stage, but {leading} without experts "
+            raise refuse(
+                "strategy.pipeline.partition", f"{what}are searched as one; legal: {leading}"
+            )
         estimates, recomputes = StageEstimates(plan, passes), "full" in self.space.recompute
         variants = list(self._variants(choice, len(partition)))
         return EqualDivision(estimates, partition, recomputes), variants

@@ -15,6 +15,7 @@ from workbench.plan.schema import Plan
 from workbench.planner.autoshard.for_plans.written_plan import plan_with
 from workbench.planner.autoshard.plan_problem import choose_for_plan
 from workbench.planner.search.joint.joint_space import JointChoice
+from workbench.planner.search.joint.stage_choices import of_layers
 from workbench.planner.search.joint.stage_estimates import Stage
 from workbench.planner.search.search_space import SearchSpace, plan_with_strategy
 
@@ -37,13 +38,11 @@ def operator_strategies(stages: Sequence[Stage]) -> dict[str, str]:
     last.
     """
     starts = accumulate((stage.layers for stage in stages), initial=0)
-    blocks = {
-        module.replace("*", str(layer)): strategy
+    blocks = dict(
+        each
         for start, stage in zip(starts, stages)
-        for layer in range(start, start + stage.layers)
-        for module, strategy in stage.strategies.items()
-        if module.startswith("blocks.")
-    }
+        for each in of_layers(stage.strategies.items(), start, stage.layers)
+    )
     ends = {**stages[-1].strategies, **stages[0].strategies}
     return joined_layers(blocks) | {m: s for m, s in ends.items() if not m.startswith("blocks.")}
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from itertools import accumulate
 
 from workbench.errors import PlanError, refuse
 from workbench.plan.operators.strategy_form import read_strategies
 from workbench.plan.rules import legal_sizes
 from workbench.plan.schema import AXES, Plan
+from workbench.planner.autoshard.for_plans.stage_graph import leading_layers
 from workbench.planner.autoshard.layer_operators import model_graph
 from workbench.planner.autoshard.strategy_search.pinned_strategies import layer_runs, unknown_pins
 from workbench.planner.search.search_space import SearchSpace, search_space
@@ -22,13 +24,12 @@ def joint_space(plan: Plan, worlds: tuple[int, ...] = ()) -> SearchSpace:
         PlanError: The model has no operators of its own strategies, or a pattern names none.
     """
     usual = search_space(plan, "default", worlds)
-    for field in ("moe", "mla"):
-        if getattr(usual.base.shape, field) is not None:
-            raise refuse(
-                "--space",
-                f"is 'operators', and {usual.base.shape.name} has model.{field}; legal: default, "
-                "wide or vast, or a model of dense layers",
-            )
+    if usual.base.shape.mla is not None:
+        raise refuse(
+            "--space",
+            f"is 'operators', and {usual.base.shape.name} has model.mla, which this version does "
+            "not run; legal: default, wide or vast, or a model of other attention",
+        )
     _check_pins(plan, usual)
     most = min(usual.base.shape.layers, max(s.world_size for s in usual.fixed_configs))
     return replace(
@@ -52,7 +53,8 @@ def _check_pins(plan: Plan, usual: SearchSpace) -> None:
     shape, fixed = usual.base.shape, read_strategies(plan.strategy.operators)
     graph = model_graph(shape, 1, usual.base.training.sequence_length, fused=True)
     modules = [module for operator in graph.operators for module in operator.modules]
-    if len(layer_runs(modules, shape.layers, fixed)) > 1:
+    runs = layer_runs(modules, shape.layers, fixed)
+    if {*accumulate(runs[:-1])} - {leading_layers(shape)}:
         what = "has patterns that tell layers apart, but layers of a stage are searched as alike"
         raise refuse("strategy.operators", f"{what}; legal: patterns of all layers, blocks.*.NAME")
     if unknown := unknown_pins(graph, fixed):

@@ -4,25 +4,27 @@ some that take less memory.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 from workbench.plan.model.model_shape import Shape
 from workbench.plan.operators.operator_graph import OperatorGraph
 from workbench.plan.operators.strategy_form import Form
-from workbench.planner.autoshard.for_plans.stage_cost import stage_graph
+from workbench.planner.autoshard.for_plans.stage_graph import leading_layers, stage_graph
 from workbench.planner.autoshard.graph_pricing import GraphPricing, PricedGraph
 from workbench.planner.autoshard.operator_splits import ShardingStrategy
 from workbench.planner.autoshard.strategy_search.memory_limit import least_memory, least_time
 from workbench.planner.autoshard.strategy_search.pinned_strategies import pinned_strategies, pins_of
 
 Strategies = Mapping[str, str]
-"""Module pattern -> strategy; on one rank there are none."""
+"""Module pattern -> strategy; on one rank there are none. What `blocks.*` has, layers have that no
+other pattern names: those before an MoE model's others are named by their numbers.
+"""
 Pick = tuple[int, ...]
+Named = TypeVar("Named")
 SHARES = (0.01, 0.1, 1.0)
 """Prices of memory that are tried, relative to the seconds per byte without one."""
-SAMPLES = (2, 3)
-"""Layers from which a choice's line is drawn."""
 Line = tuple[float, float]
 
 
@@ -49,17 +51,23 @@ class StageChoices:
     def of(self, first: bool, last: bool) -> tuple[Strategies, ...]:
         """The choices of a stage that has these ends of the model, the fastest first."""
         if (first, last) not in self._known:
-            priced, picks = self._priced(SAMPLES[0], first, last), self._picks(first, last)
-            self._known[first, last] = tuple(_strategies(priced, p) for p in dict.fromkeys(picks))
+            priced = self._priced(self._least(first) + 1, first, last)
+            picks = dict.fromkeys(self._picks(first, last))
+            leading = leading_layers(self.shape)
+            self._known[first, last] = tuple(_strategies(priced, pick, leading) for pick in picks)
         return self._known[first, last]
+
+    def _least(self, first: bool) -> int:
+        """Layers of a stage that has all kinds of them."""
+        return 1 + first * leading_layers(self.shape)
 
     def _picks(self, first: bool, last: bool) -> Iterator[Pick]:
         for again in (False, True):
-            most = self.shape.layers
-            fastest = {count: self._solved(count, first, last, again) for count in (most, 1)}
+            most, least = self.shape.layers, self._least(first)
+            fastest = {count: self._solved(count, first, last, again) for count in (most, least)}
             yield from fastest.values()
             if not again:
-                yield from self._between(1, most, fastest, first, last)
+                yield from self._between(least, most, fastest, first, last)
             priced = self._priced(most, first, last, again)
             problem = priced.bounded()
             price = problem.total_cost(fastest[most]) / problem.total_bytes(fastest[most])
@@ -102,16 +110,43 @@ class StageChoices:
         return [(pinned[at],) if at in pinned else own for at, own in enumerate(every)]
 
     def _seconds(self, pick: Pick, first: bool, last: bool) -> Line:
-        graphs = [self._priced(count, first, last) for count in SAMPLES]
+        """(seconds at no layer, seconds a layer), by two numbers of layers."""
+        samples = [self._least(first) + more for more in (1, 2)]
+        graphs = [self._priced(count, first, last) for count in samples]
         for priced in graphs:
             priced.refine(pick)
         two, three = (priced.bounded().total_cost(pick) for priced in graphs)
-        return two - SAMPLES[0] * (three - two), three - two
+        return two - samples[0] * (three - two), three - two
 
 
-def _strategies(priced: PricedGraph, pick: Pick) -> dict[str, str]:
+def of_layers(
+    of_stage: Iterable[tuple[str, Named]], start: int, layers: int
+) -> Iterator[tuple[str, Named]]:
+    """(module, what it has) of the layers of a stage.
+
+    Args:
+        of_stage: The same by patterns, as `Strategies` have them.
+        start: First layer.
+        layers: Of the stage.
+    """
+    found = [(pattern.split(".", 2), own) for pattern, own in of_stage]
+    inside = [(path, own) for path, own in found if path[0] == "blocks"]
+    named = {path[1] for path, _ in inside}
+    for layer in map(str, range(start, start + layers)):
+        key = layer if layer in named else "*"
+        yield from ((f"blocks.{layer}.{path[2]}", own) for path, own in inside if path[1] == key)
+
+
+def _strategies(priced: PricedGraph, pick: Pick, leading: int) -> dict[str, str]:
     return {
-        module: own[option].text
+        _pattern(module, leading): own[option].text
         for operator, own, option in zip(priced.graph.operators, priced.options, pick)
         for module in operator.modules
     }
+
+
+def _pattern(module: str, leading: int) -> str:
+    """A module of leading layers by itself, of others for all of them."""
+    kind, *path = module.split(".", 2)
+    is_other = kind == "blocks" and path[0] != "*" and int(path[0]) >= leading
+    return f"blocks.*.{path[1]}" if is_other else module

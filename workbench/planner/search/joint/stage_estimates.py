@@ -34,9 +34,9 @@ from workbench.plan.operators.strategy_form import Placement, parse_strategy, st
 from workbench.plan.rank_placement import first_ranks_of_stages, rank_place
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.rules.operator_rules import axes_between, sites
-from workbench.planner.autoshard.plan_problem import operator_mesh
+from workbench.planner.autoshard.for_plans.plan_machine import operator_mesh
 from workbench.planner.calibrated_plan import with_calibration
-from workbench.planner.search.joint.stage_choices import Strategies
+from workbench.planner.search.joint.stage_choices import Strategies, of_layers
 
 
 @dataclass(frozen=True)
@@ -170,12 +170,8 @@ class StageEstimates:
         recomputed: set[str] = set()
         for start, stage in zip(_starts(stages), stages):
             own = self._placements(stage.strategies, grid)
-            ends = {path: placed for path, placed in own if not path.startswith("blocks.")}
-            placements |= ends
-            layers = [(path.removeprefix("blocks.*"), p) for path, p in own if path not in ends]
-            for layer in range(start, start + stage.layers):
-                block = f"blocks.{layer}"
-                placements.update((block + path, placed) for path, placed in layers)
+            placements.update(each for each in own if not each[0].startswith("blocks."))
+            placements.update(of_layers(own, start, stage.layers))
             recomputed |= {f"blocks.{start + layer}" for layer in range(stage.recomputed)}
         if self.plan.shape.positions == "learned":
             placements |= followed_by_positions(placements)
@@ -198,8 +194,9 @@ class StageEstimates:
 def _placed(
     known: Mapping[str, Site], strategies: Strategies, grid: tuple[int, ...]
 ) -> Iterator[tuple[str, Placement]]:
+    last = max((name.split(".")[1] for name in known if name.startswith("blocks.")), key=int)
     for pattern, text in strategies.items():
-        site, form = known[pattern.replace("*", "0")], parse_strategy(text, pattern)
+        site, form = known[pattern.replace("*", last)], parse_strategy(text, pattern)
         yield pattern, site.placement(form, grid)
         if (output := site.output_placement(form, grid)) is not None:
             yield pattern + OUTPUT, output

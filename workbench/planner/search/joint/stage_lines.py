@@ -5,11 +5,12 @@ estimate, which are put right where a division is estimated.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
+from workbench.planner.autoshard.for_plans.stage_graph import leading_layers
 from workbench.planner.search.joint.stage_choices import Strategies
 from workbench.planner.search.joint.stage_division import Costs
 from workbench.planner.search.joint.stage_estimates import Stage, StageEstimates, StageFigures
@@ -23,7 +24,9 @@ Variant = Sequence[Strategies]
 
 
 LOW = 4
-"""Layers where lines are drawn: of more, those in between are alike."""
+"""Layers where lines are drawn, or more where the first stage has more that differ: of more, those
+in between are alike.
+"""
 MOST = 0.8
 """Of an even share of layers, what a stage has at least."""
 Again = tuple[Figures, Figures, Figures]
@@ -45,7 +48,7 @@ class StageLines:
     num_layers: int
     recomputes: bool = True
     _plain: list[tuple[Figures, Figures]] = field(default_factory=list)
-    """Of each variant: figures of `LOW` layers, and what a layer adds."""
+    """Of each variant: figures of `low` layers, and what a layer adds."""
     _again: dict[int, Again] = field(default_factory=dict)
     """Variant -> what the first recomputed layer adds, what another one does, and what it adds
     that all are; once asked for.
@@ -53,7 +56,7 @@ class StageLines:
     _exact: dict[tuple[int, int, int, int], Figures] = field(default_factory=dict)
     """(variant, stage, layers, recomputed) -> its figures."""
     _short: set[tuple[int, int, int]] = field(default_factory=set)
-    """(variant, layers, recomputed) of stages shorter than `LOW` whose figures are known."""
+    """(variant, layers, recomputed) of stages shorter than `low` whose figures are known."""
     _missed: dict[tuple[int, int, int], Figures] = field(default_factory=dict)
     """(variant, stage, whether none, some or all are recomputed) -> what the line missed where it
     was last put right.
@@ -61,8 +64,18 @@ class StageLines:
 
     def __post_init__(self) -> None:
         for variant in self.variants:
-            low = self._drawn(variant, LOW)
-            self._plain.append((low, self._drawn(variant, LOW + 1) - low))
+            low = self._drawn(variant, self.low)
+            self._plain.append((low, self._drawn(variant, self.low + 1) - low))
+
+    @property
+    def least(self) -> int:
+        """Layers of the first stage: one more than those that no other stage has."""
+        return 1 + leading_layers(self.estimates.plan.shape)
+
+    @property
+    def low(self) -> int:
+        """Layers where lines are drawn."""
+        return max(LOW, self.least)
 
     @property
     def stages(self) -> int:
@@ -81,7 +94,7 @@ class StageLines:
         drawn = np.array([[each[SECONDS] for each in own] for own in self._plain])
         layer = float(drawn[:, 1].min())
         ends = [0, -1] if self.stages > 1 else [0]
-        bare = (drawn[:, 0, ends] - LOW * layer).min(0).sum()
+        bare = (drawn[:, 0, ends] - self.low * layer).min(0).sum()
         return float(bare + self.num_layers * layer)
 
     def least_bytes(self) -> float:
@@ -106,7 +119,7 @@ class StageLines:
     def _even(self, variant: int) -> Figures:
         """Figures of an even share of layers."""
         plain, layer = self._plain[variant]
-        return plain + (self.num_layers / self.stages - LOW) * layer
+        return plain + (self.num_layers / self.stages - self.low) * layer
 
     def table(self, memory: float) -> StageTable:
         """The fastest variant of each stage by its layers, that fits `memory` bytes of a rank."""
@@ -141,20 +154,21 @@ class StageLines:
 
     def _drawn(self, variant: Variant, layers: int, recomputed: int = 0) -> Figures:
         stages = [Stage(layers, own, recomputed) for own in variant]
+        stages[0] = replace(stages[0], layers=max(layers, self.least))
         return _figures(self.estimates.figures(stages))
 
     def _recomputed(self, variant: int) -> Again:
         if variant not in self._again:
             own, (plain, _) = self.variants[variant], self._plain[variant]
-            first, second, every = (self._drawn(own, LOW, count) for count in (1, 2, LOW))
+            first, second, every = (self._drawn(own, self.low, count) for count in (1, 2, self.low))
             more = second - first
-            self._again[variant] = first - plain, more, every - first - (LOW - 1) * more
+            self._again[variant] = first - plain, more, every - first - (self.low - 1) * more
         return self._again[variant]
 
     def _at(self, variant: int, stage: int, layers: Counts, recomputed: Counts) -> Figures:
         """Figures `[figures, ...]` of a stage by its line."""
         plain, layer = (each[:, stage, None, None] for each in self._plain[variant])
-        own = plain + layer * (layers - LOW) + np.zeros(recomputed.shape)
+        own = plain + layer * (layers - self.low) + np.zeros(recomputed.shape)
         if not recomputed.any():
             return own
         first, more, every = (each[:, stage, None, None] for each in self._recomputed(variant))
@@ -179,10 +193,11 @@ class StageLines:
         """(seconds, layers recomputed) by layers: as few recomputed as fit."""
         is_tight = self.recomputes and self._is_tight(variant, memory)
         again = np.arange(counts[-1] + 1 if is_tight else 1)
-        if self.num_layers < LOW * self.stages:
+        if self.num_layers < self.low * self.stages:
             self._draw_short(variant, is_tight)
         own = self._said(variant, stage, counts, again)
         fits = (own[BYTES].max(0) <= memory) & (again[None, :] <= counts[:, None])
+        fits &= (counts[:, None] >= self.least) | (stage > 0)
         fewest, rows = fits.argmax(1), np.arange(len(counts))
         # What follows the last microbatch counts as a share of each.
         seconds = own[SECONDS] + own[AFTER] / self.microbatches
@@ -190,7 +205,7 @@ class StageLines:
 
     def _draw_short(self, variant: int, is_tight: bool) -> None:
         """Figures of stages shorter than lines are drawn at, where most are."""
-        for layers in range(1, LOW):
+        for layers in range(1, self.low):
             for recomputed in range(layers + 1 if is_tight else 1):
                 key = variant, layers, recomputed
                 if key in self._short:
@@ -203,7 +218,7 @@ class StageLines:
     def _is_tight(self, variant: int, memory: float) -> bool:
         """Whether it may not fit on a stage of twice an even share of layers."""
         plain, layer = self._plain[variant]
-        apart = min(self.num_layers, 2 * self.num_layers / self.stages + WIDER) - LOW
+        apart = min(self.num_layers, 2 * self.num_layers / self.stages + WIDER) - self.low
         return bool((plain + apart * layer)[BYTES].max() > memory)
 
 
