@@ -38,6 +38,14 @@ class CopyStream:
         event.record(self._stream)
         return lambda: torch.cuda.current_stream().wait_event(event)
 
+    def host_wait(self) -> Callable[[], None]:
+        """Lets the host, once called, wait for the copies so far, and for no later ones."""
+        if self._stream is None:
+            return lambda: None
+        event = torch.cuda.Event()
+        event.record(self._stream)
+        return event.synchronize
+
     def synchronize(self) -> None:
         """Let the host wait for all copies."""
         if self._stream is not None:

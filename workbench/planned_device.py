@@ -23,7 +23,12 @@ def rehearsed_device(device_type: str) -> torch.device:
 
 def on_gpu(x: Tensor) -> bool:
     """Whether `x` is on a GPU, or on the planned one in a rehearsal."""
-    return x.is_cuda or x.device == REHEARSED_GPU
+    return is_gpu(x.device)
+
+
+def is_gpu(device: torch.device) -> bool:
+    """Whether a device is a GPU, or the planned one in a rehearsal."""
+    return device.type == "cuda" or device == REHEARSED_GPU
 
 
 def tensor_device(device: torch.device) -> torch.device:

@@ -28,6 +28,7 @@ from workbench.costmodel.rates.constants import constants
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.schema import Plan
 from workbench.planner import estimate
+from workbench.profile import Profile
 
 STATES = ("parameters", "gradients", "optimizer", "master")
 
@@ -316,5 +317,25 @@ def test_offload_moves_states_to_the_host() -> None:
     profile = estimate(on_cards("llama-3-8b", 8, "zero-offload"))
     host = profile.memory[(profile.memory.tier == "host") & (profile.memory.moment == "peak")]
     device = profile.memory[(profile.memory.tier == "device") & (profile.memory.moment == "peak")]
-    assert {"optimizer", "master"} <= set(host.category)
-    assert not {"optimizer", "master"} & set(device.category)
+    assert {"optimizer", "master", "gradients"} <= set(host.category)
+    assert not {"optimizer", "master", "gradients"} & set(device.category)
+
+
+@pytest.mark.parametrize("strategy", ["zero-offload", "zero-infinity"])
+def test_a_disk_tier_takes_the_states_and_their_time(strategy: str) -> None:
+    on_host, on_disk = (
+        estimate(on_cards("llama-3-8b", 8, strategy, **{"strategy.data.offload_tier": tier}))
+        for tier in ("host", "disk")
+    )
+
+    def of(profile: Profile, tier: str) -> dict[str, int]:
+        rows = profile.memory
+        rows = rows[(rows["rank"] == 0) & (rows.moment == "peak") & (rows.tier == tier)]
+        return dict(zip(rows.category, rows.bytes))
+
+    states = {"optimizer", "master", *(["parameters"] if strategy == "zero-infinity" else [])}
+    assert set(of(on_disk, "disk")) == states
+    assert {name: of(on_host, "host")[name] for name in states} == of(on_disk, "disk")
+    assert not states & set(of(on_disk, "host"))
+    assert of(on_host, "device") == of(on_disk, "device")
+    assert on_disk.step_seconds > 2 * on_host.step_seconds  # 1.6 GB/s instead of 25

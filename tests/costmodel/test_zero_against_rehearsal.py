@@ -9,11 +9,14 @@ from typing import Any
 import pytest
 
 from tests.costmodel.test_against_rehearsal import ODD, small, traffic
+from workbench.plan.schema import Plan
 from workbench.planner import estimate
 from workbench.profile import Profile
 from workbench.rehearsal.rehearse import rehearse
 
 TWO_STAGES = {"strategy.pipeline.size": 2}
+OFFLOADED_INPUTS = {"strategy.recompute": "full", "strategy.offload_activations": True}
+SHARE = {"strategy.data.offload": "optimizer", "strategy.data.offload_ratio": 0.8}
 CASES: list[tuple[Any, str, str, int, dict[str, Any]]] = [
     ("tiny", "bf16", "zero-1", 2, {}),
     ("tiny", "fp32", "zero-2", 2, {}),
@@ -37,7 +40,18 @@ CASES: list[tuple[Any, str, str, int, dict[str, Any]]] = [
     ),
     ("tiny", "fp32", "zero-offload", 2, {}),
     ("tiny", "bf16", "zero-infinity", 2, {}),
+    ("tiny-gpt", "bf16", "zero-offload", 1, {}),
+    (ODD, "bf16", "zero-offload", 4, {"strategy.data.shard": 2}),
+    ("tiny", "bf16", "zero-1", 2, {"strategy.data.offload": "optimizer"}),
+    (ODD, "fp32", "zero-infinity", 2, {"strategy.recompute": "full"}),
+    ("tiny", "bf16", "fsdp", 4, {"strategy.data.offload": "optimizer"}),
+    ("tiny", "fp32", "zero-infinity", 2, OFFLOADED_INPUTS),
+    ("tiny", "bf16", "single", 1, OFFLOADED_INPUTS),
+    (ODD, "fp32", "dapple", 2, {**TWO_STAGES, **OFFLOADED_INPUTS}),
+    ("tiny", "bf16", "zero-2", 1, {"strategy.data.bucket_mib": 0.02, **SHARE}),
 ]
+WORKSPACE_BYTES = 64 * 2**20
+"""Of the estimate's GPUs, `data/planner.yaml`."""
 STATES = ("parameters", "gradients", "optimizer", "master", "gathered")
 
 
@@ -55,7 +69,7 @@ def largest(profile: Profile, rank: int) -> dict[tuple[str, str], int]:
 
 
 @pytest.mark.slow
-@pytest.mark.drawn(7)
+@pytest.mark.drawn(9)
 @pytest.mark.parametrize(("model", "precision", "strategy", "gpus", "changes"), CASES, ids=str)
 def test_peaks_states_and_collectives_are_the_engines(
     model: Any, precision: str, strategy: str, gpus: int, changes: dict[str, Any]
@@ -69,3 +83,34 @@ def test_peaks_states_and_collectives_are_the_engines(
         assert largest(estimated, rank) == pytest.approx(
             largest(rehearsed, rank), rel=0.02, abs=2048
         )
+
+
+THIRTEEN_B = ["opt-13b", "gpt3-13b", "pangu-13b", "llama-2-13b"]
+OF_NO_TENSOR = ["fragmentation", "outside_allocator"]
+
+
+@pytest.mark.parametrize("strategy", ["zero-offload", "zero-infinity"])
+@pytest.mark.parametrize(
+    "model",
+    [THIRTEEN_B[0], *(pytest.param(name, marks=pytest.mark.slow) for name in THIRTEEN_B[1:])],
+)
+def test_offload_of_13b_on_one_gpu_peaks_where_the_engine_does(model: str, strategy: str) -> None:
+    """Of four layers of each: what is left of the model is not sharded, and only adds to both."""
+    settings = {
+        "model.layers": 4,
+        "training.sequence_length": 1024,
+        "training.global_batch": 1,
+        "strategy.precision": "fp16",
+        "strategy.recompute": "full",
+    }
+    plan = Plan.of(model, gpu="v100-sxm2-32gb", gpus=1, strategy=strategy, set=settings)
+    estimated, rehearsed = (device_peak(each(plan)) for each in (estimate, rehearse))
+    assert estimated == pytest.approx(rehearsed, rel=0.02)
+
+
+def device_peak(profile: Profile) -> int:
+    """Bytes of tensors at the last step's peak; a rehearsal knows no workspaces nor drivers."""
+    rows = profile.memory
+    rows = rows[(rows.moment == "peak") & (rows.tier == "device") & (rows.step == rows.step.max())]
+    workspaces = WORKSPACE_BYTES * (profile.source == "estimated")
+    return int(rows[~rows.category.isin(OF_NO_TENSOR)]["bytes"].sum()) - workspaces

@@ -16,6 +16,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "tied with a norm": {**LLAMA, "tied": True, "embedding_norm": True},
 }
 
+HALF: dict[str, Any] = {"offload_ratio": 0.5, "bucket_mib": 0.01}
 CASES: list[tuple[tuple[int, int, int], str, int, dict[str, Any]]] = [
     ((1, 1, 2), "llama", 4, {"zero": 1}),
     ((1, 1, 2), "gpt tied", 1, {"zero": 1, "offload": "optimizer"}),
@@ -44,6 +45,25 @@ CASES: list[tuple[tuple[int, int, int], str, int, dict[str, Any]]] = [
     ((1, 2, 2), "gpt tied", 4, {"zero": 3, "reduce": "microbatch", "offload": "parameters"}),
     ((1, 2, 2), "llama", 2, {"zero": 3, "reduce": "step"}),
     ((2, 2, 2), "gpt tied", 2, {"zero": 3, "reduce": "step"}),
+    *(
+        (mesh, shape, microbatches, {"offload": "optimizer"} | data)
+        for mesh, shape, microbatches, data in [
+            ((1, 1, 1), "gpt tied", 3, {"zero": 2, "reduce": "microbatch"}),
+            ((1, 1, 2), "gpt", 3, {"zero": 2, "reduce": "microbatch", "bucket_mib": 0.01}),
+            ((1, 1, 4), "llama", 3, {"zero": 2, "shard": 2, "reduce": "microbatch"}),
+            ((2, 1, 2), "gpt tied", 2, {"zero": 3, "reduce": "microbatch", "in_flight": 1}),
+            ((1, 2, 2), "gpt tied", 2, {"zero": 2, "reduce": "microbatch"}),
+            ((1, 1, 2), "llama", 2, {**HALF, "zero": 1}),
+            ((1, 1, 2), "gpt tied", 3, {**HALF, "zero": 2, "reduce": "microbatch"}),
+            ((2, 1, 2), "llama", 2, {**HALF, "zero": 3, "reduce": "microbatch"}),
+        ]
+    ),
+]
+DELAYED: list[tuple[tuple[int, int, int], str, int, dict[str, Any]]] = [
+    ((1, 1, 1), "gpt tied", 2, {"zero": 2, "reduce": "microbatch", "offload": "optimizer"}),
+    ((1, 1, 2), "llama", 2, {"zero": 3, "reduce": "microbatch", "offload": "parameters"}),
+    ((1, 2, 2), "gpt tied", 2, {"zero": 1, "offload": "optimizer"}),
+    ((1, 1, 4), "llama", 1, {"zero": 3, "shard": 2, "offload": "optimizer"}),
 ]
 
 
@@ -55,7 +75,7 @@ def sharded(
 
 
 @pytest.mark.slow
-@pytest.mark.drawn(8)
+@pytest.mark.drawn(10)
 @pytest.mark.parametrize(
     ("mesh", "shape", "microbatches", "data"), CASES, ids=lambda value: str(value)
 )
@@ -63,6 +83,16 @@ def test_fp64(
     mesh: tuple[int, int, int], shape: str, microbatches: int, data: dict[str, Any]
 ) -> None:
     assert_equal_to_one_device(verify(sharded(mesh, shape, microbatches, data), "fp64"))
+
+
+@pytest.mark.slow
+@pytest.mark.drawn(3)
+@pytest.mark.parametrize(("mesh", "shape", "microbatches", "data"), DELAYED, ids=str)
+def test_a_delayed_update_equals_one_device_that_delays_it(
+    mesh: tuple[int, int, int], shape: str, microbatches: int, data: dict[str, Any]
+) -> None:
+    late = sharded(mesh, shape, microbatches, data, **{"training.optimizer.delayed_update": True})
+    assert_equal_to_one_device(verify(late, "fp64"))
 
 
 @pytest.mark.parametrize(

@@ -84,6 +84,39 @@ ILLEGAL = [
     ),
     ("strategy.data.offload", "needs data.zero 1", {"strategy__data__offload": "optimizer"}),
     (
+        "strategy.data.offload_ratio",
+        "is 0.5, but data.offload is parameters; legal: 1, or data.offload: optimizer",
+        {"strategy__data": {"zero": 3, "offload": "parameters", "offload_ratio": 0.5}},
+    ),
+    (
+        "strategy.data.offload_ratio",
+        "is 0, which offloads nothing; legal: above 0 to 1",
+        {"strategy__data": {"zero": 1, "offload": "optimizer", "offload_ratio": 0}},
+    ),
+    (
+        "strategy.data.offload_tier",
+        "is disk, but data.offload is none; legal: host",
+        {"strategy__data__offload_tier": "disk"},
+    ),
+    (
+        "training.optimizer.delayed_update",
+        "data.offload is none and data.offload_ratio 1",
+        {"training__optimizer__delayed_update": True},
+    ),
+    (
+        "training.optimizer.delayed_update",
+        "data.offload_ratio 0.5: only a host that steps all parameters",
+        {
+            "strategy__data": {"zero": 1, "offload": "optimizer", "offload_ratio": 0.5},
+            "training__optimizer__delayed_update": True,
+        },
+    ),
+    (
+        "strategy.offload_activations",
+        "but recompute is selective",
+        {"strategy__recompute": "selective", "strategy__offload_activations": True},
+    ),
+    (
         "strategy.context.size",
         "2 x size divides sequence_length = 100; legal: 1, 2",
         {"strategy__context__size": 4, "training__sequence_length": 100},
@@ -158,7 +191,10 @@ def test_illegal(field: str, words: str, fields: dict[str, Any]) -> None:
             "strategy__data__zero": 3,
             "strategy__data__shard": 2,
             "strategy__data__offload": "parameters",
+            "training__optimizer__delayed_update": True,
         },
+        {"strategy__data": {"zero": 1, "offload": "optimizer", "offload_ratio": 0.3}},
+        {"strategy__recompute": [0, 3], "strategy__offload_activations": True},
         {"strategy__context__size": 4},
         {"model": "tiny-moe", "strategy__expert__size": 8},
         {"strategy__placement": ["data", "pipeline", "context", "tensor"]},

@@ -26,10 +26,12 @@ CASES = {
     "zero-1": ("tiny", 2, "zero-1"),
     "zero-2": ("tiny", 2, "zero-2"),
     "zero-3": ("tiny-gpt", 2, "zero-3"),
+    "zero-offload": ("tiny-gpt", 2, "zero-offload"),
+    "zero-infinity": ("tiny", 2, "zero-infinity"),
     "gpt, tied": ("tiny-gpt", 2, "dapple"),
     "gpt, tied, four": ("tiny-gpt", 4, "tensor-pipeline"),
 }
-SOME = ("megatron-tp", "tensor-pipeline", "usp", "zero-2")
+SOME = ("megatron-tp", "tensor-pipeline", "usp", "zero-2", "zero-offload")
 """Measured in 16 bits by continuous integration: what is measured serves four tests."""
 
 
@@ -61,14 +63,20 @@ def plan(case: str, precision: str) -> ResolvedPlan:
 def both(case: str, precision: str) -> tuple[Profile, list[tuple[Rows, Rows, Rows]]]:
     """A rehearsal, and what every rank measured."""
     found = plan(case, precision)
-    return rehearse(found), measure(found)
+    ranks = [(whole, on_device(rows), calls) for whole, rows, calls in measure(found)]
+    return rehearse(found), ranks
+
+
+def on_device(rows: Rows) -> Rows:
+    """Rows without those of host memory, which no allocator of a rank sees."""
+    return [row for row in rows if row.get("tier") != "host"]
 
 
 def of_rank(profile: Profile, kind: str, rank: int) -> Rows:
     """Rows of the rank that was rehearsed for `rank`."""
     frame = getattr(profile, kind)
     rows: Rows = frame[frame["rank"] == profile.representative[rank]].to_dict("records")
-    return rows
+    return on_device(rows)
 
 
 @EACH

@@ -28,7 +28,7 @@ from workbench.plan.schema import Plan
 from workbench.planner import estimate
 from workbench.runs import preflight, start
 from workbench.runs.launch import accelerate_command, checked_launch
-from workbench.runs.launch.free_memory import free_gpu_bytes, least_bytes
+from workbench.runs.launch.free_memory import free_gpu_bytes, least_bytes, least_host_bytes
 from workbench.runs.store import run_directory
 from workbench.runs.store.run_state import first_state, write_state
 from workbench.units import GIB
@@ -260,6 +260,29 @@ def test_the_least_that_a_rank_holds() -> None:
     assert least(**sgd, **{"training.optimizer.beta1": 0.0}) == 10 * whole
     pure = {"training.optimizer.master": "none", "training.optimizer.moments": "bf16"}
     assert least(**pure, **{"strategy.gradient_dtype": "bf16"}) == 8 * whole
+
+
+def test_an_offload_that_the_host_cannot_hold_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    machine(monkeypatch, Attached("cuda", 2, "NVIDIA H100 80GB HBM3", 80 * 2**30, 8))
+    plan = h100s(2).replace(
+        model="gpt3-6.7b",
+        **{
+            "strategy.data.zero": 2,
+            "strategy.data.offload": "optimizer",
+            "strategy.gradient_dtype": "fp32",
+        },
+    )
+    need = least_host_bytes(plan.resolve()) * 2
+    assert need == 16 * parameters(plan.resolve().shape).total  # 8 + 4 of Adam, 4 of a gradient
+    for free, refused in ((need - 1, True), (need, False)):
+        monkeypatch.setattr("workbench.runs.launch.free_memory._free_host_bytes", lambda f=free: f)
+        told = messages(plan, root=tmp_path)
+        assert len(told) == refused
+        if refused:
+            assert told[0].startswith("strategy.data.offload: weights, gradients and optimizer")
+            assert f"{need / GIB:.1f} GiB of the host, for 2 ranks" in told[0]
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])

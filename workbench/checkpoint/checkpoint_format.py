@@ -42,7 +42,8 @@ class Shard:
     """A local tensor and its box of the global tensor.
 
     `slices` are [start, stop) of the global `shape`, one pair per dim; `tensor` has their extent
-    exactly, without padding. `kind` is parameter, moment1, moment2, master or step.
+    exactly, without padding. `kind` is parameter, moment1, moment2, master, step, or
+    gradient of a delayed update.
     """
 
     name: str

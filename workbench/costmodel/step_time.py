@@ -34,6 +34,7 @@ from workbench.costmodel.inputs.layer_gemms import column_parallel_share
 from workbench.costmodel.inputs.operator_strategies import group_name
 from workbench.costmodel.inputs.rank_workload import Workload
 from workbench.costmodel.memory.model_states import owned_params
+from workbench.costmodel.offload_time import exposed_offload
 from workbench.costmodel.rates.constants import Constants
 from workbench.schedules import Table, Timeline, closed_forms, executable, receives_early, simulate
 
@@ -99,7 +100,9 @@ def step_time(
     makespan = busy + bubble
     by_rank = after_by_rank(w, constants, durations, calls)
     after: dict[str, Number] = {part: seconds.max(axis=0) for part, seconds in by_rank.items()}
-    after["offload"] = _exposed_offload(w, constants, makespan) if w.zero else 0.0
+    if w.fixed.delays_update:  # beside the passes of the next step
+        after["optimizer"] = np.maximum(0.0, after["optimizer"] - makespan)
+    after["offload"] = exposed_offload(w, constants, _owned(w), makespan)
     after["overhead"] = step_overhead(w.fixed.world_size, constants)
     return StepTime(makespan + _sum(after.values()), durations, bubble, after, calls)
 
@@ -577,21 +580,3 @@ def _passes_behind_other_chunks(w: Workload) -> float:
     one chunk before the next (2104.04473, section 2.2).
     """
     return w.pipeline * (w.fixed.chunks - 1) / w.fixed.chunks
-
-
-def _exposed_offload(w: Workload, constants: Constants, makespan: Number) -> Number:
-    """Gradients to the host and parameters back, beyond what compute hides (ZeRO-Offload,
-    2101.06840).
-    """
-    k = w.searched
-    transferred = (
-        _owned(w).max(axis=0) * (w.gradient_element_bytes + w.element_bytes) * k.offload_optimizer
-    )
-    transferred = transferred + k.offload_parameters * (
-        2 * w.step_microbatches * w.param_counts.total.max(axis=0) * w.element_bytes
-    )
-    seconds = transferred / (w.fixed.gpu.pcie_gbs * 1e9)
-    exposed: Number = np.maximum(
-        0.0, seconds - k.offload_optimizer * constants.offload_overlap * makespan
-    )
-    return exposed

@@ -8,14 +8,9 @@ it is not finite, on every rank alike.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from workbench.parallel.layout import Layout
-    from workbench.parallel.mesh import Mesh
 
 INITIAL_SCALE, GROWTH_FACTOR, BACKOFF_FACTOR, GROWTH_INTERVAL = 2.0**16, 2.0, 0.5, 2000
 """Defaults of `torch.amp.GradScaler`."""
@@ -64,17 +59,3 @@ class LossScaler:
 def found_inf(norm: Tensor) -> Tensor:
     """1 where the gradient norm is not finite, else 0; fp32, as fused optimizers expect."""
     return 1 - torch.isfinite(norm).to(torch.float32)
-
-
-def unowned_overflow(
-    gradients: Mapping[str, Tensor], layouts: Mapping[str, Layout], mesh: Mesh
-) -> Tensor | float:
-    """A term for this rank's squared norm: NaN where a gradient it does not own has overflowed.
-
-    Gradients that another rank owns are not in this rank's norm, but their local copy may overflow
-    by itself. Zero times the norm is 0 if it is finite and NaN otherwise.
-    """
-    others = [g for name, g in gradients.items() if not layouts[name].is_owner(mesh)]
-    if not others:
-        return 0.0
-    return torch.stack([torch.linalg.vector_norm(g, dtype=torch.float32) for g in others]).sum() * 0

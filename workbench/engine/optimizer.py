@@ -9,6 +9,7 @@ step runs under fake tensors too.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import reduce
 from typing import TYPE_CHECKING
 
@@ -17,13 +18,18 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
-from workbench.engine.optimizer_groups import OptimizerGroup
-from workbench.planned_device import REHEARSED_GPU, on_gpu
+from workbench.engine.optimizer_groups import CastScratch, OptimizerGroup
+from workbench.models.torch_dispatch import FakeTensor
+from workbench.parallel.data.host_arena import host_zeros
+from workbench.plan.optimizer_state import has_master
+from workbench.planned_device import HOST, REHEARSED_GPU, on_gpu
+from workbench.runtime_facts.cast_sizes import CPU_FUSED_CAST_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from workbench.kernels.adamw import FusedAdamW
+    from workbench.parallel.data.zero_offload import HostShards
     from workbench.parallel.layout import Layout
     from workbench.plan import schema
 
@@ -79,6 +85,8 @@ class MixedPrecisionOptimizer:
         config: The plan's optimizer.
         total_steps: Steps of the run, for the learning-rate schedule.
         kernels: The plan's `strategy.kernels`.
+        host: What is stepped in host memory (offload): its state is there, and so are its upcast
+            copies; master weights are the host's own, which it rounds into parameters.
     """
 
     def __init__(
@@ -89,29 +97,58 @@ class MixedPrecisionOptimizer:
         config: schema.Optimizer,
         total_steps: int,
         kernels: str = "eager",
+        host: HostShards | None = None,
     ) -> None:
         assert parameters.keys() == gradients.keys(), sorted(parameters.keys() ^ gradients.keys())
         self.config = config
         self.total_steps = total_steps
-        self._state = {name: self._initial(parameter) for name, parameter in parameters.items()}
-        self._fused = self._kernel(parameters, gradients, layouts) if kernels == "fused" else None
+        self._host = host
+        self.scratch: CastScratch | None = None
+        """In host memory, for tensors that are stepped there."""
+        self._state = {name: self._initial(name, value) for name, value in parameters.items()}
+        own = {name: value for name, value in parameters.items() if not self.is_on_host(name)}
+        fused = kernels == "fused" and bool(own)
+        self._fused = self._kernel(own, gradients, layouts) if fused else None
         self._groups: list[OptimizerGroup] = []
-        self.rehearses_kernel = kernels == "fused" and self._rehearses_kernel(parameters)
+        self.rehearses_kernel = fused and self._rehearses_kernel(own)
         """Whether one Triton kernel would update all tensors on the planned GPU."""
-        if self._fused is not None or self.rehearses_kernel:
-            return
-        on_host = not any(on_gpu(parameter) for parameter in parameters.values())
-        groups = (
+        if self._fused is None and not self.rehearses_kernel:
+            on_cpu = not any(on_gpu(parameter) for parameter in own.values())
+            for group in self._by_decay(own, gradients, layouts):
+                self._groups += group.split(cut=fused and on_cpu)
+        if host is not None:
+            self._groups += self._host_groups(parameters, gradients, layouts)
+
+    def _host_groups(
+        self,
+        parameters: Mapping[str, Tensor],
+        gradients: Mapping[str, Tensor],
+        layouts: Mapping[str, Layout],
+    ) -> list[OptimizerGroup]:
+        """Groups of what is stepped in host memory, in pieces that stay in cache."""
+        own = {name: value for name, value in parameters.items() if self.is_on_host(name)}
+        groups = self._by_decay(own, gradients, layouts)
+        casts = sum(group.total_cast_bytes() for group in groups)
+        self.scratch = CastScratch(min(casts, CPU_FUSED_CAST_BYTES))
+        if any(isinstance(gradients[name], FakeTensor) for name in own):
+            return []  # pieces without values; their update allocates nothing
+        pieces = (piece for group in groups for piece in group.split(cut=True))
+        return [replace(piece, scratch=self.scratch) for piece in pieces]
+
+    def _by_decay(
+        self,
+        parameters: Mapping[str, Tensor],
+        gradients: Mapping[str, Tensor],
+        layouts: Mapping[str, Layout],
+    ) -> list[OptimizerGroup]:
+        return [
             self._group(
                 parameters,
                 gradients,
                 [n for n in parameters if _is_matrix(layouts[n]) == matrices],
                 decay,
             )
-            for matrices, decay in ((True, config.weight_decay), (False, 0.0))
-        )
-        self._groups = [
-            piece for group in groups for piece in group.split(cut=kernels == "fused" and on_host)
+            for matrices, decay in ((True, self.config.weight_decay), (False, 0.0))
         ]
 
     def _group(
@@ -125,6 +162,7 @@ class MixedPrecisionOptimizer:
         targets = [
             self._state[name].get("master", parameter) for name, parameter in zip(names, held)
         ]
+        held = [x if self.is_on_host(n) else p for n, p, x in zip(names, held, targets)]
         moments = [[self._state[name][kind] for name in names] for kind in self._moments()]
         dtypes = [self._dtype(*of_one) for of_one in zip(targets, *moments)]
         counts = [self._state[name]["step"] for name in names]
@@ -155,7 +193,8 @@ class MixedPrecisionOptimizer:
         from workbench.kernels.adamw import AdamWTensor, FusedAdamW, is_supported
 
         if self.config.name != "adamw" or not all(
-            map(is_supported, (*parameters.values(), *gradients.values()))
+            is_supported(parameter) and is_supported(gradients[name])
+            for name, parameter in parameters.items()
         ):
             return None
         stepped = []
@@ -177,18 +216,23 @@ class MixedPrecisionOptimizer:
             ]
         return FusedAdamW(stepped, self.config.beta1, self.config.beta2, self.config.epsilon)
 
-    def _initial(self, parameter: Tensor) -> dict[str, Tensor]:
+    def _initial(self, name: str, parameter: Tensor) -> dict[str, Tensor]:
         value = parameter.detach()
         state: dict[str, Tensor] = {}
-        if value.element_size() < 4 and self.config.master == "auto":
-            state["master"] = value.float()
+        if has_master(self.config, value.element_size()):
+            masters = {} if self._host is None else self._host.masters
+            state["master"] = masters[name] if name in masters else value.float()
         wide = torch.promote_types(value.dtype, torch.float32)
+        narrow = torch.bfloat16 if self.config.moments == "bf16" else wide
         for moment in self._moments():
-            state[moment] = torch.zeros_like(
-                value, dtype=torch.bfloat16 if self.config.moments == "bf16" else wide
-            )
-        state["step"] = torch.zeros((), dtype=torch.float32, device=value.device)
+            state[moment] = self._zeros_like(name, value, narrow)
+        state["step"] = self._zeros_like(name, value.new_empty(()), torch.float32)
         return state
+
+    def _zeros_like(self, name: str, value: Tensor, dtype: torch.dtype) -> Tensor:
+        if not self.is_on_host(name):
+            return torch.zeros_like(value, dtype=dtype)
+        return host_zeros(value.numel(), dtype, HOST).view(value.shape)
 
     def _moments(self) -> tuple[str, ...]:
         return (
@@ -225,8 +269,8 @@ class MixedPrecisionOptimizer:
     def _update(
         self, group: OptimizerGroup, rate: float, scale: Tensor | None, skip: Tensor | None
     ) -> None:
+        device = group.targets[0].device
         wide = group.upcast()
-        device = wide.targets[0].device
         if scale is not None:
             torch._foreach_mul_(wide.gradients, scale.to(device))
         update = self._adamw if self.config.name == "adamw" else self._sgd
@@ -279,6 +323,10 @@ class MixedPrecisionOptimizer:
             group.step_counts,
             [torch.ones_like(group.step_counts[0]) * taken] * len(group.step_counts),
         )
+
+    def is_on_host(self, name: str) -> bool:
+        """Whether a tensor's state is in host memory."""
+        return self._host is not None and name in self._host.gradients
 
     def state(self) -> dict[str, dict[str, Tensor]]:
         """State by parameter name, then `moment1`, `moment2`, `master`, `step`; not a copy."""

@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from workbench.parallel.data.host_arena import host_zeros
+from workbench.planned_device import HOST
 from workbench.runtime_facts.cast_sizes import CPU_FUSED_CAST_BYTES, OPTIMIZER_CAST_BYTES
 
 
@@ -28,6 +30,8 @@ class OptimizerGroup:
     dtypes: list[torch.dtype]
     """Dtype of each update."""
     decay: float
+    scratch: CastScratch | None = None
+    """Where upcast copies go, of tensors in host memory."""
 
     def select(self, start: int, stop: int) -> OptimizerGroup:
         """The tensors from `start` to `stop`."""
@@ -87,8 +91,14 @@ class OptimizerGroup:
         if own.targets:
             yield own.select(start, len(own.targets))
 
+    def total_cast_bytes(self) -> int:
+        """Bytes of the upcast copies that the update of all tensors needs."""
+        return sum(map(self.cast_bytes, range(len(self.targets))))
+
     def upcast(self) -> OptimizerGroup:
         """The group in the dtypes of the updates; tensors that have them already are not copied."""
+        if self.scratch is not None:
+            self.scratch.restart()
         gradients, targets, *moments = (
             self._cast(of_kind) for of_kind in (self.gradients, self.targets, *self.moments)
         )
@@ -101,7 +111,12 @@ class OptimizerGroup:
         )
 
     def _cast(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        return [x.to(dtype) for x, dtype in zip(tensors, self.dtypes)]
+        if (scratch := self.scratch) is None:
+            return [x.to(dtype) for x, dtype in zip(tensors, self.dtypes)]
+        return [
+            x if x.dtype == dtype else scratch.copy(x, dtype)
+            for x, dtype in zip(tensors, self.dtypes)
+        ]
 
     def store(self, stepped: OptimizerGroup) -> None:
         """Round the updated upcast copies into the group's own tensors."""
@@ -112,6 +127,23 @@ class OptimizerGroup:
         for parameter, target, wide in zip(self.parameters, self.targets, stepped.targets):
             if parameter is not target:
                 parameter.copy_(wide)
+
+
+class CastScratch:
+    """Host memory for upcast copies of one group after another."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.buffer = host_zeros(nbytes, torch.uint8, HOST)
+        self._used = 0
+
+    def restart(self) -> None:
+        """Begin with another group: former copies are overwritten."""
+        self._used = 0
+
+    def copy(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """A copy of `x` in `dtype`."""
+        start, self._used = self._used, self._used + x.numel() * dtype.itemsize
+        return self.buffer[start : self._used].view(dtype).view(x.shape).copy_(x)
 
 
 def _cut(row: Sequence[Tensor], cast: int) -> list[tuple[Tensor, ...]]:

@@ -16,8 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from workbench.engine.delayed_update import DelayedUpdate
 from workbench.engine.kernel_warm_up import compile_kernels
-from workbench.engine.loss_scaler import LossScaler, found_inf, unowned_overflow
+from workbench.engine.loss_scaler import LossScaler, found_inf
 from workbench.engine.optimizer import MixedPrecisionOptimizer
 from workbench.engine.precision import plan_dtypes
 from workbench.kernels.fused_seams import warm_up
@@ -25,7 +26,6 @@ from workbench.models.counter_normal import NormalDrawer
 from workbench.models.host_counts import CountReader, start_reading
 from workbench.parallel.apply_strategy import ParallelModel, parallelize
 from workbench.parallel.context.apply_context import local_tokens
-from workbench.parallel.layout import square_norm
 from workbench.parallel.mesh import TIED_AXIS, Mesh
 from workbench.parallel.pipeline.schedule_executor import ExecutorHooks, ScheduleExecutor
 from workbench.parallel.pipeline.stage_transfers import sum_tied_gradient
@@ -87,6 +87,8 @@ class Session:
     share: BatchShare
     """The sequences of a step that this rank takes."""
     scaler: LossScaler | None = None
+    delayed: DelayedUpdate | None = None
+    """Makes the update by the last step's gradients, where the plan delays it."""
     before_update: Callable[[], None] = lambda: None
     """Called in every step before parameters or optimizer state change."""
 
@@ -144,6 +146,7 @@ class Session:
             t.optimizer,
             t.steps,
             plan.strategy.kernels,
+            store.host,
         )
         executor = ScheduleExecutor(
             table,
@@ -166,7 +169,10 @@ class Session:
             unsplit=part.head,
         )
         scaler = LossScaler(device) if own == torch.float16 else None
-        return cls(plan, mesh, device, part, optimizer, executor, share, scaler)
+        delayed = None
+        if t.optimizer.delayed_update and store.host is not None:
+            delayed = DelayedUpdate(optimizer, store.host)
+        return cls(plan, mesh, device, part, optimizer, executor, share, scaler, delayed)
 
     @property
     def first_stage(self) -> int:
@@ -215,6 +221,9 @@ class Session:
         scale = scale if self.scaler is None else self.scaler.scale * scale
         # The loss is scaled before backward, not the gradients after it: every axis then only sums.
         self.part.store.zero_grads()
+        if self.delayed is not None:
+            self.before_update()
+            self.delayed.start()
         self.part.aux_loss.start(scale)
         self.part.samples.start_step(index * t.global_batch + self.share.first, self.share.stride)
         loss = self.executor.step(*self._own(tokens_MBT, targets_MBT), scale, watch.action)
@@ -233,9 +242,12 @@ class Session:
         with watch.action("OPTIMIZER", None):
             self.part.store.copy_grads_to_host()
             self.before_update()
-            self.optimizer.step(
-                index - (self.scaler.skipped if self.scaler else 0), factor, result.skipped
-            )
+            update = index - (self.scaler.skipped if self.scaler else 0), factor, result.skipped
+            if self.delayed is None:
+                self.optimizer.step(*update)
+            else:
+                self.delayed.finish()
+                self.delayed.hold(*update)
             self.part.store.gather_updated_params()
         watch.moment("after_optimizer")
         return result
@@ -277,11 +289,7 @@ class Session:
         A rank contributes the squares of the gradients that it owns (each global entry once), and
         its loss where its stage has the head.
         """
-        square = square_norm(self.part.store.gradients, self.part.store.layouts, self.mesh)
-        if self.scaler is not None:
-            square = square + unowned_overflow(
-                self.part.store.gradients, self.part.store.layouts, self.mesh
-            )
+        square = self.part.store.square_norm()
         counts = loss is not None and counts_own_loss(self.mesh)
         own_loss = (
             loss.to(square.dtype) if counts and loss is not None else torch.zeros_like(square)

@@ -101,6 +101,8 @@ class SessionCheckpointer:
         shards = [shard for name, shard in self._shards() if self._should_save(name, shard)]
         scaler = self.session.scaler
         meta = checkpoint_meta(plan, step) | ({"loss_scaler": scaler.state()} if scaler else {})
+        if (delayed := self.session.delayed) is not None:
+            meta |= {"delayed_update": delayed.state()}
         path = self._writer.start(step, shards, meta, copy=plan.checkpoint.asynchronous)
         if not plan.checkpoint.asynchronous:
             self.wait()
@@ -162,6 +164,8 @@ class SessionCheckpointer:
             steps = read_tensors.raise_on_all_ranks(
                 ranks, lambda: steps_done(folder, dict(source.meta), plan)
             )
+            if self.session.delayed is not None and source.meta.get("delayed_update"):
+                self.session.delayed.load(source.meta["delayed_update"])
             wanted = [shard for _, shard in self._shards()]
         read_tensors.load_shards(source, wanted, ranks)
         if self.session.scaler is not None and "loss_scaler" in source.meta:
@@ -205,8 +209,13 @@ class SessionCheckpointer:
     def _shards(self) -> Iterator[tuple[str, Shard]]:
         """(local name, shard) for every box of a global tensor that this rank holds."""
         store, states = self.session.part.store, self.session.optimizer.state()
+        delayed = self.session.delayed
+        held = {} if delayed is None else delayed.gradients()
         for name, layout in store.layouts.items():
-            for kind, tensor in {"parameter": store.values[name], **states[name]}.items():
+            tensors = {"parameter": store.values[name], **states[name]}
+            if name in held:
+                tensors["gradient"] = held[name]
+            for kind, tensor in tensors.items():
                 if kind == "step":
                     yield name, Shard(layout.name, kind, tensor, (), ())
                 else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes as without_dispatch_modes
@@ -11,6 +12,7 @@ from torch.utils._python_dispatch import (
 )
 
 __all__ = [
+    "FakeTensor",
     "FakeTensorMode",
     "TorchDispatchMode",
     "is_traceable_wrapper_subclass",

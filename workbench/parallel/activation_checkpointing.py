@@ -8,7 +8,7 @@ function of the position, so that recomputation repeats forward exactly.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -20,6 +20,7 @@ from workbench.models import Transformer
 from workbench.models.host_counts import recomputation_contexts
 from workbench.models.seams import Positions
 from workbench.models.transformer import Block
+from workbench.parallel.activation_offload import ActivationOffload
 from workbench.parallel.context.ulysses_attention import UlyssesAttend
 from workbench.parallel.operators import gathered_again, implicit_replicate
 from workbench.parallel.operators.moe_operator import MoEOperator
@@ -50,7 +51,9 @@ _checkpoint = partial(
 )
 
 
-def apply_activation_checkpointing(model: Transformer, paths: Iterable[str]) -> None:
+def apply_activation_checkpointing(
+    model: Transformer, paths: Iterable[str], offload: ActivationOffload | None = None
+) -> None:
     """Apply activation checkpointing to a stage, in place.
 
     A block saves its input alone (Chen et al. 2016), another module its inputs: attention's core
@@ -58,19 +61,25 @@ def apply_activation_checkpointing(model: Transformer, paths: Iterable[str]) -> 
 
     Args:
         paths: Of the modules; those that another stage has are passed over.
+        offload: Keeps what blocks save in host memory.
     """
+    if offload is not None:
+        model.register_forward_pre_hook(offload.start_forward)
+        model.register_forward_hook(offload.end_forward)
     own = dict(model.named_modules())
     for module in (own[path] for path in paths if path in own):
         # Within Ulysses only the single-device attention is recomputed: recomputing the
         # all-to-alls around it would communicate again in backward.
         core = module.attend if isinstance(module, UlyssesAttend) else module
-        core.forward = _checkpointed(core, core.forward)
+        core.forward = _checkpointed(core, core.forward, offload)
 
 
-def _checkpointed(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+def _checkpointed(
+    module: nn.Module, forward: Callable[..., Any], offload: ActivationOffload | None
+) -> Callable[..., Any]:
     """Of an operator only what a rank computes on its shards is recomputed, for the same reason."""
     if isinstance(module, Block):
-        return partial(_checkpointed_block, forward)
+        return partial(_checkpointed_block, forward, offload)
     if isinstance(forward, LocalOperator | FollowInput | MoEOperator):
         return replace(forward, forward=partial(_checkpoint, forward.forward))
     return partial(_checkpoint, forward)
@@ -78,11 +87,13 @@ def _checkpointed(module: nn.Module, forward: Callable[..., Any]) -> Callable[..
 
 def _checkpointed_block(
     forward: Callable[..., tuple[Tensor, Tensor, Tensor | None]],
+    offload: ActivationOffload | None,
     x_BTD: Tensor,
     residual_BTD: Tensor | None,
     positions: Positions,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """A checkpointed block that saves one tensor: branch and residual are added before it."""
     total = x_BTD if residual_BTD is None else x_BTD + residual_BTD
-    out: tuple[Tensor, Tensor, Tensor | None] = _checkpoint(forward, total, None, positions)
+    with nullcontext() if offload is None else offload.saving():
+        out: tuple[Tensor, Tensor, Tensor | None] = _checkpoint(forward, total, None, positions)
     return out

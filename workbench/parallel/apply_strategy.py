@@ -32,6 +32,7 @@ from workbench.models.python_model import build_python_model
 from workbench.models.seams import Attend
 from workbench.models.weight_init import WeightInit
 from workbench.parallel.activation_checkpointing import apply_activation_checkpointing
+from workbench.parallel.activation_offload import ActivationOffload
 from workbench.parallel.context.apply_context import apply_context_parallel
 from workbench.parallel.data.sharded_params import ParamInit
 from workbench.parallel.data.zero_shards import ParamAndGradStore
@@ -45,6 +46,7 @@ from workbench.parallel.operators.apply_operators import (
 )
 from workbench.parallel.python_model_stage import apply_to_python_model
 from workbench.parallel.tensor.apply_tensor import apply_tensor_parallel, tensor_reduction_axes
+from workbench.plan.optimizer_state import has_master
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.rules.operator_rules import boundary_axes, placements
 from workbench.plan.rules.recompute_rules import recomputed_modules
@@ -70,6 +72,8 @@ class ParallelModel:
     """Which samples the stages see, for dropout."""
     boundary: tuple[int, ...] | None = None
     """Local shape of what passes between stages, where the plan's shape does not say it."""
+    activation_offload: ActivationOffload | None = None
+    """Host memory of recomputed layers' inputs."""
 
     @property
     def head(self) -> nn.Module | None:
@@ -119,10 +123,14 @@ def parallelize(
         return ParallelModel(
             applied.modules, store, applied.tied, aux_loss, samples, applied.boundary
         )
+    copies = CopyStream(device)
+    offload = ActivationOffload(copies) if plan.strategy.offload_activations else None
     built: dict[int, Transformer] = {}
     layouts: dict[str, Layout] = {}
     for stage in stages:
-        built[stage], own = _build_stage(plan, mesh, stage, partition, count_reader, aux_loss)
+        built[stage], own = _build_stage(
+            plan, mesh, stage, partition, count_reader, aux_loss, offload
+        )
         built[stage].samples = samples
         layouts |= own
     _tie_weights(plan, built, layouts)
@@ -131,6 +139,7 @@ def parallelize(
     if drawing is not None:
         init = WeightInit(plan.shape.layers, plan.training.seed, drawing)
         fill = partial(_draw_shard, init)
+    master = has_master(plan.training.optimizer, dtype.itemsize)
     store = ParamAndGradStore(
         built,
         layouts,
@@ -138,11 +147,11 @@ def parallelize(
         mesh,
         plan.strategy.data,
         gradient_dtype,
-        ParamInit(device, dtype, fill, CopyStream(device)),
+        ParamInit(device, dtype, fill, copies, master, plan.training.optimizer.delayed_update),
         overlap,
         separate=tied,
     )
-    return ParallelModel(built, store, tied, aux_loss, samples)
+    return ParallelModel(built, store, tied, aux_loss, samples, activation_offload=offload)
 
 
 def _chunk_numel(plan: ResolvedPlan) -> int:
@@ -164,6 +173,7 @@ def _build_stage(
     partition: list[int],
     count_reader: CountReader,
     aux_loss: AuxLossCarrier,
+    offload: ActivationOffload | None,
 ) -> tuple[Transformer, dict[str, Layout]]:
     """A stage on the meta device, everything but ZeRO applied, and its parameters' layouts."""
     with torch.device("meta"):
@@ -192,7 +202,7 @@ def _build_stage(
         apply_float8(model, mesh)
     apply_expert_parallel(model, layouts, mesh, plan.strategy.tensor.sequence, count_reader)
     recomputed = recomputed_modules(plan.strategy.recompute, plan.shape)
-    apply_activation_checkpointing(model, recomputed)
+    apply_activation_checkpointing(model, recomputed, offload)
     if model.head is not None:  # vocabulary parallelism has replaced the head that had them
         model.head.kernels = plan.strategy.kernels  # type: ignore[assignment]
         model.head.plain_below = min_fused_logits  # type: ignore[assignment]

@@ -18,6 +18,7 @@ from workbench.parallel.layout import Layout
 from workbench.parallel.mesh import Mesh
 from workbench.parallel.operators.apply_traced import AppliedTrace, apply_traced
 from workbench.parallel.operators.traced_module import trace_for_plan
+from workbench.plan.optimizer_state import has_master
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.planner.autoshard.for_plans.plan_machine import operator_mesh
 
@@ -68,7 +69,9 @@ def apply_to_python_model(
         _move_buffers(module, device, dtype)
     sums = {name: (*axes, mesh["replicas"]) for name, axes in applied.summed.items()}
     fill = None if replay is None else partial(_fill_initial, initial, replay)
-    init = ParamInit(device, dtype, fill, CopyStream(device))
+    init = ParamInit(
+        device, dtype, fill, CopyStream(device), has_master(plan.training.optimizer, dtype.itemsize)
+    )
     store = ParamAndGradStore(
         applied.modules,
         layouts,

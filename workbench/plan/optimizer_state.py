@@ -69,4 +69,9 @@ def master_bytes(optimizer: Optimizer, precision: str) -> int:
     """Bytes of the fp32 master weight per parameter: of 16-bit parameters, unless the plan has
     none.
     """
-    return MASTER_BYTES if DTYPE_BYTES[precision] < 4 and optimizer.master == "auto" else 0
+    return MASTER_BYTES if has_master(optimizer, DTYPE_BYTES[precision]) else 0
+
+
+def has_master(optimizer: Optimizer, parameter_bytes: float) -> bool:
+    """Whether parameters of so many bytes have fp32 master weights."""
+    return parameter_bytes < 4 and optimizer.master == "auto"

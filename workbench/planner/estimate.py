@@ -101,7 +101,7 @@ def estimate(plan: Plan, model: TracedModel | None = None) -> Profile:
         run=full.name,
         source="estimated",
         world_size=full.world_size,
-        memory=memory_frame(head, live.moments, live.host, shown.rows),
+        memory=memory_frame(head, live.moments, live.beyond, shown.rows),
         timeline=timeline_frame(
             head,
             drawn,

@@ -36,17 +36,17 @@ class ShownRanks(NamedTuple):
 def memory_frame(
     head: dict[str, Any],
     moments: Mapping[str, Mapping[str, Array]],
-    host: Mapping[str, Array],
+    beyond: Mapping[str, Mapping[str, Array]],
     shown: ShownRanks,
     always: str = "",
 ) -> Columns:
-    """A row a rank, moment and category that is not nothing, or `always`; host rows at every
-    moment, for they do not move.
+    """A row a rank, moment and category that is not nothing, or `always`; those of other tiers at
+    every moment, for they do not move.
 
     Args:
         head: Cells that every row has.
         moments: Moment -> category -> bytes on the device, by shown rank.
-        host: Category -> bytes in host memory, by shown rank.
+        beyond: Tier (host, disk) -> category -> bytes there, by shown rank.
         shown: The ranks.
         always: A category whose rows are kept where they are 0.
     """
@@ -54,7 +54,7 @@ def memory_frame(
         name: [] for name in ("at", "moment", "tier", "category", "bytes")
     }
     for moment in MOMENTS:
-        for tier, table in (("device", moments[moment]), ("host", host)):
+        for tier, table in (("device", moments[moment]), *beyond.items()):
             for category, sizes in table.items():
                 for at, size in enumerate(sizes.tolist()):
                     if size > 0 or category == always:

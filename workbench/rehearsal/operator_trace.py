@@ -130,6 +130,8 @@ def unseen_update(session: Session) -> list[Operator]:
         return []
     found = []
     for name, states in session.optimizer.state().items():
+        if session.optimizer.is_on_host(name):
+            continue
         value, gradient = (
             session.part.store.values[name],
             session.part.store.optimizer_gradients[name],

@@ -397,6 +397,20 @@ def _bucket_traffic(w: Workload) -> Number:
     return w.param_counts.trained * moved
 
 
+def _host_gbs(w: Workload, m: DeviceRates) -> float:
+    """Host memory bandwidth of a rank, GB/s: more than its share of a full node where the node has
+    fewer ranks, for a framework that binds each to its GPU's socket.
+    """
+    c, ranks = m.constants, min(w.fixed.world_size, w.fixed.gpus_per_node)
+    if not w.fixed.framework.data_parallel.stages_offload:
+        return c.host_gbs
+    return min(c.host_socket_gbs, c.host_gbs * max(1.0, GPUS_OF_A_NODE / ranks))
+
+
+GPUS_OF_A_NODE = 8
+"""Of the servers whose memory bandwidth `host_gbs` is a share of."""
+
+
 def optimizer_seconds(w: Workload, m: DeviceRates, owned: Array) -> Array:
     """Seconds of the optimizer step and the gradient norm: bytes of optimizer states over
     bandwidth.
@@ -410,7 +424,10 @@ def optimizer_seconds(w: Workload, m: DeviceRates, owned: Array) -> Array:
         traffic = np.asarray(optimizer_bytes(w, owned))
     else:
         traffic = owned * _step_traffic(w) + _bucket_traffic(w)
-    # Offloaded optimizer states are updated by the host's CPUs (ZeRO-Offload, 2101.06840).
-    host = m.constants.host_gbs * 1e9
-    bandwidth = m.bandwidth + (host - m.bandwidth) * w.searched.offload_optimizer
-    return traffic / bandwidth
+    # The host's CPUs update offloaded states (ZeRO-Offload, 2101.06840), the device the rest beside
+    # them.
+    share, slow = w.searched.offload_optimizer, _host_gbs(w, m)
+    if w.fixed.offloads_to_disk:  # read and written while others are stepped
+        slow = min(slow, m.constants.disk_gbs)
+    per_byte = np.maximum(share / (slow * 1e9), (1 - share) / m.bandwidth)
+    return np.asarray(traffic * per_byte)

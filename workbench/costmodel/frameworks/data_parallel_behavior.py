@@ -54,7 +54,8 @@ class DataParallelBehavior:
     offload_gradients: bool = False
     """Whether gradients are offloaded with the optimizer states."""
     stages_offload: bool = False
-    """Whether host memory has buffers for gradients on their way down and weights on their way up.
+    """Whether shards of gradients leave the GPU once a microbatch has reduced them, and weights
+    return through two buffers of bounded size.
     """
     overlap_offload: bool = False
     """Whether transfers to the host have a stream and two buffers of their own."""

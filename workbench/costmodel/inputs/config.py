@@ -76,6 +76,12 @@ class FixedConfig:
     zero: int
     num_zero_in_flight: int
     """Units that ZeRO-3 all-gathers, and buckets that ZeRO-2 or 3 reduce-scatters, at once."""
+    offloads_to_disk: float
+    """1 where offloaded states are on disks, and pass through host memory."""
+    delays_update: float
+    """1 where the host steps by the last step's gradients while the next step is computed."""
+    offloads_checkpoints: float
+    """1 where inputs of recomputed layers are in host memory."""
     algorithm: str
     """Tensor parallelism: 1d, 2d, 2.5d or 3d."""
     expert_tensor: int
@@ -216,6 +222,9 @@ def fixed_config(plan: ResolvedPlan) -> FixedConfig:
         **_stepped(plan),
         zero=s.data.zero,
         num_zero_in_flight=s.data.in_flight,
+        offloads_to_disk=float(s.data.offload_tier == "disk"),
+        delays_update=float(t.optimizer.delayed_update),
+        offloads_checkpoints=float(s.offload_activations),
         algorithm=s.tensor.algorithm,
         expert_tensor=s.expert.tensor or 0,
         context_algorithm=s.context.algorithm,
@@ -281,7 +290,7 @@ def searched_config(plan: ResolvedPlan, stages: Sequence[int]) -> SearchedConfig
         micro_batch=plan.training.micro_batch,
         sequence=float(s.tensor.sequence),
         shard=_replica_shards(plan, at) if s.data.shard == "all" else s.data.shard,
-        offload_optimizer=float(s.data.offload != "none"),
+        offload_optimizer=s.data.offload_ratio * (s.data.offload != "none"),
         offload_parameters=float(s.data.offload == "parameters"),
         reduce_microbatch=float(s.data.reduce == "microbatch"),
         keep_gathered=float(s.data.keep_gathered),

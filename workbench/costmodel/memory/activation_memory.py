@@ -105,7 +105,9 @@ def layer_activations(w: Workload, is_moe: bool = False) -> LayerActivations:
     return LayerActivations(
         saved=saved,
         needed=needed,
-        checkpoint=shard * (1 - w.fixed.framework.recompute.offload_inputs)
+        checkpoint=shard
+        * (1 - w.fixed.framework.recompute.offload_inputs)
+        * (1 - w.fixed.offloads_checkpoints)
         + _kept_choices(w) * is_moe,
         forward=branch,
         last_gemm=last_gemm,

@@ -222,7 +222,8 @@ def _last_layer_backward(
     )
     incoming: MemoryByCategory = {
         "communication": _received_gradient(w),
-        "temporary": np.asarray(w.has_head * gradient + _tied_head_gradient(w)),
+        "temporary": np.asarray(w.has_head * gradient + _tied_head_gradient(w))
+        + _prefetched_input(w),
     }
     # What a recomputed layer restored is a temporary, and is freed as such.
     freed = layer.freed_feed_forward
@@ -265,12 +266,19 @@ def _recomputed_layer_backward(
         freed = layer.freed_before_norm + attention_memory.freed_by_attention_backward(w)
         attention = attention_memory.attention_backward_bytes(w)
         temporary = np.maximum(temporary, restored - freed + attention)
+    temporary = temporary + _prefetched_input(w)
     return {
         "activations": np.where(w.recomputed_layers > 0, earlier, 0.0),
         "logits": logits,
         "temporary": np.where(w.recomputed_layers > 0, temporary, 0.0),
         "communication": _received_gradient(w),
     }
+
+
+def _prefetched_input(w: Workload) -> Number:
+    """The offloaded input of a recomputed layer that comes back while another is recomputed."""
+    prefetched: Number = w.fixed.offloads_checkpoints * w.residual_bytes * (w.recomputed_layers > 1)
+    return prefetched
 
 
 def _split_backward(w: Workload, deferred: Array, logits: Array) -> dict[str, MemoryByCategory]:

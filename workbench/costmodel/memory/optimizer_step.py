@@ -33,15 +33,22 @@ def _cast_bytes(w: Workload, p: ParamCounts, table: Number) -> Number:
         return owned * states.optimizer_temporary
     if states.upcasts_whole_shard:
         return owned * _upcast_gradient(w) + _rounded_master_bytes(w, p) + _moment_bytes(w, p)
-    per_param = _upcast_gradient(w)
-    if states.casts_all_states:
-        element = w.fixed.step_element_bytes
-        per_param = element * (w.gradient_element_bytes != element) + w.fixed.step_cast_bytes
+    per_param = cast_bytes_per_param(w)
+    if w.fixed.framework.data_parallel.stages_offload:  # the host casts in memory of its own
+        per_param = per_param * (1 - w.searched.offload_optimizer)
     limit: Number = np.maximum(OPTIMIZER_CAST_BYTES, table * per_param)
     # A fused GPU kernel casts in registers; a CPU casts in pieces.
     if w.uses_fused_kernels and w.fixed.kernels == "fused":
         limit = CPU_FUSED_CAST_BYTES * float(w.fixed.gpu.device == "cpu")
     return np.minimum(owned * per_param, limit * (per_param > 0))
+
+
+def cast_bytes_per_param(w: Workload) -> Number:
+    """Bytes of casts that the step of one parameter needs."""
+    if not w.fixed.framework.model_states.casts_all_states:
+        return _upcast_gradient(w)
+    element = w.fixed.step_element_bytes
+    return element * (w.gradient_element_bytes != element) + w.fixed.step_cast_bytes
 
 
 def _upcast_gradient(w: Workload) -> Number:

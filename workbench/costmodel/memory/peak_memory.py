@@ -10,10 +10,10 @@ import numpy as np
 
 from workbench.costmodel.inputs.config import Array, Number
 from workbench.costmodel.inputs.rank_workload import Workload
-from workbench.costmodel.memory import live_sets, zero_buffers
+from workbench.costmodel.memory import live_sets, offload_memory, zero_buffers
 from workbench.costmodel.memory.activation_memory import TOKEN_ID_BYTES, dummy_weight_gradient_bytes
 from workbench.costmodel.memory.live_sets import MemoryByCategory, add_categories
-from workbench.costmodel.memory.model_states import ModelStates, model_states, sharded_params
+from workbench.costmodel.memory.model_states import ModelStates, model_states
 from workbench.costmodel.memory.optimizer_step import optimizer_step_buffers
 from workbench.costmodel.rates.constants import Constants
 from workbench.vocabulary import FRAGMENTATION, OUTSIDE
@@ -25,8 +25,8 @@ class PeakMemory:
 
     moments: dict[str, MemoryByCategory]
     """Moment of `profile.MOMENTS` -> category -> bytes."""
-    host: MemoryByCategory
-    """Category -> bytes in host memory."""
+    beyond: dict[str, MemoryByCategory]
+    """Tier (host, disk) -> category -> bytes."""
     phases: MemoryByCategory
     """Phase of `live_sets` -> bytes; the peak is the largest of them."""
     live: Array
@@ -53,7 +53,7 @@ def peak_memory(w: Workload, constants: Constants) -> PeakMemory:
         constants: Workspaces, fragmentation and communicator buffers.
     """
     parameters = w.param_counts
-    persistent, host = _persistent(w, model_states(w, parameters))
+    persistent, beyond = _persistent(w, model_states(w, parameters))
     buffers = live_sets.step_buffers(w, w.packed_counts)
     without_gradients = persistent | {
         "gradients": np.asarray(persistent["gradients"] * live_sets.gradients_persist(w))
@@ -101,7 +101,7 @@ def peak_memory(w: Workload, constants: Constants) -> PeakMemory:
         name: (1 + constants.fragmentation) * total_bytes(live) + kept
         for name, live in phases.items()
     }
-    return PeakMemory(with_overhead, host, by_phase, total_bytes(peak), first)
+    return PeakMemory(with_overhead, beyond, by_phase, total_bytes(peak), first)
 
 
 def max_peak_bytes(w: Workload, constants: Constants) -> Array:
@@ -165,17 +165,17 @@ def num_communicators(w: Workload) -> Number:
     return groups
 
 
-def _persistent(w: Workload, s: ModelStates) -> tuple[MemoryByCategory, MemoryByCategory]:
-    """(on the device, on the host): model states, placeholders of weight gradients, the tokens and
-    targets of a step, and workspaces of grouped GEMMs.
+def _persistent(
+    w: Workload, s: ModelStates
+) -> tuple[MemoryByCategory, dict[str, MemoryByCategory]]:
+    """(on the device, tier -> what is offloaded there): model states, placeholders of weight
+    gradients, the tokens and targets of a step, and workspaces of grouped GEMMs.
     """
     k = w.searched
     sequences = w.microbatches * w.sequences
     states_ = {"optimizer": s.optimizer, "master": s.master}
     device: MemoryByCategory = {"parameters": s.parameters * (1 - k.offload_parameters)}
-    device["gradients"] = s.gradients * (
-        1 - k.offload_optimizer * w.fixed.framework.data_parallel.offload_gradients
-    )
+    device["gradients"] = s.gradients - offload_memory.gradients_that_leave(w, s.gradients)
     device["gradients"] = device["gradients"] + dummy_weight_gradient_bytes(w)
     device |= {name: value * (1 - k.offload_optimizer) for name, value in states_.items()}
     device["overhead"] = w.zeros + 2 * TOKEN_ID_BYTES * w.fixed.sequence_length * sequences
@@ -183,13 +183,9 @@ def _persistent(w: Workload, s: ModelStates) -> tuple[MemoryByCategory, MemoryBy
         device["overhead"] += w.fixed.traced.buffer_bytes
     if w.shape.moe is not None:
         device["overhead"] += w.fixed.framework.experts.workspace_mib * 2**20
-    host = {name: value * k.offload_optimizer for name, value in states_.items()}
-    if w.fixed.framework.data_parallel.stages_offload:  # gradients down, weights up
-        shards = sharded_params(w, w.param_counts) * k.offload_optimizer
-        host["communication"] = shards * (
-            w.gradient_element_bytes + w.element_bytes * (1 - k.offload_parameters)
-        )
-    return device, host | {"parameters": s.parameters * k.offload_parameters}
+    offloaded = {name: value * k.offload_optimizer for name, value in states_.items()}
+    offloaded["parameters"] = s.parameters * k.offload_parameters
+    return device, offload_memory.by_tier(w, offloaded)
 
 
 def _at_largest(lives: list[MemoryByCategory]) -> MemoryByCategory:

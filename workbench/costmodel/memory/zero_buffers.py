@@ -11,7 +11,12 @@ import numpy as np
 from workbench.costmodel.inputs.config import Number
 from workbench.costmodel.inputs.rank_parameters import ParamCounts
 from workbench.costmodel.inputs.rank_workload import Workload
-from workbench.costmodel.memory.activation_memory import has_tied_head_on_rank, has_weight_gradients
+from workbench.costmodel.memory.activation_memory import (
+    embedding_backward,
+    has_tied_head_on_rank,
+    has_weight_gradients,
+    layer_activations,
+)
 from workbench.costmodel.memory.live_sets import MemoryByCategory, zero_working_set
 
 PHASES_BEFORE_LAYER_BACKWARD = (
@@ -43,6 +48,7 @@ def zero_buffer_deltas(w: Workload, p: ParamCounts) -> dict[str, MemoryByCategor
     )
     by_phase = {
         **dict.fromkeys(PHASES_BEFORE_LAYER_BACKWARD, _head_phase(w, p)),
+        "projection": _projection_phase(w, p),
         "head_forward": _head_phase(w, p, num_layers=0),
         **dict.fromkeys(backward, layer),
         "embedding": _embedding_phase(w, p),
@@ -82,14 +88,35 @@ def _head_phase(w: Workload, p: ParamCounts, num_layers: int | None = None) -> M
     }
 
 
+def _projection_phase(w: Workload, p: ParamCounts) -> MemoryByCategory:
+    """Once logits are freed, the head's gradient is copied into a bucket of its own."""
+    logits = w.element_bytes * w.vocab_rows * w.tokens
+    bucket = _gradient_bytes(w, _own_bucket(w, w.has_head * w.head_params))
+    own = 1 - float(has_tied_head_on_rank(w))  # a tied one waits for the embedding's
+    return _head_phase(w, p) | {"communication": w.zeros + own * np.maximum(0.0, bucket - logits)}
+
+
+def _own_bucket(w: Workload, elements: Number) -> Number:
+    """`elements` of a tensor that has a bucket to itself: of a unit, or larger than a bucket."""
+    return elements * (w.zero == 3 or elements > _bucket_elements(w))
+
+
+def _bucket_elements(w: Workload) -> Number:
+    return w.searched.bucket_bytes / w.gradient_element_bytes
+
+
 def _layer_phase(w: Workload, p: ParamCounts) -> MemoryByCategory:
     """A layer and the prefetched ones; the gradient of a layer and, still being reduced, the
-    head's.
+    head's, or where that is more those of the layers behind it, whose activations are freed.
     """
-    gradients = np.minimum(w.searched.bucket_bytes / w.gradient_element_bytes, p.trained)
+    gradients = np.minimum(_bucket_elements(w), p.trained)
     if w.zero == 3:
-        gradients = p.layer + (w.fixed.num_zero_in_flight > 1) * w.has_head * w.head_params * (
-            1 - float(has_tied_head_on_rank(w))
+        pending = w.fixed.num_zero_in_flight - 1
+        head = w.has_head * w.head_params * (1 - float(has_tied_head_on_rank(w)))
+        gradients = p.layer + np.maximum((pending > 0) * head, _layers_behind(w, p, pending))
+    elif (matrix := _largest_matrix(w)) is not None:
+        gradients = np.where(
+            matrix > _bucket_elements(w), w.fixed.num_zero_in_flight * matrix, gradients
         )
     return {
         "gathered": w.zeros + _gathered_bytes(w, p, w.fixed.num_zero_in_flight * p.layer),
@@ -97,24 +124,61 @@ def _layer_phase(w: Workload, p: ParamCounts) -> MemoryByCategory:
     }
 
 
+def _layers_behind(w: Workload, p: ParamCounts, pending: int) -> Number:
+    """Elements of gradients of `pending` layers, and of shards on their way to the host and, of
+    former microbatches, from there, less what their activations took; a pipeline reduces all
+    layers together.
+    """
+    saved = layer_activations(w, is_moe=w.shape.moe is not None)
+    freed = np.where(w.recomputed_layers > 0, saved.checkpoint, saved.saved)
+    leaving = w.searched.offload_optimizer * p.layer * (w.searched.shard > 1) / w.searched.shard
+    each = np.maximum(0.0, p.layer - freed / w.gradient_element_bytes)
+    number = np.minimum(pending, np.maximum(0, w.layers - 1)) * (w.pipeline == 1)
+    behind: Number = number * each + leaving * (number > 0) * (1 + (w.microbatches > 1))
+    return behind
+
+
+def _largest_matrix(w: Workload) -> Number | None:
+    """Elements of a layer's largest matrix; None on a grid, where each rank has another."""
+    if w.fixed.grid is not None:
+        return None
+    width = w.weight_in_dim / w.tiling.hidden_parts * w.tiling.in_dim_share
+    moe = w.shape.moe
+    experts = width * w.expert_ffn * moe.experts / w.searched.expert if moe else 0.0
+    largest: Number = np.maximum(width * w.ffn, experts)
+    return largest
+
+
 def _embedding_phase(w: Workload, p: ParamCounts) -> MemoryByCategory:
     """Nothing is all-gathered for the embedding; gradients in flight, or all of them where a
     pipeline reduces them together.
     """
-    table, num_buckets = (
-        w.has_embedding * w.vocab_rows * w.weight_in_dim,
-        w.fixed.num_zero_in_flight,
-    )
-    in_flight = (
-        (num_buckets - 1) * p.layer + table
-        if w.zero == 3
-        else num_buckets * w.searched.bucket_bytes / w.gradient_element_bytes
-    )
+    table = w.has_embedding * w.vocab_rows * w.weight_in_dim
+    pending = w.fixed.num_zero_in_flight - 1
+    if w.zero == 3:
+        in_flight = pending * p.layer + table
+    else:
+        # A table in a bucket of its own is copied there when a tied head's gradient has been added.
+        own, tied = _own_bucket(w, table), float(has_tied_head_on_rank(w))
+        bucket = np.where(own > 0, own * (1 - tied), _bucket_elements(w))
+        in_flight = pending * _bucket_elements(w) + bucket
     gradients = p.trained if w.pipeline > 1 else np.minimum(p.trained, in_flight)
     return {
         "gathered": w.zeros + _gathered_bytes(w, p, w.zeros),
-        "communication": w.zeros + _gradient_bytes(w, gradients),
+        "communication": w.zeros + _gradient_bytes(w, gradients) + _former_bytes(w, p, table),
     }
+
+
+def _former_bytes(w: Workload, p: ParamCounts, table: Number) -> Number:
+    """Under offload, the last bucket's gradients of former microbatches, brought from the host to
+    add to them; beyond what the embedding's backward has freed by then.
+    """
+    bucket = table
+    if w.zero < 3:
+        bucket = np.minimum(p.trained, np.maximum(_bucket_elements(w), table))
+    former = _gradient_bytes(w, bucket) / w.searched.shard
+    later = w.searched.offload_optimizer * (w.microbatches > 1)
+    return later * np.maximum(0.0, former - embedding_backward(w))
 
 
 def _gradient_bytes(w: Workload, elements: Number) -> Number:

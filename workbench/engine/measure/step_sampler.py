@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import torch.distributed as dist
@@ -90,6 +91,10 @@ class StepSampler(ActionTracker):
                 self.live.register(tensors, category)
             for tensors in host_tensors(self.session).values():
                 self.live.register(tensors, UNCOUNTED)
+            if (offload := self.session.part.activation_offload) is not None:
+                stack.enter_context(
+                    offload.watched(partial(self.live.register, category=UNCOUNTED))
+                )
             self.live.register(batch, "overhead")
             if (head := self.session.part.head) is not None:
                 stack.callback(_logits_scope(head, self.live))
@@ -101,7 +106,7 @@ class StepSampler(ActionTracker):
     def action(self, label: str, action: Action | None) -> Iterator[None]:
         """Count one action."""
         super().action(label, action)
-        with self._tier(label), self.live.action(action.kind if action else label):
+        with self.live.action(action.kind if action else label):
             yield
             if action and action.kind == "I":
                 self.live.register(self.session.executor.deferred_tensors(action), "activations")
@@ -119,13 +124,6 @@ class StepSampler(ActionTracker):
         self.live.snapshot(name)
         if self.meter is not None:
             self.meter.mark(name)
-
-    def _tier(self, label: str) -> AbstractContextManager[None]:
-        """Exclude the temporaries of a host optimizer (offload), which a CPU rank cannot tell from
-        the device's.
-        """
-        on_host = label == "OPTIMIZER" and self.session.part.store.host is not None
-        return self.live.category(UNCOUNTED) if on_host else nullcontext()
 
     def memory_rows(self) -> list[dict[str, Any]]:
         """Rows of the memory frame by category.
@@ -208,19 +206,27 @@ def as_reported(row: dict[str, Any]) -> dict[str, Any]:
 
 def persistent_tensors(session: Session) -> dict[str, list[Tensor]]:
     """Tensors that live on the device as long as the session, by memory category."""
-    return session.part.store.persistent() | (
-        _states(session) if session.part.store.host is None else {}
-    )
+    return session.part.store.persistent() | _states(session, on_host=False)
 
 
 def host_tensors(session: Session) -> dict[str, list[Tensor]]:
     """Tensors that live in host memory as long as the session (offload), by memory category."""
-    host = session.part.store.host
-    return {} if host is None else host.persistent() | _states(session)
+    host, scratch = session.part.store.host, session.optimizer.scratch
+    found = {"activations": _offloaded_activations(session)}
+    if host is None:
+        return found
+    temporary = [] if scratch is None else [scratch.buffer]
+    return found | host.persistent() | _states(session, on_host=True) | {"temporary": temporary}
 
 
-def _states(session: Session) -> dict[str, list[Tensor]]:
-    states = session.optimizer.state().values()
+def _offloaded_activations(session: Session) -> list[Tensor]:
+    offload = session.part.activation_offload
+    return [] if offload is None else offload.buffers
+
+
+def _states(session: Session, on_host: bool) -> dict[str, list[Tensor]]:
+    optimizer = session.optimizer
+    states = [s for n, s in optimizer.state().items() if optimizer.is_on_host(n) == on_host]
     return {
         "optimizer": [x for state in states for kind, x in state.items() if kind != "master"],
         "master": [state["master"] for state in states if "master" in state],

@@ -89,6 +89,7 @@ class _Recorder:
 
     def moment(self, name: str) -> None:
         if name == "before_optimizer" and not self.gradients:
+            self.session.part.store.wait_for_copies()
             self.gradients = {n: g.clone() for n, g in self.session.part.store.gradients.items()}
 
 

@@ -7,6 +7,7 @@ schedule; optimizer and clipping are torch's.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -112,6 +113,8 @@ def train_on_one_device(
     optimizer = _optimizer(stepped.targets, plan)
     losses: list[float] = []
     first: dict[str, Tensor] = {}
+    held: dict[str, Tensor | None] = {}
+    """Gradients of the last step, where the plan delays their update."""
     for step, (tokens, targets) in enumerate(batches):
         model.zero_grad()
         samples.start_step(step * t.global_batch, rows)
@@ -125,8 +128,14 @@ def train_on_one_device(
         first = first or {n: _gradient(p).cpu().clone() for n, p in stepped.targets.items()}
         if plan.training.optimizer.clip is not None:
             nn.utils.clip_grad_norm_(stepped.targets.values(), plan.training.optimizer.clip)
+        applied = step
+        if t.optimizer.delayed_update:
+            applied = step - 1
+            held = stepped.exchange_gradients(held)
+        if applied < 0:
+            continue
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, plan.training.optimizer, plan.training.steps)
+            group["lr"] = learning_rate(applied, plan.training.optimizer, plan.training.steps)
         optimizer.step()
         stepped.store()
     return ReferenceRun(losses, first, {n: p.detach().cpu() for n, p in model.named_parameters()})
@@ -159,6 +168,13 @@ class _SteppedParameters:
             gradient = _gradient(self.parameters[name])
             if target is not self.parameters[name]:
                 target.grad = gradient.float()
+
+    def exchange_gradients(self, held: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
+        """Put the gradients `held` in place of this step's, which are returned."""
+        own = {name: target.grad for name, target in self.targets.items()}
+        for name, target in self.targets.items():
+            target.grad = held.get(name)
+        return own
 
     @torch.no_grad()
     def store(self) -> None:

@@ -19,7 +19,7 @@ from workbench.parallel.data.data_collectives import (
     start_reduce_scatter,
 )
 from workbench.parallel.data.flat_buckets import BucketLayout
-from workbench.planned_device import on_gpu
+from workbench.planned_device import is_gpu, on_gpu
 from workbench.runtime_facts.cast_sizes import GRADIENT_CAST_NUMEL
 
 CollectiveChain = Iterator[WaitFn | None]
@@ -113,15 +113,17 @@ class ShardedGrads:
 
     def __init__(self, layout: BucketLayout, dtype: torch.dtype, device: torch.device) -> None:
         self.layout, self.dtype, self.device = layout, dtype, device
-        num_local = layout.numel // layout.shard_axis.size
-        self.shard = torch.zeros(num_local, dtype=dtype, device=device)
+        self.shard = self._zero_shard(layout.numel // layout.shard_axis.size)
         self._unsharded: Tensor | None = None
         self._unwritten: dict[str, Tensor] = {}
         """Views into `_unsharded` that hold no gradient yet."""
 
+    def _zero_shard(self, numel: int) -> Tensor:
+        return torch.zeros(numel, dtype=self.dtype, device=self.device)
+
     @property
-    def persistent(self) -> Tensor:
-        """The buffer that lives from step to step."""
+    def persistent(self) -> Tensor | None:
+        """The buffer that lives on the device from step to step, if there is one."""
         return self.shard
 
     def zero(self) -> None:
@@ -142,7 +144,7 @@ class ShardedGrads:
 
     def accumulate_product(self, name: str, a: Tensor, b: Tensor) -> None:
         """Add a microbatch's gradient a b of a weight."""
-        if self.dtype == a.dtype or on_gpu(self.shard):
+        if self.dtype == a.dtype or is_gpu(self.device):
             view, first = self._unsharded_view(name)
             multiply_into(view, a, b, first)
         else:
@@ -160,6 +162,14 @@ class ShardedGrads:
         view = self._unwritten.pop(name, None)
         return (self.layout.views(self._unsharded)[name], False) if view is None else (view, True)
 
+    def _take_unsharded(self) -> Tensor | None:
+        """This microbatch's gradients, for the caller to free; None if there are none."""
+        unsharded, self._unsharded = self._unsharded, None
+        for view in self._unwritten.values():
+            view.zero_()
+        self._unwritten = {}
+        return unsharded
+
     @property
     def is_chained(self) -> bool:
         """Always: what was scattered is added to the shard, and the unsharded buffer freed."""
@@ -175,11 +185,7 @@ class ShardedGrads:
         The all-reduce over the shard's replicas (hybrid sharding) is linear, so that once a step,
         after the last microbatch, is enough.
         """
-        if self._unsharded is not None:
-            unsharded, self._unsharded = self._unsharded, None
-            for view in self._unwritten.values():
-                view.zero_()
-            self._unwritten = {}
+        if (unsharded := self._take_unsharded()) is not None:
             yield start_reduce_scatter(unsharded, self.layout.shard_axis)
             self.shard.add_(local_shard(unsharded, self.layout.shard_axis))
             del unsharded

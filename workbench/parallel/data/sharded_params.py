@@ -12,12 +12,12 @@ from workbench.copy_stream import CopyStream
 from workbench.parallel.async_collectives import WaitFn
 from workbench.parallel.data.data_collectives import local_shard, start_all_gather
 from workbench.parallel.data.flat_buckets import BucketLayout
+from workbench.parallel.data.host_arena import host_zeros
 from workbench.parallel.data.storage_resize import (
     resize_storage,
     view_without_storage,
     without_storage,
 )
-from workbench.parallel.data.zero_offload import offloaded_zeros
 from workbench.parallel.layout import Layout
 
 
@@ -31,12 +31,16 @@ class ParamInit:
         fill: Fills a local tensor of zeros, given its local name and its layout; None where a
             checkpoint fills parameters before they are used.
         copies: The stream of copies from and to host memory (offload).
+        master: Whether an optimizer in host memory steps fp32 copies of them.
+        delayed: Whether it steps by the last step's gradients while the next are computed.
     """
 
     device: torch.device
     dtype: torch.dtype
     fill: Callable[[str, Layout, Tensor], None] | None
     copies: CopyStream
+    master: bool = False
+    delayed: bool = False
 
 
 def _init_shard(
@@ -109,7 +113,7 @@ class ShardedParams:
         resize_storage(self.flat, 0)  # fake tensors may have allocated it for the views
         length = layout.numel // layout.shard_axis.size
         self.shard = (
-            offloaded_zeros(length, init.dtype, init.device)
+            host_zeros(length, init.dtype, init.device)
             if on_host
             else torch.zeros(length, dtype=init.dtype, device=init.device)
         )

@@ -15,25 +15,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from workbench.parallel.data.data_collectives import start_all_reduce
-from workbench.parallel.data.flat_buckets import (
-    BucketLayout,
-    ReductionAxes,
-    bucket_layout,
-    buckets_by_size,
-    buckets_by_unit,
-)
-from workbench.parallel.data.gradient_reduction import (
-    AccumulatedGrads,
-    PendingReduction,
-    ShardedGrads,
-)
+from workbench.parallel.data.flat_buckets import BucketLayout, ReductionAxes, bucket_layout
+from workbench.parallel.data.gradient_norm import GradientNorm
+from workbench.parallel.data.gradient_reduction import PendingReduction
+from workbench.parallel.data.offloaded_grads import OffloadedGrads
+from workbench.parallel.data.param_buckets import BucketMaker, ParamBucket, bucket_names
 from workbench.parallel.data.sharded_params import ParamInit, ReplicatedParams, ShardedParams
 from workbench.parallel.data.zero3_gather import StageGatherer, UnitGatherer
 from workbench.parallel.data.zero_offload import HostShards
@@ -42,23 +34,14 @@ from workbench.parallel.mesh import Mesh
 from workbench.plan.schema import Data
 
 
-@dataclass
-class ParamBucket:
-    """Parameters and gradients of one flat bucket."""
-
-    params: ReplicatedParams | ShardedParams
-    grads: AccumulatedGrads | ShardedGrads
-    num_pending: int = 0
-    """Number of gradients that the current backward has not accumulated yet."""
-
-
 class ParamAndGradStore:
     """All parameters and gradients of a rank, accumulated, reduced and sharded by ZeRO.
 
     Attributes, each by local parameter name:
         values: What the optimizer steps: this rank's shards of flat buckets from ZeRO-1 up, on the
             host under offload.
-        gradients: The shards of gradients on the device, reduced after `reduce`.
+        gradients: The shards of gradients, reduced after `reduce`; on the host those that left as
+            they were made.
         optimizer_gradients: What the optimizer reads: `gradients`, or their host copies.
         layouts: Where `values` lie in the global tensors.
 
@@ -89,21 +72,21 @@ class ParamAndGradStore:
         self.plan, self.overlap, self._separate = plan, overlap, separate
         self._copies = init.copies
         self.buckets: dict[int, list[ParamBucket]] = {}
+        maker = BucketMaker(plan, dtype, init, separate, self._add_to_norm)
         materialized: dict[int, nn.Parameter] = {}
         for stage, model in models.items():
             meta = {n: p for n, p in model.named_parameters() if id(p) not in materialized}
             own = {name: layouts[name] for name in meta}
             self.buckets[stage] = [
-                self._make_bucket(
-                    bucket_layout(names, own, sums, mesh, plan.zero), own, dtype, init
-                )
-                for names in self._bucket_names(own, sums, dtype, separate)
+                maker.make(bucket_layout(names, own, sums, mesh, plan.zero), own)
+                for names in bucket_names(own, sums, plan, dtype, separate)
             ]
             for bucket in self.buckets[stage]:
                 materialized |= {id(meta[n]): p for n, p in bucket.params.parameters.items()}
         for model in models.values():
             _replace_parameters(model, materialized)
-        self._register_shards(layouts)
+        self._register_shards(layouts, init)
+        self._norm = GradientNorm(self.layouts, mesh, init.dtype == torch.float16)
         self._register_grad_hooks()
         self._install_gatherers(models)
         self._in_flight: list[PendingReduction] = []
@@ -114,27 +97,10 @@ class ParamAndGradStore:
         if init.fill is not None:
             self.gather_updated_params()
 
-    def _bucket_names(
-        self, own: dict[str, Layout], sums: ReductionAxes, dtype: torch.dtype, separate: str | None
-    ) -> Iterator[list[str]]:
-        if self.plan.zero == 3:
-            return buckets_by_unit(own, sums, _unit_of, separate)
-        max_numel = self.plan.bucket_mib * 2**20 / dtype.itemsize
-        return buckets_by_size(own, sums, max_numel, separate if self.plan.zero else None)
+    def _add_to_norm(self, layout: BucketLayout, shard: Tensor) -> None:
+        self._norm.add(layout.shard_views(shard))
 
-    def _make_bucket(
-        self, layout: BucketLayout, layouts: dict[str, Layout], dtype: torch.dtype, init: ParamInit
-    ) -> ParamBucket:
-        params = (
-            ShardedParams(layout, layouts, init, self.plan.offload == "parameters")
-            if self.plan.zero == 3
-            else ReplicatedParams(layout, layouts, init)
-        )
-        sharded = self.plan.zero >= 2 and self.plan.reduce == "microbatch"
-        grads = (ShardedGrads if sharded else AccumulatedGrads)(layout, dtype, init.device)
-        return ParamBucket(params, grads)
-
-    def _register_shards(self, layouts: dict[str, Layout]) -> None:
+    def _register_shards(self, layouts: dict[str, Layout], init: ParamInit) -> None:
         self.values: dict[str, Tensor] = {}
         self.gradients: dict[str, Tensor] = {}
         self.layouts: dict[str, Layout] = {}
@@ -146,9 +112,10 @@ class ParamAndGradStore:
         self.optimizer_gradients = self.gradients
         self.host: HostShards | None = None
         if self.plan.offload != "none":
-            shards = [(b.params, b.grads.shard) for b in self._all_buckets()]
-            self.host = HostShards(shards, self._copies)
-            self.values, self.optimizer_gradients = self.host.values, self.host.gradients
+            shards = [(b.params, b.grads) for b in self._all_buckets() if b.on_host]
+            self.host = HostShards(shards, init.device, self._copies, init.master, init.delayed)
+            self.values |= self.host.values
+            self.optimizer_gradients = self.gradients | self.host.gradients
 
     def _register_grad_hooks(self) -> None:
         """Let autograd accumulate into the flat buffers where it can, and hook the rest.
@@ -190,6 +157,7 @@ class ParamAndGradStore:
 
     def zero_grads(self) -> None:
         """Zero all gradients at the start of a step."""
+        self._norm.restart()
         for bucket in self._all_buckets():
             bucket.grads.zero()
 
@@ -223,10 +191,22 @@ class ParamAndGradStore:
             if stage in self._gatherers:
                 self._gatherers[stage].reshard()
 
+    def square_norm(self) -> Tensor:
+        """This rank's share of the squared norm of the step's gradients, a scalar on the device;
+        in fp16 not finite where one overflowed.
+        """
+        stayed = [b for b in self._all_buckets() if not isinstance(b.grads, OffloadedGrads)]
+        own = (bucket.params.layout.shard_views(bucket.grads.shard) for bucket in stayed)
+        return self._norm.square({name: view for views in own for name, view in views.items()})
+
     def copy_grads_to_host(self) -> None:
         """Before the optimizer's step: copy gradients to the host, under offload."""
         if self.host is not None:
             self.host.copy_grads_to_host()
+
+    def wait_for_copies(self) -> None:
+        """Let the host wait for what is on its way to it, before it reads `gradients`."""
+        self._copies.synchronize()
 
     def gather_updated_params(self) -> None:
         """After initialization or a step: all-gather the shards that the other ranks have filled
@@ -239,7 +219,7 @@ class ParamAndGradStore:
         with self._copies.copying() if self.host is not None else nullcontext():
             for each in params:  # a bucket's all-gather runs beside the next one's copy
                 if self.host is not None:
-                    self.host.copy_params_to_device(each)
+                    self.host.store_params(each)
                 if isinstance(each, ReplicatedParams):
                     each.start_all_gather()
             copied = self._copies.copied()
@@ -253,7 +233,9 @@ class ParamAndGradStore:
         return {
             "parameters": [p.persistent for p in params if not p.on_host],
             "gathered": [p.flat for p in params if isinstance(p, ShardedParams)],
-            "gradients": [bucket.grads.persistent for bucket in self._all_buckets()],
+            "gradients": [
+                kept for b in self._all_buckets() if (kept := b.grads.persistent) is not None
+            ],
         }
 
     def _on_accumulated(
@@ -287,7 +269,7 @@ class ParamAndGradStore:
         """
         for bucket in self.buckets[stage] if self.host is not None else ():
             if self.host is not None and self._separate not in bucket.params.parameters:
-                self.host.start_copy_to_host(bucket.grads.shard)
+                self.host.start_copy_to_host(bucket.grads)
 
     def _reset_pending(self, stage: int) -> None:
         self._next_bucket[stage] = 0
@@ -326,12 +308,6 @@ class ParamAndGradStore:
         for reduction in reductions:
             reduction.advance()
         self._in_flight = [reduction for reduction in self._in_flight if not reduction.done]
-
-
-def _unit_of(name: str) -> str:
-    """The ZeRO-3 unit of a parameter: the embedding, a block, or the final norm with the head."""
-    first, second, *_ = (*name.split("."), "")
-    return {"blocks": second, "embedding": first}.get(first, "head")
 
 
 def _replace_parameters(model: nn.Module, materialized: Mapping[int, nn.Parameter]) -> None:

@@ -8,7 +8,13 @@ from collections.abc import Callable, Iterator
 from workbench.errors import Problem
 from workbench.plan.model.head_split import padded_heads_per_rank
 from workbench.plan.resolved_plan import ResolvedPlan
-from workbench.plan.rules import legal_sizes, schedule_rules, stage_rules, tensor_rules
+from workbench.plan.rules import (
+    legal_sizes,
+    offload_rules,
+    schedule_rules,
+    stage_rules,
+    tensor_rules,
+)
 from workbench.plan.schema import AXES, Plan
 
 
@@ -51,6 +57,7 @@ def _data(plan: ResolvedPlan) -> Iterator[Problem]:
                 f"is {getattr(data, field)}, which needs data.zero {stage} "
                 f"or more; zero is {data.zero}",
             )
+    yield from offload_rules.problems(plan)
     if data.in_flight != 2 and plan.strategy.stack != "workbench":
         yield Problem(
             "strategy.data.in_flight",

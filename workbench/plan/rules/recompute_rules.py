@@ -41,6 +41,7 @@ def recomputed_layers(recompute: Recompute, shape: Shape) -> list[int]:
 def problems(plan: ResolvedPlan) -> Iterator[Problem]:
     """Why the field is not legal for the plan's model."""
     wanted, layers = plan.strategy.recompute, plan.shape.layers
+    yield from _offload(plan)
     if isinstance(wanted, str):
         return
     outside = any(isinstance(one, int) and one >= layers for one in wanted)
@@ -59,6 +60,25 @@ def problems(plan: ResolvedPlan) -> Iterator[Problem]:
             yield Problem(
                 FIELD, f"{shown(pattern)} {within}, recomputed already; legal: one of them"
             )
+
+
+def _offload(plan: ResolvedPlan) -> Iterator[Problem]:
+    s, field = plan.strategy, "strategy.offload_activations"
+    if not s.offload_activations:
+        return
+    if s.stack != "workbench":
+        yield Problem(
+            field,
+            f"is true, but what {s.stack} offloads is its own; legal: false, or "
+            "strategy.stack: workbench",
+        )
+    elif not recomputed_layers(s.recompute, plan.shape):
+        wanted = s.recompute if isinstance(s.recompute, str) else shown(s.recompute)
+        yield Problem(
+            field,
+            f"is true, but recompute is {wanted}, and only recomputed layers save their input "
+            "alone; legal: false, or strategy.recompute: full, or a list of layers",
+        )
 
 
 _NOTHING = "no module that saves more than its inputs (a GEMM and a norm save no more)"

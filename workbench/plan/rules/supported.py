@@ -83,6 +83,7 @@ def _kernels_of_code(plan: Plan) -> list[Problem]:
 
 ENGINE_LIMITS: tuple[tuple[str, Callable[[ResolvedPlan], Any], tuple[Any, ...]], ...] = (
     ("strategy.data.overlap", lambda p: p.strategy.data.overlap, (True,)),
+    ("strategy.data.offload_tier", lambda p: p.strategy.data.offload_tier, ("host",)),
     ("strategy.stack", lambda p: p.strategy.stack, ("workbench",)),
     ("training.optimizer.moments", lambda p: p.training.optimizer.moments, ("fp32", "bf16")),
     ("training.lora", lambda p: "set" if p.training.lora else None, (None,)),

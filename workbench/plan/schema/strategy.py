@@ -39,6 +39,18 @@ class Data(Frozen):
     offload: Literal["none", "optimizer", "parameters"] = Field(
         "none", description="What lives in host memory."
     )
+    offload_ratio: float = Field(
+        1.0,
+        ge=0,
+        le=1,
+        description="Share of an offloaded optimizer in host memory, by buckets; the GPU steps the "
+        "rest.",
+    )
+    offload_tier: Literal["host", "disk"] = Field(
+        "host",
+        description="Where offloaded states are: host memory, or the node's NVMe disks; disk: "
+        "estimated only.",
+    )
     reduce: Literal["step", "microbatch"] = Field("step", description="When gradients are reduced.")
     keep_gathered: bool = Field(
         False, description="ZeRO-3 keeps gathered parameters between forward and backward."
@@ -165,6 +177,9 @@ class Strategy(Frozen):
         "none",
         description="Activations recomputed in backward; a list names layers, or patterns such as "
         "blocks.*.mlp.",
+    )
+    offload_activations: bool = Field(
+        False, description="Inputs of recomputed layers are in host memory until backward."
     )
     stack: str = Field(
         "workbench",

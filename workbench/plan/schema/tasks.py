@@ -45,6 +45,11 @@ class Optimizer(Frozen):
     master: Literal["auto", "none"] = Field(
         "auto", description="auto: fp32 master weights beside 16-bit parameters."
     )
+    delayed_update: bool = Field(
+        False,
+        description="The host steps by the last step's gradients while the next step is computed "
+        "(2101.06840).",
+    )
     clip: Norm | None = Field(1.0, description="Largest global gradient norm; null: no clipping.")
 
 

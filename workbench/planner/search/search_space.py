@@ -117,6 +117,8 @@ def search_space(plan: Plan, kind: str = "default", worlds: tuple[int, ...] = ()
 
     `worlds`: numbers of GPUs to try; default the plan's own.
     """
+    if plan.training.optimizer.delayed_update:  # legal beside some strategies only
+        plan = plan.replace(**{"training.optimizer.delayed_update": False})
     worlds = worlds or (plan.cluster.gpus,)
     bases = {world: neutral_plan(plan, world) for world in worlds}
     measured = [with_calibration(base)[0] for base in bases.values()]

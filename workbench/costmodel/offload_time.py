@@ -1,0 +1,44 @@
+"""Seconds of copies between device and host memory that compute does not hide."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from workbench.costmodel.inputs.config import Array, Number
+from workbench.costmodel.inputs.rank_workload import Workload
+from workbench.costmodel.memory.offload_memory import host_activations
+from workbench.costmodel.rates.constants import Constants
+
+
+def exposed_offload(w: Workload, constants: Constants, owned: Array, makespan: Number) -> Number:
+    """Gradients to the host and parameters back (ZeRO-Offload, 2101.06840), parameters that are
+    streamed and inputs of recomputed layers (ZeRO-Infinity, 2104.07857), over PCIe.
+
+    Args:
+        w: Per-rank problem sizes.
+        constants: Of the GPU and the framework.
+        owned: Parameters whose optimizer states a rank holds.
+        makespan: Seconds of forward and backward.
+    """
+    k, pcie = w.searched, w.fixed.gpu.pcie_gbs * 1e9
+    stepped = owned.max(axis=0) * k.offload_optimizer * (w.zero > 0)
+    gradients, updated = stepped * w.gradient_element_bytes, stepped * w.element_bytes
+    through_disk = 1.0
+    if w.fixed.offloads_to_disk:
+        through_disk = max(1.0, w.fixed.gpu.pcie_gbs / constants.disk_gbs)
+    streamed = (
+        through_disk
+        * k.offload_parameters
+        * (2 * w.step_microbatches * w.param_counts.total.max(axis=0) * w.element_bytes)
+    )
+    hidden = k.offload_optimizer * constants.offload_overlap * makespan
+    if not w.fixed.framework.data_parallel.stages_offload:
+        return np.asarray(np.maximum(0.0, (gradients + updated + streamed) / pcie - hidden))
+    # The engine copies gradients down, and streams parameters and inputs, while it computes. It
+    # waits for what former microbatches have left on the host, and steps before parameters return.
+    later = (w.step_microbatches - 1) * (w.zero >= 2) * w.reduce_microbatch
+    inputs = 2 * np.asarray(host_activations(w) / w.microbatches_in_flight).max(axis=0)
+    beside = gradients * (1 + later) + streamed + inputs * w.step_microbatches
+    hidden = constants.offload_overlap * makespan
+    after: Number = gradients * later + updated * (1 - k.offload_parameters)
+    return np.asarray(np.maximum(0.0, beside / pcie - hidden) + after / pcie)
