@@ -111,6 +111,8 @@ class Profile:
     """Rank -> the rank whose rows stand for it (ranks that do the same are counted once)."""
     capacity_bytes: int | None = None
     """Usable memory of one GPU."""
+    host_capacity_bytes: int | None = None
+    """A rank's share of its node's host memory; None: not known."""
     notes: dict[str, Any] = field(default_factory=dict)
     """What else the instrument says: step time by part, advice, versions."""
 
@@ -241,14 +243,29 @@ class Profile:
         return float(median(tokens)) / seconds if tokens and seconds else None
 
     @property
+    def host_bytes(self) -> int:
+        """Bytes in host memory, of the rank and step with most."""
+        sums: dict[tuple[Any, Any], float] = {}
+        for rank, step, size in self.rows(
+            "memory", "rank", "step", "bytes", tier="host", moment="maximum"
+        ):
+            sums[rank, step] = sums.get((rank, step), 0.0) + size
+        return int(max(sums.values(), default=0.0))
+
+    @property
+    def exceeds_host(self) -> bool:
+        """Whether a rank needs more host memory than its share of a node's."""
+        return self.host_capacity_bytes is not None and self.host_bytes > self.host_capacity_bytes
+
+    @property
     def fits(self) -> bool | None:
-        """Whether every rank's peak is within one GPU's memory; null where that, or the capacity,
-        is unknown.
+        """Whether every rank's peak is within one GPU's memory, and what it offloads within its
+        share of the host's; null where the peak or the capacity is unknown.
         """
         peaks = self.peak_bytes_by_rank
         if not peaks or not self.capacity_bytes:
             return None
-        if max(peaks.values()) > self.capacity_bytes:
+        if max(peaks.values()) > self.capacity_bytes or self.exceeds_host:
             return False
         return True if len(peaks) == self.world_size else None
 
@@ -299,6 +316,9 @@ class Profile:
             facts["peak memory (max rank)"] = f"{max(peaks.values()) / 2**20:,.1f} MiB"
         if self.capacity_bytes:
             facts["GPU memory"] = f"{self.capacity_bytes / 2**20:,.1f} MiB"
+        if self.host_capacity_bytes and self.host_bytes:
+            share, host = self.host_capacity_bytes / 2**20, self.host_bytes / 2**20
+            facts["host memory (max rank)"] = f"{host:,.1f} MiB of {share:,.1f} MiB"
         if self.fits is not None:
             facts["fits"] = "yes" if self.fits else "no"
         if self.step_seconds is not None:
@@ -346,6 +366,7 @@ class Profile:
             "world_size": self.world_size,
             "representative": self.representative,
             "capacity_bytes": self.capacity_bytes,
+            "host_capacity_bytes": self.host_capacity_bytes,
             "notes": self.notes,
         }
         (folder / "profile.json").write_text(json.dumps(rest))

@@ -8,7 +8,6 @@ and no verb loads torch, which works in child processes.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -22,6 +21,7 @@ if TYPE_CHECKING:
     from workbench.planner.autoshard import OperatorPlan
     from workbench.planner.explain import Explanation
     from workbench.planner.search import SearchResult
+    from workbench.planner.states_on_gpus import StatesAnswer
     from workbench.planner.validation import Validation
     from workbench.profile import Profile
     from workbench.runs.run import Run
@@ -42,6 +42,7 @@ __all__ = [
     "report",
     "run",
     "search",
+    "states",
     "translate",
     "validate",
     "verify",
@@ -131,21 +132,10 @@ def operators(
     Raises:
         PlanError: No choice is legal, or none fits.
     """
-    from workbench.plan.operators.graph_json import graph_from_json
-    from workbench.planner.autoshard import microbatch_sequences
-    from workbench.planner.operator_plans.fitting_operators import choose_within_memory
     from workbench.runs.launch import subprocess_verbs
 
-    written, graph = _plan(plan), None
-    full = written.resolve()
-    unsharded: list[str] = []
-    if full.code:
-        count = microbatch_sequences(full, ranks, sequences)
-        found = subprocess_verbs.traced_operators(full, count, allow_code)
-        graph, unsharded = graph_from_json(found["graph"]), found["unsharded"]
     limit = None if memory_gib is None else memory_gib * 2**30
-    chosen = choose_within_memory(written, limit, ranks, sequences, mode, graph)
-    return replace(chosen, reason=" ".join([chosen.reason, *unsharded])) if unsharded else chosen
+    return subprocess_verbs.operators(_plan(plan), ranks, limit, sequences, mode, allow_code)
 
 
 def search(
@@ -184,17 +174,35 @@ def search(
     """
     from workbench.planner.search import search
 
-    return search(
-        _plan(plan),
-        objective,
-        space=space,
-        top=top,
-        where=where,
-        deadline_days=deadline_days,
-        tokens=tokens,
-        risk=risk,
-        progress=progress,
-    )
+    of: dict[str, Any] = {"where": where, "deadline_days": deadline_days, "tokens": tokens}
+    return search(_plan(plan), objective, space=space, top=top, risk=risk, progress=progress, **of)
+
+
+def states(
+    subject: Plan | str | Path | float,
+    *,
+    gpu_memory: Sequence[float] = (16, 32, 40, 80),
+    gpus: Sequence[str] = (),
+    set: Mapping[str, Any] | None = None,
+) -> StatesAnswer:
+    """Count the GPUs that hold a model's states, or a step of it.
+
+    Bytes a parameter, term by term; then the least GPUs on which a step fits, with activations and
+    buffers, under data parallelism, ZeRO-3 and offloading. Every figure is estimated.
+
+    Args:
+        subject: A number of parameters (100e9, "100B": a step is that of the nearest dense model
+            with other layers), a model of the catalog, a plan file, or a plan.
+        gpu_memory: Printed memory of GPUs, GB (1e9 bytes).
+        gpus: GPUs of the catalog for the step; default the plan's, V100 and H100.
+        set: Fields to override, by dotted path.
+
+    Raises:
+        PlanError: The subject is unknown, or a field or number illegal.
+    """
+    from workbench.planner.states_on_gpus import states
+
+    return states(subject, gpu_memory, gpus, set or {})
 
 
 def rehearse(
@@ -288,15 +296,8 @@ def run(
     """
     from workbench.runs.launch import checked_launch
 
-    started = checked_launch.run(
-        _plan(plan),
-        force=force,
-        resume=resume,
-        root=root,
-        port=port,
-        allow_code=allow_code,
-        progress=progress,
-    )
+    of: dict[str, Any] = {"force": force, "resume": resume, "root": root, "port": port}
+    started = checked_launch.run(_plan(plan), **of, allow_code=allow_code, progress=progress)
     if wait:
         started.wait()
     return started

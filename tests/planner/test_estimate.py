@@ -201,7 +201,8 @@ def test_advice_names_a_change_that_fits(model: str, gpus: int, strategy: str) -
             {"strategy", "training"},
         ),
         ("llama-3-70b", "mi250x-gcd", 64, "ddp", {}, {"strategy"}),
-        ("llama-3-70b", "a100-sxm-80gb", 2, "ddp", {}, {"cluster", "strategy"}),
+        ("llama-3-70b", "a100-sxm-80gb", 2, "ddp", {}, {"strategy"}),
+        ("llama-3.1-405b", "a100-sxm-80gb", 2, "ddp", {}, {"cluster", "strategy"}),
     ],
 )
 def test_advice_stays_on_the_gpus_of_the_plan_as_long_as_any_plan_fits_them(

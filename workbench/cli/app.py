@@ -54,6 +54,7 @@ COMMANDS: dict[str, dict[str, Command]] = {
         "translate": Command("interop"),
     },
     "Planner": {
+        "states": Command("explain"),
         "search": Command("search"),
         "explain": Command("explain"),
         "operators": Command("operators"),

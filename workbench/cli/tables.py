@@ -203,8 +203,10 @@ def _memory_rows(found: Profile) -> Iterator[tuple[str, ...]]:
         if peaks[least] < peaks[most]:
             yield "peak memory (min rank)", bytes_text(peaks[least]), f"rank {least}"
         yield from _allocator_rows(found)
-    if host := _host_bytes(found):
+    if host := found.host_bytes:
         yield "host memory (max rank)", bytes_text(host)
+        if share := found.host_capacity_bytes:
+            yield "  a rank's share of the node's", bytes_text(share)
     if found.capacity_bytes:
         yield "GPU memory", bytes_text(found.capacity_bytes)
     for category, size in found.by_category.items():
@@ -232,15 +234,6 @@ def _time_rows(found: Profile) -> Iterator[tuple[str, ...]]:
         yield "fits", "yes" if found.fits else "NO"
     for what in found.notes.get("left_out", []):
         yield "left out", what
-
-
-def _host_bytes(found: Profile) -> float:
-    sums: dict[tuple[Any, Any], float] = {}
-    for rank, step, size in found.rows(
-        "memory", "rank", "step", "bytes", tier="host", moment="maximum"
-    ):
-        sums[rank, step] = sums.get((rank, step), 0.0) + size
-    return float(max(sums.values(), default=0.0))
 
 
 def stages_table(found: Profile) -> Grid | None:

@@ -20,6 +20,7 @@ from workbench.fields.bounds import (
     Watts,
 )
 from workbench.fields.frozen import Frozen
+from workbench.units import GIB
 
 
 class GPU(Frozen):
@@ -74,6 +75,14 @@ class Fabric(Frozen):
     nic_latency_us: Microseconds = Field(
         description="Latency of a hop between nodes, microseconds."
     )
+    host_memory_gib: Gibibytes | None = Field(
+        None, description="Memory of a node's host, GiB; null: not known, nothing is refused by it."
+    )
+    host_gbs: GigabytesPerSecond | None = Field(
+        None,
+        description="Bandwidth of a node's host memory, all sockets, GB/s; null: that of a usual "
+        "server.",
+    )
     rack_nodes: Ranks | None = Field(
         None, description="Nodes of a rack or pod; null: one network joins all."
     )
@@ -84,3 +93,8 @@ class Fabric(Frozen):
         None, description="Latency of a hop between racks, microseconds."
     )
     source: str = Field("", description="Where the figures come from.")
+
+    def host_bytes_per_rank(self, ranks: int) -> int | None:
+        """Host memory of one of the ranks of a node; None where it is not known."""
+        size = self.host_memory_gib
+        return None if size is None else int(size * GIB / ranks)

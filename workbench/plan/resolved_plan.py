@@ -135,6 +135,12 @@ class ResolvedPlan(Plan):
         return self.cluster.gpu
 
     @property
+    def host_capacity_bytes(self) -> int | None:
+        """A rank's share of its node's host memory; None where that is not known."""
+        ranks = min(self.cluster.gpus_per_node, self.world_size)
+        return self.cluster.fabric.host_bytes_per_rank(ranks)
+
+    @property
     def card(self) -> GPU:
         """`gpu` by its former name."""
         warnings.warn("Plan.card is now ResolvedPlan.gpu", DeprecationWarning, stacklevel=2)

@@ -46,7 +46,7 @@ from workbench.planner.estimated_timeline import (
     timeline_frame,
 )
 from workbench.planner.framework_limits import broken_limits
-from workbench.planner.memory_advice import first_fitting_change
+from workbench.planner.memory_advice import beside_capacity, first_fitting_change
 from workbench.planner.operator_plans.planned_workload import planned_workload
 from workbench.planner.operator_plans.traced_plan import traced_stages, with_stand_in
 from workbench.planner.profiled_models.estimate_on_profile import estimate_on_profile
@@ -94,7 +94,7 @@ def estimate(plan: Plan, model: TracedModel | None = None) -> Profile:
     if traced is None:  # measured steps are of models with a shape
         notes |= _measured_notes(full, w, time, notes["model_flops_utilisation"])
     notes |= _scope_notes(full, w, microbatches)
-    if most > capacity and traced is None:
+    if traced is None and not beside_capacity(live, full).fits:
         notes["advice"] = first_fitting_change(plan, full)
     own = [exact_collectives(shown.workload, shown.calls, place) for place in range(len(ranks))]
     return Profile(
@@ -114,6 +114,7 @@ def estimate(plan: Plan, model: TracedModel | None = None) -> Profile:
         steps=steps_frame(head, float(time.seconds), full),
         representative=representative,
         capacity_bytes=capacity,
+        host_capacity_bytes=full.host_capacity_bytes,
         notes=notes,
     )
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
-from workbench.costmodel.memory.peak_memory import peak_memory
+from workbench.costmodel.memory.peak_memory import PeakMemory, peak_memory, total_bytes
 from workbench.errors import PlanError
 from workbench.machine.hardware import GPU
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.rules.supported import unsupported
-from workbench.plan.schema import Plan
+from workbench.plan.schema import Plan, written_fields
 from workbench.planner.calibrated_plan import with_calibration
 from workbench.planner.framework_limits import stays_possible
 from workbench.planner.operator_plans.planned_workload import planned_workload
@@ -24,19 +24,56 @@ from workbench.planner.profiled_models.planned_stages import planned_stages
 from workbench.units import GIB
 
 
+class PlannedMemory(NamedTuple):
+    """Bytes of the rank that needs most, and what it has."""
+
+    peak_bytes: int
+    capacity_bytes: int
+    host_bytes: int
+    """In host memory."""
+    host_capacity_bytes: int | None
+    """A rank's share of its node's host memory; None: not known."""
+
+    @property
+    def exceeds_host(self) -> bool:
+        """Whether the host does not hold what is offloaded."""
+        return self.host_capacity_bytes is not None and self.host_bytes > self.host_capacity_bytes
+
+    @property
+    def fits(self) -> bool:
+        """Whether the GPU holds its part, and the host the other."""
+        return self.peak_bytes <= self.capacity_bytes and not self.exceeds_host
+
+
+def planned_memory(full: ResolvedPlan) -> PlannedMemory:
+    """Memory of a resolved plan on device and host: the maximum over its ranks."""
+    if full.profiled:
+        capacity = int(full.gpu.memory_gib * GIB)
+        return PlannedMemory(round(max(planned_stages(full).peak_bytes)), capacity, 0, None)
+    here, constants = with_calibration(full)
+    return beside_capacity(peak_memory(planned_workload(here), constants), full)
+
+
+def beside_capacity(found: PeakMemory, full: ResolvedPlan) -> PlannedMemory:
+    """What a plan needs beside what its GPUs and hosts have."""
+    peak, host = (
+        round(float(each.max())) for each in (found.peak, total_bytes(found.beyond.get("host", {})))
+    )
+    return PlannedMemory(peak, int(full.gpu.memory_gib * GIB), host, full.host_capacity_bytes)
+
+
 def plan_peak_bytes(full: ResolvedPlan) -> int:
     """Peak memory of a resolved plan: the maximum over its ranks."""
-    if full.profiled:
-        return round(max(planned_stages(full).peak_bytes))
-    here, constants = with_calibration(full)
-    return round(float(peak_memory(planned_workload(here), constants).peak.max()))
+    return planned_memory(full).peak_bytes
 
 
 def first_fitting_change(plan: Plan, full: ResolvedPlan) -> dict[str, Any] | None:
     """The first change that makes a plan fit.
 
-    Changes on the same GPUs come first, of one field before several, then more GPUs, then other
-    GPUs. Within each of these, a plan that can run is first offered changes that can run too.
+    Changes on the same GPUs come first, of one field before several, and last of them the strategy
+    that needs the least memory of all that `search` knows; then more GPUs, then other GPUs, of the
+    same vendor first. Within each of these, a plan that can run is first offered changes that can
+    run too.
 
     Args:
         plan: As written.
@@ -47,17 +84,38 @@ def first_fitting_change(plan: Plan, full: ResolvedPlan) -> dict[str, Any] | Non
         `plan.replace` takes. None where no change is found.
     """
     runs = not unsupported(full, "run")
-    groups = [
-        [*one_field_changes(full), *combined_changes(full)],
-        more_gpus(full),
-        larger_gpus(full),
-    ]
+    groups = (
+        lambda: [*one_field_changes(full), *combined_changes(full)],
+        lambda: _least_memory_change(plan, full),
+        lambda: more_gpus(full),
+        lambda: larger_gpus(full),
+    )
     for candidates in groups:
+        changes = candidates()
         for must_run in (True, False) if runs else (False,):
-            for change in candidates:
+            for change in changes:
                 if found := _fitting(plan, full, change, must_run):
                     return found
     return None
+
+
+def _least_memory_change(plan: Plan, full: ResolvedPlan) -> list[Change]:
+    """The strategy of least memory on these GPUs; none of a plan that no search goes through."""
+    if full.profiled or full.code:
+        return []
+    # Imported here: the search is much code, which a plan that fits does not load.
+    from workbench.planner.search.least_memory import least_memory_plan
+
+    least = least_memory_plan(plan)
+    if least is None:
+        return []
+    now, then = full.training, least.training
+    change: Change = {"strategy": written_fields(least)["strategy"]}
+    if then.global_batch != now.global_batch:
+        change["training.global_batch"] = then.global_batch
+    if then.micro_batch != now.micro_batch:
+        change["training.micro_batch"] = then.micro_batch
+    return [change]
 
 
 def _fitting(
@@ -67,18 +125,27 @@ def _fitting(
         changed = plan.replace(**change).resolve()
         if (must_run and unsupported(changed, "run")) or not stays_possible(full, changed):
             return None
-        peak = plan_peak_bytes(changed)
+        memory = planned_memory(changed)
     except PlanError:
         return None
-    if peak > changed.gpu.memory_gib * GIB:
-        return None
-    before = [_current_value(full, field) for field in change]
-    one = len(change) == 1
+    return _advice(full, changed, change, memory) if memory.fits else None
+
+
+def _advice(
+    full: ResolvedPlan, changed: ResolvedPlan, change: Change, memory: PlannedMemory
+) -> dict[str, Any]:
+    before, after = [_current_value(full, field) for field in change], list(change.values())
+    one, fields = len(change) == 1, " and ".join(change)
+    if "strategy" in change:
+        from workbench.planner.search.results.strategy_summary import strategy_summary
+
+        one, fields = True, "strategy"  # all of it, said in a few words with the micro-batch
+        before, after = [strategy_summary(full)], [strategy_summary(changed)]
     return {
-        "field": " and ".join(change),
+        "field": fields,
         "from": before[0] if one else ", ".join(map(str, before)),
-        "to": next(iter(change.values())) if one else ", ".join(map(str, change.values())),
-        "peak_bytes": peak,
+        "to": after[0] if one else ", ".join(map(str, after)),
+        "peak_bytes": memory.peak_bytes,
         "changes": change,
     }
 

@@ -53,7 +53,7 @@ def combined_changes(full: Plan) -> Iterator[Change]:
     """Changes of several fields on the same GPUs, each adding to the one before.
 
     Micro-batch 1 and full recomputation come first, then ZeRO stages and offloading on top, then
-    presets that recompute all.
+    presets that recompute all, the last of them offloading the inputs of recomputed layers too.
     """
     s, change = full.strategy, Change()
     if full.training.micro_batch > 1:
@@ -65,8 +65,15 @@ def combined_changes(full: Plan) -> Iterator[Change]:
         change |= {"strategy.data.zero": zero} if zero != s.data.zero else {}
         yield dict(change)
         for kind in _further(OFFLOAD_KINDS, s.data.offload):
-            yield change | {"strategy.data.offload": kind}
+            yield change | {"strategy.data.offload": kind} | _leaving(full, zero)
     yield from _recomputing_presets()
+    yield _recomputing_presets()[-1] | {"strategy.offload_activations": True}
+
+
+def _leaving(full: Plan, zero: int) -> Change:
+    """What lets gradients leave the GPU as they are made, where a ZeRO stage shards them."""
+    stay = zero > 1 and full.strategy.data.reduce == "step"
+    return {"strategy.data.reduce": "microbatch"} if stay else {}
 
 
 def more_gpus(full: Plan) -> list[Change]:
@@ -78,15 +85,21 @@ def more_gpus(full: Plan) -> list[Change]:
 
 def larger_gpus(full: ResolvedPlan) -> list[Change]:
     """The same plan on a GPU with more memory, then presets that recompute all on as many of the
-    largest as it takes.
+    largest as it takes: all of that for GPUs of the same vendor before any of another's.
     """
-    larger: list[Change] = [{"cluster.gpu": gpu.name} for gpu in _gpus_with_more_memory(full.gpu)]
-    if not larger:
-        return []
+    return [change for gpus in gpus_with_more_memory(full.gpu) for change in _on_gpus(full, gpus)]
+
+
+def _on_gpus(full: ResolvedPlan, gpus: list[GPU]) -> Iterator[Change]:
+    """The same plan on each of them, then presets that recompute all on more and more of the
+    last.
+    """
+    yield from ({"cluster.gpu": gpu.name} for gpu in gpus)
     counts = ({"cluster.gpus": full.world_size * 2**n} for n in range(1, 2 * MAX_DOUBLINGS))
     more: list[Change] = [{}, *counts]
-    presets = _recomputing_presets()
-    return [*larger, *(larger[-1] | gpus | preset for gpus in more for preset in presets)]
+    for count in more:
+        for preset in _recomputing_presets():
+            yield {"cluster.gpu": gpus[-1].name} | count | preset
 
 
 def after_out_of_memory(full: ResolvedPlan) -> list[tuple[Change, str]]:
@@ -145,14 +158,19 @@ def _halves(size: int) -> Iterator[int]:
         yield size
 
 
-def _gpus_with_more_memory(gpu: GPU) -> list[GPU]:
-    """GPUs of the catalog with more memory (all GPUs, where the plan runs on CPU): the same
-    vendor's first, smallest first.
+def gpus_with_more_memory(gpu: GPU) -> list[list[GPU]]:
+    """GPUs of the catalog with more memory (all GPUs, where the plan runs on CPU), smallest first:
+    those of the same vendor, then those of others; no empty list.
     """
     device = "cuda" if gpu.device == "cpu" else gpu.device
-    others = (entry.gpu for entry in gpu_catalog.gpus().values() if entry.gpu.device == device)
-    larger = [other for other in others if other.memory_gib > gpu.memory_gib]
-    return sorted(larger, key=lambda other: (_vendor(other) != _vendor(gpu), other.memory_gib))
+    every = (entry.gpu for entry in gpu_catalog.gpus().values() if entry.gpu.device == device)
+    larger = sorted(
+        (other for other in every if other.memory_gib > gpu.memory_gib),
+        key=lambda other: other.memory_gib,
+    )
+    own = [other for other in larger if _vendor(other) == _vendor(gpu)]
+    others = [other for other in larger if _vendor(other) != _vendor(gpu)]
+    return [some for some in (own, others) if some]
 
 
 def _vendor(gpu: GPU) -> str:

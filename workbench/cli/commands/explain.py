@@ -1,4 +1,6 @@
-"""The command `explain`: what a plan costs to train, what binds it, what changes it."""
+"""The commands `explain`, what a plan costs, what binds it, what changes it, and `states`, how many
+GPUs hold a model.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +11,19 @@ import typer
 
 from workbench import verbs
 from workbench.cli import tables
-from workbench.cli.options import Json, emit, planned
+from workbench.cli.options import Json, Set, emit, planned
 from workbench.cli.terminal import Grid
+from workbench.errors import refuse
+from workbench.plan.plan_data import assignments
 from workbench.plan.schema import Plan
 from workbench.planner.explain.explanation import EFFECT_HEADS, Explanation, effect_cells
 from workbench.planner.explain.plan_figures import ChangeEffect
+from workbench.planner.states_on_gpus.states_answer import (
+    PRINTED,
+    STEP_HEADS,
+    STEP_TITLE,
+    StatesAnswer,
+)
 from workbench.planner.training_cost import TrainingCost
 from workbench.units import count_text, days_text, digits
 
@@ -23,6 +33,21 @@ Tokens = Annotated[
 ]
 Price = Annotated[
     float | None, typer.Option("--price", help="USD an hour of one GPU; default its list price.")
+]
+
+Subject = Annotated[
+    str,
+    typer.Argument(
+        metavar="SUBJECT",
+        help="A number of parameters (100e9, 1.4B), a model of `workbench models`, or a plan file.",
+    ),
+]
+Sizes = Annotated[
+    str, typer.Option("--gpu-memory", help="Printed memory of GPUs, GB, separated by commas.")
+]
+Gpus = Annotated[
+    list[str] | None,
+    typer.Option("--gpu", help="GPU of `workbench gpus` for a whole step; repeatable."),
 ]
 
 
@@ -70,3 +95,35 @@ def _effects(title: str, rows: Sequence[ChangeEffect]) -> Grid:
     for effect in rows:
         built.add_row(*effect_cells(effect))
     return built
+
+
+def states(
+    subject: Subject,
+    gpu_memory: Sizes = "16,32,40,80",
+    gpu: Gpus = None,
+    set: Set = None,
+    json: Json = False,
+) -> None:
+    found = verbs.states(
+        subject, gpu_memory=_sizes(gpu_memory), gpus=gpu or (), set=assignments(set or [])
+    )
+    emit(json, found.to_json(), lambda: _shown_states(found))
+
+
+def _sizes(text: str) -> list[float]:
+    try:
+        return [float(part) for part in text.split(",")]
+    except ValueError:
+        raise refuse(
+            "--gpu-memory", f"is '{text}'; legal: sizes in GB separated by commas, e.g. 16,32"
+        ) from None
+
+
+def _shown_states(found: StatesAnswer) -> list[Grid | str]:
+    held = tables.table(found.title, found.heads, found.heads[2:-1], ("source",))
+    for row in found.states_cells():
+        held.add_row(*row)
+    step = tables.table(STEP_TITLE, STEP_HEADS, STEP_HEADS[4:])
+    for row in found.step_cells():
+        step.add_row(*row)
+    return [held, "\n".join((PRINTED, *found.divisions(), "")), step, found.step_words]

@@ -393,6 +393,20 @@ def optimizer_bytes(w: Workload, owned: Number) -> Number:
     return owned * (each + scattered * g) + w.param_counts.trained * ((1 - scattered) * g)
 
 
+def host_step_bytes(w: Workload, owned: Number) -> Number:
+    """Bytes of host memory that the update of offloaded states moves: in pieces that stay in cache,
+    so that each state is read and written once, the gradient read, and what was stepped read again
+    to be rounded into staging buffers. The norm is the device's.
+
+    Args:
+        w: Per-rank problem sizes.
+        owned: Parameters whose optimizer states the rank holds.
+    """
+    stepped = w.fixed.master_bytes or w.element_bytes
+    states = 2 * (w.fixed.moment_bytes + stepped)
+    return owned * (w.gradient_element_bytes + states + stepped + w.element_bytes)
+
+
 def _scattered(w: Workload) -> Number:
     """1 where gradients are reduce-scattered after every microbatch."""
     return w.reduce_microbatch if w.zero >= 2 else 0.0

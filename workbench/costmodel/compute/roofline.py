@@ -18,6 +18,7 @@ from workbench.costmodel.compute.engine_operators import (
     counts_operators,
     embedding_bytes,
     head_bytes,
+    host_step_bytes,
     optimizer_bytes,
     stage_kernels,
 )
@@ -36,7 +37,7 @@ from workbench.costmodel.compute.kernel_rates import (
 )
 from workbench.costmodel.compute.memory_bound import counted_seconds, memory_bound_pass
 from workbench.costmodel.compute.moved_bytes import MovedBytes
-from workbench.costmodel.inputs.config import Array, Number
+from workbench.costmodel.inputs.config import Array, FixedConfig, Number
 from workbench.costmodel.inputs.layer_gemms import (
     LayerGemm,
     attention_flops,
@@ -48,6 +49,7 @@ from workbench.costmodel.inputs.layer_gemms import (
 )
 from workbench.costmodel.inputs.rank_workload import Workload, tensor_parallel_widths
 from workbench.costmodel.memory.activation_memory import has_weight_gradients
+from workbench.costmodel.rates.constants import Constants
 
 LOSS_FORWARD_SHARE = 3 / 7
 """Share of the loss's memory traffic in forward: cast and log-softmax are three passes over the
@@ -397,18 +399,22 @@ def _bucket_traffic(w: Workload) -> Number:
     return w.param_counts.trained * moved
 
 
-def _host_gbs(w: Workload, m: DeviceRates) -> float:
-    """Host memory bandwidth of a rank, GB/s: more than its share of a full node where the node has
-    fewer ranks, for a framework that binds each to its GPU's socket.
+def host_gbs(s: FixedConfig, c: Constants) -> float:
+    """Host memory bandwidth that a rank reaches, GB/s: of a framework that binds each to its GPU's
+    socket its share of the node's, at most a socket's; of others that of a full node.
     """
-    c, ranks = m.constants, min(w.fixed.world_size, w.fixed.gpus_per_node)
-    if not w.fixed.framework.data_parallel.stages_offload:
+    if not s.framework.data_parallel.stages_offload or s.gpu.device == "cpu":
         return c.host_gbs
-    return min(c.host_socket_gbs, c.host_gbs * max(1.0, GPUS_OF_A_NODE / ranks))
+    ranks = min(s.world_size, s.gpus_per_node)
+    if s.fabric.host_gbs is None:
+        return min(c.host_socket_gbs, c.host_gbs * max(1.0, GPUS_OF_A_NODE / ranks))
+    return c.host_share * s.fabric.host_gbs / max(ranks, min(SOCKETS, s.fabric.gpus_per_node))
 
 
+SOCKETS = 2
+"""Of a host of several GPUs."""
 GPUS_OF_A_NODE = 8
-"""Of the servers whose memory bandwidth `host_gbs` is a share of."""
+"""Of the servers whose memory bandwidth the constant `host_gbs` is a share of."""
 
 
 def optimizer_seconds(w: Workload, m: DeviceRates, owned: Array) -> Array:
@@ -421,13 +427,12 @@ def optimizer_seconds(w: Workload, m: DeviceRates, owned: Array) -> Array:
         owned: Parameters whose optimizer states the rank holds.
     """
     if counts_operators(w):
-        traffic = np.asarray(optimizer_bytes(w, owned))
+        traffic, on_host = np.asarray(optimizer_bytes(w, owned)), host_step_bytes(w, owned)
     else:
-        traffic = owned * _step_traffic(w) + _bucket_traffic(w)
+        traffic = on_host = owned * _step_traffic(w) + _bucket_traffic(w)
     # The host's CPUs update offloaded states (ZeRO-Offload, 2101.06840), the device the rest beside
     # them.
-    share, slow = w.searched.offload_optimizer, _host_gbs(w, m)
+    share, host = w.searched.offload_optimizer, 1e9 * host_gbs(w.fixed, m.constants)
     if w.fixed.offloads_to_disk:  # read and written while others are stepped
-        slow = min(slow, m.constants.disk_gbs)
-    per_byte = np.maximum(share / (slow * 1e9), (1 - share) / m.bandwidth)
-    return np.asarray(traffic * per_byte)
+        host = min(host, 1e9 * m.constants.disk_gbs)
+    return np.asarray(np.maximum(share * on_host / host, (1 - share) * traffic / m.bandwidth))

@@ -8,7 +8,7 @@ from operator import add
 
 import numpy as np
 
-from workbench.costmodel.inputs.config import Array, Number
+from workbench.costmodel.inputs.config import Array, Mask, Number
 from workbench.costmodel.inputs.rank_workload import Workload
 from workbench.costmodel.memory import live_sets, offload_memory, zero_buffers
 from workbench.costmodel.memory.activation_memory import TOKEN_ID_BYTES, dummy_weight_gradient_bytes
@@ -134,6 +134,16 @@ def max_peak_bytes(w: Workload, constants: Constants) -> Array:
         passes, total_bytes(optimizer_step_buffers(w, parameters))
     )
     return np.asarray(live.max(axis=0) * (1 + constants.fragmentation) + _fixed_bytes(w, constants))
+
+
+def fits_host(w: Workload) -> Mask:
+    """Whether a rank's share of its node's host memory holds what each candidate offloads."""
+    s = w.fixed
+    share = s.fabric.host_bytes_per_rank(min(s.gpus_per_node, s.world_size))
+    if share is None or not np.any(w.searched.offload_optimizer):
+        return np.True_
+    _, beyond = _persistent(w, model_states(w, w.param_counts))
+    return np.asarray(total_bytes(beyond["host"]).max(axis=0) <= share)
 
 
 def _largest(sums: list[Array]) -> Array:

@@ -63,6 +63,7 @@ class Constants:
     expert_overlap: float
     offload_overlap: float
     host_gbs: float
+    host_share: float
     host_socket_gbs: float
     disk_gbs: float
     step_fixed_ms: float

@@ -103,7 +103,9 @@ def fit_line(profile: Profile) -> str:
     amount = f"{bytes_text(peaks[rank])} of {bytes_text(profile.capacity_bytes)}"
     chance = profile.notes.get("memory", {}).get("probability_of_running_out")
     risk = "" if chance is None else f", runs out with a probability of {chance:.1%}"
-    return f"{word}: peak memory {amount} ({share} %, rank {rank}){risk}"
+    host = f"{bytes_text(profile.host_bytes)} of {bytes_text(profile.host_capacity_bytes or 0)}"
+    short = f"; host memory {host} a rank" if profile.exceeds_host else ""
+    return f"{word}: peak memory {amount} ({share} %, rank {rank}){risk}{short}"
 
 
 def advice_line(profile: Profile) -> str:
@@ -126,7 +128,7 @@ def advice_words(profile: Profile) -> str:
     """The smallest change, by its controls' labels."""
     found = profile.notes["advice"]
     labels = {control.path: control.label for control in plan_controls().values()}
-    if len(found["changes"]) == 1:
+    if len(found["changes"]) == 1 or "strategy" in found["changes"]:
         return (
             f"{labels.get(found['field'], found['field'])} {value_text(found['from'])} → "
             f"{value_text(found['to'])}"

@@ -11,7 +11,7 @@ from workbench.errors import PlanError
 from workbench.plan.rules.supported import unsupported
 from workbench.planner.explain.plan_figures import ChangeEffect, ExplainedPlan, plan_figures
 from workbench.planner.framework_limits import stays_possible
-from workbench.planner.memory_advice import plan_peak_bytes
+from workbench.planner.memory_advice import planned_memory
 from workbench.planner.plan_changes import (
     Change,
     combined_changes,
@@ -19,7 +19,6 @@ from workbench.planner.plan_changes import (
     more_gpus,
     one_field_changes,
 )
-from workbench.units import GIB
 
 MAX_SHOWN = 6
 
@@ -57,8 +56,7 @@ def _first_fitting(
 def _fits(subject: ExplainedPlan, change: Change) -> bool:
     try:
         full = subject.plan.replace(**change).resolve()
-        fits = plan_peak_bytes(full) <= full.gpu.memory_gib * GIB
-        return fits and stays_possible(subject.resolved, full)
+        return planned_memory(full).fits and stays_possible(subject.resolved, full)
     except PlanError:
         return False
 

@@ -15,10 +15,10 @@ from workbench.plan.schema import Plan
 from workbench.planner.calibrated_plan import with_calibration
 from workbench.planner.estimate import estimate
 from workbench.planner.framework_limits import stays_possible
+from workbench.planner.memory_advice import beside_capacity
 from workbench.planner.operator_plans.planned_workload import planned_workload
 from workbench.planner.plan_changes import Change
 from workbench.profile import Profile
-from workbench.units import GIB
 
 
 @dataclass(frozen=True)
@@ -32,11 +32,15 @@ class PlanFigures:
     peak_bytes: int
     capacity_bytes: int
     gpus: int
+    exceeds_host: bool
+    """Whether a rank offloads more than its share of the host's memory."""
 
     @property
     def fits(self) -> bool:
-        """Whether the peak memory (max rank) is within what the GPU has."""
-        return self.peak_bytes <= self.capacity_bytes
+        """Whether the peak memory (max rank) is within what the GPU has, and the host holds the
+        rest.
+        """
+        return self.peak_bytes <= self.capacity_bytes and not self.exceeds_host
 
     @property
     def tokens_per_second(self) -> float:
@@ -147,12 +151,14 @@ def plan_figures(full: ResolvedPlan) -> PlanFigures:
 
 def _calibrated_figures(full: ResolvedPlan, constants: Constants) -> PlanFigures:
     w = planned_workload(full)
+    memory = beside_capacity(peak_memory(w, constants), full)
     return PlanFigures(
         seconds=float(step_time(w, constants).seconds),
         tokens=float(full.training.global_batch * full.training.sequence_length),
-        peak_bytes=round(float(peak_memory(w, constants).peak.max())),
-        capacity_bytes=int(full.gpu.memory_gib * GIB),
+        peak_bytes=memory.peak_bytes,
+        capacity_bytes=memory.capacity_bytes,
         gpus=full.world_size,
+        exceeds_host=memory.exceeds_host,
     )
 
 

@@ -15,7 +15,7 @@ from workbench.costmodel.communication.collective_call import CollectiveCall
 from workbench.costmodel.communication.collective_volume import step_collectives
 from workbench.costmodel.inputs.config import Array
 from workbench.costmodel.inputs.rank_workload import Workload
-from workbench.costmodel.memory.peak_memory import max_peak_bytes
+from workbench.costmodel.memory.peak_memory import fits_host, max_peak_bytes
 from workbench.costmodel.rates.constants import Constants
 from workbench.costmodel.step_time import longest_compute_seconds, step_time
 from workbench.planner.calibrated_plan import with_calibration
@@ -38,6 +38,8 @@ class CellMemory:
     """Whether each is a plan of its own."""
     peak: Array
     """Largest peak over all pipeline ranks, bytes."""
+    hosted: NDArray[np.bool_]
+    """Whether the host's memory holds what each offloads."""
     shared: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
     """What cells have in common that differ in their kernels alone, once one has computed it."""
 
@@ -46,6 +48,12 @@ class CellMemory:
         """Of all combinations."""
         index = self.index
         return np.broadcast_shapes(*(at.shape for at in index.values())) if index else (1,)
+
+    def fitting(self, most: float) -> NDArray[np.bool_]:
+        """Legal combinations whose GPUs need no more than `most` bytes, on a host that holds the
+        rest.
+        """
+        return np.asarray(self.legal & self.hosted & (self.peak <= most))
 
     def count(self, which: NDArray[np.bool_]) -> int:
         """Combinations that `which`, of a shape that broadcasts, is true of."""
@@ -63,8 +71,9 @@ class CellMemory:
         former, cell = self.shared.get("cut"), self.cell.with_splits(kept)
         if former is None or not np.array_equal(kept, former[0]):
             index = cell.grid()
-            legal = _of_splits(self.legal, kept)
-            former = kept, CellMemory(cell, index, cell.workload(index), legal, self.peak)
+            legal, hosted = (_of_splits(each, kept) for each in (self.legal, self.hosted))
+            w = cell.workload(index)
+            former = kept, CellMemory(cell, index, w, legal, self.peak, hosted)
             self.shared["cut"] = former
         cut: CellMemory = former[1]
         return cut.of_kernels(cell, _of_splits(self.peak, kept))
@@ -134,6 +143,11 @@ class CellEvaluator:
             ),
         )
 
+    @classmethod
+    def of_memory(cls, space: SearchSpace) -> CellEvaluator:
+        """Computes no layer: for `memory` alone."""
+        return cls(_constants(space), {})
+
     def __call__(self, cell: Cell, index: Index) -> EvaluatedCell:
         """The combinations at `index` of `cell`: of a grid, all of them, in the order of its
         axes.
@@ -150,7 +164,8 @@ class CellEvaluator:
             return self._former[0].of_kernels(cell, max_peak_bytes(w, k))
         w = cell.workload(index)
         legal = np.asarray(cell.is_own_plan(w, index))
-        held = CellMemory(cell, index, w, legal, max_peak_bytes(w, k))
+        hosted = np.asarray(fits_host(w))
+        held = CellMemory(cell, index, w, legal, max_peak_bytes(w, k), hosted)
         self._former[:] = [held]
         return held
 

@@ -48,12 +48,15 @@ KNOB_AXES = (
 )
 """Knobs of a cell, in the order of its axes."""
 NON_NUMERIC_KNOBS = ("kernels", "gradient", "recompute", "placement", "split")
+AS_OFFLOADED = "as offloaded"
+"""Of `reduce`: every microbatch where gradients are offloaded, once a step where they stay."""
 WORD_VALUES = {
     "none": 0.0,
     "optimizer": 1.0,
     "parameters": 2.0,
     "step": 0.0,
     "microbatch": 1.0,
+    AS_OFFLOADED: 2.0,
     "all": 0.0,
 }
 """What words count as where a knob is a number."""
@@ -104,6 +107,8 @@ class Cell:
             axis: self.values[axis][i]
             for axis, i in zip(KNOB_AXES, np.unravel_index(at, self.shape))
         }
+        if at_axis["reduce"] == AS_OFFLOADED:
+            at_axis["reduce"] = "step" if at_axis["offload"] == "none" else "microbatch"
         split: LayerSplit = at_axis.pop("split")
         return fixed | split._asdict() | {"tensor": split.size(s.algorithm)} | at_axis
 
@@ -130,6 +135,7 @@ class Cell:
             axis: self._take(axis, index) for axis in KNOB_AXES if axis not in NON_NUMERIC_KNOBS
         }
         group, replicas = take["shard"], self._replicas(split.tensor)
+        offloads = np.minimum(take["offload"], 1)
         recompute = index.get("recompute", np.zeros((), dtype=int))
         again = (len(rows), *(1,) * (dims - recompute.ndim), *recompute.shape)
         knobs = SearchedConfig(
@@ -140,9 +146,9 @@ class Cell:
             micro_batch=split.micro_batch,
             sequence=split.sequence,
             shard=np.where(group == 0, replicas, group),
-            offload_optimizer=np.minimum(take["offload"], 1),
+            offload_optimizer=offloads,
             offload_parameters=np.maximum(take["offload"] - 1, 0),
-            reduce_microbatch=take["reduce"],
+            reduce_microbatch=np.where(take["reduce"] == 2, offloads, take["reduce"]),
             keep_gathered=take["keep_gathered"],
             overlap=take["overlap"],
             bucket_bytes=take["bucket_mib"] * 2**20,
@@ -203,17 +209,18 @@ class Cell:
     def _legal(self, w: Workload, group: Number, replicas: Number) -> Mask:
         """Whether each combination is a legal plan, and the only one of those that do the same."""
         good: Mask = np.True_
+        k = w.searched
         if self.fixed.zero:  # over one replica there is nothing to shard, but something to offload
-            least = {1: w.searched.offload_optimizer, 3: w.searched.offload_parameters}.get(
-                self.fixed.zero, 0.0
-            )
-            good = (replicas > 1) | (np.asarray(least) > 0)
+            gradients = k.offload_optimizer * k.reduce_microbatch
+            least = {1: k.offload_optimizer, 2: gradients, 3: k.offload_parameters}
+            good = (replicas > 1) | (np.asarray(least[self.fixed.zero]) > 0)
         if any(size != "all" for size in self.values["shard"]):
             good = good & (
                 (group == 0) | ((replicas % np.maximum(group, 1) == 0) & (group < replicas))
             )
         if "microbatch" in self.values["reduce"]:
-            good = good & ((w.searched.reduce_microbatch == 0) | (w.microbatches > 1))
+            several = (w.microbatches > 1) | (k.offload_optimizer > 0)
+            good = good & ((k.reduce_microbatch == 0) | several)
         return good
 
     def _own_order(self, sizes: dict[str, Number], found: dict[str, Number], index: Index) -> Mask:
@@ -307,13 +314,16 @@ def _knob_values(
         return tuple(value for value in getattr(space, knob) if value in legal)
 
     gathered = s.zero == 3 and s.pipeline == 1
+    reduced = only("reduce", ("step",)) if s.zero < 2 else space.reduce
+    if len(reduced) > 1 and space.reduce_as_offloaded:
+        reduced = (AS_OFFLOADED,)
     return {
         "split": splits,
         "placement": _distinct_placements(space, s),
         "recompute": space.recompute,
         "shard": space.shard if s.zero else only("shard", ("all",)),
         "offload": only("offload", OFFLOAD_BY_ZERO[s.zero]),
-        "reduce": space.reduce if s.zero >= 2 else only("reduce", ("step",)),
+        "reduce": reduced,
         "keep_gathered": space.keep_gathered if gathered else only("keep_gathered", (False,)),
         "overlap": space.overlap if s.zero == 3 or s.pipeline == 1 else space.overlap[:1],
         "bucket_mib": space.bucket_mib if s.zero < 3 else space.bucket_mib[:1],

@@ -97,6 +97,10 @@ class SearchSpace:
     """`all`, or the ranks of a shard group."""
     offload: tuple[str, ...]
     reduce: tuple[str, ...]
+    reduce_as_offloaded: bool
+    """Whether, of both, every microbatch is reduced where gradients are offloaded, and only
+    there.
+    """
     keep_gathered: tuple[bool, ...]
     overlap: tuple[bool, ...]
     bucket_mib: tuple[float, ...]
@@ -147,7 +151,8 @@ def search_space(plan: Plan, kind: str = "default", worlds: tuple[int, ...] = ()
         sequence=(False, True),
         shard=("all", node) if wide else ("all",),
         offload=("none", "optimizer", "parameters"),
-        reduce=("step", "microbatch") if wide else ("step",),
+        reduce=("step", "microbatch"),
+        reduce_as_offloaded=not wide,
         keep_gathered=(False, True) if wide else (False,),
         overlap=(True, False) if wide else (True,),
         bucket_mib=BUCKET_SIZES_MIB if kind == "vast" else (plan.strategy.data.bucket_mib,),

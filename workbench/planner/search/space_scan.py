@@ -32,6 +32,8 @@ class SearchStats:
     feasible: int = 0
     least_peak_bytes: float = np.inf
     """Smallest peak of any legal plan, bytes, where none is feasible."""
+    beyond_host: int = 0
+    """Plans that GPUs would hold, and whose offloaded part no host does, where none is feasible."""
 
 
 def scan_space(
@@ -49,16 +51,17 @@ def scan_space(
     for cell in search_cells(space):
         evaluator = evaluators[cell.fixed.world_size]
         held = evaluator.memory(cell, cell.grid())
-        fits = held.legal & (held.peak <= most)
+        fits = held.fitting(most)
         seen.candidates += held.count(held.legal)
         if not seen.feasible:  # else nobody asks
             least = float(np.where(held.legal, held.peak, np.inf).min())
             seen.least_peak_bytes = min(seen.least_peak_bytes, least)
+            seen.beyond_host += held.count(held.legal & (held.peak <= most) & ~held.hosted)
         if not fits.any():
             seen.best.skip()
             continue
         held = held.with_fitting_splits(fits)
-        fits = held.legal & (held.peak <= most)
+        fits = held.fitting(most)
         e = evaluator.times(held)
         for c in conditions:
             fits = fits & c.holds(_constrained_result(held.cell, e, c.field, retries))

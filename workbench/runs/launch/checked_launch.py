@@ -19,6 +19,7 @@ from workbench.plan.operators.traced.traced_json import TracedModel
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.schema import Plan
 from workbench.planner.estimate import estimate
+from workbench.profile import Profile
 from workbench.runs.launch import subprocess_verbs
 from workbench.runs.launch.accelerate_command import Recipe, compose
 from workbench.runs.launch.parent_death import python_module
@@ -138,9 +139,17 @@ def _does_not_fit(plan: Plan, full: ResolvedPlan, model: TracedModel | None) -> 
     change = f"; smallest change that fits: {change}" if change else ""
     message = (
         f"does not fit: the estimate needs {need:.2f} GiB of the {have:.2f} GiB of "
-        f"{full.gpu.name}{change}"
+        f"{full.gpu.name}{_host_words(profile)}{change}"
     )
     return [Problem("cluster.gpu", f"{message}; `--force` (force=True) runs it nevertheless")]
+
+
+def _host_words(profile: Profile) -> str:
+    """What a rank needs of host memory beyond its share; "" where that holds it."""
+    if not profile.exceeds_host:
+        return ""
+    share = (profile.host_capacity_bytes or 0) / GIB
+    return f", and {profile.host_bytes / GIB:.2f} GiB of {share:.2f} GiB of host memory a rank"
 
 
 def _launch(

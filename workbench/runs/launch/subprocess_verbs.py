@@ -8,14 +8,16 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from workbench.checkpoint.resume_point import checkpoint_of
 from workbench.errors import ChildError, PlanError, refuse
 from workbench.machine.attached import attached, host_memory
 from workbench.machine.gpu_catalog import local_constants
 from workbench.plan.model.parameter_count import parameters
+from workbench.plan.operators.graph_json import graph_from_json
 from workbench.plan.operators.traced.traced_json import TracedModel, model_from_json
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.rules.float8_rules import verified_precision
@@ -27,6 +29,9 @@ from workbench.runs.launch.kernel_compilers import missing_compiler, missing_tor
 from workbench.runs.launch.preflight import gpu_problems
 from workbench.runs.launch.progress_lines import progress_record
 from workbench.units import GIB
+
+if TYPE_CHECKING:
+    from workbench.planner.autoshard import OperatorPlan
 
 ORDER_FILE = "order.json"
 """What a check of the order of calls writes."""
@@ -57,6 +62,27 @@ def rehearse(
     chosen += ["--operators"] * operators
     with tempfile.TemporaryDirectory() as folder:
         return Profile.read(_rehearsed(plan, folder, chosen, progress, allow_code))
+
+
+def operators(
+    plan: Plan,
+    ranks: int | Sequence[int] | None,
+    limit: float | None,
+    sequences: int | None,
+    mode: str,
+    allow_code: bool,
+) -> OperatorPlan:
+    """Choose how each operator is sharded, within `limit` bytes; see `workbench.operators`."""
+    from workbench.planner.autoshard import microbatch_sequences
+    from workbench.planner.operator_plans.fitting_operators import choose_within_memory
+
+    full, graph, unsharded = plan.resolve(), None, list[str]()
+    if full.code:
+        count = microbatch_sequences(full, ranks, sequences)
+        found = traced_operators(full, count, allow_code)
+        graph, unsharded = graph_from_json(found["graph"]), found["unsharded"]
+    chosen = choose_within_memory(plan, limit, ranks, sequences, mode, graph)
+    return replace(chosen, reason=" ".join([chosen.reason, *unsharded])) if unsharded else chosen
 
 
 def check_order(

@@ -6,15 +6,22 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from workbench.costmodel.memory.reported_memory import probability_of_running_out
+from workbench.costmodel.memory.reported_memory import (
+    largest_peak_at_risk,
+    probability_of_running_out,
+)
 from workbench.fields.bounds import RANKS
 from workbench.plan.schema import Plan
 from workbench.planner.framework_limits import framework_limits
+from workbench.planner.memory_advice import plan_peak_bytes
+from workbench.planner.plan_changes import gpus_with_more_memory
 from workbench.planner.plan_conditions import Condition
 from workbench.planner.search.constraints import condition_words, searched_values
+from workbench.planner.search.least_memory import least_memory_plan
+from workbench.planner.search.results.strategy_summary import strategy_summary
 from workbench.planner.search.search_space import SearchSpace, search_space
 from workbench.planner.search.space_scan import SearchStats, scan_space
-from workbench.units import GIB, bytes_text
+from workbench.units import GIB, bytes_text, gib_text
 
 DOUBLINGS = 5
 """Of the GPUs, that are tried for a deadline."""
@@ -77,12 +84,46 @@ def why_none_fits(space: SearchSpace, seen: SearchStats) -> str:
     least, stack = seen.least_peak_bytes, space.base.strategy.stack
     chance = probability_of_running_out(least, gpu.memory_gib * GIB, stack)
     riskier = f" allow --risk {math.ceil(100 * chance) / 100:g}," if chance < 0.5 else ""
+    hosts = ""
+    if seen.beyond_host:
+        size = gib_text((space.base.cluster.fabric.host_memory_gib or 0) * GIB)
+        hosts = f", {seen.beyond_host:,} fit the GPU but offload more than a host of {size} holds"
     return (
         f"no plan fits {gpu.name} of {gpu.memory_gib:.1f} GiB with a chance of running out of "
-        f"memory of at most {space.risk:.0%}: the smallest of {seen.candidates:,} peaks at "
-        f"{least / GIB:.1f} GiB, a chance of {chance:.0%} (estimated);{riskier} change "
-        f"cluster.gpu, cluster.gpus, the sequence length or the model"
+        f"memory of at most {space.risk:.0%}: the smallest of {seen.candidates:,}, offloading "
+        f"among them, peaks at {least / GIB:.1f} GiB, a chance of {chance:.0%}{hosts} "
+        f"(estimated);{riskier} change cluster.gpu, cluster.gpus, the sequence length or the model"
+        f"{_hardware_that_fits(space)}"
     )
+
+
+def _hardware_that_fits(space: SearchSpace) -> str:
+    """The first doubling of the GPUs on which some plan fits, else the first larger GPU, of the
+    same vendor if it can be; "" where none does.
+    """
+    asked, base = space.asked, space.base
+    more = ({"cluster.gpus": base.world_size * 2**n} for n in range(1, DOUBLINGS + 1))
+    larger = ({"cluster.gpu": gpu.name} for some in gpus_with_more_memory(base.gpu) for gpu in some)
+    for change in (*more, *larger):
+        gpus = change.get("cluster.gpus", base.world_size)
+        if gpus > RANKS.most:
+            continue
+        plan = asked.replace(**change, **{"cluster.nodes": None, "cluster.fabric": None})
+        if words := _least_on(plan, space.risk):
+            return f"; {gpus:,} x {change.get('cluster.gpu', base.gpu.name)} would do: {words}"
+    return ""
+
+
+def _least_on(plan: Plan, risk: float) -> str:
+    """The strategy of least memory and its peak; "" where it does not fit within the risk."""
+    least = least_memory_plan(plan)
+    if least is None:
+        return ""
+    full = least.resolve()
+    peak = plan_peak_bytes(full)
+    if peak > largest_peak_at_risk(risk, full.gpu.memory_gib * GIB, full.strategy.stack):
+        return ""
+    return f"{strategy_summary(least)}, {bytes_text(peak)} (estimated)"
 
 
 def why_no_stages_fit(space: SearchSpace) -> str:

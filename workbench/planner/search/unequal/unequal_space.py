@@ -70,6 +70,7 @@ def profile_space(plan: Plan, worlds: tuple[int, ...] = ()) -> SearchSpace:
         shard=("all",),
         offload=("none",),
         reduce=("step",),
+        reduce_as_offloaded=False,
         keep_gathered=(False,),
         overlap=(True,),
         bucket_mib=(plan.strategy.data.bucket_mib,),
