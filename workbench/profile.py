@@ -95,9 +95,10 @@ class _Frame:
 class Profile:
     """Frames of one instrument on one plan; each is given as a DataFrame, or as `Columns`.
 
-    `memory` is in bytes, `timeline` in seconds from the step's start, `collectives.bytes` the full
-    tensor's bytes per call and `count` calls per step, `steps.seconds` the wall time of a step and
-    `tokens` the whole job's in that step.
+    `memory` is in bytes; `levels` is memory over a step of a rehearsal, in bytes by category after
+    so many allocations and releases (`event`); `timeline` is in seconds from the step's start,
+    `collectives.bytes` the full tensor's bytes per call and `count` calls per step, `steps.seconds`
+    the wall time of a step and `tokens` the whole job's in that step.
     """
 
     run: str
@@ -107,6 +108,7 @@ class Profile:
     timeline: _Frame = _Frame()
     collectives: _Frame = _Frame()
     steps: _Frame = _Frame()
+    levels: _Frame = _Frame()
     representative: dict[int, int] = field(default_factory=dict)
     """Rank -> the rank whose rows stand for it (ranks that do the same are counted once)."""
     capacity_bytes: int | None = None
@@ -378,7 +380,11 @@ class Profile:
         rest["representative"] = {int(k): v for k, v in rest["representative"].items()}
         import pandas as pd
 
-        frames: dict[str, Any] = {kind: pd.read_csv(folder / f"{kind}.csv") for kind in COLUMNS}
+        frames: dict[str, Any] = {
+            kind: pd.read_csv(path)
+            for kind in COLUMNS
+            if (path := folder / f"{kind}.csv").exists()  # an older version saved fewer
+        }
         return cls(**rest, **frames)
 
 

@@ -212,6 +212,7 @@ def rehearse(
     *,
     allow_code: bool = False,
     operators: bool = False,
+    over_time: bool = False,
 ) -> Profile:
     """Rehearse a plan on fake tensors: the real code, at any size.
 
@@ -220,10 +221,14 @@ def rehearse(
     Args:
         plan: A plan, or the path of a plan file.
         ranks: Ranks to rehearse; default one of each pipeline stage.
-        progress: Called with (ranks done, ranks in all).
+        progress: Called with (actions done, actions in all): forwards and backwards of the ranks.
+            What it raises ends the rehearsal.
         allow_code: Run a model that is given as Python.
         operators: Also count every computing operator by shape, and time it on the planned GPU by
             the estimate's roofline: `notes["operators"]`, with the estimate's compute beside it.
+        over_time: Also the frame `levels`, memory over a step; in `notes`, by module and action,
+            what lives at the peak (`peak_allocations`), and bytes that live after the second step
+            and did not after the first (`leaks`).
 
     Raises:
         PlanError: The plan is illegal, or this version cannot rehearse it.
@@ -231,7 +236,7 @@ def rehearse(
     """
     from workbench.runs.launch import subprocess_verbs
 
-    return subprocess_verbs.rehearse(_plan(plan), ranks, progress, allow_code, operators)
+    return subprocess_verbs.rehearse(_plan(plan), ranks, progress, allow_code, operators, over_time)
 
 
 def check_order(

@@ -33,6 +33,7 @@ NOT_ALLOCATED = (FRAGMENTATION, OUTSIDE)
 """Categories that are no part of what torch's allocator has handed out. Allocated: the sum of the
 others; reserved: with `FRAGMENTATION`; in use on the GPU: with both.
 """
+TENSOR_CATEGORIES = tuple(name for name in CATEGORIES if name not in NOT_ALLOCATED)
 ALLOCATED = "allocated"
 """Category of a measured total: the allocator's own count, never a sum of categories."""
 UNATTRIBUTED = "unattributed"
@@ -56,6 +57,7 @@ bytes in use on the GPU, by all processes and by the rank's own.
 
 COLUMNS: dict[str, tuple[str, ...]] = {
     "memory": ("run", "source", "rank", "step", "stage", "moment", "tier", "category", "bytes"),
+    "levels": ("run", "source", "rank", "step", "action", "event", *TENSOR_CATEGORIES),
     "timeline": ("run", "source", "rank", "step", "stage", "microbatch", "action", "start", "end"),
     "collectives": (
         "run",

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from workbench.errors import PlanError
+from workbench.lab.panel.cancellable import Cancellable
 from workbench.lab.panel.control_values import read_path
 from workbench.lab.panel.plan_controls import plan_controls
 from workbench.lab.panel.plan_edits import apply_edit
@@ -175,15 +176,38 @@ def test_many_ranks_get_a_map_and_few_lose_it(planner: Planner) -> None:
 def test_a_rehearsal_is_drawn_beside_the_estimate(
     planner: Planner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def rehearse(plan: Plan) -> Profile:
+    def rehearse(plan: Plan, progress: Cancellable) -> Profile:
         assert planner.profile is not None
+        progress(1, 2)
         return Profile("p", "rehearsed", 16, planner.profile.memory.assign(source="rehearsed"))
 
     monkeypatch.setattr("workbench.runs.launch.subprocess_verbs.rehearse", rehearse)
-    planner._rehearse_now(planner.plan)
+    planner._rehearse_now(planner.plan, Cancellable(planner._show_progress))
     assert {row["source"] for row in planner.board.rows("memory")} == {"estimated", "rehearsed"}
     planner.set("micro_batch", 2)
     assert {row["source"] for row in planner.board.rows("memory")} == {"estimated"}
+
+
+def test_a_second_press_cancels_the_rehearsal(
+    planner: Planner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began, ended = threading.Event(), threading.Event()
+
+    def rehearse(plan: Plan, progress: Cancellable) -> Profile:
+        began.set()
+        try:
+            while True:
+                progress(1, 2)
+                time.sleep(0.01)
+        finally:
+            ended.set()
+
+    monkeypatch.setattr("workbench.runs.launch.subprocess_verbs.rehearse", rehearse)
+    planner._on_press("rehearse")
+    assert began.wait(20)
+    planner._on_press("rehearse")
+    assert ended.wait(20)
+    assert planner.rehearsed is None
 
 
 def test_a_plan_with_an_inline_shape_can_be_planned(planner: Planner) -> None:

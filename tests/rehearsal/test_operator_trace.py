@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -98,15 +99,24 @@ def test_dims_and_flops_of_a_gemm() -> None:
     assert (added.dims, added.flops) == (plain.dims, plain.flops)
 
 
-def test_further_microbatches_repeat_the_second() -> None:
-    trace = OperatorTrace(Silent())
+class Replaying:
+    """Stands for an executor that replays the second microbatch seven times."""
+
+    running: tuple[str, int, int] | None = None
+    replays: ClassVar[Counter[tuple[str, int, int]]] = Counter({("F", 0, 1): 7, ("B", 0, 1): 7})
+
+
+def test_replayed_microbatches_count_too() -> None:
+    executor: Any = Replaying()
+    trace = OperatorTrace(Silent(), executor)
     with trace:
         for microbatch in range(3):
-            with trace.action("F", Action(0, "F", microbatch)):
-                _ = X + Y
-            with trace.action("B", Action(0, "B", microbatch)):
-                _ = X * Y
+            for kind, compute in (("F", torch.add), ("B", torch.mul)):
+                executor.running = kind, 0, microbatch
+                with trace.action(kind, Action(0, kind, microbatch)):
+                    compute(X, Y)
+        executor.running = None
         with trace.action("OPTIMIZER", None):
             X.zero_()
-    found = {(o.name, o.phase): n for o, n in trace.of_step(3, 10).items()}
+    found = {(o.name, o.phase): n for o, n in trace.of_step().items()}
     assert found == {("add", "forward"): 10, ("mul", "backward"): 10, ("zero_", "optimizer"): 1}

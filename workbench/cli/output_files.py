@@ -23,8 +23,8 @@ def write_whole(path: Path, text: str, option: str = "--output") -> None:
         raise refuse(option, f"'{path}' cannot be written: {error.strerror or error}") from None
 
 
-def writable(path: Path | None) -> None:
-    """Refuse a report that could not be written, before the work that it is about."""
+def writable(path: Path | None, option: str = "--html") -> None:
+    """Refuse a file of an option that could not be written, before the work that it is about."""
     if path is None:
         return
     why = (
@@ -34,6 +34,6 @@ def writable(path: Path | None) -> None:
     )
     if why or not (path.parent.is_dir() and os.access(path.parent, os.W_OK) and not path.is_dir()):
         raise refuse(
-            "--html",
+            option,
             f"'{path.name[:60]}' cannot be written{why}; legal: a file in a folder that exists",
         )

@@ -55,6 +55,43 @@ class Status:
         self.bar.stop()
 
 
+class CountBar:
+    """So many done of a number that is known: a bar in a terminal, lines elsewhere.
+
+    Args:
+        words: The work.
+        unit: What is counted.
+    """
+
+    def __init__(self, words: str, unit: str) -> None:
+        columns = (
+            TextColumn("{task.description}", markup=False),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn(unit, markup=False),
+            TimeElapsedColumn(),
+        )
+        self.bar = Progress(
+            *columns, console=console(stderr=True), transient=True, disable=not sys.stderr.isatty()
+        )
+        self.words, self.unit, self.last_line = words, unit, 0.0
+        self.task = self.bar.add_task(words, total=None)
+
+    def __enter__(self) -> CountBar:
+        self.bar.start()
+        return self
+
+    def __call__(self, done: int, of: int) -> None:
+        self.bar.update(self.task, completed=done, total=of)
+        late = time.monotonic() - self.last_line > LINE_SECONDS
+        if self.bar.disable and (late or done == of):
+            self.last_line = time.monotonic()
+            print(f"{self.words}, {done} of {of} {self.unit}", file=sys.stderr, flush=True)
+
+    def __exit__(self, *_: object) -> None:
+        self.bar.stop()
+
+
 class SecondsBar:
     """Seconds measured of those asked for: a bar in a terminal, lines elsewhere."""
 

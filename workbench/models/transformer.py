@@ -135,6 +135,7 @@ class Transformer(nn.Module):
         shape: Of the whole model.
         dropout: Rate after the embedding and of both branches of every block.
         seed: Of the dropout masks, which are drawn for the sample indices in `samples`.
+        layers: Blocks to build, of a pipeline stage; None: all.
 
     Attributes, which parallel strategies replace:
         indices: Input of a stage -> the positions in the sequence [T] of its tokens.
@@ -145,7 +146,9 @@ class Transformer(nn.Module):
         ValueError: For shapes that can be planned but not built yet.
     """
 
-    def __init__(self, shape: Shape, dropout: float = 0.0, seed: int = 0) -> None:
+    def __init__(
+        self, shape: Shape, dropout: float = 0.0, seed: int = 0, layers: range | None = None
+    ) -> None:
         super().__init__()
         _refuse_unbuilt(shape)
         self.shape = shape
@@ -154,9 +157,8 @@ class Transformer(nn.Module):
         self.local_part_of: Callable[[Tensor], Tensor] = _all_tokens
         self.attach_aux_loss: Callable[[Tensor, Tensor], Tensor] = _needs_head
         self.embedding: Embedding | None = Embedding(shape, _dropout("embedding", dropout, seed))
-        self.blocks = nn.ModuleDict(
-            {str(i): Block(shape, i, dropout, seed) for i in range(shape.layers)}
-        )
+        own = range(shape.layers) if layers is None else layers
+        self.blocks = nn.ModuleDict({str(i): Block(shape, i, dropout, seed) for i in own})
         self.final_norm: AddNorm | None = _norm(shape)
         self.head: HeadLoss | None = HeadLoss(shape.hidden, shape.vocab)
         if shape.tied:

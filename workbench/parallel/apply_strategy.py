@@ -177,7 +177,9 @@ def _build_stage(
 ) -> tuple[Transformer, dict[str, Layout]]:
     """A stage on the meta device, everything but ZeRO applied, and its parameters' layouts."""
     with torch.device("meta"):
-        model = Transformer(plan.shape, plan.training.dropout, plan.training.seed)
+        model = Transformer(
+            plan.shape, plan.training.dropout, plan.training.seed, _layers_of(stage, partition)
+        )
     model.attach_aux_loss = aux_loss
     keep_pipeline_stage(model, stage, partition)
     replace_seams(model, plan.strategy.kernels, plan.gpu.device)
@@ -209,6 +211,12 @@ def _build_stage(
     return model, layouts
 
 
+def _layers_of(stage: int, partition: list[int]) -> range:
+    """Indices of a stage's blocks."""
+    starts = [0, *accumulate(partition)]
+    return range(starts[stage], starts[stage + 1])
+
+
 def keep_pipeline_stage(model: Transformer, stage: int, partition: list[int]) -> None:
     """Remove from `model`, in place, whatever is not of `stage`.
 
@@ -217,9 +225,9 @@ def keep_pipeline_stage(model: Transformer, stage: int, partition: list[int]) ->
     Args:
         partition: Number of blocks of every stage.
     """
-    start, stop = ([0, *accumulate(partition)][stage + i] for i in (0, 1))
+    own = _layers_of(stage, partition)
     for index in list(model.blocks):
-        if not start <= int(index) < stop:
+        if int(index) not in own:
             del model.blocks[index]
     if stage > 0:
         model.embedding = None

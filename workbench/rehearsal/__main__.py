@@ -1,8 +1,8 @@
-"""`python -m workbench.rehearsal PLAN --to FOLDER [--ranks 0,1] [--operators | --check]`:
-rehearse in a process of its own.
+"""`python -m workbench.rehearsal PLAN --to FOLDER [--ranks 0,1] [--operators] [--over-time]
+[--check]`: rehearse in a process of its own.
 
 Writes the profile into FOLDER, or with `--check` the order of calls as `order.json`; prints a line
-of JSON after each rank.
+of JSON after each action that has run.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ def main() -> int:
     parser.add_argument("--allow-code", action="store_true")
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--operators", action="store_true")
+    parser.add_argument("--over-time", action="store_true")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
 
@@ -43,7 +44,12 @@ def main() -> int:
             (arguments.to / ORDER_FILE).write_text(json.dumps(order))
         else:
             found = rehearse(
-                plan, arguments.ranks, progress, arguments.allow_code, arguments.operators
+                plan,
+                arguments.ranks,
+                progress,
+                arguments.allow_code,
+                arguments.operators,
+                arguments.over_time,
             )
             found.save(arguments.to)
     except ValueError as error:

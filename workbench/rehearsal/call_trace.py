@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -58,8 +59,22 @@ class Call(NamedTuple):
         return f"{what} on group {self.group} {self.ranks}"
 
 
+@dataclass(frozen=True)
+class RecordedCalls:
+    """Calls of an action, their batches numbered from 0, and whether it makes a boundary."""
+
+    calls: tuple[Call, ...]
+    batches: int
+    makes_boundary: bool
+
+    def is_like(self, other: RecordedCalls) -> bool:
+        """Whether both made the same calls."""
+        return self == other
+
+
 class CallRecorder(TorchDispatchMode):
-    """Records the calls that are made while it is entered, any number of times.
+    """Records the calls that are made while it is entered, any number of times; it can say those of
+    an action again, as `replayed_steps.ActionRecorder`.
 
     Args:
         device: Of the plan's tensors; None while groups are made, whose tensors have no plan.
@@ -69,8 +84,41 @@ class CallRecorder(TorchDispatchMode):
         super().__init__()
         self.device = device
         self.calls: list[Call] = []
+        self.actions: dict[Hashable, list[RecordedCalls]] = {}
         self._batch = 0
         self._in_batch = False
+        self._began = (0, 0)
+
+    def begin(self) -> None:
+        """An action begins."""
+        self._began = len(self.calls), self._batch
+
+    def end(self, key: Hashable | None, boundary: torch.Tensor | None) -> None:
+        """It has ended; its calls are kept under `key`, if there is one."""
+        first, before = self._began
+        calls = tuple(
+            call._replace(batch=call.batch - before - 1) if call.batch >= 0 else call
+            for call in self.calls[first:]
+        )
+        recorded = RecordedCalls(calls, self._batch - before, boundary is not None)
+        if key is not None:
+            self.actions.setdefault(key, []).append(recorded)
+
+    def keep(self, boundary: object) -> None:
+        """No calls."""
+
+    def keeps(self, storage: torch.UntypedStorage) -> None:
+        """No calls."""
+
+    def replay(self, key: Hashable, kept: list[object]) -> object | None:
+        """Say again what the action called last; what stands for the boundary that it makes."""
+        recorded = self.actions[key][-1]
+        self.calls += [
+            call._replace(batch=call.batch + self._batch + 1) if call.batch >= 0 else call
+            for call in recorded.calls
+        ]
+        self._batch += recorded.batches
+        return object() if recorded.makes_boundary else None
 
     def __torch_dispatch__(
         self,

@@ -21,10 +21,11 @@ from workbench.models.host_counts import is_recomputing
 from workbench.models.torch_dispatch import TorchDispatchMode
 from workbench.rehearsal.call_trace import NAMESPACES
 from workbench.rehearsal.operator_traffic import Traffic, traffic
+from workbench.rehearsal.replayed_steps import ReplayingExecutor
 from workbench.schedules import Action
 
-STEADY_MICROBATCH = 1
-"""Microbatch whose operators every further one repeats: neither the first nor the last."""
+ActionOf = tuple[str, int, int]
+"""(kind, stage, microbatch)."""
 ACTION_PHASES: dict[str, Phase] = {
     "F": "forward",
     "B": "backward",
@@ -53,15 +54,15 @@ class OperatorTrace(TorchDispatchMode):
 
     Args:
         inner: The observer of the step.
+        executor: Runs it; None: what is counted is no action of a schedule.
     """
 
-    def __init__(self, inner: Observer) -> None:
+    def __init__(self, inner: Observer, executor: ReplayingExecutor | None = None) -> None:
         super().__init__()
-        self.inner = inner
-        self.counts: Counter[tuple[Operator, int]] = Counter()
-        """(operator, microbatch or -1) -> how often."""
+        self.inner, self.executor = inner, executor
+        self.counts: Counter[tuple[Operator, ActionOf | None]] = Counter()
+        """(operator, the action that ran it) -> how often."""
         self._phase: Phase = "optimizer"
-        self._microbatch = -1
 
     def __torch_dispatch__(
         self,
@@ -77,8 +78,12 @@ class OperatorTrace(TorchDispatchMode):
             moved = traffic(func, args, kwargs or {}, out)
             if moved is not None:
                 for operator in operators_of(func, args, moved, out, self.phase):
-                    self.counts[operator, self._microbatch] += 1
+                    self.counts[operator, self._running] += 1
         return out
+
+    @property
+    def _running(self) -> ActionOf | None:
+        return None if self.executor is None else self.executor.running
 
     @property
     def phase(self) -> Phase:
@@ -88,37 +93,41 @@ class OperatorTrace(TorchDispatchMode):
     @contextmanager
     def action(self, label: str, action: Action | None) -> Iterator[None]:
         """Count what runs inside to the action's phase."""
-        before = self._phase, self._microbatch
-        if action is not None and action.kind in ACTION_PHASES:
-            self._phase, self._microbatch = ACTION_PHASES[action.kind], int(action.microbatch or 0)
+        before = self._phase
+        if action is not None:
+            self._phase = ACTION_PHASES.get(action.kind, before)
         try:
             with self.inner.action(label, action):
                 yield
         finally:
-            self._phase, self._microbatch = before
+            self._phase = before
 
     def moment(self, name: str) -> None:
         """Pass the moment on."""
         self.inner.moment(name)
 
-    def of_step(self, seen: int, microbatches: int) -> Counter[Operator]:
-        """Operators of a whole step of `microbatches`, of which `seen` ran."""
+    def of_step(self) -> Counter[Operator]:
+        """Operators of a whole step, replayed actions included."""
         found: Counter[Operator] = Counter()
-        for (operator, microbatch), count in self.counts.items():
-            repeats = microbatches - seen if microbatch == STEADY_MICROBATCH else 0
-            found[operator] += count * (1 + repeats)
+        for (operator, action), count in self.counts.items():
+            again = self.executor.replays[action] if self.executor and action else 0
+            found[operator] += count * (1 + again)
         return found
 
 
 def traced_step(
-    session: Session, step: int, batch: Sequence[Tensor], inner: Observer
+    session: Session,
+    step: int,
+    batch: Sequence[Tensor],
+    inner: Observer,
+    executor: ReplayingExecutor,
 ) -> OperatorTrace:
     """Run a step on [tokens, targets], and count its operators; `inner` observes it too."""
-    trace = OperatorTrace(inner)
+    trace = OperatorTrace(inner, executor)
     with trace:
         session.step(step, batch[0], batch[1], trace)
     for operator in unseen_update(session):
-        trace.counts[operator, -1] += 1
+        trace.counts[operator, None] += 1
     return trace
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import zip_longest
 from typing import Any
@@ -26,6 +27,7 @@ from workbench.rehearsal.building import build_session
 from workbench.rehearsal.call_trace import STORE, Call, CallRecorder
 from workbench.rehearsal.fake_process_group import fake_tensors, fake_world
 from workbench.rehearsal.rehearse import python_model, with_microbatches
+from workbench.rehearsal.replayed_steps import RUN_FIRST, NotAlikeError, ReplayingExecutor
 from workbench.rehearsal.strict_replay import replay
 from workbench.rehearsal.symmetric_ranks import rank_class, translated
 
@@ -147,7 +149,16 @@ def _with_any_rows(call: Call) -> Call:
 
 
 def trace(plan: ResolvedPlan, rank: int) -> list[Call]:
-    """The calls of one rank: making its groups, a step or two, and an evaluation."""
+    """The calls of one rank: making its groups, a step or two, and an evaluation. Microbatches that
+    repeat each other are replayed.
+    """
+    for run_first in RUN_FIRST:
+        with suppress(NotAlikeError):
+            return _trace(plan, rank, run_first)
+    raise AssertionError("microbatches that all run need not be alike")
+
+
+def _trace(plan: ResolvedPlan, rank: int, run_first: int) -> list[Call]:
     recorder = CallRecorder()
     with fake_world(rank, plan.world_size):
         with recorder.recording():
@@ -156,6 +167,7 @@ def trace(plan: ResolvedPlan, rank: int) -> list[Call]:
         model = python_model(plan)
         with fake_tensors():
             session, _ = build_session(plan, mesh, model)
+            session.executor = ReplayingExecutor(session.executor, recorder, run_first)
             share, length = session.share, plan.training.sequence_length
             shape = (share.microbatches, share.sequences, length)
             batch = [torch.zeros(shape, dtype=torch.long, device=recorder.device) for _ in range(2)]

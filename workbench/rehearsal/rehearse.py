@@ -5,7 +5,10 @@ bytes.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -13,26 +16,36 @@ from torch import nn
 
 from workbench.costmodel.compute.operator_roofline import Operator
 from workbench.engine.measure.step_sampler import StepSampler
-from workbench.engine.session import rank_share
+from workbench.engine.session import Session
 from workbench.models.python_model import build_python_model
-from workbench.parallel.mesh import Mesh, build_mesh
-from workbench.plan.rank_placement import rank_place, representative_ranks
+from workbench.parallel.mesh import Mesh, build_mesh, mesh_ranks
+from workbench.plan.rank_placement import representative_ranks
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.rules.supported import require
-from workbench.plan.schedule_table import stages_in_flight
+from workbench.plan.schedule_table import executed
 from workbench.plan.schema import Plan
 from workbench.planned_device import rehearsed_device
 from workbench.profile import Profile, frame
 from workbench.rehearsal.building import build_session, with_building
 from workbench.rehearsal.fake_process_group import fake_tensors, fake_world, without_cached_results
+from workbench.rehearsal.memory_curve import Held, MemoryCurve, difference, origin_rows
+from workbench.rehearsal.module_tracker import ModuleTracker
 from workbench.rehearsal.operator_report import operator_report
-from workbench.rehearsal.operator_trace import OperatorTrace, traced_step
+from workbench.rehearsal.operator_trace import traced_step
+from workbench.rehearsal.replayed_memory import ReplayedLiveBytes
+from workbench.rehearsal.replayed_steps import (
+    RUN_FIRST,
+    NotAlikeError,
+    ReplayingExecutor,
+    actions_that_run,
+)
+from workbench.schedules import Action
 from workbench.units import GIB
 
-STEADY = 2
-"""Microbatches rehearsed beyond those that fill the pipeline."""
 STEPS = 2
 """The first step, and the first of the steady state."""
+MOST_LIVING = 20
+"""Rows of a rank that say what lives at its peak, and what leaks."""
 
 
 def rehearse(
@@ -41,17 +54,20 @@ def rehearse(
     progress: Callable[[int, int], None] | None = None,
     allow_code: bool = False,
     operators: bool = False,
+    over_time: bool = False,
 ) -> Profile:
     """Peak memory by category and every collective of `ranks`; default: one of each
     pipeline stage, and of each kind of its replicas where they share a microbatch unevenly.
 
-    With `operators` also every computing operator, in `notes`.
+    With `operators` also every computing operator, in `notes`. With `over_time` the frame `levels`:
+    memory over the second step; and in `notes` what lives at its peak, and what lives after it that
+    did not live after the first (`leaks`), by module and action.
 
     The first step's peak includes that of building the session.
 
     Ranks that do the same are represented by the first of them. Raises
     `PlanError` where the engine cannot run the plan yet, ValueError for a rank outside the world.
-    `progress(done, of)` is called after each rank.
+    `progress(done, of)` is called after each action that runs.
     """
     plan = plan.resolve()
     require(plan, "rehearse", allow_code)
@@ -63,19 +79,30 @@ def rehearse(
     memory: list[dict[str, Any]] = []
     collectives: list[dict[str, Any]] = []
     counted: dict[int, Counter[Operator]] | None = {} if operators else None
-    for done, rank in enumerate(chosen, 1):
-        _rehearse_rank(plan, rank, memory, collectives, counted)
-        if progress:
-            progress(done, len(chosen))
+    levels: list[dict[str, Any]] = []
+    living: dict[str, list[dict[str, Any]]] = {"peak_allocations": [], "leaks": []}
+    counter = RunCounter(plan, chosen, progress)
+    for rank in chosen:
+        found = rank_steps(plan, rank, operators, over_time, on_run=counter.of_rank())
+        head = {"run": plan.name, "source": "rehearsed", "rank": rank}
+        memory += [head | row for row in found.memory]
+        collectives += [head | row for row in found.collectives]
+        levels += [head | row for row in found.levels]
+        for name, rows in found.living.items():
+            living[name] += [{"rank": rank, **row} for row in rows]
+        if counted is not None:
+            counted[rank] = found.operators
+    counter.end()
     return Profile(
         plan.name,
         "rehearsed",
         plan.world_size,
         memory=frame("memory", memory),
         collectives=frame("collectives", collectives),
+        levels=frame("levels", levels),
         representative=_stand_ins(representative, chosen),
         capacity_bytes=int(plan.gpu.memory_gib * GIB),
-        notes=_notes(plan, counted),
+        notes=_notes(plan, counted) | (living if over_time else {}),
     )
 
 
@@ -101,29 +128,6 @@ def _stand_ins(representative: dict[int, int], chosen: list[int]) -> dict[int, i
     return {rank: own.get(rank, first[rep]) for rank, rep in representative.items() if rep in first}
 
 
-def with_fewer_microbatches(plan: ResolvedPlan, stage: int) -> ResolvedPlan:
-    """The plan with as few microbatches as show all that this stage does: its pipeline fills, runs
-    and drains.
-
-    With early backward a stage holds as many microbatches as its warm-up has, however many there
-    are, and every further one repeats what the former did. GPipe holds them all, and is not
-    shortened; nor are other schedules, nor is ZeRO-3 with a norm behind the embedding, or of a
-    model that is code, which backward leaves gathered for the next microbatch.
-    """
-    left_whole = plan.strategy.data.zero == 3 and bool(plan.code or plan.shape.embedding_norm)
-    held = stages_in_flight(plan)
-    if held is None or left_whole:
-        return plan
-    # One more than the stage before keeps, whose outputs may arrive ahead.
-    enough = max(held[stage] + STEADY, held[max(0, stage - 1)] + 1)
-    if plan.strategy.pipeline.is_round_robin:  # every replica has one, those of a stage as many
-        replicas = plan.strategy.pipeline.replicas or []
-        own = replicas[stage]
-        enough = max(enough + (own - 1) * STEADY, max(replicas))
-        enough = -(-enough // own) * own
-    return with_microbatches(plan, min(plan.num_microbatches, enough))
-
-
 def python_model(plan: Plan) -> nn.Module | None:
     """The module of a plan whose model is code, without bytes. Built outside the fake mode: copying
     a fake tensor, as torch's own layers do, would copy its mode.
@@ -134,88 +138,159 @@ def python_model(plan: Plan) -> nn.Module | None:
         return build_python_model(plan.code, plan.training.seed)
 
 
-def _rehearse_rank(
+@dataclass(frozen=True)
+class RankSteps:
+    """What was seen of a rank's steps.
+
+    Attributes:
+        memory: Rows of the memory frame; the first step's peak includes that of the building.
+        collectives: Rows of the collectives frame.
+        operators: Of the last step, where they are asked for.
+        levels: Rows of the levels frame of the last step, where they are asked for.
+        living: Then also what lives at its peak, and what it leaves behind that the step before
+            did not.
+    """
+
+    memory: list[dict[str, Any]] = field(default_factory=list)
+    collectives: list[dict[str, Any]] = field(default_factory=list)
+    operators: Counter[Operator] = field(default_factory=Counter)
+    levels: list[dict[str, Any]] = field(default_factory=list)
+    living: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+
+    def add(self, step: int, sampler: StepSampler, building: dict[str, int] | None) -> None:
+        """Add a step, before the next one begins."""
+        rows = sampler.memory_rows()
+        rows = rows if building is None else with_building(rows, building, sampler.stage)
+        self.memory.extend({"step": step, **row} for row in rows)
+        self.collectives.extend({"step": step, **row} for row in sampler.collective_rows())
+
+    def add_levels(self, curve: MemoryCurve, before: Held) -> None:
+        """Add the curve of the last step; `before` it what was held at the end of the first."""
+        self.levels.extend({"step": STEPS - 1, **row} for row in curve.rows())
+        self.living["peak_allocations"] = origin_rows(curve.at_peak)[:MOST_LIVING]
+        self.living["leaks"] = origin_rows(difference(curve.held, before))[:MOST_LIVING]
+
+
+class RunCounter:
+    """Counts actions that have run, of those that will; reports each.
+
+    Args:
+        plan: The plan.
+        ranks: Ranks that are rehearsed one after another.
+        report: Called with (actions done, actions in all); None: nothing is.
+    """
+
+    def __init__(
+        self, plan: ResolvedPlan, ranks: Sequence[int], report: Callable[[int, int], None] | None
+    ) -> None:
+        table = executed(plan)[0]
+        own = (table.rows[mesh_ranks(plan, rank)["pipeline"].index(rank)] for rank in ranks)
+        self._until = list(accumulate(actions_that_run(row, table.stages, STEPS) for row in own))
+        self._report = report or (lambda done, of: None)
+        self._done, self._rank = 0, -1
+
+    def of_rank(self) -> Callable[[], None]:
+        """The next rank begins; what it calls after each action."""
+        self._rank += 1
+        self._done = self._until[self._rank - 1] if self._rank else 0
+        return self._count
+
+    def end(self) -> None:
+        """All is done."""
+        self._report(self._until[-1], self._until[-1])
+
+    def _count(self) -> None:
+        # A rank whose microbatches are not alike runs more than was thought.
+        if self._done < self._until[self._rank] - 1:
+            self._done += 1
+            self._report(self._done, self._until[-1])
+
+
+def rank_steps(
     plan: ResolvedPlan,
     rank: int,
-    memory: list[dict[str, Any]],
-    collectives: list[dict[str, Any]],
-    counted: dict[int, Counter[Operator]] | None,
-) -> None:
-    """Two steps of one rank; operators of the second are `counted`, where they are asked for."""
+    operators: bool = False,
+    over_time: bool = False,
+    run_first: Sequence[int] = RUN_FIRST,
+    on_run: Callable[[], None] = lambda: None,
+) -> RankSteps:
+    """Two steps of one rank.
+
+    Args:
+        plan: The plan.
+        rank: The rank.
+        operators: Whether to count the operators of the second step.
+        over_time: Whether to follow memory over it, by module.
+        run_first: How many microbatches run before others are replayed: the first of these numbers
+            after which they are alike.
+        on_run: Called after each action that has run.
+    """
     with fake_world(rank, plan.world_size):
         mesh = build_mesh(plan, rank)
-        few = with_fewer_microbatches(plan, rank_place(plan, rank).stage)
-        seen, of = (rank_share(each, mesh).microbatches for each in (few, plan))
-        traces: list[OperatorTrace] | None = None if counted is None else []
-        samplers, building = _steps(few, mesh, of, traces)
-        if counted is not None and traces:
-            counted[rank] = traces[-1].of_step(seen, of)
-        calls = _calls_of_whole_steps(few, mesh, samplers, of)
-        for step, (sampler, rows) in enumerate(zip(samplers, calls)):
-            head = {"run": plan.name, "source": "rehearsed", "rank": rank, "step": step}
-            held = sampler.memory_rows()
-            held = with_building(held, building, sampler.stage) if step == 0 else held
-            memory += [head | row for row in held]
-            collectives += [head | row for row in rows]
-
-
-def _calls_of_whole_steps(
-    few: ResolvedPlan, mesh: Mesh, samplers: Sequence[StepSampler], of: int
-) -> list[list[dict[str, Any]]]:
-    """Collectives of each whole step, from `samplers` that saw a `few` of the `of` microbatches
-    that the rank takes.
-
-    Below ZeRO-2 the action of a call says whether microbatches repeat it; beyond, what one
-    microbatch more adds.
-    """
-    seen = rank_share(few, mesh).microbatches
-    if few.strategy.data.zero < 2:
-        return [sampler.collective_rows(seen, of) for sampler in samplers]
-    calls = [sampler.collective_rows() for sampler in samplers]
-    if seen == of:
-        return calls
-    longer, _ = _steps(with_microbatches(few, seen + 1), mesh, of)
-    return [grown(rows, more.collective_rows(), of - seen) for rows, more in zip(calls, longer)]
+        for first in run_first:
+            with suppress(NotAlikeError):
+                return _steps(plan, mesh, (operators, over_time), first, on_run)
+    raise AssertionError("microbatches that all run need not be alike")
 
 
 def _steps(
-    plan: ResolvedPlan, mesh: Mesh, microbatches: int, traces: list[OperatorTrace] | None = None
-) -> tuple[list[StepSampler], dict[str, int]]:
-    """What was seen of the steps of a rank, which holds the tokens of so many `microbatches`; the
-    peak of building its session, by category. Operators of the last step are added to `traces`.
-    """
+    plan: ResolvedPlan,
+    mesh: Mesh,
+    wanted: tuple[bool, bool],
+    run_first: int,
+    on_run: Callable[[], None],
+) -> RankSteps:
+    (operators, over_time), found = wanted, RankSteps()
     device, model = rehearsed_device(plan.gpu.device), python_model(plan)
-    found = []
     with fake_tensors() as mode:
-        with without_cached_results(mode):
+        sharded = plan.strategy.data.zero == 3
+        with without_cached_results(mode) if sharded else nullcontext():
             session, building = build_session(plan, mesh, model)
-        shape = (microbatches, session.share.sequences, plan.training.sequence_length)
+        share, live = session.share, ReplayedLiveBytes(device)
+        executor = ReplayingExecutor(session.executor, live, run_first, on_run)
+        session.executor = executor
+        shape = (share.microbatches, share.sequences, plan.training.sequence_length)
         batch = [torch.zeros(shape, dtype=torch.long, device=device) for _ in range(2)]
-        for step in range(STEPS):
-            found.append(StepSampler(session, None))
-            with found[-1].step(batch):
-                if traces is None or step < STEPS - 1:
-                    session.step(step, batch[0], batch[1], found[-1])
-                else:
-                    traces.append(traced_step(session, step, batch, found[-1]))
-    return found, building
+        before: Held = {}
+        with _followed(session, live) if over_time else nullcontext():
+            for step in range(STEPS):
+                last = step == STEPS - 1
+                sampler = LabelledSampler(session, None, live)
+                live.curve.is_drawn = over_time and last
+                with sampler.step(batch):
+                    if operators and last:
+                        trace = traced_step(session, step, batch, sampler, executor)
+                        found.operators.update(trace.of_step())
+                    else:
+                        session.step(step, batch[0], batch[1], sampler)
+                found.add(step, sampler, building if step == 0 else None)
+                before = before if last else dict(live.curve.held)
+        if over_time:
+            found.add_levels(live.curve, before)
+    return found
 
 
-def grown(
-    rows: list[dict[str, Any]], longer: list[dict[str, Any]], more: int
-) -> list[dict[str, Any]]:
-    """Collectives of a step of `more` further microbatches than `rows`: each adds what `longer`, of
-    one more, has.
-    """
-    few, many = (
-        {tuple((k, v) for k, v in row.items() if k != "count"): row["count"] for row in x}
-        for x in (rows, longer)
-    )
-    counts = {
-        key: few.get(key, 0) + more * (many.get(key, 0) - few.get(key, 0))
-        for key in {**few, **many}
-    }
-    return [{**dict(key), "count": count} for key, count in counts.items() if count]
+class LabelledSampler(StepSampler):
+    """Tells the counter of live bytes which action runs."""
+
+    live: ReplayedLiveBytes
+
+    @contextmanager
+    def action(self, label: str, action: Action | None) -> Iterator[None]:
+        """Count one action."""
+        self.live.curve.label = label
+        with super().action(label, action):
+            yield
+        self.live.curve.label = ""
+
+
+@contextmanager
+def _followed(session: Session, live: ReplayedLiveBytes) -> Iterator[None]:
+    """A context in which allocations have their module."""
+    tracker = ModuleTracker(session.part.stages.values())
+    live.module = tracker.current
+    with tracker.following():
+        yield
 
 
 def with_microbatches(plan: ResolvedPlan, number: int) -> ResolvedPlan:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import lru_cache
 
 from workbench.schedules.action import RECVS, SENDS, Action, matching
 from workbench.schedules.simulator import simulate, uniform
@@ -43,6 +44,7 @@ def lower(table: Table, reduce_each: bool = False, early: bool = False) -> Table
     return _with_rows(table, [_with_reduction(row, reduce_each) for row in rows])
 
 
+@lru_cache(maxsize=8)
 def executable(table: Table, reduce_each: bool = False, early: bool = False) -> Table:
     """The table with all that an executor needs: transfers where it has none (`lower`), a
     REDUCE_GRAD for every stage.

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Literal, NamedTuple
 
 from workbench.schedules.action import COMPUTE, RECVS, SENDS, Action, matching
@@ -135,7 +135,7 @@ def send_ends(
     """Send of `rank` -> index in its row of the first action that starts when the send is over, all
     forwards and backwards taking unit time; the row's length where none does.
     """
-    timeline = simulate(table, uniform(table.stages), transport=transport, pair_groups=pair_groups)
+    timeline = _uniform_timeline(table, transport, pair_groups)
     own = {i.action: i for i in timeline.intervals if i.rank == rank}
     row = table.rows[rank]
     starts = [own[action].start for action in row]
@@ -144,6 +144,12 @@ def send_ends(
         for i, action in enumerate(row)
         if action.kind in SENDS
     }
+
+
+@lru_cache(maxsize=4)
+def _uniform_timeline(table: Table, transport: Transport, pair_groups: bool) -> Timeline:
+    """Of a lowered table; a rehearsal asks for each rank of one."""
+    return simulate(table, uniform(table.stages), transport=transport, pair_groups=pair_groups)
 
 
 def in_flight(table: Table) -> tuple[int, ...]:
@@ -280,6 +286,11 @@ class _Clock:
             for action, before in q
         }
         self.free = [dict.fromkeys(queues, 0.0) for queues in self.queues]
+        self.unposted = [deque(queues) for queues in self.queues]
+        """Streams of each rank, in the order of their first transfers, that nothing was posted
+        on."""
+        self.posted: list[dict[object, None]] = [{} for _ in table.rows]
+        """Streams of each rank that may have transfers to run."""
         """When the stream of each queue is free."""
         self.done: dict[Key, float] = {}
         self.intervals: list[Interval] = []
@@ -354,10 +365,25 @@ class _Clock:
     def _transfer(self, rank: int) -> bool:
         """Run the transfers whose two ends come next in their streams; whether there was one."""
         ran = False
-        for stream, queue in self.queues[rank].items():
+        for stream in self._posted_streams(rank):
+            queue = self.queues[rank][stream]
             while queue and self._run_transfer(rank, stream, queue[0][0]):
                 ran = True
         return ran
+
+    def _posted_streams(self, rank: int) -> list[object]:
+        """Streams of a rank on which a transfer may have been posted; what gloo has one stream for
+        each of, and most are not posted yet or are over, is not looked through again.
+        """
+        unposted, posted, queues = self.unposted[rank], self.posted[rank], self.queues[rank]
+        while unposted:
+            queue = queues[unposted[0]]
+            if queue and queue[0][1] > len(self.ends[rank]):
+                break
+            posted[unposted.popleft()] = None
+        for stream in [stream for stream in posted if not queues[stream]]:
+            del posted[stream]
+        return list(posted)
 
     def _run_transfer(self, rank: int, stream: object, action: Action) -> bool:
         other = matching(action)

@@ -12,7 +12,7 @@ import typer
 
 from workbench import verbs
 from workbench.cli.options import AllowCode, Json, PlanOutput, emit, planned
-from workbench.cli.output_files import write_whole
+from workbench.cli.output_files import writable, write_whole
 from workbench.errors import refuse
 from workbench.plan.catalog import catalog, huggingface_config
 from workbench.plan.plan_diff import diff
@@ -92,10 +92,18 @@ def rehearse(
             help="Also count GEMMs, attention and every other operator, and time them.",
         ),
     ] = False,
+    timeline: Annotated[
+        Path | None,
+        typer.Option(
+            "--timeline",
+            help="Also write memory over a step to a CSV file, and say by module what lives at its "
+            "peak and what a step leaks.",
+        ),
+    ] = None,
     allow_code: AllowCode = False,
     json: Json = False,
 ) -> None:
-    from workbench.cli.progress import Status
+    from workbench.cli.progress import CountBar
 
     full = plan.resolve()
     if check and operators:
@@ -104,17 +112,25 @@ def rehearse(
         )
     if check and ranks is not None:
         raise refuse("--ranks", "is given with --check, which is of all ranks; legal: one of them")
+    if check and timeline is not None:
+        raise refuse(
+            "--timeline", "is given with --check, which counts no memory; legal: one of them"
+        )
+    writable(timeline, "--timeline")
     if check:
         return _check_order(full, allow_code, json)
     wanted = None if ranks is None else _ranks(ranks, full.world_size)
-    with Status("rehearsing") as status:
+    with CountBar("rehearsing", "actions") as bar:
         found = verbs.rehearse(
             full,
             wanted,
-            lambda done, of: status(f"rehearsing, rank {done} of {of}"),
+            bar,
             allow_code=allow_code,
             operators=operators,
+            over_time=timeline is not None,
         )
+    if timeline is not None:
+        write_whole(timeline, found.levels.to_csv(index=False), "--timeline")
     emit(json, found.summary(), lambda: _rehearsal_tables(full, found))
 
 
@@ -124,16 +140,18 @@ def _rehearsal_tables(full: ResolvedPlan, found: Profile) -> list[Grid | None]:
         from workbench.cli.operator_tables import operator_tables
 
         tables += operator_tables(counted)
+    if "peak_allocations" in found.notes:
+        from workbench.cli.living_tables import living_tables
+
+        tables += living_tables(found)
     return tables
 
 
 def _check_order(plan: Plan, allow_code: bool, json: bool) -> None:
-    from workbench.cli.progress import Status
+    from workbench.cli.progress import CountBar
 
-    with Status("tracing") as status:
-        found = verbs.check_order(
-            plan, lambda done, of: status(f"tracing, rank {done} of {of}"), allow_code=allow_code
-        )
+    with CountBar("tracing", "ranks") as bar:
+        found = verbs.check_order(plan, bar, allow_code=allow_code)
     emit(json, found, lambda: _order_lines(found))
     if found["problems"]:
         raise typer.Exit(1)

@@ -55,12 +55,26 @@ UNCOUNTED = "elsewhere"
 
 
 @dataclass(eq=False)
-class _Storage:
+class CountedStorage:
+    """A storage that is counted.
+
+    Attributes:
+        bytes: Its size.
+        category: Of the memory frame; None until its action ends.
+        summed: Bytes already included in the levels.
+        reference: To the storage; None once it is released.
+        origin: (module, action) that allocated it, where that is followed.
+        crosses_stages: It goes to, or came from, another pipeline stage.
+        is_kept: It did, and is kept for weight gradients.
+    """
+
     bytes: int
     category: str | None
     summed: int = 0
-    """Bytes already included in the levels."""
-    reference: weakref.ref[torch.UntypedStorage] | None = None
+    reference: object | None = None
+    origin: tuple[str, str] = ("", "")
+    crosses_stages: bool = False
+    is_kept: bool = False
 
 
 @dataclass
@@ -125,8 +139,8 @@ class LiveBytes(TorchDispatchMode):
         self.levels = MemoryLevels()
         self.moments: dict[str, dict[str, int]] = {}
         self.calls: Counter[RecordedCollective] = Counter()
-        self._live: dict[int, _Storage] = {}
-        self._pending: list[tuple[_Storage, int]] = []
+        self._live: dict[int, CountedStorage] = {}
+        self._pending: list[tuple[CountedStorage, int]] = []
         self._scopes: list[str] = []
         self._kind = ""
         self._composed: CompositeCollective | None = None
@@ -164,8 +178,8 @@ class LiveBytes(TorchDispatchMode):
         else:
             self._count(storage, self._scopes[-1] if self._scopes else None)
 
-    def _count(self, storage: torch.UntypedStorage, category: str | None) -> _Storage:
-        key, entry = id(storage), _Storage(storage.nbytes(), category)
+    def _count(self, storage: torch.UntypedStorage, category: str | None) -> CountedStorage:
+        key, entry = id(storage), CountedStorage(storage.nbytes(), category)
 
         def dead(_: object) -> None:
             self._live.pop(key, None)
@@ -177,7 +191,7 @@ class LiveBytes(TorchDispatchMode):
         self._pending.append((entry, entry.bytes))
         return entry
 
-    def _resize(self, entry: _Storage, size: int) -> None:
+    def _resize(self, entry: CountedStorage, size: int) -> None:
         if size != entry.bytes:
             self._pending.append((entry, size - entry.bytes))
             entry.bytes = size
@@ -192,7 +206,7 @@ class LiveBytes(TorchDispatchMode):
             if entry.category != category:
                 self._move(entry, category)
 
-    def _move(self, entry: _Storage, category: str) -> None:
+    def _move(self, entry: CountedStorage, category: str) -> None:
         """Give a counted storage another category; its summed bytes move too, past peaks stay."""
         if entry.summed:
             assert entry.category is not None
@@ -226,12 +240,16 @@ class LiveBytes(TorchDispatchMode):
     def _sum(self) -> None:
         """Settle the categories of the buffered events' storages, then apply the events."""
         pending, self._pending = self._pending, []
+        self.levels.add(self._settled(pending))
+
+    def _settled(self, pending: Sequence[tuple[CountedStorage, int]]) -> list[tuple[str, int]]:
+        """(category, bytes) of the events of an action that has ended."""
         survivors = SURVIVORS.get(self._kind, "temporary")
         for entry, delta in pending:
             entry.summed += delta
             if entry.category is None:
                 entry.category = "temporary" if entry.reference is None else survivors
-        self.levels.add([(entry.category or "temporary", delta) for entry, delta in pending])
+        return [(entry.category or "temporary", delta) for entry, delta in pending]
 
     def snapshot(self, moment: str) -> dict[str, int]:
         """Bytes by category now, also stored in `moments` under that name."""

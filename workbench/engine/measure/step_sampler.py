@@ -18,7 +18,6 @@ from workbench.engine.session import Session
 from workbench.parallel.mesh import GRADIENT_GROUP_SUFFIX, Mesh
 from workbench.profile import ALLOCATED
 from workbench.schedules import Action
-from workbench.schedules.action import COMPUTE
 from workbench.vocabulary import FRAGMENTATION, OUTSIDE
 
 STEP, STEP_END = "initialised", "after_optimizer"
@@ -69,12 +68,15 @@ class StepSampler(ActionTracker):
     Args:
         session: The session whose step is measured.
         meter: The allocator's meter, whose window is marked at each moment; None without one.
+        live: What counts the bytes; None: a counter of this step alone.
     """
 
-    def __init__(self, session: Session, meter: MemoryMeter | None) -> None:
+    def __init__(
+        self, session: Session, meter: MemoryMeter | None, live: LiveBytes | None = None
+    ) -> None:
         super().__init__()
         self.session, self.meter = session, meter
-        self.live = LiveBytes(session.device)
+        self.live = LiveBytes(session.device) if live is None else live
         self.stage = session.first_stage
         self._stages: dict[str, int] = {}
         """Moment -> the stage that was computing."""
@@ -146,30 +148,13 @@ class StepSampler(ActionTracker):
             if size
         ]
 
-    def collective_rows(self, seen: int = 1, of: int = 1) -> list[dict[str, Any]]:
-        """Rows of the collectives frame.
-
-        Args:
-            seen: Microbatches that were run.
-            of: Microbatches of a whole step: collectives that every microbatch repeats are scaled
-                to that number.
-        """
+    def collective_rows(self) -> list[dict[str, Any]]:
+        """Rows of the collectives frame."""
         counts: Counter[tuple[tuple[str, Any], ...]] = Counter()
         for row in self.live.collective_rows(reported_axes(self.session.mesh)):
-            often = row.pop("count") * (of if _every_microbatch(row) else seen)
+            often = row.pop("count")
             counts[tuple((row | as_reported(row)).items())] += often
-        assert not any(count % seen for count in counts.values()), (counts, seen)
-        return [{**dict(row), "count": count // seen} for row, count in counts.items()]
-
-
-def _every_microbatch(row: dict[str, Any]) -> bool:
-    """Whether every microbatch repeats a collective: those inside compute or P2P actions, but for
-    the data axis' gradient reductions and parameter gathers.
-    """
-    axis, kind = row["axis"], row["action"]
-    return not axis.endswith(("data", GRADIENT_GROUP_SUFFIX)) and (
-        kind in COMPUTE or kind.startswith(("SEND", "RECV"))
-    )
+        return [{**dict(row), "count": count} for row, count in counts.items()]
 
 
 def axis_groups(mesh: Mesh) -> list[tuple[dist.ProcessGroup, str]]:

@@ -10,6 +10,7 @@ from workbench.lab.charts.collectives import collectives
 from workbench.lab.charts.loss_chart import loss
 from workbench.lab.charts.memory_by_rank import memory
 from workbench.lab.charts.memory_map import memory_map
+from workbench.lab.charts.memory_over_time import memory_over_time
 from workbench.lab.charts.memory_steps import memory_steps
 from workbench.lab.charts.pareto_chart import pareto_front
 from workbench.lab.charts.roofline_chart import roofline
@@ -22,6 +23,7 @@ __all__ = [
     "loss",
     "memory",
     "memory_map",
+    "memory_over_time",
     "memory_steps",
     "pareto_front",
     "roofline",

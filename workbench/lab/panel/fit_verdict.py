@@ -19,7 +19,8 @@ BUTTONS = (
     {
         "label": "Rehearse",
         "action": "rehearse",
-        "hint": "Run the real code on fake tensors: exact bytes, no GPUs needed",
+        "hint": "Run the real code on fake tensors: exact bytes, no GPUs needed; a second press "
+        "cancels",
     },
     {"label": "Run", "action": "run", "hint": "Train it on this machine"},
 )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import CancelledError
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ from workbench.lab.charts.memory_map import has_memory_map
 from workbench.lab.live.board import Board
 from workbench.lab.live.output_cell import widget_bundle
 from workbench.lab.panel import controls, fit_verdict
+from workbench.lab.panel.cancellable import Cancellable
 from workbench.lab.panel.control_values import MISSING, control_values, read_path
 from workbench.lab.panel.edit_history import EditHistory, RejectedInput
 from workbench.lab.panel.explanation_html import reasons_html
@@ -62,6 +64,7 @@ class Planner(widgets.VBox):  # type: ignore[misc]  # ipywidgets has no types
         self.plan = plan or Plan.of(**DEFAULT_PLAN)  # type: ignore[arg-type]
         self.profile: Profile | None = None
         self.rehearsed: Profile | None = None
+        self._rehearsal: Cancellable | None = None
         self.problems: list[Problem] = []
         self.run: Run | None = None
         self.dashboard: Dashboard | None = None
@@ -293,17 +296,31 @@ class Planner(widgets.VBox):  # type: ignore[misc]  # ipywidgets has no types
         self._saved.touch()
 
     def _rehearse(self) -> None:
+        if self._rehearsal is not None:
+            self._rehearsal.cancel()
+            return
+        self._rehearsal = rehearsal = Cancellable(self._show_progress)
         self._show_news("Rehearsing: the real code on fake tensors, in a process of its own …")
-        threading.Thread(target=self._rehearse_now, args=(self.plan,), daemon=True).start()
+        threading.Thread(
+            target=self._rehearse_now, args=(self.plan, rehearsal), daemon=True
+        ).start()
 
-    def _rehearse_now(self, plan: Plan) -> None:
+    def _show_progress(self, done: int, of: int) -> None:
+        self._show_news(f"Rehearsing: {done} of {of} actions. Press Rehearse again to cancel.")
+
+    def _rehearse_now(self, plan: Plan, rehearsal: Cancellable) -> None:
         from workbench.runs.launch.subprocess_verbs import rehearse
 
         try:
-            found = rehearse(plan)
+            found = rehearse(plan, progress=rehearsal)
+        except CancelledError:
+            self._show_news("The rehearsal is cancelled.")
+            return
         except (ValueError, RuntimeError, OSError) as error:
             self._show_news(f"The rehearsal failed: {error}")
             return
+        finally:
+            self._rehearsal = None
         with self._changing:
             if written_fields(plan) == written_fields(self.plan):
                 self.rehearsed, self._news = found, "Rehearsed: drawn beside the estimate."

@@ -155,18 +155,30 @@ class ScheduleExecutor:
         for at, action in enumerate(row):
             with observe(str(action), action):
                 self._free_sent(state, at)
-                if action.kind in SENDS:
-                    self._send(action, state)
-                elif action.kind in RECVS:
-                    self._receive(action, state)
-                elif action.kind == "F":
-                    self._forward(action, state, tokens_MBT, targets_MBT, scale)
-                elif action.kind == "REDUCE_GRAD":
-                    self.hooks.reduce(action.stage)
-                else:
-                    self._backward(action, state)
+                self._perform(at, action, state, tokens_MBT, targets_MBT, scale)
         self._wait_sends(state)
         return state.loss
+
+    def _perform(
+        self,
+        at: int,
+        action: Action,
+        state: MicrobatchState,
+        tokens: Tensor,
+        targets: Tensor,
+        scale: float | Tensor | None,
+    ) -> None:
+        """One action, that of index `at` in the row."""
+        if action.kind in SENDS:
+            self._send(action, state)
+        elif action.kind in RECVS:
+            self._receive(action, state)
+        elif action.kind == "F":
+            self._forward(action, state, tokens, targets, scale)
+        elif action.kind == "REDUCE_GRAD":
+            self.hooks.reduce(action.stage)
+        else:
+            self._backward(action, state)
 
     def _forward(
         self,

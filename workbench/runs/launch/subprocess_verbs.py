@@ -56,10 +56,11 @@ def rehearse(
     progress: Callable[[int, int], None] | None = None,
     allow_code: bool = False,
     operators: bool = False,
+    over_time: bool = False,
 ) -> Profile:
     """Rehearse `plan` in a child process; see `workbench.rehearse`."""
     chosen = [] if ranks is None else ["--ranks", ",".join(map(str, ranks))]
-    chosen += ["--operators"] * operators
+    chosen += ["--operators"] * operators + ["--over-time"] * over_time
     with tempfile.TemporaryDirectory() as folder:
         return Profile.read(_rehearsed(plan, folder, chosen, progress, allow_code))
 

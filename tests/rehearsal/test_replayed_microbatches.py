@@ -1,0 +1,123 @@
+"""A rehearsal that replays microbatches says, byte by byte, what one that runs all of them says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.parallel.small import GPT, LLAMA, plan
+from workbench.plan.schedule_table import executed
+from workbench.plan.schema import Plan
+from workbench.rehearsal import rehearse as module
+from workbench.rehearsal.order_check import check_order
+from workbench.rehearsal.rehearse import RankSteps, rank_steps
+from workbench.rehearsal.replayed_steps import EVERY, RUN_FIRST, NotAlikeError, actions_that_run
+from workbench.schedules.generators import SCHEDULES
+
+MOE = {"experts": 4, "top_k": 2, "ffn": 16}
+MICROBATCHES = 12
+
+
+def assert_same(written: Plan) -> None:
+    """Of the plan's first and last rank, with the operators of a step."""
+    full = written.resolve()
+    for rank in {0, full.world_size - 1}:
+        replayed = rank_steps(full, rank, operators=True)
+        run = rank_steps(full, rank, operators=True, run_first=[EVERY])
+        assert replayed.memory == run.memory
+        assert calls(replayed) == calls(run)
+        assert replayed.operators == run.operators
+
+
+def calls(found: RankSteps) -> list[tuple[Any, ...]]:
+    return sorted(tuple(map(str, row.items())) for row in found.collectives)
+
+
+def under(schedule: str, **changes: Any) -> dict[str, Any]:
+    chunks = max(SCHEDULES[schedule].min_chunks, 1)
+    named = {key.replace("__", "."): value for key, value in changes.items()}
+    return {
+        "strategy.pipeline.schedule": schedule,
+        "strategy.pipeline.chunks": chunks,
+        **{f"strategy.{key}": value for key, value in named.items()},
+    }
+
+
+@pytest.mark.parametrize("pipeline, data", [(2, 1), (1, 2)])
+def test_replayed_is_run(pipeline: int, data: int) -> None:
+    assert_same(plan(1, pipeline, data, tied=True, microbatches=7))
+
+
+@pytest.mark.slow
+@pytest.mark.drawn(8)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("zero, reduce", [(0, "step"), (1, "step"), (2, "microbatch"), (3, "step")])
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("shape", [LLAMA, GPT, LLAMA | {"moe": MOE}], ids=["llama", "gpt", "moe"])
+def test_so_it_is_of_every_schedule(
+    schedule: str, zero: int, reduce: str, recompute: str, shape: dict[str, Any]
+) -> None:
+    changes = under(schedule, data__zero=zero, data__reduce=reduce, recompute=recompute)
+    assert_same(plan(1, 2, 2, shape=shape, microbatches=MICROBATCHES, changes=changes))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("zero", [2, 3])
+@pytest.mark.parametrize("shape", [LLAMA, GPT], ids=["llama", "gpt"])
+def test_so_it_is_without_a_pipeline(zero: int, shape: dict[str, Any]) -> None:
+    changes = {"strategy.data.zero": zero, "strategy.data.reduce": "microbatch"}
+    assert_same(plan(2, 1, 2, shape=shape, microbatches=MICROBATCHES, changes=changes))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("most", [3, [7, 1, 1, 1]], ids=str)
+def test_so_it_is_after_other_warm_ups(most: int | list[int]) -> None:
+    warm_up = {"strategy.pipeline.schedule": "eager-1f1b", "strategy.pipeline.in_flight": most}
+    assert_same(plan(1, 4, 1, tied=True, microbatches=11, changes=warm_up))
+
+
+def test_few_microbatches_run_however_many_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[int] = []
+
+    def counted(*arguments: Any) -> RankSteps:
+        tried.append(arguments[3])
+        return steps(*arguments)
+
+    steps = module._steps
+    monkeypatch.setattr(module, "_steps", counted)
+    many = plan(1, 2, 1, microbatches=64).resolve()
+    seen: list[tuple[int, int]] = []
+    module.rehearse(many, [0], lambda done, of: seen.append((done, of)))
+    assert tried == [RUN_FIRST[0]]
+    # Forwards and backwards of three microbatches in the first step, of two in the second.
+    assert seen == [(done, 10) for done in range(1, 11)]
+
+
+def test_what_does_not_repeat_itself_is_not_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = rank_steps(plan(1, 2, 1, microbatches=6).resolve(), 0)
+
+    def never(*_: object) -> Iterator[None]:
+        raise NotAlikeError
+
+    monkeypatch.setattr("workbench.rehearsal.replayed_steps.ReplayingExecutor._compare", never)
+    assert rank_steps(plan(1, 2, 1, microbatches=6).resolve(), 0).memory == whole.memory
+
+
+@pytest.mark.slow
+@pytest.mark.drawn(4)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_the_order_of_calls_is_checked_in_replayed_ones_too(
+    schedule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = plan(1, 2, 2, microbatches=8, changes=under(schedule))
+    replayed = check_order(written)
+    monkeypatch.setattr("workbench.rehearsal.order_check.RUN_FIRST", (EVERY,))
+    assert replayed == check_order(written) and not replayed.problems
+
+
+def test_a_row_says_how_much_of_it_runs() -> None:
+    table = executed(plan(1, 2, 1, microbatches=64).resolve())[0]
+    first, last = (actions_that_run(row, table.stages, steps=2) for row in table.rows)
+    assert (first, last) == (2 * (3 + 2), 2 * (4 + 3))

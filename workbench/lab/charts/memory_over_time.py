@@ -1,0 +1,80 @@
+"""Memory of one rank within a step, stacked by category, from action to action."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import altair as alt
+
+from workbench.lab import palette
+from workbench.lab.charts import chart_data
+from workbench.lab.live.figure import Figure, vega_spec
+from workbench.profile import Profile
+from workbench.units import byte_unit, bytes_text
+
+MAX_POINTS = 400
+"""Instants drawn; of a longer step the largest sum of each of so many spans."""
+
+
+def memory_over_time(profile: Profile, rank: int | None = None) -> Figure:
+    """Memory after each allocation and release of a step, by category.
+
+    Args:
+        profile: A rehearsal with `over_time=True`.
+        rank: Whose memory; default: the rehearsed rank with the largest peak.
+    """
+    frame = profile.levels
+    names = [name for name in palette.MEMORY_COLOURS if name in frame]
+    levels = frame.assign(total=frame[names].sum(axis=1))
+    if rank is None and len(levels):
+        rank = int(levels.loc[levels.total.idxmax(), "rank"])
+    own = levels[levels["rank"] == rank]
+    span = -(-len(own) // MAX_POINTS) or 1
+    shown = [own.iloc[i : i + span].total.idxmax() for i in range(0, len(own), span)]
+    unit, size = byte_unit(own.total)
+    rows = [
+        {"event": int(row["event"]), "action": row["action"], "category": name, "order": order}
+        | {"value": float(row[name]) / size, "total": float(row["total"]) / size}
+        for row in own.loc[shown].fillna(0).to_dict("records")
+        for order, name in enumerate(names)
+        if own[name].max() > 0
+    ]
+    categories = tuple(dict.fromkeys(row["category"] for row in rows))
+    return Figure(
+        name="memory_over_time",
+        title=f"Memory over a step ({unit})",
+        subtitle="" if not rows else _subtitle(profile, rank, own),
+        spec=memory_over_time_spec(unit, categories),
+        rows=rows,
+        wide=True,
+        empty="No memory over time; rehearse with over_time=True.",
+    )
+
+
+def _subtitle(profile: Profile, rank: int | None, own: Any) -> str:
+    highest = own.loc[own.total.idxmax()]
+    return (
+        f"{chart_data.source_words([profile])} · rank {rank} · peak {bytes_text(highest.total)} in "
+        f"{highest.action or 'the step'}"
+    )
+
+
+@lru_cache
+def memory_over_time_spec(unit: str, categories: tuple[str, ...]) -> dict[str, Any]:
+    """The declaration: areas of `value` by event, one a category."""
+    colours = alt.Scale(
+        domain=list(categories), range=[palette.MEMORY_COLOURS[name] for name in categories]
+    )
+    area = (
+        alt.Chart(chart_data.ROWS)
+        .mark_area(interpolate="step-after", line=False)
+        .encode(
+            x=alt.X("event:Q", title="allocations and releases of the step"),
+            y=alt.Y("value:Q", title=f"memory ({unit})", stack="zero"),
+            color=alt.Color("category:N", scale=colours, title=None),
+            order=alt.Order("order:Q"),
+            tooltip=["action:N", "category:N", "value:Q", "total:Q"],
+        )
+    )
+    return vega_spec(area, height=220)

@@ -1,0 +1,276 @@
+"""A pipeline schedule of which identical microbatches are replayed, not run.
+
+The first microbatches of every stage run, and the last, whose backward ends the step. What lies
+between repeats the one before it, which is checked: two recordings of an action must agree in every
+event.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from workbench.parallel.pipeline.schedule_executor import (
+    MicrobatchState,
+    ScheduleExecutor,
+    StageMicrobatch,
+)
+from workbench.parallel.pipeline.stage_transfers import Transfer
+from workbench.schedules import Action
+from workbench.schedules.action import SENDS, matching
+
+EVERY = 2**31
+RUN_FIRST = (2, 3, EVERY)
+"""Microbatches of a stage that run at the start of the first step: two to compare; where the first
+allocates what stays, three; where they are not alike, all. A later step runs one fewer, and
+compares with the step before.
+"""
+GRADIENTS_DONE = ("B", "W")
+NO_MICROBATCH = -1
+
+
+class NotAlikeError(Exception):
+    """Microbatches that were to be replayed do not repeat each other."""
+
+
+class ActionRecorder(Protocol):
+    """Records what actions do, and says it again."""
+
+    actions: dict[Hashable, list[Any]]
+    """Key -> what was recorded under it."""
+
+    def begin(self) -> None:
+        """An action begins."""
+
+    def end(self, key: Hashable | None, boundary: Tensor | None) -> None:
+        """It has ended; record it under `key`, if there is one."""
+
+    def replay(self, key: Hashable, kept: list[Any]) -> object | None:
+        """Say again what was recorded last, which releases what is `kept`; what stands for the
+        boundary that it makes.
+        """
+
+    def keep(self, boundary: Any) -> None:
+        """A split backward keeps what crossed to its stage."""
+
+    def keeps(self, storage: torch.UntypedStorage) -> None:
+        """The same of a microbatch that runs."""
+
+
+class ReplayingExecutor(ScheduleExecutor):
+    """Runs some microbatches of a schedule and replays the others.
+
+    Args:
+        of: The session's executor, whose stages this one runs.
+        recorder: Of the actions.
+        run_first: Microbatches that run at the start of the first step.
+        on_run: Called after each action of the model that has run.
+    """
+
+    def __init__(
+        self,
+        of: ScheduleExecutor,
+        recorder: ActionRecorder,
+        run_first: int,
+        on_run: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.__dict__.update(vars(of))
+        self.recorder, self.on_run = recorder, on_run
+        self._run_first = {True: run_first, False: run_first}
+        """Of the next run, with gradients and without."""
+        self.replays: Counter[tuple[str, int, int]] = Counter()
+        """(kind, stage, microbatch that ran) -> how often its action was replayed."""
+        self._latest: dict[Hashable, int] = {}
+        """What an action is recorded under -> the microbatch of its last recording."""
+        self._compared: set[Hashable] = set()
+        self.running: tuple[str, int, int] | None = None
+        """(kind, stage, microbatch) of the action that runs now."""
+        self._keeps: dict[int, tuple[bool, ...]] = {}
+        """Stage -> whether its I keeps the output gradient, and the input, until W."""
+        self._kept: dict[StageMicrobatch, list[Any]] = {}
+        """What replayed microbatches keep."""
+
+    def _run(self, row: tuple[Action, ...], *arguments: Any) -> Tensor | None:
+        trains = torch.is_grad_enabled()
+        self.replays.clear()
+        self._compared.clear()
+        self._owners = list(_microbatches(row))
+        self._running, self._ends = running_microbatches(
+            row, self._run_first[trains], self.table.stages
+        )
+        self._run_first[trains] = max(1, self._run_first[trains] - 1)
+        self._is_replaying = not self._running.issuperset(self._owners)
+        return super()._run(row, *arguments)
+
+    def _perform(self, at: int, action: Action, state: MicrobatchState, *arguments: Any) -> None:
+        key = action.kind, action.stage, self._peer(action), torch.is_grad_enabled()
+        if self._owners[at] not in self._running:
+            return self._replay(key, action, state)
+        read = _storages(self._read_last_by(action, state))
+        self.recorder.begin()
+        self.running = action.kind, action.stage, self._owners[at]
+        super()._perform(at, action, state, *arguments)
+        self.running = None
+        self._keep(read, action)
+        self.recorder.end(None if at in self._ends else key, self._boundary(action, state))
+        if at not in self._ends:
+            self._latest[key] = self._owners[at]
+            self._compared.discard(key)
+        if action.is_compute:
+            self.on_run()
+        return None
+
+    def _keep(self, read: Sequence[weakref.ref[torch.UntypedStorage]], action: Action) -> None:
+        """Note which of what a backward read last it keeps until W."""
+        alive = [storage() for storage in read]
+        kept = tuple(storage is not None for storage in alive)
+        if action.kind != "I":
+            return self._require_released(read, action)
+        if self._keeps.setdefault(action.stage, kept) != kept and self._is_replaying:
+            raise NotAlikeError(f"{action} keeps other gradients than another microbatch")
+        for storage in alive:
+            if storage is not None:
+                self.recorder.keeps(storage)
+        return None
+
+    def _free_sent(self, state: MicrobatchState, at: int) -> None:
+        sending = {id(x): x for _, x, _ in state.sending if isinstance(x, Tensor)}
+        super()._free_sent(state, at)
+        for _, x, _ in state.sending:
+            sending.pop(id(x), None)
+        released = _storages(sending.values())
+        sending.clear()
+        self._require_released(released, "what follows a send")
+
+    def _replay(self, key: Hashable, action: Action, state: MicrobatchState) -> None:
+        self._compare(key)
+        self.replays[action.kind, action.stage, self._latest[key]] += 1
+        place = action.stage, action.microbatch or 0
+        ended = self._ended(action, state)
+        boundary: Any = self.recorder.replay(key, self._kept.pop(place, []) * (action.kind == "W"))
+        if action.kind in SENDS:
+            x, _ = self._outgoing(action, state)
+            state.sending.append((Transfer(()), x, action))
+        if boundary is not None:
+            table, key_of = self._boundary_place(action, state)
+            table[key_of] = boundary
+        if action.kind == "I":
+            self._kept[place] = [x for x, kept in zip(ended, self._keeps[action.stage]) if kept]
+            for x in self._kept[place]:
+                self.recorder.keep(x)
+
+    def _ended(self, action: Action, state: MicrobatchState) -> list[Any]:
+        """What an action is the last to read of what crossed to its stage, taken out of `state`."""
+        place = action.stage, action.microbatch or 0
+        found: list[Any] = []
+        if action.kind in ("B", "I"):
+            found.append(state.output_gradients.pop(place, None))
+        if found or (action.kind == "F" and not torch.is_grad_enabled()):
+            found.append(state.inputs.pop(place, None))
+        return [x for x in found if x is not None]
+
+    def _require_released(
+        self, storages: Iterable[weakref.ref[torch.UntypedStorage]], what: object
+    ) -> None:
+        """Raise `NotAlikeError` where something else still holds what crossed to another stage."""
+        if self._is_replaying and any(storage() is not None for storage in storages):
+            raise NotAlikeError(f"{what} does not release what crossed between stages")
+
+    def _compare(self, key: Hashable) -> None:
+        """Raise `NotAlikeError` unless the last recording of an action repeats an earlier one."""
+        if key in self._compared:
+            return
+        *before, last = self.recorder.actions.get(key, [None])
+        if not any(last.is_like(one) for one in before):
+            raise NotAlikeError(f"{key} does not repeat itself")
+        self._compared.add(key)
+
+    def _read_last_by(self, action: Action, state: MicrobatchState) -> list[Tensor | None]:
+        """What a backward is the last to read of what crossed to its stage."""
+        if action.kind not in ("B", "I"):
+            return []
+        place = action.stage, action.microbatch or 0
+        return [state.output_gradients.get(place), state.inputs.get(place)]
+
+    def _boundary(self, action: Action, state: MicrobatchState) -> Tensor | None:
+        """The tensor that an action makes for another one."""
+        table, key = self._boundary_place(action, state)
+        return table.get(key)
+
+    def _boundary_place(
+        self, action: Action, state: MicrobatchState
+    ) -> tuple[dict[StageMicrobatch, Tensor], StageMicrobatch]:
+        """(where the executor keeps it, under which key)."""
+        stage, microbatch = place = action.stage, action.microbatch or 0
+        if action.kind == "RECV_F":
+            return state.inputs, place
+        if action.kind == "RECV_B":
+            return state.output_gradients, place
+        if action.kind in ("B", "I"):
+            return state.output_gradients, (stage - 1, microbatch)
+        if action.kind != "F" or stage == self.table.stages - 1:
+            return {}, place
+        if self.table.home(stage + 1, microbatch) == self.axis.index:
+            return state.inputs, (stage + 1, microbatch)
+        return state.outputs, place
+
+    def _peer(self, action: Action) -> int:
+        """Index of the rank that an action sends to or receives from; -1 for others."""
+        if not action.is_p2p:
+            return -1
+        return self.table.home(matching(action).stage, action.microbatch)
+
+
+def actions_that_run(row: Sequence[Action], stages: int, steps: int) -> int:
+    """Actions of the model that run in so many steps of a row, if its microbatches are alike."""
+    firsts = RUN_FIRST[0], RUN_FIRST[0] - 1
+    running = [running_microbatches(row, first, stages)[0] for first in firsts]
+    often = [sum(a.is_compute and a.microbatch in each for a in row) for each in running]
+    return often[0] + (steps - 1) * often[1]
+
+
+def running_microbatches(
+    row: Sequence[Action], first: int, stages: int
+) -> tuple[frozenset[int], set[int]]:
+    """(microbatches of a row that run: the `first` and the last of every action of a stage; indices
+    of these last actions). The second loss of the last of so many `stages` is the first that is
+    added to another: one more runs there.
+
+    All run where a split backward shards each microbatch's gradients: which action of which
+    microbatch allocates the unsharded ones depends on what ran before.
+    """
+    by_action: dict[tuple[str, int], list[int]] = {}
+    for at, action in enumerate(row):
+        by_action.setdefault((action.kind, action.stage), []).append(at)
+    reductions = sum(action.kind == "REDUCE_GRAD" for action in row)
+    is_split = any(action.kind == "W" for action in row)
+    if is_split and reductions > len({action.stage for action in row}):
+        first = EVERY
+    first += any(action.stage == stages - 1 for action in row)
+    ends = (at for found in by_action.values() for at in (*found[:first], found[-1]))
+    running = (row[at].microbatch for at in ends)
+    return (
+        frozenset(NO_MICROBATCH if each is None else each for each in running),
+        {found[-1] for found in by_action.values()},
+    )
+
+
+def _microbatches(row: Iterable[Action]) -> Iterator[int]:
+    """The microbatch of each action; of a reduction, that whose gradients are complete before."""
+    complete: dict[int, int] = {}
+    for action in row:
+        if action.microbatch is None:
+            yield complete.get(action.stage, NO_MICROBATCH)
+            continue
+        if action.kind in GRADIENTS_DONE:
+            complete[action.stage] = action.microbatch
+        yield action.microbatch
+
+
+def _storages(tensors: Iterable[Tensor | None]) -> list[weakref.ref[torch.UntypedStorage]]:
+    return [weakref.ref(x.untyped_storage()) for x in tensors if isinstance(x, Tensor)]
