@@ -432,3 +432,51 @@ def test_attention_takes_the_rates_of_its_kernel_and_dtype() -> None:
     unknown = tuple(row.model_copy(update={"kernel": None}) for row in attention[1:2])
     curves = MeasuredCurves(made().model_copy(update={"attention": unknown}), 1)
     assert seconds(curves, "bf16", "flash") == 2.0, "what torch chose"
+
+
+def on_gpu(
+    tmp_path: Path, kernels: str, fused_layer_us: float | None, precision: str = "fp32"
+) -> tuple[Plan, Any]:
+    """A plan on a calibrated GPU, whose host takes so long for a fused layer, and its constants."""
+    machine = made().machine.model_copy(
+        update={"device": "cuda", "card": "h100-sxm-80gb", "backend": "nccl"}
+    )
+    gemm = tuple(
+        g.model_copy(update={"dtype": "bf16", "seconds": g.seconds / 5000}) for g in made().gemm
+    )
+    memory = tuple(s.model_copy(update={"seconds": s.seconds / 300}) for s in made().memory)
+    measured = {"fused_layer_us": fused_layer_us, "precision": precision}
+    host = made().host[0].model_copy(update=measured)
+    path = tmp_path / f"{kernels}-{fused_layer_us}-{precision}.yaml"
+    calibration_file.write_calibration(
+        made(machine=machine, gemm=gemm, memory=memory, host=(host,)), path
+    )
+    narrow = {"layers": 16, "hidden": 256, "heads": 4, "ffn": 512, "vocab": 1024}
+    changes = {"model": narrow, "strategy.kernels": kernels, "strategy.precision": "bf16"}
+    short = Plan.of("tiny", gpu="h100-sxm-80gb", gpus=1, strategy="single", set=changes)
+    written = short.replace(**{"cluster.calibration": str(path)})
+    return written, calibrated_hardware(written.resolve())[2]
+
+
+def test_a_fused_layer_takes_the_host_what_was_measured_of_one(tmp_path: Path) -> None:
+    """A narrow model's step waits for the host: longer by what fused layers take more."""
+    quick, slow = (on_gpu(tmp_path, "fused", us) for us in (1000.0, 3000.0))
+    assert slow[1]["launch_us"] == pytest.approx(3 * quick[1]["launch_us"])
+    microbatches, layers = quick[0].resolve().num_microbatches, 16
+    seconds = [estimate(each[0]).step_seconds for each in (quick, slow)]
+    assert seconds[1] - seconds[0] == pytest.approx(2e-3 * layers * microbatches, rel=0.1)
+    eager = [estimate(on_gpu(tmp_path, "eager", us)[0]).step_seconds for us in (1000.0, 3000.0)]
+    assert eager[0] == eager[1], "an eager layer is measured apart"
+
+
+def test_without_a_measured_fused_layer_an_eager_one_stands_for_it(tmp_path: Path) -> None:
+    """As in files that former versions wrote."""
+    former = on_gpu(tmp_path, "fused", None)[1]
+    assert former["launch_us"] == on_gpu(tmp_path, "fused", 1060.0)[1]["launch_us"]
+    assert former["launch_us"] > 2 * on_gpu(tmp_path, "eager", None)[1]["launch_us"]
+
+
+def test_a_layer_measured_in_16_bits_launched_its_casts_too(tmp_path: Path) -> None:
+    """Eager norms and positions compute in fp32: ten kernels more."""
+    wide, narrow = (on_gpu(tmp_path, "eager", None, x)[1]["launch_us"] for x in ("fp32", "bf16"))
+    assert wide == pytest.approx(1060.0 / 107) and narrow == pytest.approx(1060.0 / 117)

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from workbench.costmodel.rates.measured_curves import MeasuredCurves
-from workbench.engine.calibrate import collective_points
+from workbench.engine.calibrate import collective_points, measure
 from workbench.engine.calibrate.local_points import local_points
 from workbench.engine.calibrate.measure import calibrate, judge
 from workbench.engine.calibrate.measured_sizes import CalibrationSurvey, survey_of
@@ -263,3 +263,31 @@ def test_a_world_whose_others_hang_ends() -> None:
     assert turns.take(0)
     with pytest.raises(TimeoutError, match="no turn for 0 s"):
         turns.take(1)
+
+
+def test_a_fused_layer_is_the_difference_of_two_fused_steps() -> None:
+    """Other costs of a fused step are its own, and fused points change no eager cost."""
+    parts = {"step": 900.0, "microbatch": 200.0, "layer": 100.0, "layer_step": 30.0}
+
+    def took(layers: int, microbatches: int, layer: float, fixed: float) -> float:
+        each = microbatches * (parts["microbatch"] + layers * layer)
+        return 1e-6 * (fixed + each + layers * parts["layer_step"])
+
+    def key(layers: int, microbatches: int, kernels: str) -> Any:
+        labels: dict[str, Any] = {
+            "layers": layers,
+            "microbatches": microbatches,
+            "recompute": "none",
+        }
+        labels |= {"kernels": kernels, "split": False, "precision": "bf16"}
+        return "steps", tuple(labels.items())
+
+    grid = [(layers, microbatches) for layers in (1, 3) for microbatches in (1, 3)]
+    own = {key(*at, "eager"): took(*at, parts["layer"], parts["step"]) for at in grid}
+    own |= {("operator", (("autograd", flag),)): 1e-4 for flag in (False, True)}
+    eager = measure._host(1, own)
+    own |= {key(at, 3, "fused"): took(at, 3, 40.0, 5000.0) for at in (1, 3)}
+    both = measure._host(1, own)
+    assert eager.fused_layer_us is None and both.fused_layer_us == pytest.approx(40, abs=0.01)
+    assert both.model_copy(update={"fused_layer_us": None}) == eager
+    assert both.layer_us == pytest.approx(100, abs=0.01) and both.precision == "bf16"

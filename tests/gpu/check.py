@@ -21,8 +21,8 @@ from tests.gpu.report import Report, line, summary
 from tests.gpu.supervise import Setting, checks_of, run_part
 
 ORDER = (
-    "facts kernels attention launched_runs staged_ranks memory stream_sanitizer step_time "
-    "failure_words benchmarks"
+    "facts kernels attention launched_runs staged_ranks memory stream_sanitizer host_time "
+    "step_time failure_words benchmarks"
 )
 PARTS = tuple(f"tests.gpu.parts.{name}" for name in ORDER.split())
 """In order of value: what a budget cuts off is worth least."""
@@ -43,8 +43,16 @@ def main(words: Sequence[str] | None = None, parts: Sequence[str] = PARTS) -> in
     Returns:
         The exit code.
     """
-    parser = _parser([part.rpartition(".")[2] for part in (*parts, SEVERAL_GPUS)])
+    names = [part.rpartition(".")[2] for part in (*parts, SEVERAL_GPUS)]
+    parser = _parser(names)
     options = parser.parse_args(words)
+    for name in options.only:
+        part, _, check = name.partition(":")
+        asked, legal = (
+            (check, _check_names(part, parts)) if check and part in names else (part, names)
+        )
+        if asked not in legal:
+            parser.error(f"--only is {name!r}; legal: {', '.join(legal)}")
     if options.budget < 0:
         parser.error(f"--budget is {options.budget:g}; legal: 0 seconds or more")
     options.json = options.json or Path(f"build/gpu-check{'-dry' * options.dry}.json")
@@ -70,9 +78,9 @@ def main(words: Sequence[str] | None = None, parts: Sequence[str] = PARTS) -> in
     if options.gpus > 1:
         parts = [*parts, SEVERAL_GPUS] if options.dry else [SEVERAL_GPUS, *parts]
     for part in parts:
-        if options.only and part.rpartition(".")[2] not in options.only:
-            continue
-        _run(part, report, until)
+        wanted = _wanted(part.rpartition(".")[2], options.only)
+        if wanted is not None:
+            _run(part, report, until, wanted)
     report.write()
     print(summary(report))
     counts = report.counts()
@@ -80,10 +88,25 @@ def main(words: Sequence[str] | None = None, parts: Sequence[str] = PARTS) -> in
     return 1 if counts["failed"] or too_few else 0
 
 
-def _run(part: str, report: Report, until: float) -> None:
+def _wanted(part: str, only: list[str]) -> list[str] | None:
+    """The checks of a part that `--only` names; none: all of them; None: leave the part out."""
+    named = [name.partition(":") for name in only]
+    if not only or (part, "", "") in named:
+        return []
+    return [check for name, _, check in named if name == part] or None
+
+
+def _check_names(part: str, parts: Sequence[str]) -> list[str]:
+    module = next(each for each in (*parts, SEVERAL_GPUS) if each.rpartition(".")[2] == part)
+    return [check.name for check in checks_of(module)]
+
+
+def _run(part: str, report: Report, until: float, wanted: list[str]) -> None:
+    """Run the checks of a part that have not passed: those `wanted`, or all."""
     known = {check for (name, check), _ in report.results.items() if name == part}
     try:
         names = [check.name for check in checks_of(part) if check.name not in known]
+        names = [name for name in names if not wanted or name in wanted]
     except Exception:  # a package is missing here: the other parts may do without
         broken = unmet(part, "import", "failed", traceback.format_exc(limit=-3))
         report.add(broken)
@@ -130,8 +153,8 @@ def _parser(parts: list[str]) -> argparse.ArgumentParser:
     parser.add_argument("--dry", action="store_true", help="on CPU tensors, sizes scaled down")
     parser.add_argument("--gpus", type=int, default=1, choices=range(1, 9), metavar="1..8")
     parser.add_argument("--json", type=Path, help="build/gpu-check.json, dry gpu-check-dry.json")
-    named = "a part by name; may be repeated"
-    parser.add_argument("--only", action="append", choices=parts, help=named)
+    named = f"a part, or `part:check`; may be repeated; parts: {', '.join(parts)}"
+    parser.add_argument("--only", action="append", default=[], help=named)
     return parser
 
 

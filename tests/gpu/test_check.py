@@ -57,6 +57,11 @@ def test_assertions_are_counted_and_the_missing_ones_listed(
     assert "not evaluated, a CPU is none:" in said and "passes: three" in said
 
 
+def test_one_check_may_be_named(tmp_path: Path) -> None:
+    code, document = run(tmp_path / "answer.json", "--only", "planted_part:writes")
+    assert (code, statuses(document)) == (0, {"writes": "passed"})
+
+
 def test_one_failing_check_is_exit_code_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     keep(monkeypatch, "passes", "writes")
     assert run(tmp_path / "good.json")[0] == 0
@@ -137,7 +142,8 @@ def test_what_other_code_or_a_damaged_file_says_is_no_start(
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--only", "nonsense"], "invalid choice: 'nonsense'"),
+        (["--only", "nonsense"], "--only is 'nonsense'; legal: planted_part"),
+        (["--only", "planted_part:none"], "--only is 'planted_part:none'; legal: passes, fails"),
         (["--budget", "-5"], "--budget is -5; legal: 0 seconds or more"),
         (["--json", "GPUS"], "holds a run on GPUs, which would be lost; legal: --resume"),
     ],

@@ -15,9 +15,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.library import custom_op
+from torch.autograd.function import once_differentiable
 
 from workbench.kernels.backends.compiled_reference import torch_compiled
+from workbench.kernels.backends.kernel_launch import launch
+from workbench.kernels.backends.operator_registration import fused_operator, register_fake
 from workbench.kernels.backends.triton_compat import (
     accumulation_type,
     device_programs,
@@ -26,7 +28,12 @@ from workbench.kernels.backends.triton_compat import (
     runs_triton,
     tl,
 )
-from workbench.kernels.input_checks import accumulation_dtype, check_shape, check_tensors
+from workbench.kernels.input_checks import (
+    accumulation_dtype,
+    check_shape,
+    check_tensors,
+    contiguous_like,
+)
 from workbench.models.seams import at_least_fp32
 
 GATED = ("swiglu", "geglu")
@@ -152,17 +159,15 @@ def activate_backward(  # type: ignore[no-untyped-def]
         )
 
 
-def _launch_forward(kind: str, x: Tensor, up: Tensor | None, bias: Tensor | None) -> Tensor:
-    y, tile = x.new_empty(x.shape), _tile(x.shape[1], 2 * TILE if up is None else TILE)
-    down, across = _tiles(x, tile)
-    activate_forward[(down * across,)](
-        x,
-        up,
-        bias,
-        y,
-        *x.shape,
-        x.stride(0),
-        0 if up is None else up.stride(0),
+def _launch_forward(kind: str, gate: Tensor, up: Tensor | None, bias: Tensor | None) -> Tensor:
+    y, ((x, up), shape, strides) = contiguous_like(gate), _strided(bias, gate, up)
+    tile = _tile(shape[1], 2 * TILE if up is None else TILE)
+    down, across = _tiles(shape, tile)
+    launch(
+        activate_forward,
+        down * across,
+        (x, up, bias, y),
+        (*shape, *strides),
         **_flags(kind, x, up, bias),
         **tile,
     )
@@ -170,26 +175,20 @@ def _launch_forward(kind: str, x: Tensor, up: Tensor | None, bias: Tensor | None
 
 
 def _launch_backward(
-    kind: str, dy: Tensor, x: Tensor, up: Tensor | None, bias: Tensor | None
+    kind: str, dy: Tensor, gate: Tensor, up: Tensor | None, bias: Tensor | None
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    dx, dup, parts = x.new_empty(x.shape), None if up is None else x.new_empty(x.shape), None
-    tile = _tile(x.shape[1], TILE)
-    down, across = _tiles(x, tile)
+    dx, dup, parts = contiguous_like(gate), None if up is None else contiguous_like(gate), None
+    (dy, x, up), shape, strides = _strided(bias, dy, gate, up)
+    tile = _tile(shape[1], TILE)
+    down, across = _tiles(shape, tile)
     if bias is not None:
         down = min(down, max(1, device_programs(x.device, PROGRAMS_PER_SM) // across))
-        parts = torch.empty(down, x.shape[1], dtype=accumulation_dtype(x), device=x.device)
-    activate_backward[(down * across,)](
-        dy,
-        x,
-        up,
-        bias,
-        dx,
-        dup,
-        parts,
-        *x.shape,
-        dy.stride(0),
-        x.stride(0),
-        0 if up is None else up.stride(0),
+        parts = x.new_empty(down, shape[1], dtype=accumulation_dtype(x))
+    launch(
+        activate_backward,
+        down * across,
+        (dy, x, up, bias, dx, dup, parts),
+        (*shape, *strides),
         **_flags(kind, x, up, bias),
         **tile,
     )
@@ -201,8 +200,22 @@ def _tile(columns: int, entries: int) -> dict[str, int]:
     return {"ROWS": entries // block, "BLOCK": block, "num_warps": 4}
 
 
-def _tiles(x_NF: Tensor, tile: dict[str, int]) -> tuple[int, int]:
-    return -(-x_NF.shape[0] // tile["ROWS"]), -(-x_NF.shape[1] // tile["BLOCK"])
+def _tiles(shape: tuple[int, int], tile: dict[str, int]) -> tuple[int, int]:
+    return -(-shape[0] // tile["ROWS"]), -(-shape[1] // tile["BLOCK"])
+
+
+def _strided(
+    bias: Tensor | None, *tensors: Tensor | None
+) -> tuple[list[Any], tuple[int, int], list[int]]:
+    """(tensors, shape [N, F] that the kernel takes them for, their row strides): `_rows`, without
+    views where all entries are one row.
+    """
+    if _one_row(bias, *tensors):
+        numel = next(x.numel() for x in tensors if x is not None)
+        return list(tensors), (1, numel), [0] * len(tensors)
+    rows = _rows(bias, *tensors)
+    strides = [0 if x is None else x.stride(0) for x in rows]
+    return rows, tuple(rows[0].shape), strides
 
 
 def _flags(kind: str, x: Tensor, up: Tensor | None, bias: Tensor | None) -> dict[str, Any]:
@@ -272,7 +285,8 @@ def activate(
     _check(kind, gate, up, bias)
     if kind == "relu":
         return F.relu(gate)
-    y: Tensor = activate_op(kind, gate, up, None if bias is None else bias.contiguous(), kernels)
+    bias = None if bias is None else bias.contiguous()
+    y: Tensor = _Activate.apply(kind, gate, up, bias, kernels)
     return y
 
 
@@ -300,24 +314,48 @@ def _check(kind: str, gate: Tensor, up: Tensor | None, bias: Tensor | None) -> N
     check_shape("activate", "bias", bias, gate.shape[-1:])
 
 
-@custom_op("workbench::activate", mutates_args=())
+class _Activate(torch.autograd.Function):
+    """Saves the inputs alone: sigmoid and product are recomputed, which costs less than reading
+    them.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, kind: str, gate: Tensor, up: Tensor | None, bias: Tensor | None, kernels: str
+    ) -> Tensor:
+        ctx.save_for_backward(gate, up, bias)
+        ctx.kind, ctx.kernels = kind, kernels
+        y: Tensor = activate_op(kind, gate, up, bias, kernels)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        gate, up, bias = ctx.saved_tensors
+        dgate, dup, dbias = activate_backward_op(ctx.kind, dy, gate, up, bias, ctx.kernels)
+        return None, dgate, None if up is None else dup, None if bias is None else dbias, None
+
+
+@fused_operator("activate")
 def activate_op(
     kind: str, gate: Tensor, up: Tensor | None, bias: Tensor | None, kernels: str
 ) -> Tensor:
     """The operator behind `activate`; contiguous result."""
     if gate.numel() == 0:
-        return gate.new_empty(gate.shape)
+        return contiguous_like(gate)
+    if _triton(gate, kernels):
+        return _launch_forward(kind, gate, up, bias)
     x, other = _rows(bias, gate, up)
-    y = (_launch_forward if _triton(gate, kernels) else _forward)(kind, x, other, bias)
+    y: Tensor = _forward(kind, x, other, bias)
     return y.contiguous().view(gate.shape)
 
 
-@activate_op.register_fake
+@register_fake(activate_op)
 def _(kind: str, gate: Tensor, up: Tensor | None, bias: Tensor | None, kernels: str) -> Tensor:
-    return gate.new_empty(gate.shape)
+    return contiguous_like(gate)
 
 
-@custom_op("workbench::activate_backward", mutates_args=())
+@fused_operator("activate_backward")
 def activate_backward_op(
     kind: str, dy: Tensor, gate: Tensor, up: Tensor | None, bias: Tensor | None, kernels: str
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -325,15 +363,18 @@ def activate_backward_op(
     if gate.numel() == 0:
         nothing = _like(gate, up, bias)
         return nothing[0], nothing[1], nothing[2].zero_()
-    incoming, x, other = _rows(bias, dy, gate, up)
-    dgate, dup, dbias = (_launch_backward if _triton(gate, kernels) else _backward)(
-        kind, incoming, x, other, bias
-    )
-    dup = gate.new_empty(0) if dup is None else dup.contiguous().view(gate.shape)
-    return dgate.contiguous().view(gate.shape), dup, gate.new_empty(0) if dbias is None else dbias
+    if _triton(gate, kernels):
+        dgate, dup, dbias = _launch_backward(kind, dy, gate, up, bias)
+    else:
+        incoming, x, other = _rows(bias, dy, gate, up)
+        dgate, dup, dbias = _backward(kind, incoming, x, other, bias)
+        dgate = dgate.contiguous().view(gate.shape)
+        dup = None if dup is None else dup.contiguous().view(gate.shape)
+    dup, dbias = (gate.new_empty(0) if x is None else x for x in (dup, dbias))
+    return dgate, dup, dbias
 
 
-@activate_backward_op.register_fake
+@register_fake(activate_backward_op)
 def _(
     kind: str, dy: Tensor, gate: Tensor, up: Tensor | None, bias: Tensor | None, kernels: str
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -341,33 +382,23 @@ def _(
 
 
 def _like(gate: Tensor, up: Tensor | None, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    dup, dbias = (gate.new_empty(0) if x is None else x.new_empty(x.shape) for x in (up, bias))
-    return gate.new_empty(gate.shape), dup, dbias
-
-
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.kind, gate, up, bias, ctx.kernels = inputs
-    # The inputs alone: sigmoid and product are recomputed, which costs less than reading them.
-    ctx.save_for_backward(gate, up, bias)
-
-
-def _gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-    gate, up, bias = ctx.saved_tensors
-    dgate, dup, dbias = activate_backward_op(ctx.kind, dy, gate, up, bias, ctx.kernels)
-    return None, dgate, None if up is None else dup, None if bias is None else dbias, None
-
-
-activate_op.register_autograd(_gradients, setup_context=_setup)
+    dup, dbias = (gate.new_empty(0) if x is None else contiguous_like(x) for x in (up, bias))
+    return contiguous_like(gate), dup, dbias
 
 
 def _rows(bias: Tensor | None, *tensors: Tensor | None) -> list[Any]:
-    """Contiguous rows [N, F]; a single row where all tensors are contiguous and have no bias."""
-    whole = bias is None and all(x is None or x.is_contiguous() for x in tensors)
+    """Contiguous rows [N, F], or a single row."""
+    whole = _one_row(bias, *tensors)
     rows = [
         x if x is None else x.reshape(1 if whole else -1, x.numel() if whole else x.shape[-1])
         for x in tensors
     ]
     return [x if x is None or x.stride(1) == 1 else x.contiguous() for x in rows]
+
+
+def _one_row(bias: Tensor | None, *tensors: Tensor | None) -> bool:
+    """Whether all entries may be one row: all tensors are contiguous and there is no bias."""
+    return bias is None and all(x is None or x.is_contiguous() for x in tensors)
 
 
 def _triton(gate: Tensor, kernels: str) -> bool:

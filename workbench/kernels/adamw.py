@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.library import custom_op
 
+from workbench.kernels.backends.operator_registration import fused_operator, register_fake
 from workbench.kernels.backends.triton_compat import accumulation_type, jit, runs_triton, tl
 from workbench.kernels.input_checks import FLOAT_DTYPES, check_shape, check_tensors
 
@@ -314,7 +314,7 @@ MUTATED_ARGUMENTS = (
 )
 
 
-@custom_op("workbench::adamw", mutates_args=MUTATED_ARGUMENTS)
+@fused_operator("adamw", mutates_args=MUTATED_ARGUMENTS)
 def adamw_op(
     targets: Sequence[Tensor],
     copies: Sequence[Tensor],
@@ -367,7 +367,7 @@ def adamw_op(
         )
 
 
-@adamw_op.register_fake
+@register_fake(adamw_op)
 def _(*_: Any) -> None:
     """Fake tensors have no addresses; the update allocates nothing."""
 

@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.library import custom_op
+from torch.autograd.function import once_differentiable
 
+from workbench.kernels.backends.operator_registration import fused_operator, register_fake
 from workbench.kernels.backends.triton_compat import (
     accumulation_type,
     device_programs,
@@ -217,11 +218,41 @@ def dropout_add(
         )
     if not 0 <= rate <= 1 - 2**-32:
         raise ValueError(f"dropout_add: rate is {rate}; legal: 0 to 1 - 2^-32")
-    out: Tensor = dropout_add_op(x, bias, residual, rows, key & 2**63 - 1, rate, first, kernels)
+    key = key & 2**63 - 1
+    out: Tensor = _DropoutAdd.apply(x, bias, residual, rows, key, rate, first, kernels)
     return out
 
 
-@custom_op("workbench::dropout_add", mutates_args=())
+class _DropoutAdd(torch.autograd.Function):
+    """Saves neither mask nor input: the hash of the row numbers gives the mask again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        bias: Tensor | None,
+        residual: Tensor | None,
+        rows: Tensor,
+        *options: Any,
+    ) -> Tensor:
+        ctx.save_for_backward(rows)
+        ctx.options = options
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        ctx.residual_dtype = None if residual is None else residual.dtype
+        out: Tensor = dropout_add_op(x, bias, residual, rows, *options)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        has_bias, (*mask, kernels) = ctx.bias_dtype is not None, ctx.options
+        dx, db = dropout_add_backward_op(dy, *ctx.saved_tensors, *mask, has_bias, kernels)
+        dbias = db.to(ctx.bias_dtype) if has_bias else None
+        dresidual = None if ctx.residual_dtype is None else dy.to(ctx.residual_dtype)
+        return dx, dbias, dresidual, *[None] * 5
+
+
+@fused_operator("dropout_add")
 def dropout_add_op(
     x: Tensor,
     bias: Tensor | None,
@@ -257,7 +288,7 @@ def dropout_add_op(
     return out.view(x.shape)
 
 
-@dropout_add_op.register_fake
+@register_fake(dropout_add_op)
 def _(
     x: Tensor,
     bias: Tensor | None,
@@ -271,7 +302,7 @@ def _(
     return x.new_empty(x.shape)
 
 
-@custom_op("workbench::dropout_add_backward", mutates_args=())
+@fused_operator("dropout_add_backward")
 def dropout_add_backward_op(
     dy: Tensor, rows: Tensor, key: int, rate: float, first: int, has_bias: bool, kernels: str
 ) -> tuple[Tensor, Tensor]:
@@ -304,7 +335,7 @@ def dropout_add_backward_op(
     return dx.view(dy.shape), parts.sum(0)
 
 
-@dropout_add_backward_op.register_fake
+@register_fake(dropout_add_backward_op)
 def _(
     dy: Tensor, rows: Tensor, key: int, rate: float, first: int, has_bias: bool, kernels: str
 ) -> tuple[Tensor, Tensor]:
@@ -315,26 +346,6 @@ def _(
 
 def _no_bias(dy: Tensor) -> Tensor:
     return dy.new_empty(0, dtype=accumulation_dtype(dy))
-
-
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, bias, residual, rows, ctx.key, ctx.rate, ctx.first, ctx.kernels = inputs
-    ctx.bias_dtype = None if bias is None else bias.dtype
-    ctx.residual_dtype = None if residual is None else residual.dtype
-    # Neither mask nor input is saved: the hash of the row numbers gives the mask again.
-    ctx.save_for_backward(rows)
-
-
-def _gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-    has_bias = ctx.bias_dtype is not None
-    dx, db = dropout_add_backward_op(
-        dy, *ctx.saved_tensors, ctx.key, ctx.rate, ctx.first, has_bias, ctx.kernels
-    )
-    dresidual = None if ctx.residual_dtype is None else dy.to(ctx.residual_dtype)
-    return dx, db.to(ctx.bias_dtype) if has_bias else None, dresidual, None, None, None, None, None
-
-
-dropout_add_op.register_autograd(_gradients, setup_context=_setup)
 
 
 def _triton(x: Tensor, kernels: str) -> bool:

@@ -19,9 +19,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.library import custom_op
 
 from workbench.kernels.backends.compiled_reference import torch_compiled
+from workbench.kernels.backends.operator_registration import fused_operator, register_fake
 from workbench.kernels.backends.triton_compat import (
     accumulation_type,
     jit,
@@ -236,7 +236,7 @@ def _gradient(
 # ---- the operators -------------------------------------------------------------------------------
 
 
-@custom_op("workbench::cross_entropy_statistics", mutates_args=())
+@fused_operator("cross_entropy_statistics")
 def statistics_op(
     logits_NV: Tensor, targets_N: Tensor, start: int, stop: int, smoothed: bool, kernels: str
 ) -> Tensor:
@@ -272,7 +272,7 @@ def statistics_op(
     return out
 
 
-@statistics_op.register_fake
+@register_fake(statistics_op)
 def _(
     logits_NV: Tensor, targets_N: Tensor, start: int, stop: int, smoothed: bool, kernels: str
 ) -> Tensor:
@@ -285,7 +285,7 @@ def _room(logits_NV: Tensor, smoothed: bool) -> Tensor:
     )
 
 
-@custom_op("workbench::cross_entropy_gradient_", mutates_args=("logits_NV",))
+@fused_operator("cross_entropy_gradient_", mutates_args=("logits_NV",))
 def gradient_op(
     logits_NV: Tensor,
     targets_N: Tensor,
@@ -321,7 +321,7 @@ def gradient_op(
     )
 
 
-@gradient_op.register_fake
+@register_fake(gradient_op)
 def _(
     logits_NV: Tensor,
     targets_N: Tensor,
@@ -510,7 +510,7 @@ class _CrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         logits_NV, targets_N, lse_N = ctx.saved_tensors
-        # The custom op declares that it mutates the logits, so that their version counter advances
+        # The operator declares that it mutates the logits, so that their version counter advances
         # and a second backward, or another reader, fails instead of reading the gradient.
         gradient_op(logits_NV, targets_N, lse_N, gradient, *ctx.form)
         return logits_NV.detach(), *[None] * 7

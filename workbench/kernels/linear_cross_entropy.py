@@ -19,9 +19,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.library import custom_op
 
 from workbench.kernels import cross_entropy as ce
+from workbench.kernels.backends.operator_registration import fused_operator, register_fake
 from workbench.kernels.backends.triton_compat import accumulation_type, jit, runs_triton, tl
 from workbench.kernels.cross_entropy import check_tokens, statistics_of, tile_shape, write_gradient
 from workbench.kernels.input_checks import accumulation_dtype, check_tensors
@@ -110,7 +110,7 @@ def cross_entropy_both(  # type: ignore[no-untyped-def]
 # ---- a run of tokens -----------------------------------------------------------------------------
 
 
-@custom_op("workbench::linear_cross_entropy_run", mutates_args=("logits_buffer", "dx_ND", "dw_VD"))
+@fused_operator("linear_cross_entropy_run", mutates_args=("logits_buffer", "dx_ND", "dw_VD"))
 def chunk_op(
     x_ND: Tensor,
     weight_VD: Tensor,
@@ -142,7 +142,7 @@ def chunk_op(
     return loss_N
 
 
-@chunk_op.register_fake
+@register_fake(chunk_op)
 def _(
     x_ND: Tensor,
     weight_VD: Tensor,

@@ -8,13 +8,16 @@ better.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.library import custom_op
+from torch.autograd.function import once_differentiable
 
 from workbench.kernels.backends.compiled_reference import torch_compiled
+from workbench.kernels.backends.kernel_launch import launch
+from workbench.kernels.backends.operator_registration import fused_operator, register_fake
 from workbench.kernels.backends.triton_compat import (
     accumulation_type,
     device_programs,
@@ -27,6 +30,7 @@ from workbench.kernels.input_checks import (
     accumulation_dtype,
     check_shape,
     check_tensors,
+    contiguous_like,
     flatten_rows,
 )
 from workbench.models.seams import at_least_fp32
@@ -261,11 +265,42 @@ def add_norm(
     if residual is not None and residual.dtype != x.dtype:
         raise ValueError(f"add_norm: residual is {residual.dtype}; legal: x's {x.dtype}")
     bias = None if bias is None else bias.contiguous()
-    y, total, _ = add_norm_op(x, residual, weight.contiguous(), bias, epsilon, centred, kernels)
+    y, total = _AddNorm.apply(x, residual, weight.contiguous(), bias, epsilon, centred, kernels)
     return y, x if residual is None else total
 
 
-@custom_op("workbench::add_norm", mutates_args=())
+class _AddNorm(torch.autograd.Function):
+    """Returns the norm and the sum, which is empty without a residual."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        residual: Tensor | None,
+        weight: Tensor,
+        bias: Tensor | None,
+        epsilon: float,
+        centred: bool,
+        kernels: str,
+    ) -> tuple[Tensor, Tensor]:
+        y, total, statistics = add_norm_op(x, residual, weight, bias, epsilon, centred, kernels)
+        ctx.has_residual, ctx.has_bias = residual is not None, bias is not None
+        ctx.save_for_backward(x if residual is None else total, statistics, weight)
+        ctx.set_materialize_grads(False)
+        ctx.kernels = kernels
+        return y, total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor | None, dtotal: Tensor | None) -> tuple[Tensor | None, ...]:
+        dy = torch.zeros_like(ctx.saved_tensors[0]) if dy is None else dy
+        dtotal = dtotal if ctx.has_residual else None
+        dx, dw, db = add_norm_backward_op(dy, dtotal, *ctx.saved_tensors, ctx.has_bias, ctx.kernels)
+        dresidual, db = dx if ctx.has_residual else None, db if ctx.has_bias else None
+        return dx, dresidual, dw, db, None, None, None
+
+
+@fused_operator("add_norm")
 def add_norm_op(
     x: Tensor,
     residual: Tensor | None,
@@ -278,43 +313,43 @@ def add_norm_op(
     """(norm, sum or empty, statistics [1 or 2, rows]: inverse deviation, and for LayerNorm
     mean).
     """
-    x_ND, residual_ND = flatten_rows(x), None if residual is None else flatten_rows(residual)
     if not _triton(x, kernels):
-        y, total, statistics = _forward(x_ND, residual_ND, weight, bias, epsilon, centred)
-    else:
-        y, total, statistics = _outputs(x_ND, residual_ND, centred)
-        tile = _tile(x.shape[-1])
-        add_norm_forward[(-(-len(x_ND) // tile["ROWS"]),)](
-            x_ND,
-            residual_ND,
-            weight,
-            bias,
-            y,
-            total,
-            statistics[-1],
-            statistics[0],
-            *x_ND.shape,
-            epsilon,
-            HAS_R=residual is not None,
-            HAS_B=bias is not None,
-            CENTRED=centred,
-            WIDE=accumulation_type(x),
-            **tile,
-        )
-    return y.view(x.shape), x.new_empty(0) if residual is None else total.view(x.shape), statistics
-
-
-def _outputs(
-    x_ND: Tensor, residual_ND: Tensor | None, centred: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    total = x_ND.new_empty(0 if residual_ND is None else x_ND.shape)
-    statistics = torch.empty(
-        1 + centred, len(x_ND), dtype=accumulation_dtype(x_ND), device=x_ND.device
+        rows = flatten_rows(x), None if residual is None else flatten_rows(residual)
+        y, total, statistics = _forward(*rows, weight, bias, epsilon, centred)
+        total = x.new_empty(0) if residual is None else total.view(x.shape)
+        return y.view(x.shape), total, statistics
+    y, total, statistics = _outputs(x, residual, centred)
+    num_rows, tile = statistics.shape[1], _tile(x.shape[-1])
+    residual = None if residual is None else residual.contiguous()
+    launch(
+        add_norm_forward,
+        -(-num_rows // tile["ROWS"]),
+        (x.contiguous(), residual, weight, bias, y, total, *_mean_and_scale(statistics)),
+        (num_rows, x.shape[-1], epsilon),
+        HAS_R=residual is not None,
+        HAS_B=bias is not None,
+        CENTRED=centred,
+        WIDE=accumulation_type(x),
+        **tile,
     )
-    return torch.empty_like(x_ND), total, statistics
+    return y, total, statistics
 
 
-@add_norm_op.register_fake
+def _outputs(x: Tensor, residual: Tensor | None, centred: bool) -> tuple[Tensor, Tensor, Tensor]:
+    num_rows = math.prod(x.shape[:-1])
+    statistics = x.new_empty(1 + centred, num_rows, dtype=accumulation_dtype(x))
+    total = x.new_empty(0) if residual is None else contiguous_like(x)
+    return contiguous_like(x), total, statistics
+
+
+def _mean_and_scale(statistics: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and inverse deviation [rows] each; without a mean, which is not read, the latter."""
+    if len(statistics) == 1:
+        return statistics, statistics
+    return statistics[1], statistics[0]
+
+
+@register_fake(add_norm_op)
 def _(
     x: Tensor,
     residual: Tensor | None,
@@ -324,11 +359,10 @@ def _(
     centred: bool,
     kernels: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    y, total, statistics = _outputs(flatten_rows(x), residual, centred)
-    return y.view(x.shape), total if residual is None else total.view(x.shape), statistics
+    return _outputs(x, residual, centred)
 
 
-@custom_op("workbench::add_norm_backward", mutates_args=())
+@fused_operator("add_norm_backward")
 def add_norm_backward_op(
     dy: Tensor,
     dtotal: Tensor | None,
@@ -339,31 +373,24 @@ def add_norm_backward_op(
     kernels: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of sum [..., D], weight [D] and bias [D]; empty where there is no bias."""
-    dy_ND, total_ND = flatten_rows(dy), flatten_rows(total)
-    dtotal_ND = None if dtotal is None else flatten_rows(dtotal)
     if not _triton(total, kernels):
-        dx, dw, db = _backward(dy_ND, dtotal_ND, total_ND, statistics, weight, has_bias)
+        rows = flatten_rows(dy), None if dtotal is None else flatten_rows(dtotal)
+        dx, dw, db = _backward(*rows, flatten_rows(total), statistics, weight, has_bias)
         return dx.view(total.shape), dw, db
-    tile = _tile(total.shape[-1])
+    num_rows, tile = statistics.shape[1], _tile(total.shape[-1])
     held = has_bias and tile["BLOCK"] <= MAX_BIAS_COLUMNS
     num_programs = min(
-        device_programs(total.device, _resident(tile, held)), -(-len(total_ND) // tile["ROWS"])
+        device_programs(total.device, _resident(tile, held)), -(-num_rows // tile["ROWS"])
     )
-    dx = torch.empty_like(total_ND)
-    parts = torch.empty(
-        1 + held, num_programs, total.shape[-1], dtype=statistics.dtype, device=total.device
-    )
-    add_norm_backward[(num_programs,)](
-        dy_ND,
-        dtotal_ND,
-        total_ND,
-        statistics[-1],
-        statistics[0],
-        weight,
-        dx,
-        parts[0],
-        parts[-1],
-        *total_ND.shape,
+    dx = contiguous_like(total)
+    parts = statistics.new_empty(1 + held, num_programs, total.shape[-1])
+    dtotal = None if dtotal is None else dtotal.contiguous()
+    read = dy.contiguous(), dtotal, total.contiguous(), *_mean_and_scale(statistics), weight
+    launch(
+        add_norm_backward,
+        num_programs,
+        (*read, dx, parts, parts[-1] if held else parts),
+        (num_rows, total.shape[-1]),
         HAS_TOTAL=dtotal is not None,
         HAS_DB=held,
         CENTRED=len(statistics) == 2,
@@ -373,14 +400,14 @@ def add_norm_backward_op(
     db = (
         parts[1].sum(0)
         if held
-        else dy_ND.sum(0, dtype=parts.dtype)
+        else flatten_rows(dy).sum(0, dtype=parts.dtype)
         if has_bias
         else weight.new_empty(0)
     )
-    return dx.view(total.shape), parts[0].sum(0).to(weight.dtype), db.to(weight.dtype)
+    return dx, parts[0].sum(0).to(weight.dtype), db.to(weight.dtype)
 
 
-@add_norm_backward_op.register_fake
+@register_fake(add_norm_backward_op)
 def _(
     dy: Tensor,
     dtotal: Tensor | None,
@@ -390,30 +417,8 @@ def _(
     has_bias: bool,
     kernels: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dx, db = (
-        torch.empty_like(flatten_rows(total)).view(total.shape),
-        weight.new_empty(len(weight) if has_bias else 0),
-    )
-    return dx, torch.empty_like(weight), db
-
-
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    x, residual, weight, bias, _, _, ctx.kernels = inputs
-    ctx.has_residual, ctx.has_bias = residual is not None, bias is not None
-    ctx.save_for_backward(output[1] if ctx.has_residual else x, output[2], weight)
-    ctx.set_materialize_grads(False)
-
-
-def _gradients(
-    ctx: Any, dy: Tensor | None, dtotal: Tensor | None, _: None
-) -> tuple[Tensor | None, ...]:
-    dy = torch.zeros_like(ctx.saved_tensors[0]) if dy is None else dy
-    dtotal = dtotal if ctx.has_residual else None
-    dx, dw, db = add_norm_backward_op(dy, dtotal, *ctx.saved_tensors, ctx.has_bias, ctx.kernels)
-    return dx, dx if ctx.has_residual else None, dw, db if ctx.has_bias else None, None, None, None
-
-
-add_norm_op.register_autograd(_gradients, setup_context=_setup)
+    db = weight.new_empty(len(weight) if has_bias else 0)
+    return contiguous_like(total), torch.empty_like(weight), db
 
 
 def _triton(x: Tensor, kernels: str) -> bool:

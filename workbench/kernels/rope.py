@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.library import custom_op
 
 from workbench.kernels.backends.compiled_reference import torch_compiled
+from workbench.kernels.backends.kernel_launch import launch
+from workbench.kernels.backends.operator_registration import fused_operator, register_fake
 from workbench.kernels.backends.triton_compat import (
     accumulation_type,
     jit,
@@ -21,7 +22,7 @@ from workbench.kernels.backends.triton_compat import (
     runs_triton,
     tl,
 )
-from workbench.kernels.input_checks import check_shape, check_tensors
+from workbench.kernels.input_checks import check_shape, check_tensors, contiguous_like
 from workbench.models.seams import at_least_fp32
 
 TILE = 1024
@@ -118,21 +119,13 @@ def _launch(
     )
     heads = min(next_power_of_2(num_heads), TILE // block)
     tokens = TILE // block // heads
-    rope_turn[(-(-num_tokens // tokens),)](
-        q,
-        k,
-        *y,
-        cos.contiguous(),
-        sin.contiguous(),
-        num_tokens,
-        q.shape[1],
-        q.shape[2],
-        k.shape[2],
-        half,
-        *q.stride()[:3],
-        *k.stride()[:3],
-        *y[0].stride()[:3],
-        *y[1].stride()[:3],
+    sizes = num_tokens, q.shape[1], q.shape[2], k.shape[2], half
+    strides = (step for each in (q, k, *y) for step in each.stride()[:3])
+    launch(
+        rope_turn,
+        -(-num_tokens // tokens),
+        (q, k, *y, cos.contiguous(), sin.contiguous()),
+        (*sizes, *strides),
         BACK=back,
         WIDE=accumulation_type(q, cos),
         TOKENS=tokens,
@@ -212,21 +205,19 @@ class _Rope(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, kernels: str
+        ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, kernels: str
     ) -> tuple[Tensor, Tensor]:
         q, k = _writable(q.detach()), _writable(k.detach())
         k = k if _apart(q, k) else k.clone(memory_format=torch.contiguous_format)
         rope_op(q, k, cos, sin, kernels)
+        ctx.save_for_backward(cos, sin)
+        ctx.kernels = kernels
         return q, k
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        ctx.save_for_backward(*inputs[2:4])
-        ctx.kernels = inputs[4]
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return *_Turned.apply(*gradients, *ctx.saved_tensors, True, ctx.kernels), None, None, None
+    def backward(ctx: Any, dq: Tensor, dk: Tensor) -> tuple[Tensor | None, ...]:
+        cos, sin = ctx.saved_tensors
+        return *_turned_back(dq, dk, cos, sin, True, ctx.kernels), None, None, None
 
 
 class _Turned(torch.autograd.Function):
@@ -234,29 +225,32 @@ class _Turned(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, back: bool, kernels: str
+        ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, back: bool, kernels: str
     ) -> tuple[Tensor, Tensor]:
-        output: tuple[Tensor, Tensor] = turned_op(q, k, cos, sin, back, kernels)
-        return output
+        ctx.save_for_backward(cos, sin)
+        ctx.back, ctx.kernels = back, kernels
+        turned: tuple[Tensor, Tensor] = turned_op(q, k, cos, sin, back, kernels)
+        return turned
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        ctx.save_for_backward(*inputs[2:4])
-        ctx.back, ctx.kernels = inputs[4:]
+    def backward(ctx: Any, dq: Tensor, dk: Tensor) -> tuple[Tensor | None, ...]:
+        cos, sin = ctx.saved_tensors
+        return *_turned_back(dq, dk, cos, sin, not ctx.back, ctx.kernels), *[None] * 4
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return (
-            *_Turned.apply(*gradients, *ctx.saved_tensors, not ctx.back, ctx.kernels),
-            None,
-            None,
-            None,
-            None,
-        )
+
+def _turned_back(
+    dq: Tensor, dk: Tensor, cos: Tensor, sin: Tensor, back: bool, kernels: str
+) -> tuple[Tensor, Tensor]:
+    """Gradients rotated; differentiable if autograd asks for it."""
+    rotate = _Turned.apply if torch.is_grad_enabled() else turned_op
+    turned: tuple[Tensor, Tensor] = rotate(dq, dk, cos, sin, back, kernels)
+    return turned
 
 
 def _writable(x: Tensor) -> Tensor:
     """`x`, or a copy where its heads are not contiguous or its entries overlap."""
+    if x.is_contiguous():
+        return x
     reach = 1
     for stride, size in sorted(
         (stride, size) for stride, size in zip(x.stride(), x.shape, strict=True) if size > 1
@@ -282,7 +276,7 @@ def _apart(q: Tensor, k: Tensor) -> bool:
     return end <= next_start and all(step == other >= next_end - start for step, other in steps)
 
 
-@custom_op("workbench::rope_", mutates_args=("q", "k"))
+@fused_operator("rope_", mutates_args=("q", "k"))
 def rope_op(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, kernels: str) -> None:
     """Rotate `q` and `k` in place; their heads are contiguous."""
     if not _by_compiler(q, k, cos, kernels):
@@ -292,12 +286,12 @@ def rope_op(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, kernels: str) -> Non
         x.copy_(turned)
 
 
-@rope_op.register_fake
+@register_fake(rope_op)
 def _(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, kernels: str) -> None:
     return None
 
 
-@custom_op("workbench::rope_turned", mutates_args=())
+@fused_operator("rope_turned")
 def turned_op(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, back: bool, kernels: str
 ) -> tuple[Tensor, Tensor]:
@@ -306,17 +300,17 @@ def turned_op(
         # Gradients come in the layouts of several attention kernels; code is compiled for one.
         q, k = _fresh(q.contiguous(), k.contiguous(), cos, sin, back)
         return q.contiguous(), k.contiguous()
-    fresh = q.new_empty(q.shape), k.new_empty(k.shape)
+    fresh = contiguous_like(q), contiguous_like(k)
     q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
     _launch((q, k), fresh, cos, sin, back)
     return fresh
 
 
-@turned_op.register_fake
+@register_fake(turned_op)
 def _(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, back: bool, kernels: str
 ) -> tuple[Tensor, Tensor]:
-    return q.new_empty(q.shape), k.new_empty(k.shape)
+    return contiguous_like(q), contiguous_like(k)
 
 
 def _by_compiler(q: Tensor, k: Tensor, cos: Tensor, kernels: str) -> bool:

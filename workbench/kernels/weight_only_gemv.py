@@ -13,9 +13,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.library import custom_op
 
 from workbench.kernels.backends.compiled_reference import torch_compiled
+from workbench.kernels.backends.operator_registration import fused_operator, register_fake
 from workbench.kernels.backends.triton_compat import (
     INTERPRETED,
     accumulation_type,
@@ -370,7 +370,7 @@ def weight_only_gemv(x: Tensor, weight: QuantizedWeight, kernels: str = "fused")
     return output
 
 
-@custom_op("workbench::matvec", mutates_args=())
+@fused_operator("matvec")
 def matvec_op(
     x: Tensor,
     values: Tensor,
@@ -400,7 +400,7 @@ def matvec_op(
     return _compiled_gemv(x_MK, weight).view(shape)
 
 
-@matvec_op.register_fake
+@register_fake(matvec_op)
 def _(
     x: Tensor,
     values: Tensor,

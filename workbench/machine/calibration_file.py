@@ -162,6 +162,7 @@ class Host(Frozen):
     """
 
     ranks: Ranks
+    precision: Literal["fp32", "bf16"] = Field("fp32", description="Of the model, plan's words.")
     operator_us: PositiveMicroseconds = Field(
         description="One eager operator without gradients, microseconds."
     )
@@ -196,6 +197,11 @@ class Host(Frozen):
         0.0,
         description="More of layer_us where weight gradients are deferred (zero bubble), "
         "microseconds.",
+    )
+    fused_layer_us: Microseconds | None = Field(
+        None,
+        description="As layer_us, with fused kernels on a GPU, microseconds; null where it was not "
+        "measured.",
     )
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from workbench.costmodel.communication.collective_cost import WIRE_FACTOR
-from workbench.costmodel.compute.kernel_launches import KERNELS_PER_LAYER
+from workbench.costmodel.compute.kernel_launches import KERNELS_PER_LAYER, kernel_launches
 from workbench.costmodel.compute.kernel_rates import peak_flops
 from workbench.costmodel.frameworks.framework_profile import framework_profile, plan_profile
 from workbench.costmodel.inputs.rank_workload import workload
@@ -24,13 +24,14 @@ from workbench.machine.calibration_file import (
     KINDS,
     Calibration,
     Collective,
+    Host,
     Probe,
     Scale,
     read_calibration,
 )
 from workbench.machine.hardware import GPU, Fabric
 from workbench.plan.optimizer_state import DTYPE_BYTES
-from workbench.plan.probe_plan import probe_plan
+from workbench.plan.probe_plan import TINY, TINY_SEQUENCE, probe_plan
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.schema import Plan
 
@@ -175,7 +176,7 @@ def measured_constants(curves: MeasuredCurves, gpu: GPU, plan: ResolvedPlan) -> 
         "memory_share": float(curves.memory_rate(_elementwise_bytes(plan)))
         / 1e9
         / gpu.bandwidth_gbs,
-        "launch_us": host.layer_us / sum(KERNELS_PER_LAYER["eager"]),
+        "launch_us": _launch_us(host, plan),
     }
     if gpu.device == "cpu":
         found["ranks_per_core"] = max(1.0, curves.ranks / curves.calibration.machine.cores)
@@ -194,6 +195,31 @@ def measured_constants(curves: MeasuredCurves, gpu: GPU, plan: ResolvedPlan) -> 
             "step_doubling_ms": 0.0,
         }
     return found
+
+
+def _launch_us(host: Host, plan: ResolvedPlan) -> float:
+    """Host time of a kernel: a measured layer's over its kernels; for this engine on a GPU, that of
+    a layer with the plan's `kernels`.
+
+    A fused layer's few kernels take the host about as long as an eager one's many, so that where it
+    was not measured (files of former versions, compiled kernels) an eager layer's time stands for
+    it.
+    """
+    counted = framework_profile(plan.strategy.stack).kernels.counts_operators
+    if plan.gpu.device != "cuda" or not counted:
+        return host.layer_us / sum(KERNELS_PER_LAYER["eager"])
+    kernels, layer_us = plan.strategy.kernels, host.layer_us
+    if kernels == "fused" and host.fused_layer_us is not None:
+        layer_us = host.fused_layer_us
+    return layer_us / _probe_kernels(kernels, host.precision)
+
+
+@lru_cache
+def _probe_kernels(kernels: str, precision: str) -> float:
+    """Kernels of a layer and microbatch of the tiny model whose steps are measured on GPUs."""
+    sizes: dict[str, Any] = {"layers": 1, "precision": precision, **TINY}
+    plan = probe_plan("cuda", TINY_SEQUENCE, 1, kernels=kernels, **sizes)
+    return float(sum(kernel_launches(workload(plan), is_moe=False)))
 
 
 @lru_cache(maxsize=16)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -114,10 +114,11 @@ class MeasuredCurves:
         """Host costs of operators and steps."""
         chosen, crowd = self.crowd({h.ranks for h in self.calibration.host})
         found = next(h for h in self.calibration.host if h.ranks == chosen)
-        costs = {
-            name: value * crowd for name, value in found.model_dump().items() if name != "ranks"
+        costs: dict[str, Any] = {
+            name: value if value is None else value * crowd
+            for name, value in found.model_dump(exclude={"ranks", "precision"}).items()
         }
-        return Host(ranks=self.ranks, **costs)
+        return Host(ranks=self.ranks, precision=found.precision, **costs)
 
     @property
     def probes(self) -> list[Probe]:

@@ -277,7 +277,8 @@ def _host(world: int, own: dict[Key, float]) -> Host:
         own["operator", (("autograd", flag),)] / NUM_CHAINED_OPERATORS * 1e6
         for flag in (False, True)
     )
-    rows = [(dict(labels), s * 1e6) for (section, labels), s in own.items() if section == "steps"]
+    steps = [(dict(labels), s * 1e6) for (section, labels), s in own.items() if section == "steps"]
+    rows = [(labels, s) for labels, s in steps if labels["kernels"] != "fused"]
     cells = [
         [
             1.0,
@@ -309,8 +310,27 @@ def _host(world: int, own: dict[Key, float]) -> Host:
     )
     costs = {name: round(float(value), 2) for name, value in zip(names, parts)}
     return Host(
-        ranks=world, operator_us=round(operator, 3), autograd_us=round(autograd, 3), **costs
+        ranks=world,
+        precision=rows[0][0]["precision"],
+        operator_us=round(operator, 3),
+        autograd_us=round(autograd, 3),
+        fused_layer_us=_fused_layer_us(steps, costs["layer_step_us"]),
+        **costs,
     )
+
+
+def _fused_layer_us(
+    steps: list[tuple[dict[str, Any], float]], layer_step_us: float
+) -> float | None:
+    """What a layer and microbatch takes with fused kernels: the difference of two steps that differ
+    by their layers. Other costs of a fused step are not an eager one's.
+    """
+    fused = sorted((r["layers"], s, r["microbatches"]) for r, s in steps if r["kernels"] == "fused")
+    if len(fused) < 2:
+        return None
+    (few, short, microbatches), (most, long, _) = fused
+    each = (long - short) / (most - few) - layer_step_us
+    return round(float(max(0.0, each / microbatches)), 2)
 
 
 def _seconds(value: float) -> float:

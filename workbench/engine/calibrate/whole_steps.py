@@ -18,7 +18,7 @@ from workbench.engine.calibrate.measured_sizes import CalibrationSurvey
 from workbench.engine.session import Session
 from workbench.parallel.mesh import build_mesh
 from workbench.parallel.pipeline.schedule_executor import ScheduleExecutor
-from workbench.plan.probe_plan import TINY, TINY_SEQUENCE, probe_plan
+from workbench.plan.probe_plan import TINY, TINY_PRECISION, TINY_SEQUENCE, probe_plan
 from workbench.plan.resolved_plan import ResolvedPlan
 
 
@@ -32,16 +32,19 @@ def step_points(survey: CalibrationSurvey, device: torch.device) -> Iterator[Poi
     if survey.operators:
         variants += [(*few, "none", "compiled", False), (*most, "none", "compiled", False)]
         variants += [(*most, "none", "eager", True)]
+    if device.type == "cuda":
+        variants += [(*few, "none", "fused", False), (*most, "none", "fused", False)]
+    precision = TINY_PRECISION.get(device.type, "fp32")
     eager = itertools.product(survey.layers, survey.microbatches, ("none",), ("eager",), (False,))
     for layers, microbatches, recompute, kernels, split in (*eager, *variants):
-        plan = probe_plan(
-            device.type, TINY_SEQUENCE, microbatches, recompute, kernels, layers=layers, **TINY
-        )
+        sizes: dict[str, Any] = {"layers": layers, "precision": precision, **TINY}
+        plan = probe_plan(device.type, TINY_SEQUENCE, microbatches, recompute, kernels, **sizes)
         labels: dict[str, Any] = {"layers": layers, "microbatches": microbatches}
         labels |= {"recompute": recompute, "kernels": kernels, "split": split}
+        labels["precision"] = precision
         yield Point("steps", labels, _step(plan, device, split), "host")
     for probe in survey.probes:
-        sizes: dict[str, Any] = dict(probe)
+        sizes = dict(probe)
         yield Point("probes", sizes, _step(probe_plan(device.type, **sizes), device))
 
 

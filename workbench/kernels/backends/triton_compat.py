@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -54,6 +55,7 @@ def next_power_of_2(n: int) -> int:
     return 1 << max(0, n - 1).bit_length()
 
 
+@lru_cache
 def device_programs(device: torch.device, per_processor: int = 1) -> int:
     """Programs that fill a device: `per_processor` per multiprocessor; 4 on the host."""
     if device.type != "cuda":
