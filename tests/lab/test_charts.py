@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import vl_convert
 
-from workbench.lab import charts, palette
+from workbench.lab import charts, palette, prediction
 from workbench.lab.charts import chart_data
 from workbench.lab.live.figure import VEGA_MIME, VEGA_SCHEMA, Figure
 from workbench.lab.pictures import snapshot
@@ -35,6 +35,8 @@ def all_figures() -> list[Figure]:
         charts.step_time_parts(e, m),
         charts.pareto_front(synthetic.found()),
         charts.roofline(with_operators(r)),
+        prediction.memory_by_plan({"plan": [e, r, m]}, {"plan": 2**28}),
+        prediction.values_by_source("Sent", "MiB", {"a": {"estimated": 1}, "b": {"measured": 2}}),
     ]
 
 
@@ -102,6 +104,12 @@ def test_every_chart_draws_with_the_oldest_vega_lite_at_hand(
 def test_every_chart_names_its_source_and_its_unit(figure: Figure) -> None:
     assert any(word in figure.subtitle for word in ("estimated", "rehearsed", "measured"))
     assert ("(" in figure.title and figure.title.endswith(")")) or "ranks" in figure.title
+
+
+def test_bars_of_step_times_can_be_named() -> None:
+    profiles = [synthetic.profile("estimated", run=run) for run in ("a", "b")]
+    rows = charts.step_time_parts(*profiles, names=["first", "second"]).rows
+    assert {row["bar"] for row in rows} == {"first", "second"}
 
 
 def test_notebooks_get_a_mime_that_jupyterlab_draws_and_two_to_fall_back_on() -> None:

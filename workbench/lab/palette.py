@@ -11,6 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+GUESS = "your guess"
+"""Source of a number that a reader wrote down before looking."""
+
 MEMORY_COLOURS: dict[str, str] = {
     "parameters": "#0072B2",
     "gradients": "#56B4E9",
@@ -25,8 +28,10 @@ MEMORY_COLOURS: dict[str, str] = {
     "unattributed": "#D9D2C5",
     "fragmentation": "#8C6D8C",
     "outside_allocator": "#3B3B3B",
+    GUESS: "#A7B0BA",
 }
 """Memory category -> colour, in the order of a stack; what each is stands in `vocabulary.MEANINGS`.
+A guess has no categories.
 """
 
 ACTION_STYLES: dict[str, tuple[str, str]] = {
@@ -105,6 +110,13 @@ SOURCE_COLOURS: dict[str, str] = {
     "measured": "#0072B2",
 }
 """Source of a number -> colour, in the order in which the three are listed."""
+
+ANSWER_COLOURS: dict[str, str] = {
+    GUESS: MEMORY_COLOURS[GUESS],
+    **SOURCE_COLOURS,
+    "published": "#CC79A7",
+}
+"""Source of an answer to a question -> colour: the reader first, the literature last."""
 
 LIMIT_COLOUR = "#C4314B"
 """The GPU's memory, and what is beyond it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -18,22 +19,23 @@ TIME_NOTE = "time"
 """Key of `Profile.notes` under which an instrument gives seconds by part."""
 
 
-def step_time_parts(*profiles: Profile) -> Figure:
+def step_time_parts(*profiles: Profile, names: Sequence[str] = ()) -> Figure:
     """Step time by part, one bar a profile.
 
     Args:
         profiles: Estimates give seconds by part in their notes; a measured step is split by its
             timeline. One without either has a single part.
+        names: Names of the bars; default the sources, and the runs where several share a source.
     """
-    bars = list(zip(chart_data.bar_names(profiles), map(seconds_by_part, profiles)))
+    bars = list(zip(names or chart_data.bar_names(profiles), map(seconds_by_part, profiles)))
     bars = [(name, found) for name, found in bars if found]
     unit, size = time_unit(sum(found.values()) for _, found in bars)
-    names = tuple(dict.fromkeys(part for _, found in bars for part in found))
+    parts = tuple(dict.fromkeys(part for _, found in bars for part in found))
     rows = [
         {
             "bar": bar,
             "part": palette.key_label(part),
-            "order": names.index(part),
+            "order": parts.index(part),
             "value": seconds / size,
             "total": sum(found.values()) / size,
             "text": seconds_text(sum(found.values())) if i == 0 else None,
@@ -45,7 +47,7 @@ def step_time_parts(*profiles: Profile) -> Figure:
         name="parts",
         title=f"Step time by part ({unit})",
         subtitle=chart_data.source_words(profiles),
-        spec=step_time_spec(unit, names, tuple(bar for bar, _ in bars)),
+        spec=step_time_spec(unit, parts, tuple(bar for bar, _ in bars)),
         rows=rows,
         empty="No step time is known.",
     )

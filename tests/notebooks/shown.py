@@ -1,0 +1,68 @@
+"""What an executed notebook shows: outputs of a cell, found by words of its source."""
+
+from typing import Any
+
+from workbench.lab.live.figure import VEGA_MIME
+
+
+class Shown:
+    """Outputs of a notebook's code cells.
+
+    Args:
+        outputs_by_source: Source of each code cell -> its outputs.
+    """
+
+    def __init__(self, outputs_by_source: dict[str, list[Any]]) -> None:
+        self.outputs_by_source = outputs_by_source
+
+    def of(self, words: str) -> list[Any]:
+        """Outputs of the one cell that has the words."""
+        found = [out for source, out in self.outputs_by_source.items() if words in source]
+        assert len(found) == 1, f"{len(found)} cells have {words!r}"
+        return found[0]
+
+    def text(self, words: str) -> str:
+        """What the cell prints, or its table as text."""
+        return "\n".join(str(o.get("text") or o.data["text/plain"]) for o in self.of(words))
+
+    def table(self, words: str) -> dict[str, list[float]]:
+        """The last table of the cell: name of a row -> its figures."""
+        rows = [line.split() for line in self.of(words)[-1].data["text/plain"].splitlines()]
+        return {
+            row[0]: [float(x) for x in row[1:]] for row in rows[1:] if row[1:] and _numbers(row)
+        }
+
+    def chart(self, words: str) -> list[dict[str, Any]]:
+        """Rows of the chart that the cell shows."""
+        (figure,) = (o for o in self.of(words) if VEGA_MIME in o.get("data", {}))
+        rows: list[dict[str, Any]] = figure.data[VEGA_MIME]["data"]["values"]
+        return rows
+
+    def peaks(self, words: str) -> dict[str, dict[str, float]]:
+        """Of a chart of memory by plan: plan -> source -> total in the chart's unit."""
+        found: dict[str, dict[str, float]] = {}
+        for row in self.chart(words):
+            found.setdefault(row["label"], {})[row["bar"]] = row["total"]
+        return found
+
+    def values(self, words: str) -> dict[str, dict[str, float]]:
+        """Of a chart of values by source: name -> source -> value."""
+        found: dict[str, dict[str, float]] = {}
+        for row in self.chart(words):
+            found.setdefault(row["name"], {})[row["source"]] = row["value"]
+        return found
+
+
+def _numbers(row: list[str]) -> bool:
+    return all(cell.lstrip("-").replace(".", "", 1).isdigit() for cell in row[1:])
+
+
+def assert_sources_agree(
+    found: dict[str, dict[str, float]], estimated: float, rehearsed: float
+) -> None:
+    """Measured numbers are the rehearsed and the estimated ones within these shares."""
+    measured = {name: numbers for name, numbers in found.items() if "measured" in numbers}
+    assert measured
+    for name, numbers in measured.items():
+        for source, share in (("estimated", estimated), ("rehearsed", rehearsed)):
+            assert abs(numbers[source] / numbers["measured"] - 1) <= share, (name, numbers)

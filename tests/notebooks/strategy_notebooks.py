@@ -1,0 +1,14 @@
+"""Names of the notebooks on strategies: each asks, predicts, runs and explains, and is kept with
+the pictures of its last execution.
+"""
+
+from pathlib import Path
+
+NOTEBOOKS = Path(__file__).resolve().parents[2] / "notebooks"
+STRATEGY_NOTEBOOKS = (
+    "11_data_parallel_and_zero",
+    "13_tensor_parallel",
+    "14_sequence_and_context",
+    "16_pipelines",
+    "20_experts",
+)

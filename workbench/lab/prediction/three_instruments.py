@@ -1,0 +1,37 @@
+"""One plan under all three instruments: what a notebook predicts, and what it then measures."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from workbench.plan.schema import Plan
+from workbench.planner.estimate import estimate
+from workbench.profile import Profile
+from workbench.runs.launch import checked_launch, subprocess_verbs
+
+
+class ThreeProfiles(NamedTuple):
+    """What each instrument says of one plan."""
+
+    estimated: Profile
+    rehearsed: Profile
+    measured: Profile
+
+
+def all_three(plan: Plan, timeout: float = 300) -> ThreeProfiles:
+    """Estimate a plan, rehearse it, and train it on this machine until it is done.
+
+    Args:
+        plan: A plan that is legal here; `telemetry: {memory_every: 1}` samples memory at each step.
+        timeout: Seconds that the run may take.
+
+    Raises:
+        PlanError: The plan is illegal, or this machine cannot run it.
+        RuntimeError: The run failed; the message gives the cause.
+        TimeoutError: The run goes on after `timeout`.
+    """
+    estimated, rehearsed = estimate(plan), subprocess_verbs.rehearse(plan)
+    run = checked_launch.run(plan)
+    if run.wait(timeout).phase != "finished":
+        raise RuntimeError(repr(run))
+    return ThreeProfiles(estimated, rehearsed, run.profile())
