@@ -10,6 +10,7 @@ from workbench.lab import palette, prediction
 from workbench.lab.prediction import three_instruments
 from workbench.plan.schema import parse_plan
 from workbench.profile import Profile, frame
+from workbench.runs.launch import checked_launch, subprocess_verbs
 
 from . import synthetic
 
@@ -78,9 +79,9 @@ def test_all_three_instruments_see_one_plan(monkeypatch: pytest.MonkeyPatch) -> 
         return rehearsed
 
     monkeypatch.setattr(three_instruments, "estimate", lambda plan: estimated)
-    monkeypatch.setattr(three_instruments.subprocess_verbs, "rehearse", rehearse)
-    monkeypatch.setattr(three_instruments.checked_launch, "run", lambda plan: run("finished"))
+    monkeypatch.setattr(subprocess_verbs, "rehearse", rehearse)
+    monkeypatch.setattr(checked_launch, "run", lambda plan: run("finished"))
     assert prediction.all_three(PLAN) == (estimated, rehearsed, measured) and seen == [PLAN]
-    monkeypatch.setattr(three_instruments.checked_launch, "run", lambda plan: run("failed"))
+    monkeypatch.setattr(checked_launch, "run", lambda plan: run("failed"))
     with pytest.raises(RuntimeError, match="killed"):
         prediction.all_three(PLAN)

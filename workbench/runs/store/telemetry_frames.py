@@ -96,6 +96,7 @@ class MeasuredFrames:
             "checkpoints": [self.checkpoints[step] for step in sorted(self.checkpoints)],
             **({"left_out": self.left_out} if self.left_out else {}),
         }
+        frames: dict[str, Any] = {kind: _frozen(columns) for kind, columns in self._columns.items()}
         return Profile(
             run=self.run,
             source="measured",
@@ -103,7 +104,7 @@ class MeasuredFrames:
             representative={rank: rank for rank in range(self.world_size)},
             capacity_bytes=self.capacity_bytes,
             notes=notes,
-            **{kind: _frozen(columns) for kind, columns in self._columns.items()},
+            **frames,
         )
 
     def _known(self, records: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -1,0 +1,56 @@
+"""The verbs, one set for shell and notebook: data in, data out.
+
+Each verb is declared here once, with the docstring that `help(wb.estimate)` and `workbench estimate
+--help` show, and is imported from its module when it is called: importing them loads nothing,
+and no verb loads torch, which works in child processes.
+"""
+
+from __future__ import annotations
+
+from workbench.verbs.planning import (
+    check_order,
+    estimate,
+    explain,
+    operators,
+    rehearse,
+    search,
+    states,
+    validate,
+)
+from workbench.verbs.running import (
+    attach,
+    calibrate,
+    compare,
+    list_runs,
+    profile_layers,
+    report,
+    run,
+    verify,
+    watch,
+    weights,
+)
+from workbench.verbs.translation import export, import_config, translate
+
+__all__ = [
+    "attach",
+    "calibrate",
+    "check_order",
+    "compare",
+    "estimate",
+    "explain",
+    "export",
+    "import_config",
+    "list_runs",
+    "operators",
+    "profile_layers",
+    "rehearse",
+    "report",
+    "run",
+    "search",
+    "states",
+    "translate",
+    "validate",
+    "verify",
+    "watch",
+    "weights",
+]
