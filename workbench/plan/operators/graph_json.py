@@ -31,6 +31,8 @@ def _operator(data: Mapping[str, Any]) -> Operator:
         "inputs": tuple(map(_tensor, data["inputs"])),
         "output": _tensor(data["output"]),
         "gemm_widths": tuple(data["gemm_widths"]),
+        "sums": tuple(map(_tensor, data["sums"])),
+        "named": tuple(map(tuple, data["named"])),
         "modules": tuple(data["modules"]),
     }
     return Operator(**{**data, **parts})
