@@ -29,7 +29,7 @@ class ParamBucket:
     grads: AccumulatedGrads | ShardedGrads
     on_host: bool
     """Whether its optimizer states are in host memory."""
-    num_pending: int = 0
+    num_pending: int
     """Number of gradients that the current backward has not accumulated yet."""
 
 
@@ -93,7 +93,8 @@ class BucketMaker:
             else ReplicatedParams(layout, layouts, self._init)
         )
         on_host = self._plan.offload != "none" and self._takes(layout.numel)
-        return ParamBucket(params, self._grads(layout, on_host), on_host)
+        grads = self._grads(layout, on_host)
+        return ParamBucket(params, grads, on_host, num_pending=len(params.parameters))
 
     def _takes(self, numel: int) -> bool:
         """Whether the host takes a bucket: as many as keep its share nearest to the ratio."""
