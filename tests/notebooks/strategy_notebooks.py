@@ -10,5 +10,7 @@ STRATEGY_NOTEBOOKS = (
     "13_tensor_parallel",
     "14_sequence_and_context",
     "16_pipelines",
+    "18_hybrid_and_topology",
+    "19_precision_and_recompute",
     "20_experts",
 )

@@ -17,7 +17,8 @@ from workbench.rehearsal.replayed_steps import EVERY, RUN_FIRST, NotAlikeError, 
 from workbench.schedules.generators import SCHEDULES
 
 MOE = {"experts": 4, "top_k": 2, "ffn": 16}
-MICROBATCHES = 12
+MICROBATCHES = 8
+TWO_LAYERS = {"layers": 2}
 
 
 def assert_same(written: Plan) -> None:
@@ -26,13 +27,13 @@ def assert_same(written: Plan) -> None:
     for rank in {0, full.world_size - 1}:
         replayed = rank_steps(full, rank, operators=True)
         run = rank_steps(full, rank, operators=True, run_first=[EVERY])
-        assert replayed.memory == run.memory
-        assert calls(replayed) == calls(run)
+        assert ordered(replayed.memory) == ordered(run.memory)
+        assert ordered(replayed.collectives) == ordered(run.collectives)
         assert replayed.operators == run.operators
 
 
-def calls(found: RankSteps) -> list[tuple[Any, ...]]:
-    return sorted(tuple(map(str, row.items())) for row in found.collectives)
+def ordered(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return sorted(rows, key=lambda row: str(sorted(row.items())))
 
 
 def under(schedule: str, **changes: Any) -> dict[str, Any]:
@@ -68,7 +69,7 @@ def test_so_it_is_of_every_schedule(
 @pytest.mark.parametrize("shape", [LLAMA, GPT], ids=["llama", "gpt"])
 def test_so_it_is_without_a_pipeline(zero: int, shape: dict[str, Any]) -> None:
     changes = {"strategy.data.zero": zero, "strategy.data.reduce": "microbatch"}
-    assert_same(plan(2, 1, 2, shape=shape, microbatches=MICROBATCHES, changes=changes))
+    assert_same(plan(1, 1, 2, shape=shape | TWO_LAYERS, microbatches=MICROBATCHES, changes=changes))
 
 
 @pytest.mark.slow

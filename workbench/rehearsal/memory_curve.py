@@ -69,7 +69,7 @@ class Stretch:
         """Add to `levels`, peaks included."""
         now = levels.now
         if self.raises(levels):
-            peak = {c: now[c] + self.at_rise.get(c, 0) for c in {*now, *self.at_rise}}
+            peak = {c: now[c] + self.at_rise.get(c, 0) for c in (*now, *self.at_rise)}
             levels.peak = {category: size for category, size in peak.items() if size}
         for category, rise in self.most.items():
             levels.maximum[category] = max(levels.maximum.get(category, 0), now[category] + rise)
@@ -119,7 +119,7 @@ class MemoryCurve:
         """Add a stretch that `levels` do not have yet."""
         if self.is_drawn:
             for index, change in stretch.points:
-                level = {c: levels.now[c] + change.get(c, 0) for c in {*levels.now, *change}}
+                level = {c: levels.now[c] + change.get(c, 0) for c in (*levels.now, *change)}
                 self.points.append((self.label, self.events + index, level))
         self.events += stretch.events
         if stretch.raises(levels):

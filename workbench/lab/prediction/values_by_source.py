@@ -30,7 +30,13 @@ def values_by_source(
         note: More words for the subtitle, such as where published numbers are from.
     """
     rows = [
-        {"name": name, "source": source, "value": number, "text": f"{digits(number)} {source}"}
+        {
+            "name": name,
+            "source": source,
+            "value": number,
+            "end": max(number, 0),
+            "text": f"{digits(number)} {source}",
+        }
         for name, numbers in values.items()
         for source, number in numbers.items()
     ]
@@ -58,7 +64,7 @@ def values_spec(unit: str, names: tuple[str, ...], sources: tuple[str, ...]) -> 
     )
     tooltip = ["name:N", "source:N", alt.Tooltip("value:Q", title=unit, format=",.4~r")]
     bars = base.mark_bar().encode(color=colour, tooltip=tooltip)
-    text = base.mark_text(align="left", dx=5, fontSize=11).encode(text="text:N")
+    text = base.mark_text(align="left", dx=5, fontSize=11).encode(x="end:Q", text="text:N")
     reach = (
         alt.Chart(chart_data.ROWS)
         .transform_calculate(reach="datum.value * 1.25")
