@@ -1,5 +1,6 @@
 """What an executed notebook shows: outputs of a cell, found by words of its source."""
 
+import re
 from typing import Any
 
 from workbench.lab.live.figure import VEGA_MIME
@@ -21,16 +22,15 @@ class Shown:
         assert len(found) == 1, f"{len(found)} cells have {words!r}"
         return found[0]
 
-    def text(self, words: str) -> str:
-        """What the cell prints, or its table as text."""
-        return "\n".join(str(o.get("text") or o.data["text/plain"]) for o in self.of(words))
-
     def table(self, words: str) -> dict[str, list[float]]:
         """The last table of the cell: name of a row -> its figures."""
-        rows = [line.split() for line in self.of(words)[-1].data["text/plain"].splitlines()]
-        return {
-            row[0]: [float(x) for x in row[1:]] for row in rows[1:] if row[1:] and _numbers(row)
+        body = self.of(words)[-1].data["text/html"].partition("<tbody>")[2]
+        rows = {
+            " ".join(re.findall(r"<th[^>]*>(.*?)</th>", row)): re.findall(r"<td>(.*?)</td>", row)
+            for row in re.findall(r"<tr>(.*?)</tr>", body, re.DOTALL)
         }
+        assert rows, words
+        return {name: [float(cell) for cell in cells] for name, cells in rows.items()}
 
     def chart(self, words: str) -> list[dict[str, Any]]:
         """Rows of the chart that the cell shows."""
@@ -51,10 +51,6 @@ class Shown:
         for row in self.chart(words):
             found.setdefault(row["name"], {})[row["source"]] = row["value"]
         return found
-
-
-def _numbers(row: list[str]) -> bool:
-    return all(cell.lstrip("-").replace(".", "", 1).isdigit() for cell in row[1:])
 
 
 def assert_sources_agree(

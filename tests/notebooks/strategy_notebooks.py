@@ -6,7 +6,9 @@ from pathlib import Path
 
 NOTEBOOKS = Path(__file__).resolve().parents[2] / "notebooks"
 STRATEGY_NOTEBOOKS = (
+    "10_memory_of_100b",
     "11_data_parallel_and_zero",
+    "12_offload_13b",
     "13_tensor_parallel",
     "14_sequence_and_context",
     "16_pipelines",

@@ -28,7 +28,7 @@ def memory_over_time(profile: Profile, rank: int | None = None) -> Figure:
     names = [name for name in palette.MEMORY_COLOURS if name in frame]
     levels = frame.assign(total=frame[names].sum(axis=1))
     if rank is None and len(levels):
-        rank = int(levels["rank"].iloc[levels.total.argmax()])
+        rank = int(levels["rank"].tolist()[levels.total.argmax()])
     own = levels[levels["rank"] == rank]
     span = -(-len(own) // MAX_POINTS) or 1
     shown = [own.iloc[i : i + span].total.idxmax() for i in range(0, len(own), span)]

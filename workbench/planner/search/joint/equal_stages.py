@@ -48,17 +48,17 @@ class EqualDivision:
     def within(
         self, variants: Sequence[Sequence[Strategies]], memory: float, least: float
     ) -> Iterator[EqualStages]:
-        """Those within `memory` bytes whose step may take less than `least` seconds, up to the
-        first that recomputes nothing: strategies that come later are slower and take less memory.
+        """Those within `memory` bytes whose step may take less than `least` seconds: without
+        recomputation, else with as little as fits. Several may be worth keeping, for the fastest
+        may fill a GPU so far that it is slower.
         """
         for variant in variants:
             plain = self.recomputing(variant, 0)
             if plain.seconds >= least:
-                return
+                continue
             if plain.peak <= memory:
                 yield plain
-                return
-            if self.recomputes and (found := self._fewest(variant, memory)):
+            elif self.recomputes and (found := self._fewest(variant, memory)):
                 yield found
 
     def _fewest(self, variant: Sequence[Strategies], memory: float) -> EqualStages | None:
