@@ -96,7 +96,9 @@ def test_tokens_of_all_tensor_ranks_dropped_alike(monkeypatch: pytest.MonkeyPatc
 
 
 def test_another_dropout_mask_when_recomputed_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    def block(forward: Any, x: Tensor, residual: Tensor | None, positions: Positions) -> Any:
+    def block(
+        forward: Any, offload: None, x: Tensor, residual: Tensor | None, positions: Positions
+    ) -> Any:
         runs: list[int] = []
 
         def drifting(total: Tensor, none: None, positions: Positions) -> Any:

@@ -115,6 +115,7 @@ DAMAGED = [
     {"kind": "checkpoint", "t": 1, "step": 1, "path": None},
     {"kind": "bye", "t": 1, "step": "last"},
 ]
+MEASURED = COLUMNS.keys() - {"levels"}  # which rehearsals alone have
 
 
 @pytest.fixture
@@ -136,7 +137,7 @@ def test_a_damaged_record_is_left_out_and_told(run: Path, damaged: Any) -> None:
     assert found.left_out == ["3 damaged records of rank 1"]
     profile = found.profile()
     assert profile.notes["left_out"] == ["3 damaged records of rank 1"]
-    for kind in COLUMNS:
+    for kind in MEASURED:
         frame = getattr(profile, kind)
         assert len(frame[frame["rank"] == 1]) == len(frame[frame["rank"] == 0]) > 0
     assert (
@@ -262,7 +263,7 @@ def test_kept_frames_are_what_the_csv_writer_makes_of_the_same_rows(run: Path) -
         writer.writerow(names)
         writer.writerows([row.get(name) for name in names] for part in rows for row in part[kind])
         assert (run / "frames" / f"{kind}.csv").read_bytes().decode() == expected.getvalue()
-        assert expected.getvalue().count("measured")
+        assert expected.getvalue().count("measured") or kind not in MEASURED
 
 
 @pytest.mark.parametrize(

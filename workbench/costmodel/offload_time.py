@@ -21,7 +21,7 @@ def exposed_offload(w: Workload, constants: Constants, owned: Array, makespan: N
         makespan: Seconds of forward and backward.
     """
     k, pcie = w.searched, w.fixed.gpu.pcie_gbs * 1e9
-    stepped = owned.max(axis=0) * k.offload_optimizer * (w.zero > 0)
+    stepped = owned * k.offload_optimizer * (w.zero > 0)
     gradients, updated = stepped * w.gradient_element_bytes, stepped * w.element_bytes
     through_disk = 1.0
     if w.fixed.offloads_to_disk:
@@ -29,16 +29,18 @@ def exposed_offload(w: Workload, constants: Constants, owned: Array, makespan: N
     streamed = (
         through_disk
         * k.offload_parameters
-        * (2 * w.step_microbatches * w.param_counts.total.max(axis=0) * w.element_bytes)
+        * (2 * w.step_microbatches * w.param_counts.total * w.element_bytes)
     )
     hidden = k.offload_optimizer * constants.offload_overlap * makespan
     if not w.fixed.framework.data_parallel.stages_offload:
-        return np.asarray(np.maximum(0.0, (gradients + updated + streamed) / pcie - hidden))
+        moved = np.asarray(gradients + updated + streamed)
+        return np.asarray(np.maximum(0.0, moved.max(axis=0) / pcie - hidden))
     # The engine copies gradients down, and streams parameters and inputs, while it computes. It
     # waits for what former microbatches have left on the host, and steps before parameters return.
     later = (w.step_microbatches - 1) * (w.zero >= 2) * w.reduce_microbatch
-    inputs = 2 * np.asarray(host_activations(w) / w.microbatches_in_flight).max(axis=0)
+    inputs = 2 * host_activations(w) / w.microbatches_in_flight
     beside = gradients * (1 + later) + streamed + inputs * w.step_microbatches
     hidden = constants.offload_overlap * makespan
-    after: Number = gradients * later + updated * (1 - k.offload_parameters)
-    return np.asarray(np.maximum(0.0, beside / pcie - hidden) + after / pcie)
+    after = gradients * later + updated * (1 - k.offload_parameters)
+    exposed = np.maximum(0.0, beside / pcie - hidden) + after / pcie
+    return np.asarray(exposed.max(axis=0))

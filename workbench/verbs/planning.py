@@ -6,8 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from workbench.verbs.given_plan import given_plan
-
 if TYPE_CHECKING:
     from workbench.plan.schema import Plan
     from workbench.planner.autoshard import OperatorPlan
@@ -16,6 +14,15 @@ if TYPE_CHECKING:
     from workbench.planner.states_on_gpus import StatesAnswer
     from workbench.planner.validation import Validation
     from workbench.profile import Profile
+
+
+def given_plan(plan: Plan | str | Path) -> Plan:
+    """A plan, loaded where its file is given. Raises `PlanError`."""
+    if not isinstance(plan, str | Path):
+        return plan
+    from workbench.plan.schema import Plan
+
+    return Plan.load(plan)
 
 
 def estimate(plan: Plan | str | Path, *, allow_code: bool = False) -> Profile:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from workbench.verbs.given_plan import given_plan
+from workbench.verbs.planning import given_plan
 
 if TYPE_CHECKING:
     from workbench.lab.comparison.compare import Comparison

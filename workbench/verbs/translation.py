@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from workbench.verbs.given_plan import given_plan
+from workbench.verbs.planning import given_plan
 
 if TYPE_CHECKING:
     from workbench.interop import Format, Imported, Translation
