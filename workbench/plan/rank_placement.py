@@ -85,6 +85,13 @@ def first_ranks_of_stages(plan: ResolvedPlan) -> list[int]:
     return [stage * _pipeline_stride(plan) for stage in range(plan.sizes["pipeline"])]
 
 
+def table_row(place: RankPlace, replicas: Sequence[int], in_turn: bool) -> int:
+    """The row of the schedule's table that a rank's actions are in: its stage's, or its own where
+    replicas of a stage take microbatches in turn.
+    """
+    return sum(replicas[: place.stage]) + place.replica if in_turn else place.stage
+
+
 def rank_place(plan: ResolvedPlan, rank: int) -> RankPlace:
     """Where global rank `rank` stands on the mesh, or on that of its stage where stages have
     replicas of their own.

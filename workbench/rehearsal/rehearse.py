@@ -19,7 +19,7 @@ from workbench.engine.measure.step_sampler import StepSampler
 from workbench.engine.session import Session
 from workbench.models.python_model import build_python_model
 from workbench.parallel.mesh import Mesh, build_mesh
-from workbench.plan.rank_placement import rank_place, representative_ranks
+from workbench.plan.rank_placement import rank_place, representative_ranks, table_row
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.rules.supported import require
 from workbench.plan.schedule_table import executed
@@ -171,14 +171,6 @@ class RankSteps:
         self.living["leaks"] = origin_rows(difference(curve.held, before))[:MOST_LIVING]
 
 
-def _table_row(plan: ResolvedPlan, rank: int) -> int:
-    """The row of the schedule's table that a rank's actions are in."""
-    place, pipeline = rank_place(plan, rank), plan.strategy.pipeline
-    if not pipeline.replicas or not pipeline.is_round_robin:
-        return place.stage
-    return sum(pipeline.replicas[: place.stage]) + place.replica
-
-
 class RunCounter:
     """Counts actions that have run, of those that will; reports each.
 
@@ -191,8 +183,10 @@ class RunCounter:
     def __init__(
         self, plan: ResolvedPlan, ranks: Sequence[int], report: Callable[[int, int], None] | None
     ) -> None:
-        table = executed(plan)[0]
-        own = (table.rows[_table_row(plan, rank)] for rank in ranks)
+        table, pipeline = executed(plan)[0], plan.strategy.pipeline
+        of_stages, in_turn = pipeline.replicas or (), pipeline.is_round_robin
+        at = (table_row(rank_place(plan, rank), of_stages, in_turn) for rank in ranks)
+        own = (table.rows[row] for row in at)
         self._until = list(accumulate(actions_that_run(row, table.stages, STEPS) for row in own))
         self._report = report or (lambda done, of: None)
         self._done, self._rank = 0, -1
@@ -205,11 +199,12 @@ class RunCounter:
 
     def end(self) -> None:
         """All is done."""
-        self._report(self._until[-1], self._until[-1])
+        if self._done < self._until[-1]:
+            self._report(self._until[-1], self._until[-1])
 
     def _count(self) -> None:
-        # A rank whose microbatches are not alike runs more than was thought; `end` says the last.
-        if self._done < self._until[self._rank] - (self._rank == len(self._until) - 1):
+        # A rank whose microbatches are not alike runs more than was thought.
+        if self._done < self._until[self._rank]:
             self._done += 1
             self._report(self._done, self._until[-1])
 

@@ -21,7 +21,7 @@ from workbench.costmodel.inputs.traced_stages import TracedStages
 from workbench.machine.hardware import GPU, Fabric
 from workbench.plan.model.model_shape import Shape
 from workbench.plan.optimizer_state import DTYPE_BYTES, master_bytes, moment_bytes, num_moments
-from workbench.plan.rank_placement import RankPlace, axis_strides
+from workbench.plan.rank_placement import RankPlace, axis_strides, table_row
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.rules.recompute_rules import recomputed_layers
 from workbench.plan.schedule_table import drawn, pair_groups, stages_in_flight, transport
@@ -134,9 +134,7 @@ class FixedConfig:
 
     def table_row(self, place: RankPlace) -> int:
         """The row of the schedule's table that a rank's actions are in."""
-        if not self.in_turn:
-            return place.stage
-        return sum(self.replicas[: place.stage]) + place.replica
+        return table_row(place, self.replicas, self.in_turn)
 
     @property
     def splits_backward(self) -> bool:
