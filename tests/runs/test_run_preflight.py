@@ -278,11 +278,11 @@ def test_an_offload_that_the_host_cannot_hold_is_refused(
     assert need == 16 * parameters(plan.resolve().shape).total  # 8 + 4 of Adam, 4 of a gradient
     for free, refused in ((need - 1, True), (need, False)):
         monkeypatch.setattr("workbench.runs.launch.free_memory._free_host_bytes", lambda f=free: f)
-        told = messages(plan, root=tmp_path)
-        assert len(told) == refused
+        refusals = messages(plan, root=tmp_path)
+        assert len(refusals) == refused
         if refused:
-            assert told[0].startswith("strategy.data.offload: weights, gradients and optimizer")
-            assert f"{need / GIB:.1f} GiB of the host, for 2 ranks" in told[0]
+            assert refusals[0].startswith("strategy.data.offload: weights, gradients and optimizer")
+            assert f"{need / GIB:.1f} GiB of the host, for 2 ranks" in refusals[0]
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
