@@ -12,7 +12,12 @@ import pytest
 
 from workbench.costmodel.frameworks.model_state_behavior import ModelStateBehavior
 from workbench.costmodel.inputs.rank_workload import Workload, workload
-from workbench.costmodel.memory import activation_memory, live_sets
+from workbench.costmodel.memory import activation_memory
+from workbench.costmodel.memory.live_sets.live_by_phase import (
+    live_by_phase,
+    step_buffers,
+    zero_working_set,
+)
 from workbench.costmodel.memory.loss_memory import head_memory as head_of
 from workbench.costmodel.memory.peak_memory import PeakMemory, num_communicators, peak_memory
 from workbench.costmodel.memory.reported_memory import reported_memory
@@ -168,7 +173,7 @@ def test_litgpt_keeps_gradients_whole_between_steps_and_a_head_of_its_own() -> N
 def test_litgpts_root_stays_gathered() -> None:
     w = workload(lit().plan)
     both = 2 * 32000 * 4096
-    assert float(live_sets.zero_working_set(w, w.param_counts)["gathered"].max()) == pytest.approx(
+    assert float(zero_working_set(w, w.param_counts)["gathered"].max()) == pytest.approx(
         2 * (both + 2 * w.param_counts.layer)
     )
 
@@ -232,7 +237,7 @@ def test_nanotron_keeps_two_gathered_sequences_and_frees_others_that_wait() -> N
 
     w = plan(True, strategy__tensor__size=8, strategy__pipeline__size=2)
     one = w.hidden_activation_bytes
-    assert np.max(live_sets.step_buffers(w, w.param_counts)["communication"]) == 2 * one
+    assert np.max(step_buffers(w, w.param_counts)["communication"]) == 2 * one
     shown = reported_memory(w, live(w), constants(w.fixed.gpu, "fused", "nanotron"))
     # Two microbatches in flight on the first stage, one on the second, and a backward.
     assert shown.held == pytest.approx(2 * w.layers * np.array([3, 2]) * one)
@@ -297,10 +302,7 @@ def test_gemms_that_accumulate_leave_no_weight_gradient_in_flight() -> None:
     apart = replace(w, fixed=replace(w.fixed, framework=framework))
     accumulated = activation_memory.accumulated_gradient_bytes
     assert accumulated(w, 1e9) == 0.0 < accumulated(apart, 1e9)
-    during = [
-        float(np.max(live_sets.live_by_phase(one)["feed_forward"]["temporary"]))
-        for one in (w, apart)
-    ]
+    during = [float(np.max(live_by_phase(one)["feed_forward"]["temporary"])) for one in (w, apart)]
     assert during[0] < during[1]
 
 

@@ -11,7 +11,7 @@ from workbench.costmodel.communication.collective_volume import step_collectives
 from workbench.costmodel.compute.kernel_rates import device_rates
 from workbench.costmodel.compute.roofline import head_pass, model_flops
 from workbench.costmodel.inputs.rank_workload import Workload, workload
-from workbench.costmodel.memory.live_sets import live_by_phase
+from workbench.costmodel.memory.live_sets.live_by_phase import live_by_phase
 from workbench.costmodel.rates.constants import constants
 from workbench.errors import PlanError
 from workbench.plan.catalog import catalog

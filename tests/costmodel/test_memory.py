@@ -18,12 +18,8 @@ from workbench.costmodel.frameworks.framework_profile import framework_table
 from workbench.costmodel.inputs.rank_parameters import count_params
 from workbench.costmodel.inputs.rank_workload import workload
 from workbench.costmodel.memory import activation_memory
-from workbench.costmodel.memory.peak_memory import (
-    PeakMemory,
-    max_peak_bytes,
-    peak_memory,
-    total_bytes,
-)
+from workbench.costmodel.memory.live_sets.stage_phases import total_bytes
+from workbench.costmodel.memory.peak_memory import PeakMemory, max_peak_bytes, peak_memory
 from workbench.costmodel.rates.constants import constants
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.schema import Plan

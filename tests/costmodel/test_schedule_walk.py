@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from workbench.costmodel.inputs.executed_schedule import FILLED
-from workbench.costmodel.memory.schedule_walk import ScheduleWalk
+from workbench.costmodel.memory.live_sets.schedule_walk import ScheduleWalk
 from workbench.costmodel.operators.stage_pass import StagePass
 from workbench.schedules import executable, generate, in_flight, receives_early, send_ends
 from workbench.schedules.generators import SCHEDULES

@@ -129,9 +129,10 @@ def test_equal_stages_are_what_the_estimate_says_of_their_plan(seed: int) -> Non
     submesh = Submesh(*((1, 2), (2, 1), (2, 2), (4, 1))[drawn.integers(4)])
     choice = JointChoice(submesh, 1, int(drawn.integers(4)), schedule, chunks)
     division, variants = ChoicePricing(space, space.fixed_configs[0]).equal_division(choice)
-    (free,) = division.within(variants, np.inf, np.inf)
-    memory = free.peak * drawn.uniform(0.7, 1.0)
-    for found in (free, *division.within(variants, memory, np.inf)):
+    free = list(division.within(variants, np.inf, np.inf))
+    assert len(free) == len(variants)
+    memory = min(one.peak for one in free) * drawn.uniform(0.7, 1.0)
+    for found in (*free, *division.within(variants, memory, np.inf)):
         full = written(space, space.fixed_configs[0], choice, found.stages).resolve()
         seconds, _, peak = estimated_figures(full)
         assert (found.seconds, found.peak) == pytest.approx((seconds, peak), rel=1e-12)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from workbench.costmodel.memory.peak_memory import PeakMemory, peak_memory, total_bytes
+from workbench.costmodel.memory.live_sets.stage_phases import total_bytes
+from workbench.costmodel.memory.peak_memory import PeakMemory, peak_memory
 from workbench.errors import PlanError
 from workbench.machine.hardware import GPU
 from workbench.plan.resolved_plan import ResolvedPlan

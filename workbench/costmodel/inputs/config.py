@@ -175,9 +175,11 @@ class SearchedConfig:
     """Bytes per gradient as it is accumulated and reduced; 0: `auto`, resolved per candidate."""
     selective: Number
     recomputed_layers: Array
-    """Number of fully recomputed layers, by rank (first axis)."""
+    """Number of fully recomputed layers by stage: of each rank, one rank after the other (first
+    axis).
+    """
     layers_after_recomputed: Array
-    """Number of layers behind the last recomputed one of the rank, which save all their
+    """The same of layers behind the last recomputed one of the stage, which save all their
     activations.
     """
     strides: dict[str, Number]
@@ -278,7 +280,12 @@ def searched_config(plan: ResolvedPlan, stages: Sequence[int]) -> SearchedConfig
         stages: Pipeline ranks of the ranks that are evaluated.
     """
     s, sizes, at = plan.strategy, plan.sizes, np.array(stages)
-    recomputed, kept_after = (layers[at] for layers in recomputed_layers_of(plan))
+    pipeline = s.pipeline
+    assert isinstance(pipeline.partition, list), "complete() the plan first"
+    run = stages_that_run(pipeline.size, pipeline.partition)
+    homes = stage_homes(pipeline.size, pipeline.schedule, len(run), drawn(plan))
+    own = np.concatenate(stages_of_each(homes, stages))
+    recomputed, kept_after = (layers[own] for layers in recomputed_layers_of(plan))
     mean = plan.world_size / (sizes["tensor"] * sizes["context"] * sizes["pipeline"])
     return SearchedConfig(
         tensor=sizes["tensor"],
@@ -356,37 +363,41 @@ def stage_homes(
     return np.where((stage // pipeline % 2 == 1) & back, pipeline - 1 - ranks, ranks)
 
 
+def stages_of_each(homes: NDArray[np.int64], ranks: Sequence[int]) -> list[NDArray[np.int64]]:
+    """Numbers of the stages of each of `ranks`, given the rank of every stage."""
+    return [np.flatnonzero(homes == rank) for rank in ranks]
+
+
+def stages_that_run(pipeline: int, partition: Sequence[int]) -> tuple[int, ...]:
+    """Layers of each stage; of one rank, which runs all its stages as one."""
+    return (sum(partition),) if pipeline == 1 else tuple(partition)
+
+
 def recomputed_layers_of(plan: ResolvedPlan) -> tuple[Array, Array]:
-    """Fully recomputed layers, and layers behind the last of them, by pipeline rank."""
+    """Fully recomputed layers, and layers behind the last of them, by stage."""
     pipeline, recompute = plan.strategy.pipeline, plan.strategy.recompute
     assert isinstance(pipeline.partition, list)
-    homes = stage_homes(pipeline.size, pipeline.schedule, len(pipeline.partition), drawn(plan))
-    where = np.repeat(homes, pipeline.partition)
+    partition = stages_that_run(pipeline.size, pipeline.partition)
+    layers = np.arange(sum(partition))
     chosen = (
-        np.isin(np.arange(len(where)), recomputed_layers(recompute, plan.shape))
+        np.isin(layers, recomputed_layers(recompute, plan.shape))
         if isinstance(recompute, list)
-        else recompute == "full"
+        else np.full(layers.shape, recompute == "full")
     )
-    return count_recomputed(where, np.broadcast_to(chosen, where.shape), pipeline.size)
+    return count_recomputed(chosen, partition)
 
 
-def count_recomputed(
-    where: NDArray[np.int64], chosen: NDArray[np.bool_], pipeline: int
-) -> tuple[Array, Array]:
-    """Count `chosen` layers by pipeline rank.
+def count_recomputed(chosen: NDArray[np.bool_], partition: Sequence[int]) -> tuple[Array, Array]:
+    """Count `chosen` layers by stage.
 
     Args:
-        where: Pipeline rank of each layer, `[layers]`.
         chosen: Whether each layer is recomputed, `[layers]`.
-        pipeline: Number of pipeline ranks.
+        partition: Number of layers of each stage.
 
     Returns:
         (chosen layers, layers behind the last chosen one; 0 where none is chosen), each
-        `[pipeline]`.
+        `[stages]`.
     """
-    number = np.bincount(where[chosen], minlength=pipeline).astype(float)
-    own = [np.flatnonzero(chosen[where == rank]) for rank in range(pipeline)]
-    held = np.bincount(where, minlength=pipeline)
-    return number, np.array(
-        [held[rank] - 1 - at[-1] if len(at) else 0 for rank, at in enumerate(own)], dtype=float
-    )
+    stages = np.split(chosen, np.cumsum(partition)[:-1])
+    after = [int(np.argmax(own[::-1])) if own.any() else 0 for own in stages]
+    return np.array([own.sum() for own in stages], float), np.array(after, float)

@@ -44,14 +44,16 @@ def executed_schedule(s: FixedConfig, microbatches: int, reduces_each: bool) -> 
         microbatches: Of a step, on all replicas that take them in turn.
         reduces_each: Whether gradients are reduced after every backward.
     """
-    table = s.table or _named(s, _enough(s, microbatches))
-    return _lowered(table, reduces_each, receives_early(s.schedule), s.transport, s.pair_groups)
+    table = s.table or _named(s, enough_microbatches(s, microbatches))
+    early = receives_early(s.schedule)
+    return lowered_schedule(table, reduces_each, early, s.transport, s.pair_groups)
 
 
 @lru_cache(maxsize=32)
-def _lowered(
+def lowered_schedule(
     table: Table, reduces_each: bool, early: bool, transport: Transport, pair_groups: bool
 ) -> ExecutedSchedule:
+    """Of a table, whose receives are posted `early` or not."""
     lowered = executable(table, reduces_each, early)
     ends = (send_ends(lowered, rank, transport, pair_groups) for rank in range(lowered.ranks))
     return ExecutedSchedule(lowered, tuple(ends))
@@ -64,7 +66,7 @@ def _named(s: FixedConfig, microbatches: int) -> Table:
     return named_table(s, microbatches)
 
 
-def _enough(s: FixedConfig, microbatches: int) -> int:
+def enough_microbatches(s: FixedConfig, microbatches: int) -> int:
     """As few microbatches of a step as show the most that is live, in turns of replicas."""
     if s.schedule == "gpipe" and s.pipeline > 1:
         return microbatches

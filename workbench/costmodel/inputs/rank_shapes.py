@@ -65,11 +65,15 @@ class RankShapes:
     reduce_microbatch: Number
     """1 where gradients are reduced after every microbatch."""
     # by rank of `places`
+    alike: tuple[tuple[int, ...], ...]
+    """Pipeline ranks that this entry stands for."""
     rank_multiplicity: Array
-    """Number of pipeline ranks that this entry stands for."""
+    """How many they are."""
     layers: Array
     dense_layers: Array
     """Layers with a dense feed-forward; the others are MoE layers."""
+    recomputed_layers: Array
+    """Number of fully recomputed layers."""
     has_embedding: Array
     """1 on the rank of the embedding."""
     has_head: Array
@@ -109,13 +113,8 @@ class RankShapes:
         return self.searched.tensor
 
     @property
-    def recomputed_layers(self) -> Array:
-        """Number of fully recomputed layers, by pipeline rank."""
-        return self.searched.recomputed_layers
-
-    @property
     def layers_after_recomputed(self) -> Array:
-        """Number of layers behind the last recomputed one of the rank."""
+        """Number of layers behind the last recomputed one, where a rank has one stage."""
         return self.searched.layers_after_recomputed
 
     @property

@@ -19,6 +19,8 @@ from workbench.costmodel.inputs.config import (
     named_table,
     searched_config,
     stage_homes,
+    stages_of_each,
+    stages_that_run,
 )
 from workbench.costmodel.inputs.operator_stages import rank_parameters, stages_of
 from workbench.costmodel.inputs.operator_strategies import OperatorStrategies
@@ -92,7 +94,10 @@ def workload(
 
 
 def assemble_workload(
-    s: FixedConfig, k: SearchedConfig, places: Sequence[RankPlace], weight: Array | None = None
+    s: FixedConfig,
+    k: SearchedConfig,
+    places: Sequence[RankPlace],
+    alike: Sequence[Sequence[int]] | None = None,
 ) -> Workload:
     """Compute the per-rank problem sizes of many candidates at once.
 
@@ -100,12 +105,11 @@ def assemble_workload(
         s: What the candidates share.
         k: What differs between them; arrays broadcast against each other.
         places: Ranks to evaluate, along the first axis.
-        weight: Number of pipeline ranks that each of `places` stands for, with an axis of length 1
-            for each axis of candidates; None: one each, of one candidate.
+        alike: The pipeline ranks that each of `places` stands for; None: its own.
     """
-    if weight is None:
-        weight = np.ones(len(places))
-    ranks, replica, *_ = (np.array(x, dtype=float).reshape(weight.shape) for x in zip(*places))
+    alike = tuple(map(tuple, alike or [[place.stage] for place in places]))
+    by_rank = (len(places), *(1,) * (np.ndim(k.recomputed_layers) - 1))
+    ranks, replica, *_ = (np.array(x, dtype=float).reshape(by_rank) for x in zip(*places))
     shape, blocks = s.shape, tensor_tiling(s.algorithm, k)
     data = s.world_size / (k.tensor * k.context * s.pipeline)
     layers, dense = stage_layers(s)
@@ -137,9 +141,11 @@ def assemble_workload(
         element_bytes=DTYPE_BYTES[s.precision],
         gradient_element_bytes=_gradient_element(s, k.gradient_element_bytes, microbatches),
         reduce_microbatch=np.maximum(k.reduce_microbatch, microbatches == 1),
-        rank_multiplicity=weight,
+        alike=alike,
+        rank_multiplicity=np.array([len(ranks) for ranks in alike], dtype=float).reshape(by_rank),
         layers=layers[at],
         dense_layers=dense[at],
+        recomputed_layers=_sum_over_stages(s, places, k.recomputed_layers),
         has_embedding=(at == 0).astype(float),
         has_head=(at == _last_rank(s)).astype(float),
         num_boundary_transfers=num_boundary_transfers(s)[at],
@@ -191,6 +197,15 @@ def tensor_parallel_widths(
         "expert_ffn": expert_ffn,
         "shared_ffn": shared_ffn,
     }
+
+
+def _sum_over_stages(s: FixedConfig, places: Sequence[RankPlace], layers: Array) -> Array:
+    """By rank of `places`, what is given for each of its stages (first axis)."""
+    run = stages_that_run(s.pipeline, s.partition)
+    homes = stage_homes(s.pipeline, s.schedule, len(run), s.table)
+    own = stages_of_each(homes, [place.stage for place in places])
+    starts = np.cumsum([0, *map(len, own[:-1])])
+    return np.asarray(np.add.reduceat(layers, starts, axis=0))
 
 
 def stage_layers(s: FixedConfig) -> tuple[Array, Array]:

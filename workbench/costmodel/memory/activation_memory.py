@@ -79,12 +79,15 @@ def norm_saved(w: Workload, own_input: bool = True) -> Number:
     return (1 + own_input) * stream + statistics
 
 
-def layer_activations(w: Workload, is_moe: bool = False) -> LayerActivations:
+def layer_activations(
+    w: Workload, is_moe: bool = False, is_split: bool = False
+) -> LayerActivations:
     """Activation memory of one transformer layer and one microbatch.
 
     Args:
         w: Per-rank problem sizes.
         is_moe: Whether the feed-forward is an MoE.
+        is_split: Whether its backward leaves weight gradients to a separate W.
     """
     wide, matrix = _feed_forward(w, is_moe)
     ffn = _feed_forward_saved(w, is_moe)
@@ -96,7 +99,7 @@ def layer_activations(w: Workload, is_moe: bool = False) -> LayerActivations:
     last_gemm = branch + (w.sequence_parallel > 1) * (
         shard * (1 + (w.shape.biases == "all")) + 2 * w.hidden_activation_bytes
     )
-    backward = _feed_forward_backward(w, wide, matrix)
+    backward = _feed_forward_backward(w, wide, matrix, is_split)
     if is_moe and not w.fixed.framework.experts.weights_outputs:
         backward = np.maximum(backward, _routed_backward(w))
     if w.fixed.algorithm != "1d":
@@ -149,11 +152,11 @@ def _saved_and_needed(
     return saved, saved + w.searched.selective * restored_attention_bytes(w)
 
 
-def _feed_forward_backward(w: Workload, wide: Number, matrix: Number) -> Number:
+def _feed_forward_backward(w: Workload, wide: Number, matrix: Number, is_split: bool) -> Number:
     """Temporaries during the backward of the down projection and the activation."""
     gathered = w.hidden_activation_bytes - w.residual_bytes
     # With a deferred W no weight gradient exists yet, but the down projection's input stays.
-    if w.fixed.splits_backward and w.fixed.algorithm == "1d":
+    if is_split and w.fixed.algorithm == "1d":
         return (2 if w.shape.mlp == "gelu" else 3) * wide + gathered
     # Down projection: the gradients of input and weight, then the weight's accumulation. Activation
     # of a gate: gradients of gate and up, where the gradient of their product is freed.

@@ -7,7 +7,7 @@ import numpy as np
 from workbench.costmodel.inputs.config import Array, Number
 from workbench.costmodel.inputs.rank_workload import Workload
 from workbench.costmodel.memory.activation_memory import has_weight_gradients
-from workbench.costmodel.memory.live_sets import add_categories
+from workbench.costmodel.memory.live_sets.stage_phases import add_categories
 from workbench.costmodel.memory.model_states import owned_params
 from workbench.costmodel.memory.optimizer_step import cast_bytes_per_param
 from workbench.runtime_facts.cast_sizes import CPU_FUSED_CAST_BYTES

@@ -8,7 +8,7 @@ from workbench.costmodel.inputs.config import Number
 from workbench.costmodel.inputs.rank_parameters import ParamCounts
 from workbench.costmodel.inputs.rank_workload import Workload
 from workbench.costmodel.memory.activation_memory import has_weight_gradients
-from workbench.costmodel.memory.live_sets import MemoryByCategory
+from workbench.costmodel.memory.live_sets.stage_phases import MemoryByCategory
 from workbench.costmodel.memory.model_states import owned_params, params_outside_tables
 from workbench.runtime_facts.cast_sizes import CPU_FUSED_CAST_BYTES, OPTIMIZER_CAST_BYTES
 

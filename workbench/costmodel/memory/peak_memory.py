@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import reduce
-from operator import add
 
 import numpy as np
 
 from workbench.costmodel.inputs.config import Array, Mask, Number
 from workbench.costmodel.inputs.rank_workload import Workload
-from workbench.costmodel.memory import live_sets, offload_memory, zero_buffers
+from workbench.costmodel.memory import offload_memory, zero_buffers
 from workbench.costmodel.memory.activation_memory import TOKEN_ID_BYTES, dummy_weight_gradient_bytes
-from workbench.costmodel.memory.live_sets import MemoryByCategory, add_categories
+from workbench.costmodel.memory.live_sets.live_by_phase import (
+    PHASES_WITH_ALL_GRADIENTS,
+    gradients_persist,
+    live_by_phase,
+    step_buffers,
+)
+from workbench.costmodel.memory.live_sets.stage_phases import (
+    MemoryByCategory,
+    add_categories,
+    total_bytes,
+)
 from workbench.costmodel.memory.model_states import ModelStates, model_states
 from workbench.costmodel.memory.optimizer_step import optimizer_step_buffers
 from workbench.costmodel.rates.constants import Constants
@@ -40,11 +48,6 @@ class PeakMemory:
         return total_bytes(self.moments["peak"])
 
 
-def total_bytes(live: MemoryByCategory) -> Array:
-    """Sum over categories, by pipeline rank; a zero before the first would be one more pass."""
-    return np.asarray(reduce(add, live.values())) if live else np.zeros(())
-
-
 def peak_memory(w: Workload, constants: Constants) -> PeakMemory:
     """Memory of one plan at all moments of `profile.MOMENTS`.
 
@@ -54,17 +57,15 @@ def peak_memory(w: Workload, constants: Constants) -> PeakMemory:
     """
     parameters = w.param_counts
     persistent, beyond = _persistent(w, model_states(w, parameters))
-    buffers = live_sets.step_buffers(w, w.packed_counts)
+    buffers = step_buffers(w, w.packed_counts)
     without_gradients = persistent | {
-        "gradients": np.asarray(persistent["gradients"] * live_sets.gradients_persist(w))
+        "gradients": np.asarray(persistent["gradients"] * gradients_persist(w))
     }
     phases = {
         name: add_categories(
-            persistent if name in live_sets.PHASES_WITH_ALL_GRADIENTS else without_gradients,
-            live,
-            buffers,
+            persistent if name in PHASES_WITH_ALL_GRADIENTS else without_gradients, live, buffers
         )
-        for name, live in live_sets.live_by_phase(w).items()
+        for name, live in live_by_phase(w).items()
     }
     changes = zero_buffers.zero_buffer_deltas(w, w.packed_counts)
     phases = {name: add_categories(live, changes.get(name, {})) for name, live in phases.items()}
@@ -113,22 +114,18 @@ def max_peak_bytes(w: Workload, constants: Constants) -> Array:
     """
     parameters = w.param_counts
     persistent, _ = _persistent(w, model_states(w, parameters))
-    phases = live_sets.live_by_phase(w)
+    phases = live_by_phase(w)
     del phases["first_forward"]
     if deltas := zero_buffers.zero_buffer_deltas(w, w.packed_counts):
         phases = {name: add_categories(live, deltas.get(name, {})) for name, live in phases.items()}
-    late = [
-        total_bytes(phases.pop(name))
-        for name in live_sets.PHASES_WITH_ALL_GRADIENTS
-        if name in phases
-    ]
+    late = [total_bytes(phases.pop(name)) for name in PHASES_WITH_ALL_GRADIENTS if name in phases]
     passes = _largest([total_bytes(live) for live in phases.values()] + late)
     if w.fixed.framework.model_states.frees_gradients:
-        unallocated = persistent["gradients"] * (1 - live_sets.gradients_persist(w))
+        unallocated = persistent["gradients"] * (1 - gradients_persist(w))
         passes = _largest(
             [_largest([total_bytes(live) for live in phases.values()]) - unallocated, *late]
         )
-    if buffers := live_sets.step_buffers(w, w.packed_counts):
+    if buffers := step_buffers(w, w.packed_counts):
         passes = passes + total_bytes(buffers)
     live = total_bytes(persistent) + np.maximum(
         passes, total_bytes(optimizer_step_buffers(w, parameters))

@@ -1,6 +1,6 @@
 """ZeRO gather and reduce buffers live at each phase of the step, where frameworks free them.
 
-`live_sets.step_buffers` counts the most that is live at once; frameworks that do not say when they
+`step_buffers` counts the most that is live at once; frameworks that do not say when they
 free buffers are taken to hold that throughout.
 """
 
@@ -17,7 +17,8 @@ from workbench.costmodel.memory.activation_memory import (
     has_weight_gradients,
     layer_activations,
 )
-from workbench.costmodel.memory.live_sets import MemoryByCategory, zero_working_set
+from workbench.costmodel.memory.live_sets.live_by_phase import zero_working_set
+from workbench.costmodel.memory.live_sets.stage_phases import MemoryByCategory
 
 PHASES_BEFORE_LAYER_BACKWARD = (
     "first_forward",
@@ -31,7 +32,7 @@ PHASES_BEFORE_LAYER_BACKWARD = (
 
 
 def zero_buffer_deltas(w: Workload, p: ParamCounts) -> dict[str, MemoryByCategory]:
-    """Phase -> how much more (or less) is live than `live_sets.step_buffers` counts, bytes by
+    """Phase -> how much more (or less) is live than `step_buffers` counts, bytes by
     category; empty below ZeRO-2, and where buffers are not freed.
     """
     frees = w.fixed.framework.data_parallel.frees_buffers and w.fixed.traced is None

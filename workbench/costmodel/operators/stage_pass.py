@@ -42,7 +42,7 @@ BACKWARD_PHASES = {"head": "final_norm", "embedding": "embedding", "input": "emb
 @dataclass(frozen=True, eq=False)
 class StagePass:
     """A microbatch through one stage on one rank: what each action needs at most, by phase of
-    `memory/live_sets.py`, and what it leaves, beside what the schedule keeps between actions
+    `memory/live_sets`, and what it leaves, beside what the schedule keeps between actions
     (inputs, outputs and gradients that are passed on).
     """
 

@@ -20,7 +20,7 @@ from workbench.costmodel.traced.gradient_buffers import GradientBuffers
 from workbench.costmodel.traced.traced_run import TracedRun
 
 FORWARD, BACKWARD = "forward", "feed_forward"
-"""Phases of `memory/live_sets.py`."""
+"""Phases of `memory/live_sets`."""
 
 
 def traced_pass(w: Workload, traced: TracedStages, stage: int) -> StagePass:

@@ -137,7 +137,7 @@ class Cell:
         group, replicas = take["shard"], self._replicas(split.tensor)
         offloads = np.minimum(take["offload"], 1)
         recompute = index.get("recompute", np.zeros((), dtype=int))
-        again = (len(rows), *(1,) * (dims - recompute.ndim), *recompute.shape)
+        again = (-1, *(1,) * (dims - recompute.ndim), *recompute.shape)
         knobs = SearchedConfig(
             tensor=split.tensor,
             context=split.context,
@@ -161,12 +161,8 @@ class Cell:
             layers_after_recomputed=self.stages.layers_after[:, recompute.ravel()].reshape(again),
             strides=self._strides(index, self._sizes(split.tensor, split.context)),
         )
-        ahead = (len(rows), *(1,) * dims)
         return assemble_workload(
-            self.fixed,
-            knobs,
-            [RankPlace(int(rank)) for rank in rows],
-            self.stages.multiplicity.reshape(ahead),
+            self.fixed, knobs, [RankPlace(int(rank)) for rank in rows], self.stages.alike
         )
 
     def is_own_plan(self, w: Workload, index: Index) -> Mask:

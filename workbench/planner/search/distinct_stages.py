@@ -9,8 +9,14 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from workbench.costmodel.inputs.config import Array, FixedConfig, count_recomputed, layer_homes
-from workbench.costmodel.inputs.rank_workload import stage_layers
+from workbench.costmodel.inputs.config import (
+    Array,
+    FixedConfig,
+    count_recomputed,
+    stage_homes,
+    stages_of_each,
+    stages_that_run,
+)
 from workbench.planner.search.search_space import recomputed_layers
 from workbench.schedules.generators import SCHEDULES
 
@@ -21,30 +27,47 @@ class DistinctStages:
 
     ranks: NDArray[np.int64]
     """Of ranks alike the one that holds most in flight."""
-    multiplicity: Array
-    """How many each stands for."""
+    alike: tuple[tuple[int, ...], ...]
+    """The ranks that each stands for."""
     recomputed: Array
-    """Layers that each recomputes in full (columns: kinds of recomputation)."""
+    """Layers recomputed in full, by stage of each of `ranks`, one rank after the other (columns:
+    kinds of recomputation).
+    """
     layers_after: Array
-    """Layers behind the last of them."""
+    """Layers behind the last of them, likewise."""
 
 
 def distinct_stages(s: FixedConfig, kinds: tuple[str | float, ...]) -> DistinctStages:
-    """The distinct pipeline ranks of a setting under every kind of recomputation."""
-    where, rank = layer_homes(s), np.arange(s.pipeline)
-    layers = np.arange(len(where))
+    """The distinct pipeline ranks of a setting under every kind of recomputation: alike are those
+    whose stages are, in their order.
+    """
+    layers, rank = np.arange(sum(s.partition)), np.arange(s.pipeline)
+    partition = stages_that_run(s.pipeline, s.partition)
     each = [
-        count_recomputed(
-            where, np.isin(layers, list(recomputed_layers(kind, s.partition))), s.pipeline
-        )
+        count_recomputed(np.isin(layers, list(recomputed_layers(kind, s.partition))), partition)
         for kind in kinds
     ]
-    recomputed, kept_after = (np.stack(columns, axis=1) for columns in zip(*each))
+    recomputed, kept_after = (np.stack(kinds, axis=1) for kinds in zip(*each))
+    homes = stage_homes(s.pipeline, s.schedule, len(partition), s.table)
+    stages = np.stack(stages_of_each(homes, rank.tolist()))
     ends = np.stack([rank == 0, rank == s.pipeline - 1], axis=1)
-    alike = np.concatenate(
-        [np.stack(stage_layers(s), axis=1), recomputed, kept_after, ends], axis=1
-    )
+    by_stage = [
+        x[stages].reshape(s.pipeline, -1) for x in (*_layers(s, partition), recomputed, kept_after)
+    ]
+    kind_of_rank = np.concatenate([*by_stage, ends], axis=1)
     order = -1 if SCHEDULES[s.schedule].last_rank_has_most else 1
-    _, most, count = np.unique(alike[::order], axis=0, return_index=True, return_counts=True)
-    ranks = rank[::order][most]
-    return DistinctStages(ranks, count.astype(float), recomputed[ranks], kept_after[ranks])
+    _, most, which = np.unique(
+        kind_of_rank[::order], axis=0, return_index=True, return_inverse=True
+    )
+    ranks, which = rank[::order][most], which.ravel()[::order]
+    alike = tuple(tuple(np.flatnonzero(which == kind).tolist()) for kind in range(len(ranks)))
+    own = stages[ranks].ravel()
+    return DistinctStages(ranks, alike, recomputed[own], kept_after[own])
+
+
+def _layers(s: FixedConfig, partition: tuple[int, ...]) -> tuple[Array, Array]:
+    """Number of (all layers, layers with a dense feed-forward) of each stage."""
+    moe, every = s.shape.moe, np.array(partition, dtype=float)
+    first = np.concatenate([[0.0], np.cumsum(every)[:-1]])
+    dense = np.clip(moe.first_dense - first, 0, every) if moe else every
+    return every, dense

@@ -15,9 +15,10 @@ import numpy as np
 
 from workbench.costmodel.inputs.config import Array, fixed_config, searched_config
 from workbench.costmodel.inputs.rank_workload import Workload, assemble_workload
-from workbench.costmodel.memory.live_sets import live_by_phase
+from workbench.costmodel.memory.live_sets.live_by_phase import live_by_phase
+from workbench.costmodel.memory.live_sets.stage_phases import total_bytes
 from workbench.costmodel.memory.model_states import ModelStates, model_states
-from workbench.costmodel.memory.peak_memory import peak_memory, total_bytes
+from workbench.costmodel.memory.peak_memory import peak_memory
 from workbench.costmodel.rates.constants import Constants
 from workbench.costmodel.step_time import stage_passes
 from workbench.plan.model.layer_profile import Layer, LayerProfile

@@ -17,8 +17,9 @@ from workbench.costmodel.inputs.config import (
     Array,
     count_recomputed,
     fixed_config,
-    layer_homes,
     searched_config,
+    stage_homes,
+    stages_of_each,
 )
 from workbench.costmodel.inputs.operator_strategies import OperatorStrategies
 from workbench.costmodel.inputs.rank_workload import Workload, assemble_workload
@@ -157,9 +158,11 @@ class StageEstimates:
             operators=self._operators(stages) if self.ranks > 1 else None,
         )
         again = [layer < stage.recomputed for stage in stages for layer in range(stage.layers)]
-        recomputed, after = count_recomputed(layer_homes(fixed), np.array(again), fixed.pipeline)
+        recomputed, after = count_recomputed(np.array(again), fixed.partition)
+        homes = stage_homes(fixed.pipeline, fixed.schedule, len(stages), fixed.table)
+        own = np.concatenate(stages_of_each(homes, [place.stage for place in self.places]))
         searched = replace(
-            self.searched, recomputed_layers=recomputed, layers_after_recomputed=after
+            self.searched, recomputed_layers=recomputed[own], layers_after_recomputed=after[own]
         )
         return assemble_workload(fixed, searched, self.places)
 

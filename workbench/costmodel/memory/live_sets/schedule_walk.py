@@ -35,7 +35,7 @@ class ScheduleWalk:
     boundary: float
     """Bytes of what passes between two stages."""
     largest: dict[str, LiveSet] = field(default_factory=dict)
-    """Phase of `memory/live_sets.py` -> its largest live set in a step."""
+    """Phase of `memory/live_sets` -> its largest live set in a step."""
     first_forward: LiveSet = field(default_factory=dict)
     """What the first forward of a step leaves."""
     _held: dict[Held, LiveSet] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""Live sets of plans with operator strategies, by the phases of `memory/live_sets.py`."""
+"""Live sets of plans with operator strategies, by the phases of `memory/live_sets`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from workbench.costmodel.inputs.config import Array
 from workbench.costmodel.inputs.executed_schedule import executed_schedule
 from workbench.costmodel.inputs.rank_workload import Workload
-from workbench.costmodel.memory.schedule_walk import ScheduleWalk
+from workbench.costmodel.memory.live_sets.schedule_walk import ScheduleWalk
 from workbench.costmodel.operators.allocation_tape import LiveSet
 from workbench.costmodel.rank_passes import rank_passes
 

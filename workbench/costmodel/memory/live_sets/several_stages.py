@@ -1,0 +1,218 @@
+"""Live sets of ranks that have several stages, and of custom schedules: each stage's phases, beside
+what its rank holds of all its stages, counted action by action.
+
+The stages of a rank may differ in layers and ends, and a V-shaped schedule holds more of the one
+than of the other, so that no closed form of the rank alone is exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+
+from workbench.costmodel.inputs.config import Array
+from workbench.costmodel.inputs.executed_schedule import enough_microbatches
+from workbench.costmodel.inputs.held_counts import Held, HeldCounts, counts_transfers, held_counts
+from workbench.costmodel.inputs.operator_stages import rank_stages
+from workbench.costmodel.inputs.rank_workload import Workload
+from workbench.costmodel.memory.activation_memory import layer_activations
+from workbench.costmodel.memory.live_sets.activations_in_flight import (
+    ActivationsInFlight,
+    between_stages,
+    stage_activations,
+)
+from workbench.costmodel.memory.live_sets.stage_phases import (
+    MemoryByCategory,
+    add_categories,
+    backward_phases,
+    forward_phases,
+    total_bytes,
+    weight_gradient_phase,
+)
+from workbench.costmodel.memory.loss_memory import HeadMemory, head_memory
+
+
+def has_several_stages(w: Workload) -> bool:
+    """Whether what a rank holds is counted: it has several stages, or its schedule is custom."""
+    s = w.fixed
+    return s.pipeline > 1 and (s.chunks > 1 or s.table is not None) and not s.in_turn
+
+
+def several_stages_live_sets(w: Workload) -> dict[str, MemoryByCategory]:
+    """Phase -> category -> bytes by pipeline rank, as `live_by_phase`."""
+    stages, rows = _stages_of_ranks(w)
+    head = head_memory(stages)
+    held = _HeldBytes.of(w, stages, rows, head)
+    found = []
+    for kind in ("F", "B", "I", "W"):
+        if kind in held.kinds:
+            flight, on_their_way = held.at(kind)
+            phases = _phases(stages, head, kind, flight)
+            found.append({x: add_categories(live, on_their_way) for x, live in phases.items()})
+    names = dict.fromkeys(name for phases in found for name in phases)
+    lives = {name: [phases[name] for phases in found if name in phases] for name in names}
+    first = {"first_forward": held.of_a_forward()}
+    return first | {name: _largest_of_ranks(each, rows) for name, each in lives.items()}
+
+
+def _phases(
+    stages: Workload, head: HeadMemory, kind: str, flight: ActivationsInFlight
+) -> dict[str, MemoryByCategory]:
+    """Phases of an action."""
+    is_split, is_moe = kind == "I", stages.shape.moe is not None
+    if kind == "W":
+        return {"weights": weight_gradient_phase(stages, flight.total, flight.logits)}
+    layer = layer_activations(stages, is_moe, is_split)
+    if kind == "F":
+        return forward_phases(stages, head, layer, flight)
+    return backward_phases(stages, head, layer, flight, is_split)
+
+
+def _stages_of_ranks(w: Workload) -> tuple[Workload, list[list[int]]]:
+    """(`w` with an entry for each stage of its ranks, one rank after the other; the entries of each
+    rank).
+    """
+    parts = [rank_stages(w.fixed, place.stage) for place in w.places]
+    every = [stage for own in parts for stage in own]
+    of_rank = np.repeat(np.arange(len(parts)), list(map(len, parts)))
+    by_stage = (len(every), *w.layers.shape[1:])
+    first_moe = w.shape.moe.first_dense if w.shape.moe else w.shape.layers
+
+    def column(values: Sequence[float]) -> Array:
+        return np.array(values, dtype=float).reshape(by_stage)
+
+    stages = replace(
+        w,
+        fixed=replace(w.fixed, chunks=1),
+        places=tuple(w.places[rank] for rank in of_rank),
+        alike=tuple(w.alike[rank] for rank in of_rank),
+        layers=column([len(x.layers) for x in every]),
+        dense_layers=column([sum(i < first_moe for i in x.layers) for x in every]),
+        has_embedding=column([x.has_embedding for x in every]),
+        has_head=column([x.has_head for x in every]),
+        recomputed_layers=w.searched.recomputed_layers,
+        rank_multiplicity=_of_rank(w.rank_multiplicity, of_rank),
+        num_boundary_transfers=_of_rank(w.num_boundary_transfers, of_rank),
+        microbatches_in_flight=_of_rank(w.microbatches_in_flight, of_rank),
+        inputs_ahead=np.ones_like(column([0] * len(every))),
+        deferred_microbatches=_of_rank(w.deferred_microbatches, of_rank),
+    )
+    ends = np.cumsum(list(map(len, parts)))
+    return stages, [list(range(end - len(own), end)) for own, end in zip(parts, ends)]
+
+
+def _of_rank(values: Array, rank: Array) -> Array:
+    return values[rank] if len(values) > 1 else values
+
+
+@dataclass(frozen=True, eq=False)
+class _HeldBytes:
+    """What each microbatch that a rank holds is, by entry of its stages."""
+
+    rows: list[list[int]]
+    """Entries of each rank's stages."""
+    saved: Array
+    """Activations until backward."""
+    logits: Array
+    """Tensors of vocabulary width until backward."""
+    layers: Array
+    """What the layers save of them."""
+    deferred: Array
+    """What they leave for a weight gradient."""
+    passed: Array
+    """What passes between two stages."""
+    uncounted: Array
+    """What is on its way between stages where that is not counted, by rank."""
+    microbatches: Array
+    """Of each candidate, as many as show what is held at once."""
+    counts: dict[int, list[HeldCounts]]
+    """Microbatches -> by rank."""
+
+    @classmethod
+    def of(
+        cls, ranks: Workload, stages: Workload, rows: list[list[int]], head: HeadMemory
+    ) -> _HeldBytes:
+        """Args:
+        ranks: By rank.
+        stages: By stage of each rank.
+        rows: Entries in `stages` of each rank.
+        head: Of `stages`.
+        """
+        own, s = stage_activations(stages), ranks.fixed
+        saved = own.layers + own.beside + own.losses * head.saved
+        saved, logits, layers, deferred = np.broadcast_arrays(
+            saved, own.losses * head.logits, own.layers, own.deferred
+        )
+        candidates = saved.shape[1:]
+        passed = np.broadcast_to(np.asarray(stages.residual_bytes, dtype=float), candidates)
+        uncounted = between_stages(ranks) * (not counts_transfers(s))
+        uncounted = np.broadcast_to(uncounted, (len(rows), *candidates))
+        enough = np.frompyfunc(partial(enough_microbatches, s), 1, 1)(ranks.microbatches)
+        microbatches = np.broadcast_to(np.asarray(enough, dtype=int), candidates)
+        counts = {
+            int(number): [held_counts(s, int(number), alike) for alike in ranks.alike]
+            for number in np.unique(microbatches)
+        }
+        return cls(rows, saved, logits, layers, deferred, passed, uncounted, microbatches, counts)
+
+    @property
+    def kinds(self) -> set[str]:
+        """Kinds of the schedule's actions."""
+        return {kind for ranks in self.counts.values() for own in ranks for _, kind in own}
+
+    def at(self, kind: str) -> tuple[ActivationsInFlight, MemoryByCategory]:
+        """(the most that is held when each of the stages acts, gradients on their way then)."""
+        shape = self.saved.shape
+        total, logits, gradients = np.zeros(shape), np.zeros(shape), np.zeros(shape)
+        for number, ranks in self.counts.items():
+            there = self.microbatches == number
+            for rows, counts, uncounted in zip(self.rows, ranks, self.uncounted):
+                for place, row in enumerate(rows):
+                    if held := counts.get((place, kind)):
+                        own = self._largest(held, rows)
+                        total[row] = np.where(there, own[0] + uncounted, total[row])
+                        logits[row] = np.where(there, own[1], logits[row])
+                        gradients[row] = np.where(there, own[2], gradients[row])
+        flight = ActivationsInFlight(total, logits, self.layers, self.deferred)
+        return flight, {"communication": gradients}
+
+    def _largest(self, held: Sequence[Held], rows: list[int]) -> tuple[Array, Array, Array]:
+        """(activations, logits, gradients on their way) of what takes most."""
+        whole, deferred, inputs, gradients = (np.array(x, dtype=float) for x in zip(*held))
+        activations = np.tensordot(whole, self.saved[rows], 1)
+        activations += np.tensordot(deferred, self.deferred[rows], 1)
+        activations += np.multiply.outer(inputs, self.passed)
+        logits = np.tensordot(whole, self.logits[rows], 1)
+        passed = np.multiply.outer(gradients, self.passed)
+        most = np.argmax(activations + logits + passed, axis=0)[None]
+        activations, logits, passed = (
+            np.take_along_axis(x, most, axis=0)[0] for x in (activations, logits, passed)
+        )
+        return activations, logits, passed
+
+    def of_a_forward(self) -> MemoryByCategory:
+        """What the first forward of each rank leaves, its output among it."""
+        first = [own[0] for own in self.rows]
+        return {"activations": self.saved[first] + self.passed, "logits": self.logits[first]}
+
+
+def _largest_of_ranks(lives: list[MemoryByCategory], rows: list[list[int]]) -> MemoryByCategory:
+    """The largest of each rank's stages, in any of `lives`."""
+    names = sorted({name for live in lives for name in live})
+    shape = np.broadcast_shapes(*(np.shape(x) for live in lives for x in live.values()))
+    none = np.zeros(shape)
+    every = {
+        name: np.concatenate([np.broadcast_to(live.get(name, none), shape) for live in lives])
+        for name in names
+    }
+    total = total_bytes(every)
+    found: dict[str, list[Array]] = {name: [] for name in names}
+    for own in rows:
+        entries = [start + row for start in range(0, len(total), shape[0]) for row in own]
+        most = np.argmax(total[entries], axis=0)[None]
+        for name, x in every.items():
+            found[name].append(np.take_along_axis(x[entries], most, axis=0)[0])
+    return {name: np.stack(each) for name, each in found.items()}
