@@ -181,11 +181,12 @@ STAGES: list[tuple[tuple[int, int, int], dict[str, Any]]] = [
     ((1, 2, 2), {"zero": 3, "offload": "parameters"}),
     ((2, 1, 2), {"zero": 2, "offload": "optimizer"}),
     ((1, 1, 2), {"zero": 3, "reduce": "microbatch"}),
+    ((1, 1, 2), {"zero": 3, "tile_factor": 4}),
 ]
 
 
 @pytest.mark.slow
-@pytest.mark.drawn(5)
+@pytest.mark.drawn(6)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("index", range(len(STAGES)))
 def test_any_zero_stage_loads_a_checkpoint_of_another(

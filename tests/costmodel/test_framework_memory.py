@@ -13,14 +13,11 @@ import pytest
 from workbench.costmodel.frameworks.model_state_behavior import ModelStateBehavior
 from workbench.costmodel.inputs.rank_workload import Workload, workload
 from workbench.costmodel.memory import activation_memory
-from workbench.costmodel.memory.live_sets.live_by_phase import (
-    live_by_phase,
-    step_buffers,
-    zero_working_set,
-)
+from workbench.costmodel.memory.live_sets.live_by_phase import live_by_phase
 from workbench.costmodel.memory.loss_memory import head_memory as head_of
 from workbench.costmodel.memory.peak_memory import PeakMemory, num_communicators, peak_memory
 from workbench.costmodel.memory.reported_memory import reported_memory
+from workbench.costmodel.memory.step_buffers import step_buffers, zero_working_set
 from workbench.costmodel.rates.constants import constants
 from workbench.plan.schema import Plan
 from workbench.planner.validation.framework_names import find_framework

@@ -38,6 +38,8 @@ CASES: list[tuple[tuple[int, int, int], str, int, dict[str, Any]]] = [
     ((1, 1, 2), "tied with a norm", 2, {"zero": 3, "reduce": "microbatch", "in_flight": 1}),
     ((1, 1, 2), "gpt tied", 2, {"zero": 3, "reduce": "microbatch", "in_flight": 3}),
     ((1, 1, 4), "llama", 2, {"zero": 2, "shard": 2, "reduce": "microbatch", "in_flight": 1}),
+    ((1, 1, 2), "llama", 3, {"zero": 3, "reduce": "microbatch", "tile_factor": 4}),
+    ((1, 1, 4), "gpt tied", 2, {"zero": 3, "shard": 2, "tile_factor": 8, "in_flight": 1}),
     ((2, 1, 2), "gpt tied", 2, {"zero": 1}),
     ((2, 1, 2), "llama", 2, {"zero": 3, "reduce": "microbatch"}),
     ((1, 2, 2), "gpt tied", 2, {"zero": 1, "offload": "optimizer"}),
@@ -96,7 +98,7 @@ def test_a_delayed_update_equals_one_device_that_delays_it(
 
 
 @pytest.mark.parametrize(
-    ("mesh", "shape", "microbatches", "data"), [CASES[2], CASES[6], CASES[19]], ids=str
+    ("mesh", "shape", "microbatches", "data"), [CASES[2], CASES[6], CASES[21]], ids=str
 )
 def test_fp32(
     mesh: tuple[int, int, int], shape: str, microbatches: int, data: dict[str, Any]

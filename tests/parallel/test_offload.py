@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import groupby
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from tests.parallel.small import GPT, plan
 from tests.parallel.test_mutations import failure_of
 from workbench.copy_stream import CopyStream
 from workbench.engine.measure.allocator_memory import CpuMemoryMeter
+from workbench.engine.optimizer import MixedPrecisionOptimizer
 from workbench.engine.session import Session
 from workbench.engine.verify.equivalence import verify
 from workbench.engine.verify.forked_ranks import run_ranks
@@ -75,6 +77,34 @@ def test_the_host_takes_the_buckets_nearest_to_the_ratio(ratio: float) -> None:
     resolved = made.resolve()
     for taken, largest in run_ranks(2, lambda rank: shares(resolved, rank)):
         assert taken == pytest.approx(ratio, abs=largest / 2 + 1e-9)
+
+
+def test_a_bucket_goes_up_while_the_next_is_stepped(monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[str] = []
+
+    def noted(kind: str, original: Any) -> Any:
+        def called(*arguments: Any) -> Any:
+            events.append(kind)
+            return original(*arguments)
+
+        return called
+
+    made = plan(1, 1, 1, shape=GPT, microbatches=1, changes=OFFLOAD).resolve()
+
+    def uploads(rank: int) -> tuple[list[str], int]:
+        session = Session.build(made, build_mesh(made, rank), CPU)
+        update, store = MixedPrecisionOptimizer._update, HostShards.store_params
+        monkeypatch.setattr(MixedPrecisionOptimizer, "_update", noted("update", update))
+        monkeypatch.setattr(HostShards, "store_params", noted("upload", store))
+        tokens = torch.randint(257, (1, 2, 16))
+        session.step(0, tokens, tokens)
+        host = session.part.store.host
+        assert host is not None
+        return events, len(host.names)
+
+    ((seen, buckets),) = run_ranks(1, uploads)
+    assert buckets > 2 and seen.count("upload") == buckets
+    assert [kind for kind, _ in groupby(seen)] == ["update", "upload"] * buckets
 
 
 def forget_former_microbatches(monkeypatch: pytest.MonkeyPatch) -> None:

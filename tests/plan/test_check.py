@@ -94,6 +94,36 @@ ILLEGAL = [
         {"strategy__data": {"zero": 1, "offload": "optimizer", "offload_ratio": 0}},
     ),
     (
+        "strategy.data.tile_factor",
+        "is 2, which needs data.zero 3; zero is 2; legal: 1, or data.zero: 3",
+        {"strategy__data": {"zero": 2, "tile_factor": 2}},
+    ),
+    (
+        "strategy.data.tile_factor",
+        "the outputs of every linear of a layer (q = 128, k and v = 64, hidden = 128); legal: 1,",
+        {"strategy__data": {"zero": 3, "tile_factor": 3}},
+    ),
+    (
+        "strategy.data.tile_factor",
+        "tensor = 2 divides each linear already; legal: 1, or tensor.size: 1",
+        {"strategy__data": {"zero": 3, "tile_factor": 2}, "strategy__tensor__size": 2},
+    ),
+    (
+        "strategy.data.tile_factor",
+        "a pipeline of 2 keeps a stage gathered",
+        {"strategy__data": {"zero": 3, "tile_factor": 2}, "strategy__pipeline__size": 2},
+    ),
+    (
+        "strategy.data.tile_factor",
+        "data.keep_gathered is true",
+        {"strategy__data": {"zero": 3, "tile_factor": 2, "keep_gathered": True}},
+    ),
+    (
+        "strategy.data.tile_factor",
+        "tiny-moe has experts",
+        {"model": "tiny-moe", "strategy__data": {"zero": 3, "tile_factor": 2}},
+    ),
+    (
         "strategy.data.offload_tier",
         "is disk, but data.offload is none; legal: host",
         {"strategy__data__offload_tier": "disk"},
@@ -195,6 +225,7 @@ def test_illegal(field: str, words: str, fields: dict[str, Any]) -> None:
         },
         {"strategy__data": {"zero": 1, "offload": "optimizer", "offload_ratio": 0.3}},
         {"strategy__recompute": [0, 3], "strategy__offload_activations": True},
+        {"strategy__data": {"zero": 3, "tile_factor": 4}, "strategy__context__size": 2},
         {"strategy__context__size": 4},
         {"model": "tiny-moe", "strategy__expert__size": 8},
         {"strategy__placement": ["data", "pipeline", "context", "tensor"]},

@@ -28,6 +28,7 @@ CASES = {
     "zero-3": ("tiny-gpt", 2, "zero-3"),
     "zero-offload": ("tiny-gpt", 2, "zero-offload"),
     "zero-infinity": ("tiny", 2, "zero-infinity"),
+    "tiles": ("tiny", 2, "zero-infinity"),
     "gpt, tied": ("tiny-gpt", 2, "dapple"),
     "gpt, tied, four": ("tiny-gpt", 4, "tensor-pipeline"),
 }
@@ -56,6 +57,8 @@ def plan(case: str, precision: str) -> ResolvedPlan:
         "training.micro_batch": 2,
         "training.global_batch": 6 * (gpus if strategy == "ddp" or "zero" in strategy else 1),
     }
+    if case == "tiles":
+        changes |= {"strategy.data.tile_factor": 2, "strategy.recompute": "full"}
     return Plan.of(model, gpu="local", gpus=gpus, strategy=strategy, set=changes).resolve()
 
 

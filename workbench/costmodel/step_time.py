@@ -100,9 +100,10 @@ def step_time(
     makespan = busy + bubble
     by_rank = after_by_rank(w, constants, durations, calls)
     after: dict[str, Number] = {part: seconds.max(axis=0) for part, seconds in by_rank.items()}
+    stepping = after["optimizer"]
     if w.fixed.delays_update:  # beside the passes of the next step
         after["optimizer"] = np.maximum(0.0, after["optimizer"] - makespan)
-    after["offload"] = exposed_offload(w, constants, _owned(w), makespan)
+    after["offload"] = exposed_offload(w, constants, _owned(w), makespan, stepping)
     after["overhead"] = step_overhead(w.fixed.world_size, constants)
     return StepTime(makespan + _sum(after.values()), durations, bubble, after, calls)
 

@@ -26,7 +26,7 @@ from workbench.planned_device import HOST, REHEARSED_GPU, on_gpu
 from workbench.runtime_facts.cast_sizes import CPU_FUSED_CAST_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from workbench.kernels.adamw import FusedAdamW
     from workbench.parallel.data.zero_offload import HostShards
@@ -52,6 +52,10 @@ def learning_rate(step: int, optimizer: schema.Optimizer, total_steps: int) -> f
     progress = min(1.0, (step - warmup) / max(1, total_steps - 1 - warmup))
     left = 1 - progress if optimizer.decay == "linear" else (1 + math.cos(math.pi * progress)) / 2
     return peak * (optimizer.final_ratio + (1 - optimizer.final_ratio) * left)
+
+
+def _ignore(index: int) -> None:
+    """Nobody waits for a bucket."""
 
 
 def _is_matrix(layout: Layout) -> bool:
@@ -116,24 +120,31 @@ class MixedPrecisionOptimizer:
             on_cpu = not any(on_gpu(parameter) for parameter in own.values())
             for group in self._by_decay(own, gradients, layouts):
                 self._groups += group.split(cut=fused and on_cpu)
+        self._host_groups: list[list[OptimizerGroup]] = []
+        """Of each of the host's buckets."""
         if host is not None:
-            self._groups += self._host_groups(parameters, gradients, layouts)
+            self._host_groups = self._by_bucket(host, parameters, gradients, layouts)
 
-    def _host_groups(
+    def _by_bucket(
         self,
+        host: HostShards,
         parameters: Mapping[str, Tensor],
         gradients: Mapping[str, Tensor],
         layouts: Mapping[str, Layout],
-    ) -> list[OptimizerGroup]:
-        """Groups of what is stepped in host memory, in pieces that stay in cache."""
-        own = {name: value for name, value in parameters.items() if self.is_on_host(name)}
-        groups = self._by_decay(own, gradients, layouts)
-        casts = sum(group.total_cast_bytes() for group in groups)
+    ) -> list[list[OptimizerGroup]]:
+        """Groups of what is stepped in host memory, by bucket, in pieces that stay in cache."""
+        buckets = [
+            self._by_decay({name: parameters[name] for name in names}, gradients, layouts)
+            for names in host.names
+        ]
+        casts = sum(group.total_cast_bytes() for groups in buckets for group in groups)
         self.scratch = CastScratch(min(casts, CPU_FUSED_CAST_BYTES))
-        if any(isinstance(gradients[name], FakeTensor) for name in own):
-            return []  # pieces without values; their update allocates nothing
-        pieces = (piece for group in groups for piece in group.split(cut=True))
-        return [replace(piece, scratch=self.scratch) for piece in pieces]
+        if any(isinstance(gradient, FakeTensor) for gradient in host.gradients.values()):
+            return [[] for _ in buckets]  # without values; their update allocates nothing
+        return [
+            [replace(p, scratch=self.scratch) for group in groups for p in group.split(cut=True)]
+            for groups in buckets
+        ]
 
     def _by_decay(
         self,
@@ -245,21 +256,32 @@ class MixedPrecisionOptimizer:
 
     @torch.no_grad()
     def step(
-        self, step_index: int, scale: Tensor | None = None, skip: Tensor | None = None
+        self,
+        step_index: int,
+        scale: Tensor | None = None,
+        skip: Tensor | None = None,
+        on_stepped: Callable[[int], None] = _ignore,
     ) -> None:
-        """Update all parameters.
+        """Update all parameters, those in host memory bucket by bucket after the device's.
 
         Args:
             step_index: Selects the learning rate.
             scale: Factor of the gradients, a 0-d tensor; may be applied in place.
             skip: 0-d fp32 tensor; where 1, nothing changes, step counts included, even if gradients
                 are not finite. A tensor, so that the host need not wait to know it.
+            on_stepped: Called with the index of a bucket of the host's once it is updated.
         """
         rate = learning_rate(step_index, self.config, self.total_steps)
         if self._fused is not None:
             self._fused.step(rate, scale, skip)
         for group in self._groups:
             self._update(group, rate, scale, skip)
+        if any(self._host_groups):  # once, not for every group: the host waits for the device
+            scale, skip = (None if x is None else x.to(HOST) for x in (scale, skip))
+        for index, groups in enumerate(self._host_groups):
+            for group in groups:
+                self._update(group, rate, scale, skip)
+            on_stepped(index)
 
     def _dtype(self, *kept: Tensor) -> torch.dtype:
         """The dtype of a tensor's update: the widest of its state."""

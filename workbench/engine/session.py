@@ -244,7 +244,7 @@ class Session:
             self.before_update()
             update = index - (self.scaler.skipped if self.scaler else 0), factor, result.skipped
             if self.delayed is None:
-                self.optimizer.step(*update)
+                self.optimizer.step(*update, self.part.store.start_upload)
             else:
                 self.delayed.finish()
                 self.delayed.hold(*update)

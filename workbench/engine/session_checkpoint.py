@@ -185,7 +185,7 @@ class SessionCheckpointer:
         """Tensors replicated along `axis`, by kind and name."""
         store, states = self.session.part.store, self.session.optimizer.state()
         return {
-            f"{kind} of {layout.name}": tensor
+            f"{kind} of {name}": tensor
             for name, layout in store.layouts.items()
             if axis in layout.replicated_over
             for kind, tensor in {"parameter": store.values[name], **states[name]}.items()

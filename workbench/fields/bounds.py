@@ -89,6 +89,7 @@ Count = Annotated[PositiveInt, COUNT]
 InFlight = Annotated[
     PositiveInt, Most(10**4, "more than any published run has stages, or units to gather")
 ]
+Tiles = Annotated[PositiveInt, Most(2**10, "sixty times the most that was published, 2104.07857")]
 Elements = Annotated[PositiveInt, ELEMENTS]
 """Rows, columns or bytes of what a calibration measured."""
 

@@ -1,7 +1,7 @@
 """Applies a plan's strategy to its model, in one fixed order (torchtitan's `parallelize`).
 
 pipeline stages -> kernels -> context -> tensor or operator strategies -> fp8 GEMMs -> experts ->
-activation checkpointing -> tied weights -> initial weights -> data (ZeRO).
+tiles -> activation checkpointing -> tied weights -> initial weights -> data (ZeRO).
 
 - Pipeline stages come first, so that no rank ever holds the whole model.
 - Kernels come before anything is sharded: they replace what a seam runs, and an axis wraps or
@@ -35,6 +35,7 @@ from workbench.parallel.activation_checkpointing import apply_activation_checkpo
 from workbench.parallel.activation_offload import ActivationOffload
 from workbench.parallel.context.apply_context import apply_context_parallel
 from workbench.parallel.data.sharded_params import ParamInit
+from workbench.parallel.data.tiled_linear import apply_tiling
 from workbench.parallel.data.zero_shards import ParamAndGradStore
 from workbench.parallel.expert.apply_expert import apply_expert_parallel, gradient_reduction_axes
 from workbench.parallel.expert.aux_loss import AuxLossCarrier
@@ -146,6 +147,7 @@ def parallelize(
         gradient_reduction_axes(layouts, _tensor_reduction_axes(layouts, plan, mesh), mesh),
         mesh,
         plan.strategy.data,
+        plan.shards_gradients,
         gradient_dtype,
         ParamInit(device, dtype, fill, copies, master, plan.training.optimizer.delayed_update),
         overlap,
@@ -204,6 +206,7 @@ def _build_stage(
         apply_float8(model, mesh)
     apply_expert_parallel(model, layouts, mesh, plan.strategy.tensor.sequence, count_reader)
     recomputed = recomputed_modules(plan.strategy.recompute, plan.shape)
+    apply_tiling(model, layouts, plan.strategy.data.tile_factor, recomputed)
     apply_activation_checkpointing(model, recomputed, offload)
     if model.head is not None:  # vocabulary parallelism has replaced the head that had them
         model.head.kernels = plan.strategy.kernels  # type: ignore[assignment]

@@ -111,6 +111,15 @@ class Layout:
             layout, slices=_replaced(self.slices, dim, bounds), strided=(*self.strided, *more)
         )
 
+    def tile(self, index: int, count: int) -> Layout:
+        """Tile `index` of an unsharded tensor, in `count` of equal numbers of rows, all of which
+        this rank holds.
+        """
+        rows = self.shape[0] // count
+        assert self.slices[0] == (0, rows * count), (self, count)
+        bounds = index * rows, (index + 1) * rows
+        return replace(self, slices=_replaced(self.slices, 0, bounds))
+
     def sharded_over(self, axis: str, but: tuple[str, ...] = ()) -> Layout:
         """This layout, with different contents along `axis`, except along its sub-axes `but`."""
         assert axis in self.replicated_over, (self, axis)

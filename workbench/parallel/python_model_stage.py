@@ -78,6 +78,7 @@ def apply_to_python_model(
         sums,
         mesh,
         plan.strategy.data,
+        plan.shards_gradients,
         gradient_dtype,
         init,
         overlap,

@@ -175,3 +175,11 @@ class ResolvedPlan(Plan):
     def num_microbatches(self) -> int:
         """Microbatches a data-parallel rank takes in a step."""
         return self.task.global_batch // (self.task.micro_batch * self.sizes["data"])
+
+    @property
+    def shards_gradients(self) -> bool:
+        """Whether ranks keep shards of gradients alone (ZeRO-2 and 3): they are reduced after each
+        microbatch, or after the only one, which asks for no unsharded sum.
+        """
+        data = self.strategy.data
+        return data.zero >= 2 and (data.reduce == "microbatch" or self.num_microbatches == 1)

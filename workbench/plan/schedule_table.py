@@ -98,14 +98,11 @@ def executed(plan: ResolvedPlan) -> tuple[Table, list[int]]:
 
     Where gradients are sharded by the microbatch they are reduced after every backward.
     """
-    table, data, partition = (
-        schedule_table(plan),
-        plan.strategy.data,
-        plan.strategy.pipeline.partition,
-    )
-    each = data.zero >= 2 and data.reduce == "microbatch"
+    table, partition = schedule_table(plan), plan.strategy.pipeline.partition
     early = receives_early(plan.strategy.pipeline.schedule)
-    return executable(table, each, early), partition if table.stages > 1 else [sum(partition)]
+    return executable(table, plan.shards_gradients, early), partition if table.stages > 1 else [
+        sum(partition)
+    ]
 
 
 def transport(gpu: GPU) -> Transport:

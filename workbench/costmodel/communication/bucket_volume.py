@@ -19,14 +19,19 @@ from workbench.costmodel.inputs.parameter_tensors import (
     first_tensors,
     layer_tensors,
     norm_tensors,
+    num_tiles,
 )
 from workbench.costmodel.inputs.rank_workload import Workload
 from workbench.costmodel.inputs.traced_stages import TracedStages
 from workbench.runtime_facts.bucket_packing import pack_by_size, padded_numel
+from workbench.runtime_facts.offload_sizes import HostShare
 
 BucketCollective = tuple[str, str, int, str, float, str]
 """(axis, kind, group size, `parameter` or `gradient` dtype, bytes, action)."""
 
+
+TILE = ".tile"
+"""Between the numbers of a layer and of its tile, in the name of the tile's unit."""
 
 GridSides = tuple[tuple[str, int], ...]
 """(name, ranks) of sides of the tensor axis."""
@@ -123,6 +128,23 @@ def bucket_collectives(w: Workload, place: int) -> Counter[BucketCollective]:
     return found
 
 
+def with_offloaded_buckets(w: Workload) -> Workload:
+    """`w` of one plan with the share of the optimizer that each rank's host takes in buckets, where
+    the plan offloads a part (`data.offload_ratio`).
+    """
+    ratio = float(w.searched.offload_optimizer)
+    if ratio in (0.0, 1.0):
+        return w
+    shares = []
+    for index, place in enumerate(w.places):
+        host = HostShare(ratio)
+        for stage in rank_buckets(_with_replicas_at(w, index), place.stage):
+            for bucket in stage:
+                host.takes(bucket.elements)
+        shares.append(host.share)
+    return replace(w, searched=replace(w.searched, offload_optimizer=np.array(shares)))
+
+
 def _with_replicas_at(w: Workload, place: int) -> Workload:
     """`w` with the replicas, shards and microbatches of one of its ranks, where stages have
     replicas of their own.
@@ -190,7 +212,19 @@ def _gathers_by_action(w: Workload, unit: str) -> dict[str, int]:
     if unit == "embedding":
         head = m * int(w.shape.tied)
         return {"F": (1 if norm else m) + head, "B": m if norm and w.shape.tied else int(norm) * m}
+    if TILE in unit:
+        return {"F": m, "B": m * _tile_gathers_in_backward(w, unit)}
     return {"F": m, "B": 0 if unit == "head" else m}
+
+
+def _tile_gathers_in_backward(w: Workload, unit: str) -> int:
+    """How often one backward all-gathers a tile: twice in a recomputed layer, but for its last
+    tiles, which stay from its forward on: half as many as are in flight.
+    """
+    layer, _, number = unit.partition(TILE)
+    stays = num_tiles(w) - int(number) < w.fixed.num_zero_in_flight // 2
+    recomputed = int(layer) < w.recomputed_layers[0]  # which ones they are makes no difference
+    return 2 if recomputed and not stays else 1
 
 
 def _partial_sides(w: Workload) -> dict[str, GridSides]:
@@ -243,7 +277,10 @@ def _parameters(
     start = sum(partition[:stage])
     for layer in range(start, start + partition[stage]):
         is_moe = shape.moe is not None and layer >= shape.moe.first_dense
-        yield from packed(str(layer), layer_tensors(w, is_moe))
+        tensors = list(layer_tensors(w, is_moe))
+        yield from packed(str(layer), [t for t in tensors if not t.is_tile])
+        for number, tile in enumerate([t for t in tensors if t.is_tile], 1):
+            yield from packed(f"{layer}{TILE}{number}", [tile])
     if stage == stages - 1:
         yield from packed("head", norm_tensors(w))
         if not (shape.tied and both):

@@ -23,6 +23,7 @@ from workbench.costmodel.communication.float8_volume import float8_collectives
 from workbench.costmodel.communication.grid_volume import grid_collectives
 from workbench.costmodel.communication.partial_gradients import partial_gradient_sums
 from workbench.costmodel.inputs.config import Array, Number
+from workbench.costmodel.inputs.parameter_tensors import num_tiles, tile_elements
 from workbench.costmodel.inputs.rank_workload import Workload
 from workbench.costmodel.operators.operator_calls import axis_collectives, operator_collectives
 from workbench.plan.rank_placement import RankPlace
@@ -434,7 +435,7 @@ def _reductions(
         bucket = size / count
         return [CollectiveCall("data", "all_reduce", group, gradient, bucket, count, action)]
     if w.zero == 3 or (w.zero == 2 and behavior.reduces_units):
-        count = _units(w)
+        count = num_zero3_units(w)
     scatter, reduce = ("data", "reduce_scatter", shard), ("data", "all_reduce", group / shard)
     times = reductions_a_step(w)
     return [
@@ -443,23 +444,40 @@ def _reductions(
     ]
 
 
-def _unshards(
-    w: Workload, gathered: Array, shard: Number, within: str
-) -> tuple[CollectiveCall, CollectiveCall]:
+def _unshards(w: Workload, gathered: Array, shard: Number, within: str) -> list[CollectiveCall]:
     """All-gathers of `gathered` parameters, unit by unit, for forwards and backwards."""
     kept = np.maximum(w.searched.keep_gathered, w.pipeline > 1)
     narrow = w.fixed.framework.data_parallel.gathers_fp8(w.fixed.precision)
-    units = _units(w)
+    units = num_zero3_units(w)
     size = gathered * w.element_bytes * (1 - 0.5 * narrow) / units
     backward = units * (1 - kept) * w.microbatches
     forward = units * (kept + (1 - kept) * w.microbatches)
     over = ("data", "all_gather", shard, w.dtype, size)
-    return CollectiveCall(*over, forward, "F", within), CollectiveCall(*over, backward, "B", within)
+    return [
+        CollectiveCall(*over, forward, "F", within),
+        CollectiveCall(*over, backward, "B", within),
+        *_recomputed_tiles(w, shard, within),
+    ]
 
 
-def _units(w: Workload) -> Number:
-    """Parts of a stage that ZeRO-3 gathers and reduces one by one: layers, embedding, head."""
-    return w.layers + w.has_embedding + w.has_head
+def _recomputed_tiles(w: Workload, shard: Number, within: str) -> list[CollectiveCall]:
+    """All-gathers of tiles for forwards that backward repeats; those that stay until their backward
+    are left out.
+    """
+    tiles = num_tiles(w)
+    if not tiles:
+        return []
+    size = tile_elements(w)[0] / tiles * w.element_bytes
+    again = tiles - min(tiles, w.fixed.num_zero_in_flight // 2)
+    count = w.recomputed_layers * again * w.microbatches
+    return [CollectiveCall("data", "all_gather", shard, w.dtype, size, count, "B", within)]
+
+
+def num_zero3_units(w: Workload) -> Number:
+    """Parts of a stage that ZeRO-3 gathers and reduces one by one: layers, embedding, head, and
+    tiles of linears.
+    """
+    return w.layers * (1 + num_tiles(w)) + w.has_embedding + w.has_head
 
 
 def _updated_parameters(w: Workload, size: Array, shard: Number, sub_axis: str) -> CollectiveCall:

@@ -76,6 +76,8 @@ class FixedConfig:
     zero: int
     num_zero_in_flight: int
     """Units that ZeRO-3 all-gathers, and buckets that ZeRO-2 or 3 reduce-scatters, at once."""
+    tile_factor: int
+    """Tiles of each linear of a layer, which ZeRO-3 gathers and reduces one by one."""
     offloads_to_disk: float
     """1 where offloaded states are on disks, and pass through host memory."""
     delays_update: float
@@ -222,6 +224,7 @@ def fixed_config(plan: ResolvedPlan) -> FixedConfig:
         **_stepped(plan),
         zero=s.data.zero,
         num_zero_in_flight=s.data.in_flight,
+        tile_factor=s.data.tile_factor,
         offloads_to_disk=float(s.data.offload_tier == "disk"),
         delays_update=float(t.optimizer.delayed_update),
         offloads_checkpoints=float(s.offload_activations),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from workbench.costmodel.inputs.config import Number
 from workbench.costmodel.inputs.rank_workload import Workload
@@ -35,9 +35,16 @@ def layer_gemms(w: Workload, is_moe: bool) -> list[LayerGemm]:
         is_moe: Whether the feed-forward is an MoE; its experts are a grouped GEMM.
 
     Returns:
-        One entry per projection; q, k and v (and gate and up) are one GEMM where the framework
-        fuses them. MLA has its down- and up-projections.
+        One entry per projection, or per tile of it; q, k and v (and gate and up) are one GEMM
+        where the framework fuses them. MLA has its down- and up-projections.
     """
+    gemms, tiles = _untiled_gemms(w, is_moe), w.fixed.tile_factor
+    if tiles == 1:
+        return gemms
+    return [replace(gemm, columns=gemm.columns / tiles) for gemm in gemms for _ in range(tiles)]
+
+
+def _untiled_gemms(w: Workload, is_moe: bool) -> list[LayerGemm]:
     h, t, n = w.hidden_per_rank, w.tokens * w.tiling.gathered_blocks, w.tiling.num_steps
     mla = w.shape.mla
     if mla is None and w.fixed.framework.kernels.fused_qkv:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import numpy as np
 
 from workbench.costmodel.inputs.config import Number
 from workbench.costmodel.inputs.rank_shapes import RankShapes
@@ -20,6 +22,8 @@ class ParameterTensor:
     """
     experts: bool = False
     """Whether it belongs to experts that other ranks do not hold."""
+    is_tile: bool = False
+    """Whether it is a tile of a linear, which ZeRO-3 gathers by itself."""
 
 
 def norm_tensors(w: RankShapes) -> Iterator[ParameterTensor]:
@@ -39,7 +43,31 @@ def first_tensors(w: RankShapes) -> Iterator[ParameterTensor]:
 
 
 def layer_tensors(w: RankShapes, is_moe: bool) -> Iterator[ParameterTensor]:
-    """Tensors of one layer."""
+    """Tensors of one layer, tiles of linears one by one."""
+    tiles = w.fixed.tile_factor
+    for tensor in _untiled_tensors(w, is_moe):
+        if tiles > 1 and tensor.role == "matrix":
+            each = replace(tensor, elements=tensor.elements / tiles, is_tile=True)
+            yield from [each] * tiles
+        else:
+            yield tensor
+
+
+def num_tiles(w: RankShapes) -> int:
+    """Tiles of a layer's linears; 0 where they are not tiled."""
+    return sum(tensor.is_tile for tensor in layer_tensors(w, is_moe=False))
+
+
+def tile_elements(w: RankShapes) -> tuple[Number, Number]:
+    """Elements of (all tiles of a layer, the largest)."""
+    sizes = [t.elements for t in layer_tensors(w, is_moe=False) if t.is_tile]
+    largest: Number = 0.0
+    for size in sizes:
+        largest = np.maximum(largest, size)
+    return sum(sizes, start=0.0), largest
+
+
+def _untiled_tensors(w: RankShapes, is_moe: bool) -> Iterator[ParameterTensor]:
     yield from norm_tensors(w)
     yield from _attention_tensors(w)
     yield from norm_tensors(w)

@@ -160,11 +160,36 @@ def _feed_forward_backward(w: Workload, wide: Number, matrix: Number, is_split: 
         return (2 if w.shape.mlp == "gelu" else 3) * wide + gathered
     # Down projection: the gradients of input and weight, then the weight's accumulation. Activation
     # of a gate: gradients of gate and up, where the gradient of their product is freed.
+    if w.fixed.tile_factor > 1:
+        return _tiled_feed_forward_backward(w, wide, matrix / w.fixed.tile_factor)
     gradients = wide + matrix * w.element_bytes * separate_weight_gradients(w)
     accumulated = accumulated_gradient_bytes(w, matrix)
     activation = (1 if w.shape.mlp == "gelu" else 2) * wide
+    gradients = gradients - _unit_bucket_bytes(w)
     peak: Number = np.maximum(np.maximum(gradients, accumulated), activation)
     return np.maximum(peak, _cast_to_fp8_bytes(w, wide, matrix)) + gathered
+
+
+def _unit_bucket_bytes(w: Workload) -> Number:
+    """Bytes of the bucket of a ZeRO-3 unit's gradients, which the first of them allocates once it
+    is computed, where the engine does so.
+    """
+    behavior = w.fixed.framework.data_parallel
+    if w.zero < 3 or not behavior.frees_buffers or w.fixed.traced is not None:
+        return 0.0
+    bucket: Number = w.packed_counts.layer * w.gradient_element_bytes
+    return bucket * w.reduce_microbatch * has_weight_gradients(w)
+
+
+def _tiled_feed_forward_backward(w: Workload, wide: Number, tile: Number) -> Number:
+    """The same where the down projection is computed by tiles: their gradients are computed into
+    their buckets where dtypes allow, and the activation runs when the last has been reduced.
+    """
+    narrow = (w.gradient_element_bytes != w.element_bytes) & (w.fixed.gpu.device != "cuda")
+    gradients = wide + accumulated_gradient_bytes(w, tile) * narrow
+    activation = (1 if w.shape.mlp == "gelu" else 2) * wide - tile * w.gradient_element_bytes
+    peak: Number = np.maximum(gradients, activation)
+    return peak
 
 
 def _routed_backward(w: Workload) -> Number:

@@ -14,7 +14,6 @@ from workbench.costmodel.memory.live_sets.live_by_phase import (
     PHASES_WITH_ALL_GRADIENTS,
     gradients_persist,
     live_by_phase,
-    step_buffers,
 )
 from workbench.costmodel.memory.live_sets.stage_phases import (
     MemoryByCategory,
@@ -23,6 +22,7 @@ from workbench.costmodel.memory.live_sets.stage_phases import (
 )
 from workbench.costmodel.memory.model_states import ModelStates, model_states
 from workbench.costmodel.memory.optimizer_step import optimizer_step_buffers
+from workbench.costmodel.memory.step_buffers import step_buffers
 from workbench.costmodel.rates.constants import Constants
 from workbench.vocabulary import FRAGMENTATION, OUTSIDE
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from workbench.costmodel.inputs.config import Number
+from workbench.costmodel.inputs.parameter_tensors import tile_elements
 from workbench.costmodel.inputs.rank_parameters import ParamCounts
 from workbench.costmodel.inputs.rank_workload import Workload
 from workbench.costmodel.memory.activation_memory import (
@@ -17,8 +18,8 @@ from workbench.costmodel.memory.activation_memory import (
     has_weight_gradients,
     layer_activations,
 )
-from workbench.costmodel.memory.live_sets.live_by_phase import zero_working_set
 from workbench.costmodel.memory.live_sets.stage_phases import MemoryByCategory
+from workbench.costmodel.memory.step_buffers import zero_working_set
 
 PHASES_BEFORE_LAYER_BACKWARD = (
     "first_forward",
@@ -50,14 +51,53 @@ def zero_buffer_deltas(w: Workload, p: ParamCounts) -> dict[str, MemoryByCategor
     by_phase = {
         **dict.fromkeys(PHASES_BEFORE_LAYER_BACKWARD, _head_phase(w, p)),
         "projection": _projection_phase(w, p),
+        "final_norm": _head_phase(w, p) | {"communication": w.zeros + _head_bucket(w, p)},
         "head_forward": _head_phase(w, p, num_layers=0),
         **dict.fromkeys(backward, layer),
+        **(_tiled_phases(w, p) if w.fixed.tile_factor > 1 else {}),
         "embedding": _embedding_phase(w, p),
     }
     return {
         name: {category: live[category] - counted[category] for category in counted}
         for name, live in by_phase.items()
     }
+
+
+def _tiled_phases(w: Workload, p: ParamCounts) -> dict[str, MemoryByCategory]:
+    """Phases in which a layer's tiles are gathered, beside what else it has.
+
+    Backward frees a tile before it allocates its gradient: then those in flight are gathered but
+    one, and as many gradients are there.
+    """
+    tiled, tile = tile_elements(w)
+    flight, rest = w.fixed.num_zero_in_flight, p.layer - tiled
+    pending = flight - 1
+    head = w.has_head * w.head_params * (1 - float(has_tied_head_on_rank(w)))
+    leaving = w.searched.offload_optimizer * tile * (w.searched.shard > 1) / w.searched.shard
+    behind = pending * tile + leaving * (1 + (w.microbatches > 1)) * (pending > 0)
+    gradients = rest + tile + np.maximum((pending > 0) * head, behind)
+    gathered = _gathered_bytes(w, p, flight * rest + pending * tile)
+    backward: MemoryByCategory = {
+        "gathered": w.zeros + gathered,
+        "communication": w.zeros + _gradient_bytes(w, gradients),
+    }
+    forward = _head_phase(w, p)
+    ahead = min(flight, w.fixed.tile_factor) * tile * w.element_bytes
+    forward["gathered"] = forward["gathered"] + ahead
+    layer = ("feed_forward", "column_parallel", "norm", "attention", "recomputed_layer")
+    return {"last_gemm": forward, **dict.fromkeys(layer, backward)}
+
+
+def _unit(w: Workload, p: ParamCounts) -> Number:
+    """Elements of a layer that are gathered before it computes: all, or what no tile has."""
+    return p.layer - tile_elements(w)[0]
+
+
+def _last_reduced(w: Workload, p: ParamCounts) -> Number:
+    """Elements of the layer's bucket that is reduced last, or of the largest behind it."""
+    tiled, largest = tile_elements(w)
+    rest: Number = np.maximum(p.layer - tiled, largest * (w.fixed.num_zero_in_flight > 2))
+    return rest
 
 
 def _keeps_gathered(w: Workload) -> Number:
@@ -84,17 +124,27 @@ def _head_phase(w: Workload, p: ParamCounts, num_layers: int | None = None) -> M
         w.has_embedding * (p.total - w.layers * p.layer - table) * float(has_tied_head_on_rank(w))
     )
     return {
-        "gathered": w.zeros + _gathered_bytes(w, p, w.has_head * table + rest + layers * p.layer),
+        "gathered": w.zeros
+        + _gathered_bytes(w, p, w.has_head * table + rest + layers * _unit(w, p)),
         "communication": w.zeros,
     }
 
 
 def _projection_phase(w: Workload, p: ParamCounts) -> MemoryByCategory:
-    """Once logits are freed, the head's gradient is copied into a bucket of its own."""
+    """Once logits are freed, the head's gradient is copied into its bucket."""
     logits = w.element_bytes * w.vocab_rows * w.tokens
-    bucket = _gradient_bytes(w, _own_bucket(w, w.has_head * w.head_params))
-    own = 1 - float(has_tied_head_on_rank(w))  # a tied one waits for the embedding's
-    return _head_phase(w, p) | {"communication": w.zeros + own * np.maximum(0.0, bucket - logits)}
+    bucket = np.maximum(0.0, _head_bucket(w, p) - logits)
+    return _head_phase(w, p) | {"communication": w.zeros + bucket}
+
+
+def _head_bucket(w: Workload, p: ParamCounts) -> Number:
+    """Bytes of the bucket of the head's gradient, its own or one with those of layers; a tied one
+    waits for the embedding's.
+    """
+    own = _own_bucket(w, w.head_params)
+    shared = np.minimum(_bucket_elements(w), p.trained)
+    untied = w.has_head * (1 - float(has_tied_head_on_rank(w)))
+    return _gradient_bytes(w, untied * np.where(own > 0, own, shared))
 
 
 def _own_bucket(w: Workload, elements: Number) -> Number:
@@ -133,10 +183,11 @@ def _layers_behind(w: Workload, p: ParamCounts, pending: int) -> Number:
     saved = layer_activations(w, is_moe=w.shape.moe is not None)
     freed = np.where(w.recomputed_layers > 0, saved.checkpoint, saved.saved)
     leaving = w.searched.offload_optimizer * p.layer * (w.searched.shard > 1) / w.searched.shard
-    each = np.maximum(0.0, p.layer - freed / w.gradient_element_bytes)
     number = np.minimum(pending, np.maximum(0, w.layers - 1)) * (w.pipeline == 1)
-    behind: Number = number * each + leaving * (number > 0) * (1 + (w.microbatches > 1))
-    return behind
+    each = p.layer - freed / w.gradient_element_bytes
+    behind = number * each + leaving * (number > 0) * (1 + (w.microbatches > 1))
+    most: Number = np.maximum(0.0, behind)
+    return most
 
 
 def _largest_matrix(w: Workload) -> Number | None:
@@ -157,7 +208,7 @@ def _embedding_phase(w: Workload, p: ParamCounts) -> MemoryByCategory:
     table = w.has_embedding * w.vocab_rows * w.weight_in_dim
     pending = w.fixed.num_zero_in_flight - 1
     if w.zero == 3:
-        in_flight = pending * p.layer + table
+        in_flight = pending * _last_reduced(w, p) + table
     else:
         # A table in a bucket of its own is copied there when a tied head's gradient has been added.
         own, tied = _own_bucket(w, table), float(has_tied_head_on_rank(w))

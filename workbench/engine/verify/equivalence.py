@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -308,9 +309,9 @@ def compare_with_reference(
                 "weights", layout, rank, weights[name], reference.weights, scale
             )
 
-    owned = {
-        layout.name: layout.num_elements() for layout in layouts.values() if layout.is_owner(mesh)
-    }
+    owned: Counter[str] = Counter()
+    for layout in layouts.values():  # a tensor's tiles are several
+        owned[layout.name] += layout.num_elements() * layout.is_owner(mesh)
     return list(differences()), owned
 
 

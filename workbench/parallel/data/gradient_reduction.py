@@ -47,7 +47,8 @@ def accumulate_upcast(total: Tensor, gradient: Tensor) -> None:
 class AccumulatedGrads:
     """Unsharded gradients of a bucket, accumulated over microbatches and reduced once a step.
 
-    Used by ZeRO-0 and ZeRO-1, and by ZeRO-2 and ZeRO-3 with `data.reduce: step`.
+    Used by ZeRO-0 and ZeRO-1, and by ZeRO-2 and ZeRO-3 with `data.reduce: step` and several
+    microbatches.
     """
 
     def __init__(self, layout: BucketLayout, dtype: torch.dtype, device: torch.device) -> None:
@@ -106,9 +107,9 @@ class AccumulatedGrads:
 class ShardedGrads:
     """Sharded gradients of a bucket, unsharded only until their reduce-scatter.
 
-    Used by ZeRO-2 and ZeRO-3 with `data.reduce: microbatch`. The unsharded buffer is allocated by
-    a microbatch's first gradient of the bucket, and freed once its reduce-scatter has been added
-    to the shard.
+    Used by ZeRO-2 and ZeRO-3 with `data.reduce: microbatch`, or one microbatch. The unsharded
+    buffer is allocated by a microbatch's first gradient of the bucket, and freed once its
+    reduce-scatter has been added to the shard.
     """
 
     def __init__(self, layout: BucketLayout, dtype: torch.dtype, device: torch.device) -> None:

@@ -17,8 +17,10 @@ from workbench.parallel.data.flat_buckets import (
 from workbench.parallel.data.gradient_reduction import AccumulatedGrads, ShardedGrads
 from workbench.parallel.data.offloaded_grads import OffloadedGrads
 from workbench.parallel.data.sharded_params import ParamInit, ReplicatedParams, ShardedParams
+from workbench.parallel.data.tiled_linear import unit_of_tile
 from workbench.parallel.layout import Layout
 from workbench.plan.schema import Data
+from workbench.runtime_facts.offload_sizes import HostShare
 
 
 @dataclass
@@ -56,7 +58,11 @@ def bucket_names(
 
 
 def _unit_of(name: str) -> str:
-    """The ZeRO-3 unit of a parameter: the embedding, a block, or the final norm with the head."""
+    """The ZeRO-3 unit of a parameter: the embedding, a block, or the final norm with the head; of
+    a tile, itself.
+    """
+    if tile := unit_of_tile(name):
+        return tile
     first, second, *_ = (*name.split("."), "")
     return {"blocks": second, "embedding": first}.get(first, "head")
 
@@ -66,6 +72,7 @@ class BucketMaker:
 
     Args:
         plan: The plan's data parallelism.
+        shards_gradients: Whether each microbatch's gradients are reduce-scattered.
         dtype: Of gradients.
         init: Where parameters live, and what they start from.
         separate: Local name of a tied weight, to whose gradient another pipeline stage adds.
@@ -75,15 +82,16 @@ class BucketMaker:
     def __init__(
         self,
         plan: Data,
+        shards_gradients: bool,
         dtype: torch.dtype,
         init: ParamInit,
         separate: str | None,
         before_leaving: Callable[[BucketLayout, Tensor], None],
     ) -> None:
         self._plan, self._dtype, self._init = plan, dtype, init
+        self._shards_gradients = shards_gradients
         self._separate, self._before_leaving = separate, before_leaving
-        self._seen = self._offloaded = 0
-        """Elements of the buckets so far, and of those on the host."""
+        self._host_share = HostShare(plan.offload_ratio)
 
     def make(self, layout: BucketLayout, layouts: dict[str, Layout]) -> ParamBucket:
         """The bucket of a layout; `layouts` are of its parameters, before ZeRO shards them."""
@@ -92,20 +100,13 @@ class BucketMaker:
             if self._plan.zero == 3
             else ReplicatedParams(layout, layouts, self._init)
         )
-        on_host = self._plan.offload != "none" and self._takes(layout.numel)
+        on_host = self._plan.offload != "none" and self._host_share.takes(layout.numel)
         grads = self._grads(layout, on_host)
         return ParamBucket(params, grads, on_host, num_pending=len(params.parameters))
 
-    def _takes(self, numel: int) -> bool:
-        """Whether the host takes a bucket: as many as keep its share nearest to the ratio."""
-        self._seen += numel
-        taken = self._offloaded + numel / 2 <= self._plan.offload_ratio * self._seen
-        self._offloaded += numel * taken
-        return taken
-
     def _grads(self, layout: BucketLayout, on_host: bool) -> AccumulatedGrads | ShardedGrads:
         device = self._init.device
-        if self._plan.zero < 2 or self._plan.reduce == "step":
+        if not self._shards_gradients:
             return AccumulatedGrads(layout, self._dtype, device)
         # To a tied weight's another stage adds, and what is partial is summed once a step.
         stays = bool(layout.partial_axes) or self._separate in layout.shapes

@@ -23,7 +23,8 @@ from workbench.parallel.data.sharded_params import ShardedParams
 class ComputeSegment:
     """Modules that compute one after another, and the buckets that their passes read.
 
-    `forward` and `backward` list the sharded buckets that forward and backward read.
+    `forward` and `backward` list the sharded buckets that forward and backward read, those of tiles
+    left out: `tile_gather` gathers them.
     """
 
     def __init__(
@@ -34,9 +35,13 @@ class ComputeSegment:
     ) -> None:
         self.modules = modules
         self.forward, self.backward = (
-            list(dict.fromkeys(buckets[id(p)] for module in read for p in module.parameters()))
+            list(dict.fromkeys(buckets[id(p)] for p in _parameters(read) if id(p) in buckets))
             for read in (modules, read_in_backward)
         )
+
+
+def _parameters(modules: list[nn.Module]) -> Iterator[nn.Parameter]:
+    return (parameter for module in modules for parameter in module.parameters())
 
 
 def compute_segments(model: nn.Module, buckets: dict[int, ShardedParams]) -> list[ComputeSegment]:

@@ -45,6 +45,7 @@ class HostShards:
         masters: fp32 copies of 16-bit parameters, which the optimizer steps instead of `values`;
             empty without.
         gradients: What it steps by.
+        names: Local names of what each bucket has of these, which differ in number by rank.
 
     Args:
         buckets: Parameters and gradients of each bucket.
@@ -72,11 +73,13 @@ class HostShards:
         self.values: dict[str, Tensor] = {}
         self.masters: dict[str, Tensor] = {}
         self.gradients: dict[str, Tensor] = {}
+        self.names: list[list[str]] = []
         for bucket in self._buckets:
             layout, stepped = bucket.params.layout, bucket.stepped
             self.values |= layout.shard_views(bucket.params.shard if master else stepped)
             self.masters |= layout.shard_views(stepped) if master else {}
-            self.gradients |= layout.shard_views(bucket.stepped_by)
+            self.gradients |= (own := layout.shard_views(bucket.stepped_by))
+            self.names.append(list(own))
 
     def _bucket(self, params: ReplicatedParams | ShardedParams, grads: Grads) -> _HostBucket:
         host_grads = grads.shard
@@ -137,6 +140,10 @@ class HostShards:
             params.shard.copy_(bucket.stepped)
         else:
             self._staging.to_device(params.shard, bucket.stepped)
+
+    def params_of(self, index: int) -> ReplicatedParams | ShardedParams:
+        """The parameters of a bucket, of those that `names` names."""
+        return self._buckets[index].params
 
     def persistent(self) -> dict[str, list[Tensor]]:
         """Host tensors that live from step to step, by category of the memory frame."""

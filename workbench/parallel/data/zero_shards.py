@@ -5,7 +5,8 @@ What each stage of `data.zero` shards (Rajbhandari et al. 2020, arXiv 1910.02054
 - 0: nothing. Gradients are all-reduced, and every rank steps all parameters.
 - 1: optimizer states. Gradients are reduced, each rank steps its shard of the flat buckets, and an
   all-gather brings the updated parameters.
-- 2: gradients too, if `data.reduce` is microbatch: each microbatch's are reduce-scattered.
+- 2: gradients too, if `data.reduce` is microbatch, or the step has one: each microbatch's are
+  reduce-scattered.
 - 3: parameters too (FSDP): they are all-gathered unit by unit, `zero3_gather` says when.
 
 With a shard group smaller than data parallelism (hybrid sharding, HSDP), shards are replicated.
@@ -27,6 +28,8 @@ from workbench.parallel.data.gradient_reduction import PendingReduction
 from workbench.parallel.data.offloaded_grads import OffloadedGrads
 from workbench.parallel.data.param_buckets import BucketMaker, ParamBucket, bucket_names
 from workbench.parallel.data.sharded_params import ParamInit, ReplicatedParams, ShardedParams
+from workbench.parallel.data.tile_gather import TileGatherer
+from workbench.parallel.data.tiled_linear import TileAccess, TiledLinear
 from workbench.parallel.data.zero3_gather import StageGatherer, UnitGatherer
 from workbench.parallel.data.zero_offload import HostShards
 from workbench.parallel.layout import Layout
@@ -49,6 +52,7 @@ class ParamAndGradStore:
         models: This rank's stages, on the meta device; their parameters are replaced.
         layouts: Local parameter name -> its layout before ZeRO shards it.
         sums: Local parameter name -> the axes its gradient is summed over.
+        shards_gradients: Whether each microbatch's are reduce-scattered.
         dtype: Of accumulated gradients; also what `bucket_mib` is measured in.
         init: Gives the initial values of a rank's shards.
         overlap: Whether a bucket's reduction starts as soon as the last backward has accumulated
@@ -64,6 +68,7 @@ class ParamAndGradStore:
         sums: ReductionAxes,
         mesh: Mesh,
         plan: Data,
+        shards_gradients: bool,
         dtype: torch.dtype,
         init: ParamInit,
         overlap: bool,
@@ -72,7 +77,7 @@ class ParamAndGradStore:
         self.plan, self.overlap, self._separate = plan, overlap, separate
         self._copies = init.copies
         self.buckets: dict[int, list[ParamBucket]] = {}
-        maker = BucketMaker(plan, dtype, init, separate, self._add_to_norm)
+        maker = BucketMaker(plan, shards_gradients, dtype, init, separate, self._add_to_norm)
         materialized: dict[int, nn.Parameter] = {}
         for stage, model in models.items():
             meta = {n: p for n, p in model.named_parameters() if id(p) not in materialized}
@@ -90,6 +95,8 @@ class ParamAndGradStore:
         self._register_grad_hooks()
         self._install_gatherers(models)
         self._in_flight: list[PendingReduction] = []
+        self._updated: set[int] = set()
+        """Ids of the parameters whose all-gather after this step has been started."""
         self._last_backward: set[int] = set()
         """Stages whose next backward is their last of the step."""
         self._next_bucket = dict.fromkeys(self.buckets, 0)
@@ -145,12 +152,29 @@ class ParamAndGradStore:
             if isinstance(bucket, ShardedParams)
             for p in bucket.parameters.values()
         }
+        tiles = self._install_tile_gatherers(models, sharded)
+        sharded = {key: bucket for key, bucket in sharded.items() if key not in tiles}
         for stage, model in models.items() if sharded else ():
             self._gatherers[stage] = (
                 UnitGatherer(model, sharded, self.plan.keep_gathered, self.plan.in_flight - 1)
                 if self.overlap
                 else StageGatherer(model, sharded)
             )
+
+    def _install_tile_gatherers(
+        self, models: Mapping[int, nn.Module], sharded: Mapping[int, ShardedParams]
+    ) -> set[int]:
+        """Give tiled linears access to their tiles; returns the ids of these."""
+        found: set[int] = set()
+        for model in models.values():
+            linears = [module for module in model.modules() if isinstance(module, TiledLinear)]
+            if not linears:
+                continue
+            gatherer = TileGatherer(model, linears, sharded, self.plan.in_flight - 1)
+            for linear in linears:
+                linear.access = TileAccess(gatherer.gathered, self.accumulate_product)
+                found |= {id(tile) for tile in linear.weight}
+        return found
 
     def _all_buckets(self) -> Iterator[ParamBucket]:
         return (bucket for own in self.buckets.values() for bucket in own)
@@ -208,24 +232,36 @@ class ParamAndGradStore:
         """Let the host wait for what is on its way to it, before it reads `gradients`."""
         self._copies.synchronize()
 
+    def start_upload(self, index: int) -> None:
+        """Bring what the host has stepped of its bucket `index` to where it is used, and start its
+        all-gather, while the host steps the next bucket (ZeRO-Offload, 2101.06840, section 4).
+        """
+        assert self.host is not None
+        self._start_gather(self.host.params_of(index))
+
+    def _start_gather(self, params: ReplicatedParams | ShardedParams) -> None:
+        self._updated.add(id(params))
+        with self._copies.copying() if self.host is not None else nullcontext():
+            if self.host is not None:
+                self.host.store_params(params)
+            if isinstance(params, ReplicatedParams):
+                params.start_all_gather()
+
     def gather_updated_params(self) -> None:
         """After initialization or a step: all-gather the shards that the other ranks have filled
-        or stepped.
+        or stepped, and wait for those that are under way.
 
         ZeRO-3 does not need it: it all-gathers parameters when they are next used.
         """
         params = [bucket.params for bucket in self._all_buckets()]
-        replicated = [p for p in params if isinstance(p, ReplicatedParams)]
-        with self._copies.copying() if self.host is not None else nullcontext():
-            for each in params:  # a bucket's all-gather runs beside the next one's copy
-                if self.host is not None:
-                    self.host.store_params(each)
-                if isinstance(each, ReplicatedParams):
-                    each.start_all_gather()
-            copied = self._copies.copied()
-        copied()
-        for each in replicated:
-            each.wait_all_gather()
+        for each in params:  # a bucket's all-gather runs beside the next one's copy
+            if id(each) not in self._updated:
+                self._start_gather(each)
+        self._updated.clear()
+        self._copies.copied()()
+        for each in params:
+            if isinstance(each, ReplicatedParams):
+                each.wait_all_gather()
 
     def persistent(self) -> dict[str, list[Tensor]]:
         """Device buffers that live from step to step, by category of the memory frame."""

@@ -14,6 +14,7 @@ from workbench.plan.rules import (
     schedule_rules,
     stage_rules,
     tensor_rules,
+    tile_rules,
 )
 from workbench.plan.schema import AXES, Plan
 
@@ -58,6 +59,7 @@ def _data(plan: ResolvedPlan) -> Iterator[Problem]:
                 f"or more; zero is {data.zero}",
             )
     yield from offload_rules.problems(plan)
+    yield from tile_rules.problems(plan)
     if data.in_flight != 2 and plan.strategy.stack != "workbench":
         yield Problem(
             "strategy.data.in_flight",

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from workbench.fields.bounds import InFlight, LayerIndex, Layers, Mebibytes, Ranks
+from workbench.fields.bounds import InFlight, LayerIndex, Layers, Mebibytes, Ranks, Tiles
 from workbench.fields.frozen import Frozen
 
 Axis = Literal["tensor", "context", "data", "pipeline"]
@@ -54,6 +54,9 @@ class Data(Frozen):
     reduce: Literal["step", "microbatch"] = Field("step", description="When gradients are reduced.")
     keep_gathered: bool = Field(
         False, description="ZeRO-3 keeps gathered parameters between forward and backward."
+    )
+    tile_factor: Tiles = Field(
+        1, description="Tiles of each linear of a layer, by outputs; ZeRO-3 gathers one at a time."
     )
     bucket_mib: Mebibytes = Field(25.0, description="Gradient bucket, MiB.")
     overlap: bool = Field(

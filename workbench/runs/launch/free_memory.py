@@ -76,7 +76,7 @@ def _shards(plan: ResolvedPlan) -> tuple[float, float, float]:
     data, shard, whole = plan.strategy.data, _shard_ranks(plan), state_bytes(plan)
     return (
         whole.parameter / (shard if data.zero == 3 else 1),
-        whole.gradient / (shard if data.zero >= 2 and data.reduce == "microbatch" else 1),
+        whole.gradient / (shard if plan.shards_gradients else 1),
         whole.optimizer / (shard if data.zero else 1),
     )
 

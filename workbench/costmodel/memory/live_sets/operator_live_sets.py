@@ -34,7 +34,7 @@ def rank_walks(w: Workload) -> tuple[ScheduleWalk, ...]:
 
 
 def _walks(w: Workload) -> Iterator[ScheduleWalk]:
-    each = w.zero >= 2 and bool(w.searched.reduce_microbatch)
+    each = w.zero >= 2 and bool(np.all(w.reduce_microbatch))
     schedule = executed_schedule(w.fixed, int(np.max(w.step_microbatches)), each)
     table = schedule.table
     passes = rank_passes(w)
