@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
@@ -15,6 +17,7 @@ __all__ = [
     "FakeTensor",
     "FakeTensorMode",
     "TorchDispatchMode",
+    "fake_device",
     "is_traceable_wrapper_subclass",
     "without_dispatch_modes",
 ]
@@ -24,3 +27,14 @@ if not "2.11" <= torch.__version__ < "2.14":
         f"workbench.models.torch_dispatch uses torch's private dispatch modes of 2.11 to 2.13, not "
         f"{torch.__version__}"
     )
+
+_DEVICE = torch.ops.prim.device.default
+
+
+def fake_device(func: Any, args: tuple[Any, ...]) -> torch.device | None:
+    """The answer where `func` asks a fake tensor for its device, which is what most calls of a mode
+    do; None for others.
+    """
+    if func is not _DEVICE or type(args[0]) is not FakeTensor:
+        return None
+    return torch.device("meta") if args[0].fake_mode.in_kernel_invocation else args[0].fake_device

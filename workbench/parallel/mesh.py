@@ -160,12 +160,14 @@ def build_mesh(
     return Mesh(rank, plan.world_size, axes, operators)
 
 
-def mesh_ranks(plan: ResolvedPlan, rank: int) -> dict[str, tuple[int, ...]]:
-    """Axis of the mesh of `rank` -> global ranks along it, without process groups."""
-    return {
-        name: tuple(next(row for row in members if rank in row))
-        for name, (members, _) in _axes(plan).items()
-    }
+def every_mesh(plan: ResolvedPlan) -> list[dict[str, tuple[int, ...]]]:
+    """Of every rank: axis of its mesh -> global ranks along it, without process groups."""
+    found: list[dict[str, tuple[int, ...]]] = [{} for _ in range(plan.world_size)]
+    for name, (groups, _) in _axes(plan).items():
+        for group in map(tuple, groups):
+            for rank in group:
+                found[rank][name] = group
+    return found
 
 
 def _ranks(members: Sequence[int]) -> str:

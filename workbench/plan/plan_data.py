@@ -67,7 +67,7 @@ def _assign(target: dict[str, Any], path: list[str], value: Any) -> None:
     for depth, key in enumerate(path[:-1], start=1):
         inner = target.get(key)
         if inner is None:
-            inner = {}
+            inner = _usual_fabric(target) if path[:depth] == ["cluster", "fabric"] else {}
         elif isinstance(inner, str):
             inner = _written_out(".".join(path[:depth]), inner, ".".join(path))
         elif not isinstance(inner, dict):
@@ -92,6 +92,12 @@ def _written_out(field: str, name: str, path: str) -> dict[str, Any]:
     if field == "cluster.fabric" and name in gpu_catalog.clusters():
         return gpu_catalog.clusters()[name].model_dump(exclude_unset=True)
     raise refuse(path, f"{field} is '{name}', which has no fields to change")
+
+
+def _usual_fabric(cluster: Mapping[str, Any]) -> dict[str, Any]:
+    """The fabric of the cluster's GPU as data; nothing where the catalog does not know the GPU."""
+    entry = gpu_catalog.gpus().get(str(cluster.get("gpu")))
+    return _written_out("cluster.fabric", entry.fabric, "cluster.fabric") if entry else {}
 
 
 def _underived(shape: Shape) -> dict[str, Any]:

@@ -33,13 +33,17 @@ class AxisTraffic:
     reach: TrafficReach
 
     @property
-    def text(self) -> str:
-        """In a few words."""
-        where = {"node": "inside nodes", "network": "between nodes", "racks": "between racks"}[
+    def where(self) -> str:
+        """How far it goes, in words."""
+        return {"node": "inside nodes", "network": "between nodes", "racks": "between racks"}[
             self.reach
         ]
+
+    @property
+    def text(self) -> str:
+        """In a few words."""
         return (
-            f"{self.axis} ({self.ranks}) moves {self.bytes / 1e9:.3g} GB a rank {where} in "
+            f"{self.axis} ({self.ranks}) moves {self.bytes / 1e9:.3g} GB a rank {self.where} in "
             f"{self.seconds:.3g} s"
         )
 
@@ -76,6 +80,12 @@ def rank_placements(plan: Plan) -> list[AxisPlacement]:
         (_evaluate_order(w, constants, order) for order in _distinct_orders(full)),
         key=lambda one: one.seconds,
     )
+
+
+def placement_of(full: ResolvedPlan) -> AxisPlacement:
+    """The order of a complete plan's axes, as it is. Raises `PlanError` as `estimate` does."""
+    here, constants = with_calibration(full)
+    return _evaluate_order(planned_workload(here), constants, tuple(full.strategy.placement))
 
 
 def _distinct_orders(full: ResolvedPlan) -> list[tuple[Axis, ...]]:

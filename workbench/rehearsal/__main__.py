@@ -8,6 +8,7 @@ of JSON after each action that has run.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import sys
 from pathlib import Path
@@ -32,6 +33,7 @@ def main() -> int:
     parser.add_argument("--over-time", action="store_true")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    gc.freeze()  # torch itself is no garbage, and takes a tenth of the time to look through
 
     def progress(done: int, of: int) -> None:
         print(json.dumps({"done": done, "of": of}), flush=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from workbench.engine.measure.recorded_collective import KINDS, process_group_of, tensors_in
-from workbench.models.torch_dispatch import TorchDispatchMode
+from workbench.models.torch_dispatch import TorchDispatchMode, fake_device
 
 P2P = ("send", "recv")
 ROOTED = ("broadcast", "reduce", "gather", "scatter")
@@ -120,6 +120,10 @@ class CallRecorder(TorchDispatchMode):
         self._batch += recorded.batches
         return object() if recorded.makes_boundary else None
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled here
+
     def __torch_dispatch__(
         self,
         func: Any,
@@ -127,6 +131,8 @@ class CallRecorder(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        if (known := fake_device(func, args)) is not None:
+            return known
         name = func.overloadpacket.__name__
         if func.namespace in NAMESPACES and name != "wait_tensor":
             self._record(KINDS.get(name, name), args)
@@ -194,6 +200,15 @@ class CallRecorder(TorchDispatchMode):
                 self._in_batch = False
 
         return batch_isend_irecv
+
+
+def changed(calls: Sequence[Call], change: Callable[[Call], Call]) -> list[Call]:
+    """`change` of every call, made once of those that are one object: replayed ones."""
+    made: dict[int, Call] = {}
+    for call in calls:
+        if id(call) not in made:
+            made[id(call)] = change(call)
+    return [made[id(call)] for call in calls]
 
 
 def _is_splits(value: Any) -> bool:

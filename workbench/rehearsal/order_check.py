@@ -9,7 +9,7 @@ and ranks drawn by seed are traced as well and compared.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import zip_longest
@@ -17,19 +17,19 @@ from typing import Any
 
 import torch
 
-from workbench.parallel.mesh import Mesh, build_mesh, mesh_ranks
+from workbench.parallel.mesh import Mesh, build_mesh, every_mesh
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.rules.supported import require
 from workbench.plan.schedule_table import drawn
 from workbench.plan.schema import Plan
 from workbench.planned_device import rehearsed_device
 from workbench.rehearsal.building import build_session
-from workbench.rehearsal.call_trace import STORE, Call, CallRecorder
+from workbench.rehearsal.call_trace import STORE, Call, CallRecorder, changed
 from workbench.rehearsal.fake_process_group import fake_tensors, fake_world
 from workbench.rehearsal.rehearse import python_model, with_microbatches
 from workbench.rehearsal.replayed_steps import RUN_FIRST, NotAlikeError, ReplayingExecutor
 from workbench.rehearsal.strict_replay import replay
-from workbench.rehearsal.symmetric_ranks import rank_class, translated
+from workbench.rehearsal.symmetric_ranks import Axes, rank_classes, translated
 
 TRACED_WHOLE = 16
 """Ranks of the largest world of which every rank is traced."""
@@ -80,13 +80,15 @@ def check_order(
     full = plan.resolve()
     require(full, "rehearse", allow_code)
     full = _with_few_microbatches(full)
-    ranks, compared = _chosen(full, seed)
+    meshes = every_mesh(full)
+    classes = rank_classes(full, meshes)
+    ranks, compared = _chosen(classes, seed)
     traces: dict[int, list[Call]] = {}
     for done, rank in enumerate(sorted({*ranks, *compared}), 1):
         traces[rank] = trace(full, rank)
         if progress:
             progress(done, len({*ranks, *compared}))
-    every, problems = _every_trace(full, ranks, traces)
+    every, problems = _every_trace(meshes, classes, ranks, traces)
     problems += replay(every)
     calls = sum(map(len, every.values()))
     return OrderCheck(full.world_size, len(traces), calls, full.num_microbatches, tuple(problems))
@@ -101,50 +103,49 @@ def _with_few_microbatches(plan: ResolvedPlan) -> ResolvedPlan:
     return with_microbatches(plan, enough)
 
 
-def _chosen(plan: ResolvedPlan, seed: int) -> tuple[list[int], list[int]]:
+def _chosen(classes: Sequence[tuple[int, ...]], seed: int) -> tuple[list[int], list[int]]:
     """(one rank of each class, ranks drawn to compare); all ranks of a small world."""
-    world = range(plan.world_size)
-    if plan.world_size <= TRACED_WHOLE:
+    world = range(len(classes))
+    if len(world) <= TRACED_WHOLE:
         return list(world), []
     first: dict[tuple[int, ...], int] = {}
-    for rank in world:
-        first.setdefault(rank_class(plan, rank), rank)
-    return list(first.values()), random.Random(seed).sample(world, min(DRAWN, plan.world_size))
+    for rank, its_class in enumerate(classes):
+        first.setdefault(its_class, rank)
+    return list(first.values()), random.Random(seed).sample(world, min(DRAWN, len(world)))
 
 
 def _every_trace(
-    plan: ResolvedPlan, ranks: list[int], traces: dict[int, list[Call]]
+    meshes: Sequence[Axes],
+    classes: Sequence[tuple[int, ...]],
+    ranks: list[int],
+    traces: dict[int, list[Call]],
 ) -> tuple[dict[int, list[Call]], list[str]]:
     """(rank -> its calls, of the whole world; ranks that symmetry is wrong about)."""
-    by_class = {rank_class(plan, rank): rank for rank in ranks}
+    if len(meshes) <= TRACED_WHOLE:
+        return traces, []
+    example_of = {classes[rank]: rank for rank in ranks}
+    examples = {rank: changed(traces[rank], _with_any_rows) for rank in ranks}
     every, problems = {}, []
-    for rank in range(plan.world_size):
-        example = by_class.get(rank_class(plan, rank), rank)
-        follows = (
-            traces[rank]
-            if plan.world_size <= TRACED_WHOLE
-            else translated(
-                traces[example], mesh_ranks(plan, example), mesh_ranks(plan, rank), example, rank
-            )
-        )
-        if rank in traces and (wrong := _first_difference(traces[rank], follows)) is not None:
+    for rank, axes in enumerate(meshes):
+        example = example_of[classes[rank]]
+        follows = translated(examples[example], meshes[example], axes, example, rank)
+        own = changed(traces[rank], _with_any_rows) if rank in traces else follows
+        if (wrong := _first_difference(own, follows)) is not None:
             problems.append(f"rank {rank} does not call what rank {example} does: {wrong}")
-        calls = traces.get(rank, follows)
-        every[rank] = calls if plan.world_size <= TRACED_WHOLE else [*map(_with_any_rows, calls)]
+        every[rank] = own
     return every, problems
 
 
 def _first_difference(calls: list[Call], expected: list[Call]) -> str | None:
-    """The first call in which two traces differ, in words. An expert has the rows that there are:
-    how many go to which rank may differ by one.
-    """
+    """The first call in which two traces differ, in words."""
     for number, (one, other) in enumerate(zip_longest(calls, expected), 1):
-        if one is None or other is None or _with_any_rows(one) != _with_any_rows(other):
+        if one is not other and one != other:
             return f"call {number} is {one or 'none'}, not {other or 'none'}"
     return None
 
 
 def _with_any_rows(call: Call) -> Call:
+    """An expert has the rows that there are: how many go to which rank may differ by one."""
     return call if call.kind != "all_to_all" else call._replace(numel=0, sent=(), received=())
 
 
@@ -178,7 +179,7 @@ def _trace(plan: ResolvedPlan, rank: int, run_first: int) -> list[Call]:
                 session.evaluate(batch[0], batch[1])
         names = _group_names(mesh)
     names[STORE] = STORE
-    return [call._replace(group=names.get(call.group, "world")) for call in recorder.calls]
+    return changed(recorder.calls, lambda call: call._replace(group=names.get(call.group, "world")))
 
 
 def _group_names(mesh: Mesh) -> dict[str, str]:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from workbench.engine.measure.live_memory import UNCOUNTED, CountedStorage, LiveBytes
 from workbench.engine.measure.recorded_collective import RecordedCollective
+from workbench.models.torch_dispatch import fake_device
 from workbench.rehearsal.memory_curve import NOTHING, Change, MemoryCurve, Origin, Stretch
 
 
@@ -79,6 +80,20 @@ class ReplayedLiveBytes(LiveBytes):
         self._before = 0
         """Events of the action that is recorded, before it began."""
         self._recording: RecordedAction | None = None
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled here, and the wrapper costs as much as a device's answer
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        known = fake_device(func, args)
+        return known if known is not None else super().__torch_dispatch__(func, types, args, kwargs)
 
     @property
     def pending(self) -> list[tuple[CountedStorage | Stretch, int]]:

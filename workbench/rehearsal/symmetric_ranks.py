@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from workbench.parallel.mesh import mesh_ranks
 from workbench.plan.resolved_plan import ResolvedPlan
-from workbench.rehearsal.call_trace import P2P, STORE, Call
+from workbench.rehearsal.call_trace import P2P, STORE, Call, changed
 
 Axes = Mapping[str, tuple[int, ...]]
 """Axis of a rank's mesh -> global ranks along it."""
@@ -16,17 +15,16 @@ peer has an index of its own.
 """
 
 
-def rank_class(plan: ResolvedPlan, rank: int) -> tuple[int, ...]:
-    """What decides a rank's calls: its place in the pipeline, and on a tensor grid, whose ranks
-    send to different peers. Where stages have replicas of their own, each is a class.
+def rank_classes(plan: ResolvedPlan, meshes: Sequence[Axes]) -> list[tuple[int, ...]]:
+    """What decides each rank's calls: its place in the pipeline, and on a tensor grid, whose ranks
+    send to different peers. Where stages have replicas of their own, each rank is a class.
     """
     if plan.strategy.pipeline.replicas:
-        return (rank,)
-    axes = mesh_ranks(plan, rank)
+        return [(rank,) for rank in range(plan.world_size)]
     names = ["pipeline"]
     if plan.strategy.tensor.algorithm != "1d" or plan.strategy.operators:
         names.append("tensor")
-    return tuple(axes[name].index(rank) for name in names)
+    return [tuple(axes[name].index(rank) for name in names) for rank, axes in enumerate(meshes)]
 
 
 def translated(calls: Sequence[Call], of: Axes, to: Axes, example: int, rank: int) -> list[Call]:
@@ -40,14 +38,15 @@ def translated(calls: Sequence[Call], of: Axes, to: Axes, example: int, rank: in
         rank: Rank to translate to.
     """
     known: dict[tuple[str, tuple[int, ...], int, bool], tuple[tuple[int, ...], int]] = {}
-    out = []
-    for call in calls:
+
+    def change(call: Call) -> Call:
         key = call.group, call.ranks, call.peer, call.kind in P2P
         if key not in known:
             known[key] = _place(call, of, to, example, rank)
         ranks, peer = known[key]
-        out.append(call._replace(ranks=ranks, peer=peer))
-    return out
+        return call._replace(ranks=ranks, peer=peer)
+
+    return changed(calls, change)
 
 
 def _place(call: Call, of: Axes, to: Axes, example: int, rank: int) -> tuple[tuple[int, ...], int]:

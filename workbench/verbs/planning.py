@@ -52,24 +52,48 @@ def estimate(plan: Plan | str | Path, *, allow_code: bool = False) -> Profile:
 
 
 def explain(
-    plan: Plan | str | Path, *, tokens: float | None = None, price: float | None = None
+    plan: Plan | str | Path,
+    *,
+    tokens: float | None = None,
+    price: float | None = None,
+    without_each: bool = False,
+    rehearse_seconds: float | None = None,
+    placements: bool = False,
 ) -> Explanation:
     """Explain what binds memory and time, and what changes it.
 
     Cost and energy of the training, what makes the plan fit, and neighbouring plans with their
-    step time and memory. Every figure is estimated.
+    step time and memory. Every figure is estimated, but for those that are rehearsed.
 
     Args:
         plan: A plan, or the path of a plan file.
         tokens: Tokens to train on; default 20 a parameter.
         price: USD an hour of one GPU; default its list price.
+        without_each: Also memory without each dimension of the parallelism (tensor, context,
+            pipeline, expert and data parallelism, sharding, offload, recomputation), one by one.
+        rehearse_seconds: Rehearse each of those too, on the rank with the most memory, for so
+            many seconds at most.
+        placements: Also every order of the axes over nodes and racks, best first, with optimizer
+            shards within and across racks.
 
     Raises:
         PlanError: The plan or a number is illegal.
     """
     from workbench.planner.explain import explain
 
-    return explain(given_plan(plan), tokens, price)
+    rehearsed = None
+    if rehearse_seconds is not None:
+        from workbench.runs.launch.subprocess_verbs import rehearse_within
+
+        rehearsed = rehearse_within(rehearse_seconds)
+    return explain(
+        given_plan(plan),
+        tokens,
+        price,
+        without=without_each or rehearsed is not None,
+        placements=placements,
+        rehearse=rehearsed,
+    )
 
 
 def operators(

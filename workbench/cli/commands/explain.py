@@ -16,6 +16,7 @@ from workbench.cli.terminal import Grid
 from workbench.errors import refuse
 from workbench.plan.plan_data import assignments
 from workbench.plan.schema import Plan
+from workbench.planner.explain.asked_table import AskedTable
 from workbench.planner.explain.explanation import EFFECT_HEADS, Explanation, effect_cells
 from workbench.planner.explain.plan_figures import ChangeEffect
 from workbench.planner.states_on_gpus.states_answer import (
@@ -52,10 +53,41 @@ Gpus = Annotated[
 
 
 @planned
-def explain(plan: Plan, tokens: Tokens = None, price: Price = None, json: Json = False) -> None:
+def explain(
+    plan: Plan,
+    tokens: Tokens = None,
+    price: Price = None,
+    without_each: Annotated[
+        bool,
+        typer.Option(
+            "--without-each",
+            help="Also memory without each dimension: tensor, pipeline, data, sharding, ...",
+        ),
+    ] = False,
+    rehearse: Annotated[
+        float | None,
+        typer.Option(
+            "--rehearse",
+            metavar="SECONDS",
+            help="Rehearse each of --without-each too, for so many seconds at most, e.g. 60.",
+        ),
+    ] = None,
+    placements: Annotated[
+        bool,
+        typer.Option(
+            "--placements", help="Also every order of the axes over nodes and racks, best first."
+        ),
+    ] = False,
+    json: Json = False,
+) -> None:
     found = verbs.explain(
-        plan, tokens=tokens, price=price
-    )  # not complete: rules must be free to follow a fix
+        plan,  # not complete: rules must be free to follow a fix
+        tokens=tokens,
+        price=price,
+        without_each=without_each,
+        rehearse_seconds=rehearse,
+        placements=placements,
+    )
     emit(json, found.to_json(), lambda: _shown(found))
 
 
@@ -64,7 +96,15 @@ def _shown(found: Explanation) -> list[Grid | str]:
     cannot = [f"{words}\n" for words in found.reasons.cannot]
     effects = [_effects(title, rows) for title, rows in found.tables()]
     words = "\n".join((found.step_line, binding.memory, binding.time, ""))
-    return [_cost(found.name, found.cost), *cannot, words, *effects]
+    asked = [part for table in found.asked for part in _asked(table)]
+    return [_cost(found.name, found.cost), *cannot, words, *effects, *asked]
+
+
+def _asked(table: AskedTable) -> list[Grid | str]:
+    built = tables.table(table.title, table.heads, table.heads[1:], table.optional)
+    for row in table.rows:
+        built.add_row(*row)
+    return [built, "\n".join((*table.notes, ""))]
 
 
 def _cost(name: str, cost: TrainingCost) -> Grid:

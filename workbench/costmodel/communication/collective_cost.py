@@ -198,6 +198,7 @@ def group_link(
     return AxisLink(
         np.where(leaves_rack, np.minimum(bandwidth, uplink), bandwidth),
         latency + leaves_rack * 1e-6 * rack_latency,
+        measured,
     )
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from workbench.errors import PlanError, Problem
+from workbench.machine import gpu_catalog
 from workbench.plan.model.attention_kernel import attention_kernels, is_aligned
 from workbench.plan.model.model_shape import Shape
 from workbench.plan.resolved_plan import ResolvedPlan
@@ -120,6 +121,24 @@ def _cluster(plan: ResolvedPlan) -> Iterator[Problem]:
             "cluster.gpus",
             f"is {c.gpus}, but {nodes} nodes x {per_node} GPUs = {nodes * per_node}; every "
             f"node holds the same number; legal: {legal_sizes.near(c.gpus, whole)}",
+        )
+    yield from _racks(plan)
+
+
+def _racks(plan: ResolvedPlan) -> Iterator[Problem]:
+    """Racks that a plan describes itself are full; of a site's in the catalog, a job may take
+    part.
+    """
+    fabric, nodes = plan.fabric, int(plan.cluster.nodes or 1)
+    known = fabric == gpu_catalog.clusters().get(fabric.name)
+    if not fabric.rack_nodes or known or nodes <= fabric.rack_nodes:
+        return
+    if nodes % fabric.rack_nodes:
+        near = legal_sizes.near(fabric.rack_nodes, legal_sizes.divisors(nodes))
+        yield Problem(
+            "cluster.fabric.rack_nodes",
+            f"is {fabric.rack_nodes}, which does not divide {nodes} nodes into full racks; "
+            f"legal: null, {near}, {nodes} or more",
         )
 
 

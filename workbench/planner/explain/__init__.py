@@ -8,12 +8,14 @@ from workbench.planner.explain import neighbor_plans as _moves
 from workbench.planner.explain import sensitivity as _sensitivity
 from workbench.planner.explain.bottlenecks import Bottleneck, find_bottleneck
 from workbench.planner.explain.explanation import Explanation, Reasons
+from workbench.planner.explain.placements import placement_table
 from workbench.planner.explain.plan_figures import (
     ChangeEffect,
     ExplainedPlan,
     PlanFigures,
     explained_plan,
 )
+from workbench.planner.explain.without_each import Rehearse, without_each
 from workbench.planner.framework_limits import broken_limits
 from workbench.planner.training_cost import training_cost
 
@@ -50,11 +52,21 @@ def neighbours(plan: Plan) -> list[ChangeEffect]:
     return _moves.neighbor_plans(explained_plan(plan))
 
 
-def explain(plan: Plan, tokens: float | None = None, price: float | None = None) -> Explanation:
+def explain(
+    plan: Plan,
+    tokens: float | None = None,
+    price: float | None = None,
+    *,
+    without: bool = False,
+    placements: bool = False,
+    rehearse: Rehearse | None = None,
+) -> Explanation:
     """Cost to `tokens` (default 20 a parameter) at `price` USD an hour and GPU (default the GPU's
     own), and reasons.
 
-    Well under a second. Raises `PlanError` for an illegal plan or number.
+    Well under a second. `without` adds the plan without each of its dimensions, which `rehearse`
+    rehearses too; `placements` the orders of its axes. Raises `PlanError` for an illegal plan or
+    number.
     """
     asked = explained_plan(plan)
     cost = training_cost(asked.resolved, asked.profile, tokens, price)
@@ -66,6 +78,10 @@ def explain(plan: Plan, tokens: float | None = None, price: float | None = None)
         _why(asked),
         tuple(_sensitivity.sensitivity(asked)),
         tuple(_moves.neighbor_plans(asked)),
+        (
+            *([without_each(asked, rehearse)] if without else []),
+            *([placement_table(asked)] if placements else []),
+        ),
     )
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from workbench.planner.explain.asked_table import AskedTable
 from workbench.planner.explain.bottlenecks import Bottleneck
 from workbench.planner.explain.plan_figures import ChangeEffect, PlanFigures
 from workbench.planner.table_text import aligned_lines, captioned_html_table
@@ -82,6 +83,8 @@ class Explanation:
     reasons: Reasons
     sensitivity: tuple[ChangeEffect, ...]
     neighbours: tuple[ChangeEffect, ...]
+    asked: tuple[AskedTable, ...] = ()
+    """Further tables that were asked for."""
 
     def tables(self) -> list[tuple[str, Sequence[ChangeEffect]]]:
         """(title, rows) of what is not empty."""
@@ -114,6 +117,7 @@ class Explanation:
             "reasons": self.reasons.to_json(),
             "sensitivity": [effect.to_json() for effect in self.sensitivity],
             "neighbours": [effect.to_json() for effect in self.neighbours],
+            **{table.key: list(table.data) for table in self.asked},
         }
 
     def __repr__(self) -> str:
@@ -125,9 +129,8 @@ class Explanation:
             self.reasons.bottleneck.memory,
             self.reasons.bottleneck.time,
         ]
-        return "\n".join(
-            [*lines, *(line for title, rows in self.tables() for line in effect_lines(title, rows))]
-        )
+        effects = (line for title, rows in self.tables() for line in effect_lines(title, rows))
+        return "\n".join([*lines, *effects, *(f"\n{table}" for table in self.asked)])
 
     def _repr_html_(self) -> str:
         words = [
@@ -139,10 +142,12 @@ class Explanation:
             self.reasons.bottleneck.time,
         ]
         paragraphs = "".join(f"<p>{escaped(line)}</p>" for line in words)
-        return f"<h4>{escaped(self.name)}</h4>{paragraphs}" + "".join(
+        tables = (
             captioned_html_table(title, EFFECT_HEADS, map(effect_cells, rows))
             for title, rows in self.tables()
         )
+        asked = (table._repr_html_() for table in self.asked)
+        return "".join((f"<h4>{escaped(self.name)}</h4>{paragraphs}", *tables, *asked))
 
 
 def cost_line(cost: TrainingCost) -> str:

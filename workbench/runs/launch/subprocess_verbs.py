@@ -38,6 +38,7 @@ ORDER_FILE = "order.json"
 GPU_CHECK = "workbench.engine.gpu_check"
 GPU_CHECK_SECONDS = 90.0
 """When a child that asks the GPUs is ended; it starts torch, and waits for drivers."""
+DAY_SECONDS = 86_400
 VerifiedOn = Literal["cpu", "gpu"]
 VerifiedPrecision = Literal["fp64", "fp32", "bf16", "fp8"]
 VERIFY_MODULES = {
@@ -63,6 +64,21 @@ def rehearse(
     chosen += ["--operators"] * operators + ["--over-time"] * over_time
     with tempfile.TemporaryDirectory() as folder:
         return Profile.read(_rehearsed(plan, folder, chosen, progress, allow_code))
+
+
+def rehearse_within(seconds: float) -> Callable[[Plan, list[int]], Profile]:
+    """Rehearses ranks of a plan; `ChildError` where they take longer. Raises `PlanError` for a
+    limit that is none.
+    """
+    if not 0 < seconds <= DAY_SECONDS:
+        raise refuse("rehearse", f"is {seconds:g} s; legal: above 0 to {DAY_SECONDS:,}, e.g. 60")
+
+    def rehearse_ranks(plan: Plan, ranks: list[int]) -> Profile:
+        with tempfile.TemporaryDirectory() as folder:
+            chosen = ["--ranks", ",".join(map(str, ranks))]
+            return Profile.read(_rehearsed(plan, folder, chosen, None, False, seconds))
+
+    return rehearse_ranks
 
 
 def operators(
@@ -101,8 +117,11 @@ def _rehearsed(
     options: list[str],
     progress: Callable[[int, int], None] | None,
     allow_code: bool,
+    seconds: float | None = None,
 ) -> Path:
-    """Run the rehearsal's child with `options`; the folder of its answer."""
+    """Run the rehearsal's child with `options`, for so many `seconds` at most; the folder of its
+    answer.
+    """
     full, out = plan.resolve(), Path(folder, "rehearsed")
     require(full, "rehearse", allow_code)
 
@@ -111,7 +130,7 @@ def _rehearsed(
             progress(record["done"], record["of"])
 
     arguments = [_plan_file(full, folder), "--to", str(out), *options, *_allow_code(allow_code)]
-    child_process.python("workbench.rehearsal", arguments, on_line)
+    child_process.python("workbench.rehearsal", arguments, on_line, deadline_seconds=seconds)
     return out
 
 
