@@ -11,8 +11,11 @@ STRATEGY_NOTEBOOKS = (
     "12_offload_13b",
     "13_tensor_parallel",
     "14_sequence_and_context",
+    "15_operator_strategies",
     "16_pipelines",
+    "17_dapple",
     "18_hybrid_and_topology",
     "19_precision_and_recompute",
     "20_experts",
+    "21_your_own_module",
 )

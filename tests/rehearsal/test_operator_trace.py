@@ -14,7 +14,7 @@ from torch._subclasses import FakeTensorMode
 
 from workbench.costmodel.compute.operator_roofline import Operator
 from workbench.planned_device import REHEARSED_GPU
-from workbench.rehearsal.operator_trace import OperatorTrace
+from workbench.rehearsal.operators.operator_trace import OperatorTrace
 from workbench.schedules import Action
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from workbench.cli.tables import table
 from workbench.cli.terminal import Grid
+from workbench.planner.explain.kernel_fusion import PATHS
 from workbench.units import bytes_text, count_text, seconds_text
 
 LIMIT = 24
@@ -72,3 +73,30 @@ def _sums(found: Mapping[str, Any]) -> Grid:
             seconds_text(one["optimizer_seconds"]),
         )
     return built
+
+
+def fusion_tables(found: Mapping[str, Any]) -> list[Grid | str]:
+    """Of `kernel_fusion`: bytes by module on three paths, and what they are of a step."""
+    heads = [f"{path}, {what}" for path in PATHS for what in ("kernels", "moved", "time")]
+    built = table(
+        f"Memory-bound operators of rank {found['rank']} in a step (rehearsed; times estimated on "
+        f"{found['gpu']})",
+        ("module", *heads),
+        heads,
+        [head for head in heads if head.endswith("kernels")],
+    )
+    for row in found["rows"]:
+        cells = (row[path] for path in PATHS)
+        built.add_row(row["module"], *(text for cell in cells for text in _moved(cell)))
+    words = ", ".join(f"{path} {seconds_text(found['seconds'][path])}" for path in PATHS)
+    saved = found["saved"]
+    return [
+        built,
+        f"compute and update of a step, GEMMs included (estimated): {words}",
+        f"fused saves {saved['eager']:.1%} of eager, {saved['primitive']:.1%} of primitive "
+        f"operators, {saved['primitive_without_scores']:.1%} of those with attention as one kernel",
+    ]
+
+
+def _moved(cell: Mapping[str, float]) -> tuple[str, str, str]:
+    return (count_text(cell["operators"]), bytes_text(cell["bytes"]), seconds_text(cell["seconds"]))

@@ -30,8 +30,8 @@ from workbench.rehearsal.building import build_session, with_building
 from workbench.rehearsal.fake_process_group import fake_tensors, fake_world, without_cached_results
 from workbench.rehearsal.memory_curve import Held, MemoryCurve, difference, origin_rows
 from workbench.rehearsal.module_tracker import ModuleTracker
-from workbench.rehearsal.operator_report import operator_report
-from workbench.rehearsal.operator_trace import traced_step
+from workbench.rehearsal.operators.operator_report import operator_report
+from workbench.rehearsal.operators.operator_trace import traced_step
 from workbench.rehearsal.replayed_memory import ReplayedLiveBytes
 from workbench.rehearsal.replayed_steps import (
     RUN_FIRST,

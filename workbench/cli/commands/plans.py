@@ -92,6 +92,14 @@ def rehearse(
             help="Also count GEMMs, attention and every other operator, and time them.",
         ),
     ] = False,
+    fusion: Annotated[
+        bool,
+        typer.Option(
+            "--fusion",
+            help="Instead compare what memory-bound operators move: as primitive operators, eager, "
+            "fused.",
+        ),
+    ] = False,
     timeline: Annotated[
         Path | None,
         typer.Option(
@@ -116,10 +124,18 @@ def rehearse(
         raise refuse(
             "--timeline", "is given with --check, which counts no memory; legal: one of them"
         )
+    if fusion and (check or operators or timeline is not None):
+        raise refuse(
+            "--fusion",
+            "is given with --check, --operators or --timeline, which are of one path; legal: one "
+            "of them",
+        )
     writable(timeline, "--timeline")
     if check:
         return _check_order(full, allow_code, json)
     wanted = None if ranks is None else _ranks(ranks, full.world_size)
+    if fusion:
+        return _compare_fusion(plan, wanted, allow_code, json)
     with CountBar("rehearsing", "actions") as bar:
         found = verbs.rehearse(
             full,
@@ -132,6 +148,20 @@ def rehearse(
     if timeline is not None:
         write_whole(timeline, found.levels.to_csv(index=False), "--timeline")
     emit(json, found.summary(), lambda: _rehearsal_tables(full, found))
+
+
+def _compare_fusion(plan: Plan, ranks: list[int] | None, allow_code: bool, json: bool) -> None:
+    from workbench.cli.operator_tables import fusion_tables
+    from workbench.cli.progress import CountBar
+    from workbench.planner.explain.kernel_fusion import both_kernels, kernel_fusion
+
+    notes = []
+    for own in both_kernels(plan):
+        with CountBar(f"rehearsing {own.strategy.kernels}", "actions") as bar:
+            rehearsed = verbs.rehearse(own, ranks, bar, allow_code=allow_code, operators=True)
+        notes.append(rehearsed.notes["operators"])
+    found = kernel_fusion(*notes)
+    emit(json, found, lambda: fusion_tables(found))
 
 
 def _rehearsal_tables(full: ResolvedPlan, found: Profile) -> list[Grid | None]:

@@ -44,6 +44,9 @@ class Operator:
         read: Bytes of operands, each once.
         written: Bytes of results.
         backward: Whether attention is the backward kernel.
+        module: Class of the module that runs it; empty outside of all.
+        primitives: Elementwise operators and reductions that it holds; GEMMs are not counted.
+        primitive_bytes: What these would move, each by itself; None: what it moves itself.
     """
 
     name: str
@@ -55,6 +58,9 @@ class Operator:
     read: int
     written: int
     backward: bool = False
+    module: str = ""
+    primitives: int = 1
+    primitive_bytes: int | None = None
 
     @property
     def bytes(self) -> int:
@@ -77,6 +83,7 @@ class OperatorTime:
         count: How often in a step.
         seconds: Of all `count`, estimated.
         bound: What one takes longest for: compute, memory, or the host's launch.
+        primitive_seconds: Of all `count`, were their primitive operators kernels of their own.
     """
 
     operator: Operator
@@ -84,6 +91,7 @@ class OperatorTime:
     count: int
     seconds: float
     bound: Bound
+    primitive_seconds: float
 
     def row(self) -> dict[str, Any]:
         """As plain data; FLOPs and bytes are of all `count`."""
@@ -91,6 +99,7 @@ class OperatorTime:
         return {
             "rank": self.rank,
             "phase": o.phase,
+            "module": o.module,
             "operator": o.name,
             "kind": o.kind,
             "shape": list(o.dims),
@@ -99,9 +108,12 @@ class OperatorTime:
             "flops": o.flops * self.count,
             "bytes_read": o.read * self.count,
             "bytes_written": o.written * self.count,
+            "primitives": o.primitives * self.count,
+            "primitive_bytes": self.count * (o.primitive_bytes or o.bytes),
             "intensity": o.intensity,
             "bound": self.bound,
             "seconds": self.seconds,
+            "primitive_seconds": self.primitive_seconds,
         }
 
 
@@ -153,9 +165,27 @@ def operator_times(
             bound = "memory"
         if launch > each:
             bound = "launch"
-        whole = each if m.host_runs_ahead else each + launch
-        found.append(OperatorTime(operator, rank, count, count * whole, bound))
+        exposed = launch * (not m.host_runs_ahead)
+        parts = each if operator.primitive_bytes is None else _primitive_seconds(operator, each, m)
+        found.append(
+            OperatorTime(
+                operator,
+                rank,
+                count,
+                count * (each + exposed),
+                bound,
+                count * (parts + operator.primitives * exposed),
+            )
+        )
     return sorted(found, key=lambda one: -one.seconds)
+
+
+def _primitive_seconds(o: Operator, each: float, m: DeviceRates) -> float:
+    """Seconds of an operator's primitives, launches apart; attention's beside its GEMMs, which are
+    taken to last as long as the kernel (`each`) does.
+    """
+    moved = (o.primitive_bytes or 0) * m.constants.plain_traffic / m.bandwidth
+    return m.constants.compute_slowdown * moved + each * (o.kind == "attention")
 
 
 def compute_seconds(times: Sequence[OperatorTime], m: DeviceRates) -> float:

@@ -18,20 +18,23 @@ class ThreeProfiles(NamedTuple):
     measured: Profile
 
 
-def all_three(plan: Plan, timeout: float = 300) -> ThreeProfiles:
+def all_three(plan: Plan, timeout: float = 300, allow_code: bool = False) -> ThreeProfiles:
     """Estimate a plan, rehearse it, and train it on this machine until it is done.
 
     Args:
         plan: A plan that is legal here; `telemetry: {memory_every: 1}` samples memory at each step.
         timeout: Seconds that the run may take.
+        allow_code: Run a model that is given as Python.
 
     Raises:
         PlanError: The plan is illegal, or this machine cannot run it.
         RuntimeError: The run failed; the message gives the cause.
         TimeoutError: The run goes on after `timeout`.
     """
-    estimated, rehearsed = estimate(plan), subprocess_verbs.rehearse(plan)
-    run = checked_launch.run(plan)
+    traced = subprocess_verbs.traced_model(plan, allow_code) if plan.code else None
+    estimated = estimate(plan, traced)
+    rehearsed = subprocess_verbs.rehearse(plan, allow_code=allow_code)
+    run = checked_launch.run(plan, allow_code=allow_code)
     if run.wait(timeout).phase != "finished":
         raise RuntimeError(repr(run))
     return ThreeProfiles(estimated, rehearsed, run.profile())

@@ -7,8 +7,9 @@ say. Collectives are no compute, and are recorded elsewhere.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -20,7 +21,14 @@ from workbench.engine.session import Observer, Session
 from workbench.models.host_counts import is_recomputing
 from workbench.models.torch_dispatch import TorchDispatchMode
 from workbench.rehearsal.call_trace import NAMESPACES
-from workbench.rehearsal.operator_traffic import Traffic, traffic
+from workbench.rehearsal.module_tracker import ModuleTracker
+from workbench.rehearsal.operators.operator_traffic import Traffic, traffic
+from workbench.rehearsal.operators.primitive_operators import (
+    Call,
+    described,
+    is_compound,
+    primitives,
+)
 from workbench.rehearsal.replayed_steps import ReplayingExecutor
 from workbench.schedules import Action
 
@@ -55,13 +63,21 @@ class OperatorTrace(TorchDispatchMode):
     Args:
         inner: The observer of the step.
         executor: Runs it; None: what is counted is no action of a schedule.
+        module: Says which class of module computes now.
     """
 
-    def __init__(self, inner: Observer, executor: ReplayingExecutor | None = None) -> None:
+    def __init__(
+        self,
+        inner: Observer,
+        executor: ReplayingExecutor | None = None,
+        module: Callable[[], str] = str,
+    ) -> None:
         super().__init__()
-        self.inner, self.executor = inner, executor
+        self.inner, self.executor, self.module = inner, executor, module
         self.counts: Counter[tuple[Operator, ActionOf | None]] = Counter()
         """(operator, the action that ran it) -> how often."""
+        self._compound: dict[Operator, Call] = {}
+        """Kernels of several primitive operators -> a call of each."""
         self._phase: Phase = "optimizer"
 
     def __torch_dispatch__(
@@ -78,8 +94,13 @@ class OperatorTrace(TorchDispatchMode):
             moved = traffic(func, args, kwargs or {}, out)
             if moved is not None:
                 for operator in operators_of(func, args, moved, out, self.phase):
-                    self.counts[operator, self._running] += 1
+                    self._count(replace(operator, module=self.module()), func, args, kwargs or {})
         return out
+
+    def _count(self, operator: Operator, func: Any, args: tuple[Any, ...], kwargs: Any) -> None:
+        self.counts[operator, self._running] += 1
+        if is_compound(func) and operator not in self._compound:
+            self._compound[operator] = described(func, args, kwargs)
 
     @property
     def _running(self) -> ActionOf | None:
@@ -107,10 +128,13 @@ class OperatorTrace(TorchDispatchMode):
         self.inner.moment(name)
 
     def of_step(self) -> Counter[Operator]:
-        """Operators of a whole step, replayed actions included."""
+        """Operators of a whole step, replayed actions included, with their primitive operators."""
+        parts = {operator: primitives(call) for operator, call in self._compound.items()}
         found: Counter[Operator] = Counter()
         for (operator, action), count in self.counts.items():
             again = self.executor.replays[action] if self.executor and action else 0
+            if own := parts.get(operator):
+                operator = replace(operator, primitives=own.number, primitive_bytes=own.bytes)
             found[operator] += count * (1 + again)
         return found
 
@@ -123,8 +147,16 @@ def traced_step(
     executor: ReplayingExecutor,
 ) -> OperatorTrace:
     """Run a step on [tokens, targets], and count its operators; `inner` observes it too."""
-    trace = OperatorTrace(inner, executor)
-    with trace:
+    stages = list(session.part.stages.values())
+    tracker = ModuleTracker(stages)
+    kinds = {
+        path: type(module).__name__
+        for stage in stages
+        for path, module in stage.named_modules()
+        if path
+    }
+    trace = OperatorTrace(inner, executor, lambda: kinds.get(tracker.current(), ""))
+    with trace, tracker.following():
         session.step(step, batch[0], batch[1], trace)
     for operator in unseen_update(session):
         trace.counts[operator, None] += 1

@@ -1,0 +1,1 @@
+"""Operators of a rehearsed step: what each computes and moves."""
