@@ -95,6 +95,11 @@ def test_fp64(plan: Plan) -> None:
     assert answer["passed"], answer
 
 
+def test_a_loss_that_is_a_mean_is_refused() -> None:
+    with pytest.raises(PlanError, match=r"a mean: \d\.\d+ of two sequences, .*reduction='sum'"):
+        verify(users(data=2, factory="build_with_loss", reduction="mean"), allow_code=True)
+
+
 def test_fp32() -> None:
     answer = verify(users(2, operators=PAIRED), "fp32", allow_code=True)
     assert answer["passed"], answer

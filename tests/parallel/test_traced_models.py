@@ -31,6 +31,7 @@ from workbench.planner.autoshard import ideal_machine
 from workbench.planner.autoshard.device_mesh import logical_mesh
 from workbench.planner.autoshard.operator_splits import legal_strategies
 from workbench.planner.autoshard.strategy_choice import choose_in_graph
+from workbench.rehearsal.rehearse import rehearse
 
 MODELS = ("encoder_lm", "tied_gpt", "einsum_moe", "where_moe", "rotary_lm")
 LAYERS = "encoder.layers.*"
@@ -241,6 +242,15 @@ def test_data_dependent_control_flow_is_named_and_still_runs_without_strategies(
     assert "data parallelism and ZeRO run it" in str(it.value)
     assert capfd.readouterr().err == ""  # torch's own log says less
     equal(on("nonzero_moe", data=2, changes={"strategy.data.zero": 3}))
+
+
+def test_shapes_that_values_decide_are_named_and_still_run_without_strategies() -> None:
+    plan = on("unguarded_moe", data=2)
+    with pytest.raises(PlanError, match=r"traced: users_language_models.py:\d+ \(nonzero\) has"):
+        check_python_model(on("unguarded_moe", 2, operators={"head": "((1,1),(1,2))"}), True)
+    with pytest.raises(PlanError, match=r"rehearsed: .*:\d+: rows = torch.nonzero\(chosen"):
+        rehearse(plan, allow_code=True)
+    equal(plan)
 
 
 class Positions(nn.Module):

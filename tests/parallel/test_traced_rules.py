@@ -72,6 +72,8 @@ CASES: dict[str, tuple[Expression, set[str]]] = {
     "mean": (lambda x, w, i: x.mean(-1, keepdim=True), {"dim0", "dim1"}),
     "amax": (lambda x, w, i: x.amax(1), {"dim0", "dim2"}),
     "amin": (lambda x, w, i: x.amin((0, 1)), {"dim2"}),
+    "max": (lambda x, w, i: x.max(-1)[0], {"dim0", "dim1"}),
+    "min": (lambda x, w, i: torch.min(x, w[:LENGTH]), {"dim0", "dim1", "dim2"}),
     "one_hot": (lambda x, w, i: F.one_hot(i, 8), {"dim0", "dim1"}),
     "triu": (lambda x, w, i: x.triu(1), {"dim0"}),
     "tril": (lambda x, w, i: x.tril(), {"dim0"}),
@@ -150,6 +152,21 @@ def test_shards_of_inputs_make_shards_of_outputs(op: str) -> None:
             _check(factored, node, values, local)
             sharded.add(local[0])
     assert sharded == CASES[op][1]
+
+
+@pytest.mark.parametrize("name", ["max", "argmax"])
+def test_an_extreme_of_all_entries_shards_nothing(name: str) -> None:
+    module = Expressed(lambda x, w, i: getattr(x, name)())
+    graph, _ = trace_module(module, SEQUENCES, LENGTH, torch.float32, with_loss=True)
+    (own,) = (n for node, n in factor_graph(graph).nodes.items() if node.startswith(name))
+    assert {*own.sizes} == {*own.fixed}
+
+
+def test_a_shape_of_another_tensor_is_a_shape() -> None:
+    module = Expressed(lambda x, w, i: x.flatten().view_as(x) * w.sum().expand_as(x))
+    graph, _ = trace_module(module, SEQUENCES, LENGTH, torch.float32, with_loss=True)
+    given = {node.op: node.args[1] for node in graph.nodes if node.op in ("view", "expand")}
+    assert given == dict.fromkeys(("view", "expand"), (SEQUENCES, LENGTH, WIDTH))
 
 
 def _call(

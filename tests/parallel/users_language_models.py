@@ -218,6 +218,19 @@ class NonzeroMoE(WhereMoE):
         return out.view_as(x)
 
 
+class UnguardedMoE(WhereMoE):
+    """The same without a branch, so that nothing but a shape depends on values."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.flatten(0, 1)
+        weights, chosen = F.softmax(self.gate(flat), dim=-1).max(-1)
+        out = torch.zeros_like(flat)
+        for index, expert in enumerate(self.experts):
+            rows = torch.nonzero(chosen == index).squeeze(1)
+            out[rows] = expert(flat[rows]) * weights[rows, None]
+        return out.view_as(x)
+
+
 class RotaryBlock(nn.Module):
     """Grouped-query attention with rotary positions, and a gated feed-forward network."""
 
@@ -319,3 +332,8 @@ def where_moe(vocab: int = 260, width: int = 32, experts: int = 4) -> nn.Module:
 def nonzero_moe(vocab: int = 260, width: int = 32, experts: int = 4) -> nn.Module:
     """A model with a `NonzeroMoE`."""
     return MoELM(NonzeroMoE(width, experts), vocab, width)
+
+
+def unguarded_moe(vocab: int = 260, width: int = 32, experts: int = 4) -> nn.Module:
+    """A model with an `UnguardedMoE`."""
+    return MoELM(UnguardedMoE(width, experts), vocab, width)

@@ -44,20 +44,21 @@ def build(width: int = 32, heads: int = 4, norm_first: bool = True) -> nn.Module
 
 
 class WithLoss(nn.Module):
-    """The same, returning the summed loss."""
+    """The same, returning the loss; its targets are viewed, as nanoGPT does."""
 
-    def __init__(self) -> None:
+    def __init__(self, reduction: str) -> None:
         super().__init__()
-        self.model = build()
+        self.model, self.reduction = build(), reduction
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        logits = self.model(tokens)
         return nn.functional.cross_entropy(
-            self.model(tokens).flatten(0, 1), targets.flatten(), reduction="sum"
+            logits.view(-1, logits.size(-1)), targets.view(-1), reduction=self.reduction
         )
 
 
-def build_with_loss() -> nn.Module:
-    return WithLoss()
+def build_with_loss(reduction: str = "sum") -> nn.Module:
+    return WithLoss(reduction)
 
 
 def build_with_channel_dropout() -> nn.Module:

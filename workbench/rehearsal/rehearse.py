@@ -18,6 +18,11 @@ from workbench.costmodel.compute.operator_roofline import Operator
 from workbench.engine.measure.step_sampler import StepSampler
 from workbench.engine.session import Session
 from workbench.models.python_model import build_python_model
+from workbench.models.torch_dispatch import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+)
+from workbench.models.traced.value_dependence import place_and_error, value_dependent
 from workbench.parallel.mesh import Mesh, build_mesh
 from workbench.plan.rank_placement import rank_place, representative_ranks, table_row
 from workbench.plan.resolved_plan import ResolvedPlan
@@ -227,12 +232,18 @@ def rank_steps(
         run_first: How many microbatches run before others are replayed: the first of these numbers
             after which they are alike.
         on_run: Called after each action that has run.
+
+    Raises:
+        PlanError: The user's module asks for values, which fake tensors do not have.
     """
     with fake_world(rank, plan.world_size):
         mesh = build_mesh(plan, rank)
         for first in run_first:
-            with suppress(NotAlikeError):
-                return _steps(plan, mesh, (operators, over_time), first, on_run)
+            try:
+                with suppress(NotAlikeError):
+                    return _steps(plan, mesh, (operators, over_time), first, on_run)
+            except (DataDependentOutputException, DynamicOutputShapeException) as error:
+                raise value_dependent("rehearsed", place_and_error(error)) from error
     raise AssertionError("microbatches that all run need not be alike")
 
 

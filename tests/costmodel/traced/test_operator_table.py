@@ -68,6 +68,7 @@ def mask(*shape: int) -> T:
 
 A = x(2, 16, 8)
 FIXED = T((2, 16, 8), trained=False)
+INDICES = index(2, 16, 8)
 UNARY = (
     *("neg", "relu", "tanh", "sigmoid", "exp", "sqrt", "rsqrt", "reciprocal", "gelu", "silu"),
     *("mish", "elu", "leaky_relu", "hardtanh", "softplus", "hardswish", "hardsigmoid", "log"),
@@ -84,6 +85,10 @@ CASES: list[tuple[str, str, tuple[Any, ...], dict[str, Any]]] = [
     *((name, "Tensor", (A, x(2, 16, 1)), {}) for name in ("add", "mul")),
     *((name, "Tensor", (turned(16, 2, 8), A), {}) for name in ("add", "mul", "div")),
     *((name, "Tensor", (A, 3.0), {}) for name in ("add", "sub", "mul", "div")),
+    *((name, "Tensor", (A, INDICES), {}) for name in ("add", "sub", "mul", "div")),
+    *((name, "Tensor", (INDICES, A), {}) for name in ("add", "sub", "mul")),
+    *(("add", "Tensor", each, {}) for each in ((A, T((8,), trained=False)), (FIXED, x(8)))),
+    ("mul", "Tensor", (mask(2, 16, 8), INDICES), {}),
     ("true_divide", "Tensor", (A, A), {}),
     *((name, "default", (A, A), {}) for name in ("maximum", "minimum")),
     ("maximum", "default", (A, x(8)), {}),
@@ -134,6 +139,8 @@ CASES: list[tuple[str, str, tuple[Any, ...], dict[str, Any]]] = [
     ("einsum", "default", ("becd,edf->becf", [x(2, 4, 6, 8), x(4, 8, 10)]), {}),
     ("einsum", "default", ("btec,becd->btd", [x(2, 16, 4, 6), x(2, 4, 6, 8)]), {}),
     ("einsum", "default", ("bhqd,bhkd->bhqk", [heads(2, 16, 4, 8), heads(2, 16, 4, 8)]), {}),
+    ("outer", "default", (x(16), x(8)), {}),
+    ("outer", "default", (T((16,), trained=False), x(8)), {}),
     ("embedding", "default", (x(260, 8), index(2, 16)), {}),
     ("scaled_dot_product_attention", "default", (*[heads(2, 16, 4, 8)] * 3, None, 0.0, True), {}),
     (
@@ -157,6 +164,7 @@ CASES: list[tuple[str, str, tuple[Any, ...], dict[str, Any]]] = [
     ("layer_norm", "default", (A, [8], x(8), x(8)), {}),
     ("layer_norm", "default", (turned(16, 2, 8), [8], x(8), x(8)), {}),
     ("layer_norm", "default", (A, [8]), {}),
+    ("layer_norm", "default", (FIXED, [8], x(8), x(8)), {}),
     ("rms_norm", "default", (A, [8], x(8)), {}),
     ("rms_norm", "default", (A, [8]), {}),
     ("rms_norm", "default", (T((2, 16, 8), dtype=torch.bfloat16), [8]), {}),
@@ -166,6 +174,10 @@ CASES: list[tuple[str, str, tuple[Any, ...], dict[str, Any]]] = [
     *((name, "default", (A, [-1]), {}) for name in ("amax", "amin")),
     *((name, "default", (A, [0, 1], True), {}) for name in ("amax", "amin")),
     ("amax", "default", (A,), {}),
+    *((name, "dim", (A, -1), {}) for name in ("max", "min")),
+    *(("max", "dim", each, {}) for each in ((A, 1, True), (FIXED, -1))),
+    *((name, "default", (A,), {}) for name in ("max", "min")),
+    *((name, "other", (A, x(8)), {}) for name in ("max", "min")),
     ("argsort", "default", (A, -1), {}),
     ("argsort", "stable", (A,), {"stable": True, "dim": 1}),
     ("topk", "default", (A, 2), {}),
@@ -200,6 +212,7 @@ CASES: list[tuple[str, str, tuple[Any, ...], dict[str, Any]]] = [
     ("lift_fresh_copy", "default", (index(4),), {}),
     ("to", "dtype", (A, torch.bfloat16), {}),
     ("to", "dtype", (A, FLOAT), {}),
+    *(("to", "dtype", (A, kind), {}) for kind in (MASK, INDEX)),
     ("to", "dtype", (mask(2, 8), FLOAT), {}),
     ("type_as", "default", (A, T((2,), dtype=torch.float64, trained=False)), {}),
     ("_to_copy", "default", (A,), {"dtype": torch.bfloat16}),

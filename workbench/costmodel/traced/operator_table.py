@@ -23,6 +23,7 @@ from workbench.costmodel.traced.entries.products import (
     einsum_entry,
     linear_entry,
     matmul_entry,
+    outer_entry,
 )
 from workbench.costmodel.traced.entries.reductions import REDUCTIONS
 from workbench.costmodel.traced.node_call import NodeCall, unknown
@@ -36,6 +37,7 @@ ENTRIES: dict[str, Entry] = {
     "mm": matmul_entry,
     "bmm": bmm_entry,
     "einsum": einsum_entry,
+    "outer": outer_entry,
     "embedding": embedding_entry,
     "scaled_dot_product_attention": attention_entry,
     "dropout": dropout_entry,

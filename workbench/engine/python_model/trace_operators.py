@@ -11,6 +11,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from workbench.engine.exit_codes import exit_status
 from workbench.engine.precision import plan_dtypes
 from workbench.models.python_model import build_python_model, returns_loss
@@ -40,7 +42,8 @@ def trace_operators(plan: Plan, sequences: int, allow_code: bool) -> dict[str, A
     full = plan.resolve()
     require(full, "run", allow_code)
     assert full.code is not None
-    model = build_python_model(full.code, full.training.seed).train()
+    with torch.device("meta"):  # a graph has no values
+        model = build_python_model(full.code, full.training.seed).train()
     length, dtype = full.training.sequence_length, plan_dtypes(full)[0]
     graph, _ = trace_module(model, sequences, length, dtype, returns_loss(model))
     factored = factor_graph(graph)

@@ -241,14 +241,16 @@ def replaced_fields(
 
 
 def random_batches(plan: ResolvedPlan) -> Iterator[tuple[Tensor, Tensor]]:
-    """Random tokens over the whole vocabulary, [global_batch, sequence_length] each."""
+    """Random tokens over the whole vocabulary, [global_batch, sequence_length] each, contiguous as
+    those of a run: a user's loss may `view` them.
+    """
     t = plan.training
     generator = torch.Generator().manual_seed(t.seed)
     for _ in range(NUM_STEPS):
         text = torch.randint(
             plan.vocab, (t.global_batch, t.sequence_length + 1), generator=generator
         )
-        yield text[:, :-1], text[:, 1:]
+        yield text[:, :-1].contiguous(), text[:, 1:].contiguous()
 
 
 def _compare(

@@ -17,15 +17,8 @@ from workbench.models.torch_dispatch import FakeTensorMode, without_dispatch_mod
 from workbench.models.traced.exported_graph import graph_of, writes_in_place
 from workbench.models.traced.tracing_contexts import fake_parameters, quiet, without_values_of_masks
 from workbench.models.traced.users_frame import users_frame
+from workbench.models.traced.value_dependence import place_and_error, value_dependent
 from workbench.plan.operators.traced.traced_graph import TracedGraph
-from workbench.untrusted_text import brief
-
-MOST_SAID = 500
-"""Characters of a line of the user's code, and of an error's message."""
-STILL_RUNS = (
-    "if it runs on one device, data parallelism and ZeRO run it without strategy.operators and "
-    "without dropout"
-)
 
 
 def trace_module(
@@ -77,13 +70,8 @@ def _untraceable(error: BaseException, sequences: int, length: int) -> PlanError
     What the user's own line raises is of the forward; of what torch raises there, no error says
     whether it is of tracing (a tensor's values are asked for) or not (shapes do not fit).
     """
-    frame = users_frame(error)
-    line = brief(frame.line or "", MOST_SAID) if frame else ""
-    where = f"{frame.filename}:{frame.lineno}: {line}" if frame else "unknown"
-    said = brief(next(iter(str(error).strip().splitlines()), ""), MOST_SAID)
-    why = f"{where} ({type(error).__name__}: {said})"
+    frame, why = users_frame(error), place_and_error(error)
     if frame and traceback.extract_tb(error.__traceback__)[-1] == frame:
         legal = f"a forward that returns for tokens [{sequences}, {length}]"
         return refuse("model.python", f"its forward fails: {why}; legal: {legal}")
-    legal = f"shapes and branches that no tensor's values decide; {STILL_RUNS}"
-    return refuse("model.python", f"cannot be traced: {why}; legal: {legal}")
+    return value_dependent("traced", why)

@@ -13,6 +13,7 @@ from torch.export.graph_signature import InputKind
 
 from workbench.errors import refuse
 from workbench.models.traced.node_names import node_names
+from workbench.models.traced.value_dependence import value_dependent
 from workbench.plan.operators.traced.traced_graph import (
     DEVICE,
     LOSS,
@@ -24,6 +25,14 @@ from workbench.plan.operators.traced.traced_graph import (
 
 NO_EFFECT = ("_assert_tensor_metadata", "_assert_async", "_assert_scalar", "sym_constrain_range")
 """Checks that hold already where shapes are constants."""
+AS_ANOTHER = {
+    "view_as": ("view", "default"),
+    "reshape_as": ("reshape", "default"),
+    "expand_as": ("expand", "default"),
+}
+"""Operator that takes its shape from a second tensor -> the one, and its overload, that is given
+the shape.
+"""
 RANDOM = (
     "rand",
     "randn",
@@ -67,7 +76,7 @@ def graph_of(
         elif spec.kind == InputKind.USER_INPUT:
             given.append(name)
     inputs = {
-        node.name: _tensor(node.meta["val"])
+        node.name: _tensor(node.meta["val"], node)
         for node in program.graph.nodes
         if node.op == "placeholder"
     }
@@ -83,7 +92,8 @@ def graph_of(
             "own sequences; legal: buffers that it only reads",
         )
     if len(result) != 1 or result[0] not in refs:
-        raise refuse("model.python", "its forward returns several tensors; legal: the logits alone")
+        legal = "the summed loss alone" if with_loss else "the logits alone"
+        raise refuse("model.python", f"its forward returns several tensors; legal: {legal}")
     output = refs[result[0]]
     targets = given[1] if with_loss else None
     graph = TracedGraph(
@@ -147,17 +157,20 @@ def _nodes(program: ExportedProgram, refs: dict[fx.Node, TensorRef]) -> tuple[Tr
         value = node.meta["val"]
         outputs = value if isinstance(value, tuple | list) else (value,)
         op, overload = _name(node), node.target._overloadname
+        args = node.args
         if op == "native_dropout":  # what `dropout` is where writes in place were taken out
             op, outputs = "dropout", outputs[:1]
+        if op in AS_ANOTHER:
+            op, overload, args = *AS_ANOTHER[op], (args[0], [*value.shape])
         found.append(
             TracedNode(
                 node.name,
                 "",
                 op,
                 overload,
-                tuple(_argument(each, refs) for each in node.args),
+                tuple(_argument(each, refs) for each in args),
                 {k: _argument(v, refs) for k, v in node.kwargs.items() if v is not None},
-                tuple(_tensor(each) for each in outputs),
+                tuple(_tensor(each, node) for each in outputs),
                 str(stack[-1][0]).partition("@")[0] if stack else "",
                 _line(node),
             )
@@ -177,12 +190,18 @@ def _argument(value: Any, refs: Mapping[fx.Node, TensorRef]) -> Any:
     return value
 
 
-def _tensor(value: Any) -> TracedTensor:
+def _tensor(value: Any, node: fx.Node) -> TracedTensor:
+    where = f"{_line(node)} ({_name(node)})"
+    if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
+        raise value_dependent("traced", f"{where} makes a number of a tensor's values")
     if not isinstance(value, Tensor):
         raise refuse(
-            "model.python", f"computes a {type(value).__name__} of tensors; legal: tensors"
+            "model.python",
+            f"computes a {type(value).__name__} of tensors in {where}; legal: tensors",
         )
-    return TracedTensor(tuple(map(int, value.shape)), str(value.dtype))
+    if any(isinstance(length, torch.SymInt) for length in value.shape):
+        raise value_dependent("traced", f"{where} has a result whose shape its values decide")
+    return TracedTensor(tuple(value.shape), str(value.dtype))
 
 
 def writes_in_place(program: ExportedProgram) -> bool:

@@ -15,15 +15,19 @@ def without_gradient(c: NodeCall) -> list[SymbolicTensor]:
 
 
 def added(
-    r: SymbolicRank, x: SymbolicTensor, y: SymbolicTensor, shape: tuple[int, ...]
+    r: SymbolicRank,
+    x: SymbolicTensor,
+    y: SymbolicTensor,
+    shape: tuple[int, ...],
+    element_bytes: int = 0,
 ) -> SymbolicTensor:
     """x + y."""
-    size = max(x.element_bytes, y.element_bytes)
-    metas = metas_of(x, y)
+    size = element_bytes or max(x.element_bytes, y.element_bytes)
+    metas, needs = metas_of(x, y), (x.node is not None, y.node is not None)
     total = computed(r, shape, size, x, y)
 
     def backward(gradient: SymbolicTensor) -> Gradients:
-        return as_inputs(r, [gradient, gradient], metas)
+        return as_inputs(r, [gradient if need else None for need in needs], metas)
 
     return r.made(total, backward, x, y)
 
@@ -32,7 +36,7 @@ def add(c: NodeCall) -> list[SymbolicTensor]:
     """A sum; with a number, backward is the identity."""
     if len(c.inputs) == 2:
         x, y = c.inputs
-        return [added(c.r, x, y, c.shapes[0])]
+        return [added(c.r, x, y, c.shapes[0], c.sizes[0])]
     (x,) = c.inputs
     return [c.r.made(computed(c.r, c.shapes[0], c.sizes[0], x), lambda g: (g,), x)]
 
@@ -53,10 +57,14 @@ def sub(c: NodeCall) -> list[SymbolicTensor]:
 
 
 def multiplied(
-    r: SymbolicRank, x: SymbolicTensor, y: SymbolicTensor, shape: tuple[int, ...]
+    r: SymbolicRank,
+    x: SymbolicTensor,
+    y: SymbolicTensor,
+    shape: tuple[int, ...],
+    element_bytes: int = 0,
 ) -> SymbolicTensor:
     """x y: each is saved for the other's gradient."""
-    size = max(x.element_bytes, y.element_bytes)
+    size = element_bytes or max(x.element_bytes, y.element_bytes)
     z = computed(r, shape, size, x, y)
     of_x = None if x.node is None else y.detached()
     of_y = None if y.node is None else x.detached()
@@ -76,7 +84,7 @@ def mul(c: NodeCall) -> list[SymbolicTensor]:
     """A product."""
     if len(c.inputs) == 2:
         x, y = c.inputs
-        return [multiplied(c.r, x, y, c.shapes[0])]
+        return [multiplied(c.r, x, y, c.shapes[0], c.sizes[0])]
     return Unary()(c)
 
 

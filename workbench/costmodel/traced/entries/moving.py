@@ -83,12 +83,14 @@ def _clone(c: NodeCall) -> list[SymbolicTensor]:
 
 def _to(c: NodeCall) -> list[SymbolicTensor]:
     """A cast; the tensor itself where it has the dtype."""
-    x = c.inputs[0]
-    return [x if c.dtypes[0] == c.node.outputs[0].dtype else cast(c.r, x, c.sizes[0])]
+    same = c.dtypes[0] == c.node.outputs[0].dtype
+    return [c.inputs[0]] if same else _cast(c)
 
 
 def _cast(c: NodeCall) -> list[SymbolicTensor]:
-    return [cast(c.r, c.inputs[0], c.sizes[0])]
+    """A cast; whole numbers and truth values have no gradient."""
+    x, real = c.inputs[0], "float" in c.node.outputs[0].dtype
+    return [cast(c.r, x if real else x.detached(), c.sizes[0])]
 
 
 def _same(c: NodeCall) -> list[SymbolicTensor]:

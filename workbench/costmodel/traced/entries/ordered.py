@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from workbench.costmodel.operators.symbolic_autograd import Gradients, SymbolicTensor
+from workbench.costmodel.traced.entries.elementwise import larger
 from workbench.costmodel.traced.entries.pointwise import Entry
 from workbench.costmodel.traced.entries.reductions import kept_shape
 from workbench.costmodel.traced.node_call import NodeCall
@@ -41,6 +42,30 @@ def ordered_entry(c: NodeCall) -> list[SymbolicTensor]:
         return (made,)
 
     return [replace(values, node=r.node(backward, x, outputs=2)), indices]
+
+
+def most_entry(c: NodeCall) -> list[SymbolicTensor]:
+    """Maximum or minimum: along a dim with its index, of all entries, or of two tensors."""
+    if c.node.overload == "other":
+        return larger(c)
+    return ordered_entry(c) if c.node.overload == "dim" else extreme_of_all(c)
+
+
+def extreme_of_all(c: NodeCall) -> list[SymbolicTensor]:
+    """The largest or least of all entries: equal ones share the gradient, NaNs among them."""
+    r, (x,) = c.r, c.inputs
+    saved, y, size = x.detached(), r.empty((), c.sizes[0]), x.element_bytes
+    result = y
+
+    def backward(gradient: SymbolicTensor) -> Gradients:
+        assert result is not None
+        beside = [r.empty(saved.shape, 1) for _ in range(3)]
+        beside += [r.empty((), each) for each in (1, COUNT_BYTES, size)]
+        made = r.empty(saved.shape, size)
+        del beside
+        return (made,)
+
+    return [r.made(y, backward, x)]
 
 
 def index_entry(c: NodeCall) -> list[SymbolicTensor]:
@@ -101,5 +126,6 @@ ORDERED: dict[str, Entry] = {
     **dict.fromkeys(("argmax", "argmin"), index_entry),
     "argsort": argsort_entry,
     **dict.fromkeys(("amax", "amin"), extreme_entry),
+    **dict.fromkeys(("max", "min"), most_entry),
 }
 """Operator -> what it does on shapes."""

@@ -203,3 +203,10 @@ def bmm_entry(c: NodeCall) -> list[SymbolicTensor]:
     """A product of two batches of matrices."""
     x, y = c.inputs
     return [bmm(c.r, x, y)]
+
+
+def outer_entry(c: NodeCall) -> list[SymbolicTensor]:
+    """A column times a row, element by element."""
+    x, y = c.inputs
+    column = reshaped(c.r, x, (*x.shape, 1))
+    return [multiplied(c.r, column, y, c.shapes[0], c.sizes[0])]

@@ -88,10 +88,12 @@ def layer_norm_entry(c: NodeCall) -> list[SymbolicTensor]:
     saved, y = x.detached(), r.empty(x.shape, c.sizes[0])
     statistics = r.empty((2, math.prod(x.shape[: len(x.shape) - last])), width)
     shapes = [(p.shape, p.element_bytes) for p in affine]
+    needs = x.node is not None
 
     def backward(gradient: SymbolicTensor) -> Gradients:
         assert statistics is not None
-        return r.empty(saved.shape, saved.element_bytes), *(r.empty(*each) for each in shapes)
+        own = r.empty(saved.shape, saved.element_bytes) if needs else None
+        return own, *(r.empty(*each) for each in shapes)
 
     return [r.made(y, backward, x, *affine)]
 

@@ -45,7 +45,8 @@ def _along(index: int, default: int = -1) -> Rule:
     """
 
     def rule(x: RuleInputs) -> NodeDims:
-        if x.argument(index, "dim", default) is None or not x.shapes[0]:
+        of_all = any(len(output) < len(x.shapes[0]) - 1 for output in x.outputs)
+        if of_all or x.argument(index, "dim", default) is None or not x.shapes[0]:
             return replicated(x)
         shape, at = x.shapes[0], x.dim(index, default=default)
         dims = aligned(shape, len(shape))
@@ -88,6 +89,12 @@ def _triangle(x: RuleInputs) -> NodeDims:
     dims = aligned(x.shapes[0], len(x.shapes[0]))
     last = (f"dim{len(dims) - 2}", f"dim{len(dims) - 1}")
     return NodeDims((dims,), (dims,), frozenset(last))
+
+
+def _extreme(x: RuleInputs) -> NodeDims:
+    """Of two tensors, or along a dim; else of all entries."""
+    rule = {"other": _elementwise, "dim": _along(1)}.get(x.node.overload, replicated)
+    return rule(x)
 
 
 ELEMENTWISE = (
@@ -192,6 +199,8 @@ COMPUTING: dict[str, Rule] = {
     "topk": _along(2),
     "sort": _along(1),
     "argsort": _along(1),
+    "max": _extreme,
+    "min": _extreme,
     "logsumexp": _reduction(summed=False),
     "sum": _reduction(summed=True),
     "mean": _reduction(summed=False),
