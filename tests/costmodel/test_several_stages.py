@@ -43,7 +43,7 @@ def test_counts_are_those_of_the_table(schedule: str, chunks: int, ranks: int) -
     s, microbatches = fixed_config(full), 4 * ranks
     table = generate(schedule, ranks, microbatches, chunks)
     for rank, most in enumerate(in_flight(table)):
-        counts = held_counts(s, microbatches, [rank])
+        counts = held_counts(s, microbatches, (rank,))
         after_forward = [held for (_, kind), all_ in counts.items() if kind == "F" for held in all_]
         assert max(sum(held.whole) + sum(held.deferred) for held in after_forward) == most
 
@@ -53,7 +53,7 @@ def test_a_rank_of_a_v_may_hold_more_of_one_stage() -> None:
     it has none of its last, the last rank as many of both.
     """
     s = fixed_config(piped(ODD | {"layers": 8}, "zb-v", 2, 4).resolve())
-    first, last = (held_counts(s, 16, [rank]) for rank in (0, 3))
+    first, last = (held_counts(s, 16, (rank,)) for rank in (0, 3))
     assert {held[:2] for held in first[0, "I"]} == {((8, 0), (0, 0))}
     assert ((4, 4), (0, 0)) in {held[:2] for held in last[1, "I"]}
 

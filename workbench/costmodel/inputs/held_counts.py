@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from workbench.costmodel.inputs.config import FixedConfig
-from workbench.costmodel.inputs.executed_schedule import enough_microbatches, lowered_schedule
-from workbench.schedules import Action, Table, Transport, generate, receives_early
-from workbench.schedules.table import Row
+import numpy as np
+from numpy.typing import NDArray
 
-MOST_RANKS_WITH_TRANSFERS = 16
+from workbench.costmodel.inputs.config import FixedConfig
+from workbench.costmodel.inputs.executed_schedule import lowered_schedule
+from workbench.schedules import Action, Table, Transport, generate, receives_early
+
+Counts = NDArray[np.int64]
+Kinds = NDArray[np.str_]
+COMPUTE = ("F", "B", "I", "W")
+
+MOST_RANKS_WITH_TRANSFERS = 8
 """Of a pipeline whose transfers are counted: to lower the table of 64 ranks takes seconds, and what
 is between stages is little beside what so many hold.
+"""
+
+
+FILLED = 3
+"""Microbatches a rank after which a pipeline with several stages a rank is full: more of them hold
+nothing else.
 """
 
 
@@ -43,117 +53,94 @@ def counts_transfers(s: FixedConfig) -> bool:
     return s.framework.kernels.counts_operators and s.pipeline <= MOST_RANKS_WITH_TRANSFERS
 
 
-def held_counts(s: FixedConfig, microbatches: int, alike: Iterable[int]) -> HeldCounts:
+def held_counts(s: FixedConfig, microbatches: int, alike: tuple[int, ...]) -> HeldCounts:
     """What any of the pipeline ranks `alike` holds in a step of so many microbatches."""
     transfers = (s.transport, s.pair_groups) if counts_transfers(s) else None
     if s.table is not None:
-        every = _of_table(s.table, s.schedule, transfers)
-    else:
-        enough = enough_microbatches(s, microbatches)
-        every = _of_schedule(s.schedule, s.pipeline, enough, s.chunks, transfers)
-    own = [every[rank] for rank in alike]
-    found = dict.fromkeys(at for counts in own for at in counts)
-    return {at: _largest(x for counts in own for x in counts.get(at, ())) for at in found}
+        return _of_table(s.table, s.schedule, transfers, alike)
+    enough = min(microbatches, FILLED * s.pipeline)
+    return _of_schedule(s.schedule, s.pipeline, enough, s.chunks, transfers, alike)
+
+
+@lru_cache(maxsize=512)
+def _of_schedule(
+    name: str,
+    ranks: int,
+    microbatches: int,
+    chunks: int,
+    transfers: tuple[Transport, bool] | None,
+    alike: tuple[int, ...],
+) -> HeldCounts:
+    return _of_ranks(generate(name, ranks, microbatches, chunks), name, transfers, alike)
 
 
 @lru_cache(maxsize=64)
-def _of_schedule(
-    name: str, ranks: int, microbatches: int, chunks: int, transfers: tuple[Transport, bool] | None
-) -> tuple[HeldCounts, ...]:
-    return tuple(_of_rows(generate(name, ranks, microbatches, chunks), name, transfers))
-
-
-@lru_cache(maxsize=4)
 def _of_table(
-    table: Table, name: str, transfers: tuple[Transport, bool] | None
-) -> tuple[HeldCounts, ...]:
-    return tuple(_of_rows(table, name, transfers))
+    table: Table, name: str, transfers: tuple[Transport, bool] | None, alike: tuple[int, ...]
+) -> HeldCounts:
+    return _of_ranks(table, name, transfers, alike)
 
 
-def _of_rows(
-    table: Table, name: str, transfers: tuple[Transport, bool] | None
-) -> Iterator[HeldCounts]:
-    ends: Iterable[Mapping[Action, int]] = ({} for _ in table.rows)
+def _of_ranks(
+    table: Table, name: str, transfers: tuple[Transport, bool] | None, alike: tuple[int, ...]
+) -> HeldCounts:
+    ends: Sequence[Mapping[Action, int]] = [{}] * table.ranks
     if transfers is not None:
         table, ends = lowered_schedule(table, False, receives_early(name), *transfers)
-    for rank, (row, sends_end) in enumerate(zip(table.rows, ends)):
-        yield _Walk(row, table.stages_of(rank), table.stages, sends_end).run()
+    found: dict[tuple[int, str], list[Counts]] = {}
+    for rank in alike:
+        for at, counts in _seen(table, rank, ends[rank]):
+            found.setdefault(at, []).append(counts)
+    return {at: _largest(np.concatenate(counts)) for at, counts in found.items()}
 
 
-@dataclass
-class _Walk:
-    """A rank's walk along its row of a table, which is lowered where transfers count."""
-
-    row: Row
-    own: tuple[int, ...]
-    """Stages of the rank."""
-    stages: int
-    """Of the pipeline."""
-    sends_end: Mapping[Action, int]
-    """Send -> index in the row of the action before which what it sends is freed."""
-    whole: Counter[int] = field(default_factory=Counter)
-    deferred: Counter[int] = field(default_factory=Counter)
-    between: Counter[str] = field(default_factory=Counter)
-    sent: set[Action] = field(default_factory=set)
-    found: dict[tuple[int, str], dict[Held, None]] = field(default_factory=dict)
-
-    def run(self) -> HeldCounts:
-        """Take every action."""
-        transfers = any(action.is_p2p for action in self.row)
-        for at, action in enumerate(self.row):
-            for send in [x for x in self.sent if self.sends_end[x] <= at]:
-                self.sent.discard(send)
-                self.between[_passes(send)] -= 1
-            if action.is_p2p:
-                self._transfer(action)
-            elif action.kind in ("F", "B", "I", "W"):
-                self._compute(action, transfers)
-        return {at: _largest(held) for at, held in self.found.items()}
-
-    def _transfer(self, action: Action) -> None:
-        """What is received waits from then on; what is sent does until the send has ended."""
-        if action.kind.startswith("RECV"):
-            self.between[_passes(action)] += 1
-        else:
-            self.sent.add(action)
-
-    def _compute(self, action: Action, transfers: bool) -> None:
-        stage = action.stage
-        forward = action.kind == "F"
-        comes, goes = (stage - 1, stage + 1) if forward else (stage + 1, stage - 1)
-        passes = transfers and action.kind != "W"
-        self.between[_passes(action)] -= passes and 0 <= comes < self.stages
-        self.whole[stage] += forward
-        if forward:
-            self.between[_passes(action)] += passes and goes < self.stages
-        self._see(action)
-        self.whole[stage] -= action.kind in ("B", "I")
-        self.deferred[stage] += (action.kind == "I") - (action.kind == "W")
-        if not forward:
-            self.between[_passes(action)] += passes and goes >= 0
-
-    def _see(self, action: Action) -> None:
-        held = Held(
-            tuple(self.whole[stage] for stage in self.own),
-            tuple(self.deferred[stage] for stage in self.own),
-            self.between["inputs"],
-            self.between["gradients"],
-        )
-        at = self.own.index(action.stage), action.kind
-        self.found.setdefault(at, {})[held] = None
+def _seen(
+    table: Table, rank: int, sends_end: Mapping[Action, int]
+) -> Iterator[tuple[tuple[int, str], Counts]]:
+    """What a rank holds at each kind of action of its stages: columns as in `Held`."""
+    row = table.rows[rank]
+    kind, stage = np.array([a.kind for a in row]), np.array([a.stage for a in row])
+    before, after = _changes(table, rank, kind, stage)
+    sent = [i for i, action in enumerate(row) if action in sends_end]
+    ends = np.array([sends_end[row[i]] for i in sent], dtype=int)
+    last = ends < len(row)  # others outlive the row
+    np.subtract.at(before, (ends[last], _column(kind[sent][last])), 1)
+    held = np.cumsum(before, axis=0)
+    held[1:] += np.cumsum(after, axis=0)[:-1]
+    for place, own in enumerate(table.stages_of(rank)):
+        for each in COMPUTE:
+            if (at := (stage == own) & (kind == each)).any():
+                yield (place, each), np.unique(held[at], axis=0)
 
 
-def _passes(action: Action) -> str:
-    """What an action receives, sends or makes of another stage."""
-    return "inputs" if action.kind in ("F", "RECV_F", "SEND_F") else "gradients"
+def _changes(table: Table, rank: int, kind: Kinds, stage: Counts) -> tuple[Counts, Counts]:
+    """What each action changes of what its rank holds, (before, after) what it needs is largest."""
+    own, stages = table.stages_of(rank), table.stages
+    before, after = (np.zeros((len(kind), 2 * len(own) + 2), dtype=int) for _ in range(2))
+    forward, last = kind == "F", np.isin(kind, ("B", "I"))
+    for place, each in enumerate(own):
+        here = stage == each
+        before[:, place] = forward & here
+        after[:, place] = -1 * (last & here)
+        after[:, len(own) + place] = ((kind == "I") & here) * 1 - ((kind == "W") & here)
+    if table.lowered:
+        before[:, -2] = forward * ((stage + 1 < stages) * 1 - (stage > 0))
+        before[:, -1] = -1 * (last & (stage + 1 < stages))
+        after[:, -1] = last & (stage > 0)
+        received = np.flatnonzero(np.isin(kind, ("RECV_F", "RECV_B")))
+        after[received, _column(kind[received])] += 1
+    return before, after
 
 
-def _largest(held: Iterable[Held]) -> tuple[Held, ...]:
+def _column(kinds: Kinds) -> Counts:
+    """Of what is between stages: inputs (-2), gradients (-1)."""
+    return np.where(np.isin(kinds, ("RECV_F", "SEND_F")), -2, -1)
+
+
+def _largest(counts: Counts) -> tuple[Held, ...]:
     """Those that are not at most another in every count."""
-    distinct = list(dict.fromkeys(held))
-    return tuple(x for x in distinct if not any(y != x and _at_most(x, y) for y in distinct))
-
-
-def _at_most(x: Held, y: Held) -> bool:
-    mine, other = ((*h.whole, *h.deferred, h.inputs, h.gradients) for h in (x, y))
-    return all(a <= b for a, b in zip(mine, other))
+    distinct = np.unique(counts, axis=0)
+    at_most = (distinct[:, None] <= distinct[None]).all(axis=2)
+    largest = distinct[at_most.sum(axis=1) == 1].tolist()  # each is at most itself
+    stages = (counts.shape[1] - 2) // 2
+    return tuple(Held(tuple(x[:stages]), tuple(x[stages:-2]), x[-2], x[-1]) for x in largest)

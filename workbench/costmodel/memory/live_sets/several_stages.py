@@ -9,13 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 import numpy as np
 
 from workbench.costmodel.inputs.config import Array
-from workbench.costmodel.inputs.executed_schedule import enough_microbatches
-from workbench.costmodel.inputs.held_counts import Held, HeldCounts, counts_transfers, held_counts
+from workbench.costmodel.inputs.held_counts import (
+    FILLED,
+    Held,
+    HeldCounts,
+    counts_transfers,
+    held_counts,
+)
 from workbench.costmodel.inputs.operator_stages import rank_stages
 from workbench.costmodel.inputs.rank_workload import Workload
 from workbench.costmodel.memory.activation_memory import layer_activations
@@ -150,7 +154,7 @@ class _HeldBytes:
         passed = np.broadcast_to(np.asarray(stages.residual_bytes, dtype=float), candidates)
         uncounted = between_stages(ranks) * (not counts_transfers(s))
         uncounted = np.broadcast_to(uncounted, (len(rows), *candidates))
-        enough = np.frompyfunc(partial(enough_microbatches, s), 1, 1)(ranks.microbatches)
+        enough = np.minimum(ranks.microbatches, FILLED * s.pipeline)
         microbatches = np.broadcast_to(np.asarray(enough, dtype=int), candidates)
         counts = {
             int(number): [held_counts(s, int(number), alike) for alike in ranks.alike]
