@@ -11,7 +11,7 @@ from workbench.machine import gpu_catalog
 from workbench.plan.schema import Plan
 from workbench.planner import estimate
 from workbench.planner.explain import explain
-from workbench.planner.explain.placements import placement_table
+from workbench.planner.explain.placements import placement_table, shard_within_rack
 from workbench.planner.explain.plan_figures import explained_plan
 
 SIZES = {"training.sequence_length": 1024, "training.global_batch": 2048}
@@ -58,6 +58,21 @@ def test_without_racks_or_shards_there_is_one_row_an_order() -> None:
     for changes in ({"cluster.fabric.rack_nodes": None}, {"strategy.data.zero": 0}):
         found = placement_table(explained_plan(pangu(**changes)))
         assert len(found.data) == 6 and {row["shard"] for row in found.data} == {"all"}
+
+
+def test_a_group_that_a_racks_end_would_cut_is_none() -> None:
+    full = pangu(**{"cluster.fabric.rack_nodes": 16}).resolve()
+    assert shard_within_rack(full, ("tensor", "pipeline", "context", "data")) is None
+    assert shard_within_rack(full, ("pipeline", "data", "tensor", "context")) == 8
+    fabric = full.fabric.model_copy(update={"rack_nodes": 12})
+    cut = full.model_copy(update={"cluster": full.cluster.model_copy(update={"fabric": fabric})})
+    assert shard_within_rack(cut, ("pipeline", "data", "tensor", "context")) == 2
+
+
+def test_a_plans_own_groups_are_named() -> None:
+    found = placement_table(explained_plan(pangu(**{"strategy.data.shard": 4})))
+    assert {row["shard"] for row in found.data} == {4}
+    assert {row[1] for row in found.rows} == {"over 4"}
 
 
 def test_the_network_is_said_level_by_level() -> None:

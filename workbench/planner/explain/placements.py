@@ -13,7 +13,12 @@ from typing import Any
 
 from workbench.plan.rank_placement import axis_strides
 from workbench.plan.resolved_plan import ResolvedPlan
-from workbench.planner.axis_placement import AxisPlacement, placement_of, rank_placements
+from workbench.planner.axis_placement import (
+    AxisPlacement,
+    AxisTraffic,
+    placement_of,
+    rank_placements,
+)
 from workbench.planner.explain.asked_table import AskedTable
 from workbench.planner.explain.plan_figures import ExplainedPlan, PlanFigures, plan_figures
 from workbench.planner.plan_changes import Change
@@ -51,17 +56,14 @@ def placement_table(subject: ExplainedPlan) -> AskedTable:
     shown = (
         found if len(found) <= MOST_SHOWN else found[: MOST_SHOWN // 2] + found[-MOST_SHOWN // 2 :]
     )
-    hidden = len(found) - len(shown)
+    left_out = [f"{len(found) - len(shown)} between are left out"] * (len(found) > len(shown))
     return AskedTable(
         "placements",
         "Placement: orders of the axes, best first (estimated)",
         ("innermost first", "states sharded", "step time", "× the best", "peak memory", *axes),
         [_cells(one, full, best, axes) for one in shown],
-        [
-            _tree(full),
-            *([f"{hidden} between the first and the last are left out"] if hidden else []),
-        ],
-        [_json(one, best) for one in found],
+        [_tree(full), *left_out],
+        [_json(one, full, best) for one in found],
         tuple(axes),
     )
 
@@ -80,8 +82,8 @@ def _with(subject: ExplainedPlan, change: Change, shard: int | None) -> PlacedPl
 
 
 def shard_within_rack(full: ResolvedPlan, order: tuple[str, ...]) -> int | None:
-    """Ranks of the largest shard group that stays in a rack, where states are sharded over all and
-    leave it; None where no two of them share a rack.
+    """Ranks of the largest shard groups that all stay in a rack, where states are sharded over all
+    and leave it; None where no groups do.
     """
     s, rack_nodes = full.strategy, full.fabric.rack_nodes
     if not s.data.zero or s.data.shard != "all" or not rack_nodes or full.sizes["context"] > 1:
@@ -90,12 +92,12 @@ def shard_within_rack(full: ResolvedPlan, order: tuple[str, ...]) -> int | None:
     stride = axis_strides(order, full.sizes)["data"]
     if replicas * stride <= rack:
         return None
-    inside = [n for n in range(2, replicas) if replicas % n == 0 and n * stride <= rack]
+    inside = [n for n in range(2, replicas) if replicas % n == 0 and rack % (n * stride) == 0]
     return max(inside, default=None)
 
 
 def _cells(one: PlacedPlan, full: ResolvedPlan, best: float, axes: list[str]) -> tuple[str, ...]:
-    traffic = {axis.axis: axis for axis in one.placement.axes}
+    traffic: dict[str, AxisTraffic] = {axis.axis: axis for axis in one.placement.axes}
     return (
         ", ".join(axis for axis in one.placement.order if axis in axes),
         _sharding(one, full),
@@ -109,9 +111,11 @@ def _cells(one: PlacedPlan, full: ResolvedPlan, best: float, axes: list[str]) ->
 def _sharding(one: PlacedPlan, full: ResolvedPlan) -> str:
     if not full.strategy.data.zero:
         return "no"
-    data = next((axis for axis in one.placement.axes if axis.axis == "data"), None)
     if one.shard is not None:
         return f"over {one.shard}, within racks"
+    if full.strategy.data.shard != "all":
+        return f"over {full.strategy.data.shard}"
+    data = next((axis for axis in one.placement.axes if axis.axis == "data"), None)
     reach = {"node": "within nodes", "network": "within racks", "racks": "across racks"}
     return "over all" + (f", {reach[data.reach]}" if data and full.fabric.rack_nodes else "")
 
@@ -130,10 +134,10 @@ def _tree(full: ResolvedPlan) -> str:
     return f"Network: {', '.join(levels)}."
 
 
-def _json(one: PlacedPlan, best: float) -> dict[str, Any]:
+def _json(one: PlacedPlan, full: ResolvedPlan, best: float) -> dict[str, Any]:
     return {
         "placement": list(one.placement.order),
-        "shard": one.shard or "all",
+        "shard": one.shard or full.strategy.data.shard,
         "changes": one.changes,
         "step_seconds": one.figures.seconds,
         "times_the_best": one.figures.seconds / best,
