@@ -235,3 +235,39 @@ def test_a_grid_of_mixed_strategies_is_priced_group_by_group() -> None:
     found = estimate(on(4, operators=MIXED, shape=GPT, **cluster)).notes["time"]["tensor_comm"]
     near = {"cluster": {"gpu": "h100-sxm-80gb", "gpus": 4, "gpus_per_node": 4}}
     assert found > estimate(on(4, operators=MIXED, shape=GPT, **near)).notes["time"]["tensor_comm"]
+
+
+TIED = {
+    **{"layers": 2, "hidden": 32, "heads": 4, "ffn": 64, "vocab": 256, "max_positions": 64},
+    **{"positions": "learned", "norm": "layernorm", "mlp": "gelu", "biases": "all", "tied": True},
+}
+BY_TOKENS = {
+    "embedding.tokens": "((2,1),(1,1),(1,2,1))",
+    "blocks.*.*_norm": "((1,2,1),(1,))",
+    "final_norm": "((1,2,1),(1,))",
+    "head": "((1,1),(1,2))",
+}
+
+
+@pytest.mark.parametrize(
+    ("gpus", "tensor", "operators", "embedding_norm"),
+    [
+        (4, {"size": 2, "sequence": True}, {}, False),
+        (4, {"size": 2, "sequence": True}, {}, True),
+        (4, {"size": 2}, BY_TOKENS, False),
+        (8, {"size": [2, 2], "algorithm": "2d"}, {}, False),
+    ],
+    ids=["sequence", "norm", "operators", "2d"],
+)
+def test_a_tied_head_gathers_the_bucket_of_the_table_alone(
+    gpus: int, tensor: dict[str, Any], operators: dict[str, str], embedding_norm: bool
+) -> None:
+    strategy = {"tensor": tensor, "operators": operators, "data": {"zero": 3, "bucket_mib": 0.01}}
+    training = {"sequence_length": 16, "global_batch": 8, "micro_batch": 2, "steps": 3}
+    written = {
+        "model": {**TIED, "embedding_norm": embedding_norm},
+        "cluster": {"gpu": "local", "gpus": gpus},
+        "strategy": strategy,
+        "training": training,
+    }
+    agrees(Plan.model_validate(written))

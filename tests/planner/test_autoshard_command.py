@@ -97,6 +97,23 @@ def test_what_is_impossible_is_said_in_a_line(ask: Ask, words: list[str], messag
     assert json.loads(out)["exit_code"] == 2
 
 
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["--ranks", "3"], "cluster.gpus: is 4, which tensor 3 x"),
+        (["--sequences", "7"], "training.global_batch: is 16, not a multiple of micro_batch 7"),
+    ],
+)
+def test_only_a_legal_plan_is_written(
+    ask: Ask, tmp_path: Path, words: list[str], message: str
+) -> None:
+    path = tmp_path / "plan.yaml"
+    asked = ("operators", "--model", "tiny", "--gpu", "local", "--gpus", 4, *words)
+    assert ask(*asked)[0] == 0
+    code, _, err = ask(*asked, "-o", path)
+    assert code == 2 and message in err and not path.exists()
+
+
 def test_more_sequences_turn_tensor_parallel_into_data_parallel(ask: Ask) -> None:
     few, many = (
         json.loads(

@@ -65,11 +65,21 @@ def operators(
     )
     data = found.to_json()
     if output is not None:
-        from workbench.planner.autoshard import plan_with
-
-        write_whole(output, plan_with(plan, found).to_yaml())
+        write_whole(output, _legal_plan(plan, found, allow_code).to_yaml())
         data["path"] = str(output)
     emit(json, data, lambda: [_rows(found), _between(found), _total(found), found.reason])
+
+
+def _legal_plan(plan: Plan, found: OperatorPlan, allow_code: bool) -> Plan:
+    """The plan that has the strategies. Raises `PlanError` where ranks or sequences that were given
+    make it one that no GPUs and batch of it allow.
+    """
+    from workbench.plan.rules.supported import require
+    from workbench.planner.autoshard import plan_with
+
+    written = plan_with(plan, found)
+    require(written.resolve(), "estimate", allow_code)
+    return written
 
 
 def mesh_of(text: str) -> int | tuple[int, ...]:

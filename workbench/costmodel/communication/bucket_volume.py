@@ -15,6 +15,8 @@ from workbench.costmodel.inputs.config import stage_homes
 from workbench.costmodel.inputs.operator_stages import stage_parts
 from workbench.costmodel.inputs.operator_strategies import stage_parameters
 from workbench.costmodel.inputs.parameter_tensors import (
+    EMBEDDING_NORM,
+    TABLE,
     ParameterTensor,
     first_tensors,
     layer_tensors,
@@ -193,28 +195,31 @@ def _gathers(w: Workload, stage: list[PackedBucket]) -> Iterator[tuple[BucketCol
     if not w.zero:
         return
     for bucket in stage:
-        for action, times in _gathers_by_action(w, bucket.unit).items():
+        for action, times in _gathers_by_action(w, bucket).items():
             size = bucket.elements * float(w.element_bytes)
             yield ("data", "all_gather", shard_ranks(w, bucket), "parameter", size, action), times
 
 
-def _gathers_by_action(w: Workload, unit: str) -> dict[str, int]:
-    """Action -> how often a step all-gathers a unit in it.
+def _gathers_by_action(w: Workload, bucket: PackedBucket) -> dict[str, int]:
+    """Action -> how often a step all-gathers a bucket in it.
 
     Backward does not need the embedding table, except for a norm behind it. It begins with the
-    last unit, which forward has left unsharded.
+    last unit, which forward has left unsharded. A tied head needs the table, and what lies beside
+    it.
     """
-    m, norm = int(w.microbatches), bool(w.shape.embedding_norm)
+    m = int(w.microbatches)
     if w.zero < 3:
         return {"OPTIMIZER": 1}
     if w.searched.keep_gathered or w.pipeline > 1 or w.fixed.traced is not None:
         return {"F": 1}
-    if unit == "embedding":
-        head = m * int(w.shape.tied)
-        return {"F": (1 if norm else m) + head, "B": m if norm and w.shape.tied else int(norm) * m}
-    if TILE in unit:
-        return {"F": m, "B": m * _tile_gathers_in_backward(w, unit)}
-    return {"F": m, "B": 0 if unit == "head" else m}
+    if bucket.unit == "embedding":
+        names = [p.name for p in bucket.members]
+        norm = any(name.startswith(EMBEDDING_NORM) for name in names)
+        head = m * int(w.shape.tied and TABLE in names)
+        return {"F": (1 if norm else m) + head, "B": int(norm) * m}
+    if TILE in bucket.unit:
+        return {"F": m, "B": m * _tile_gathers_in_backward(w, bucket.unit)}
+    return {"F": m, "B": 0 if bucket.unit == "head" else m}
 
 
 def _tile_gathers_in_backward(w: Workload, unit: str) -> int:
@@ -268,7 +273,8 @@ def _parameters(
     def packed(unit: str, tensors: Iterable[ParameterTensor]) -> Iterator[StageParameter]:
         for t in tensors:
             own = t.experts and bool(w.searched.expert > 1)
-            yield StageParameter(unit, round(float(t.elements)), sides[t.role], experts=own)
+            size = round(float(t.elements))
+            yield StageParameter(unit, size, sides[t.role], experts=own, name=t.name)
 
     if stage == 0:
         table, *rest = packed("embedding", first_tensors(w))
@@ -296,9 +302,9 @@ def _under_operators(w: Workload, stage: int, both: bool, apart: bool) -> Iterat
         if both and w.shape.tied and p.name == "head.weight":
             continue
         sides = tuple((f"operators.{axis}", named.sides[axis]) for axis in p.partial_over)
-        table = p.name in ("embedding.tokens.weight", "head.weight")
+        table = p.name in (TABLE, "head.weight")
         experts = p.is_of_experts and named.expert_ranks > 1
-        yield StageParameter(p.unit, p.elements, sides, apart and table, experts)
+        yield StageParameter(p.unit, p.elements, sides, apart and table, experts, p.name)
 
 
 def _of_traced(traced: TracedStages, stage: int, apart: bool) -> Iterator[StageParameter]:

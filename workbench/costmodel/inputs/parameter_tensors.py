@@ -10,6 +10,8 @@ import numpy as np
 from workbench.costmodel.inputs.config import Number
 from workbench.costmodel.inputs.rank_shapes import RankShapes
 
+TABLE, EMBEDDING_NORM = "embedding.tokens.weight", "embedding.norm"
+
 
 @dataclass(frozen=True)
 class ParameterTensor:
@@ -24,6 +26,8 @@ class ParameterTensor:
     """Whether it belongs to experts that other ranks do not hold."""
     is_tile: bool = False
     """Whether it is a tile of a linear, which ZeRO-3 gathers by itself."""
+    name: str = ""
+    """Of what is in front of the layers."""
 
 
 def norm_tensors(w: RankShapes) -> Iterator[ParameterTensor]:
@@ -34,12 +38,12 @@ def norm_tensors(w: RankShapes) -> Iterator[ParameterTensor]:
 
 def first_tensors(w: RankShapes) -> Iterator[ParameterTensor]:
     """The embedding table, and what follows it in front of the layers."""
-    yield ParameterTensor(w.table_params, "matrix")
+    yield ParameterTensor(w.table_params, "matrix", name=TABLE)
     if w.shape.positions == "learned":
         positions = w.shape.max_positions * w.shape.hidden * w.tiling.vector_share
         yield ParameterTensor(positions, "hidden")
     if w.shape.embedding_norm:
-        yield from norm_tensors(w)
+        yield from (replace(each, name=EMBEDDING_NORM) for each in norm_tensors(w))
 
 
 def layer_tensors(w: RankShapes, is_moe: bool) -> Iterator[ParameterTensor]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from workbench.costmodel.inputs.config import Number
+from workbench.costmodel.inputs.operator_strategies import stage_parameters
 from workbench.costmodel.inputs.parameter_tensors import tile_elements
 from workbench.costmodel.inputs.rank_parameters import ParamCounts
 from workbench.costmodel.inputs.rank_workload import Workload
@@ -115,19 +116,30 @@ def _gathered_bytes(w: Workload, p: ParamCounts, units: Number) -> Number:
 
 
 def _head_phase(w: Workload, p: ParamCounts, num_layers: int | None = None) -> MemoryByCategory:
-    """The last unit (with a tied weight the embedding too) and the prefetched layers, or
+    """The last unit (with a tied weight what lies in its bucket too) and the prefetched layers, or
     `num_layers` of them; no gradient yet.
     """
     layers = w.fixed.num_zero_in_flight - 1 if num_layers is None else num_layers
     table = w.head_params
-    rest = (
-        w.has_embedding * (p.total - w.layers * p.layer - table) * float(has_tied_head_on_rank(w))
-    )
+    rest = w.has_embedding * (p.total - w.layers * p.layer - table) * _beside_table(w)
     return {
         "gathered": w.zeros
         + _gathered_bytes(w, p, w.has_head * table + rest + layers * _unit(w, p)),
         "communication": w.zeros,
     }
+
+
+def _beside_table(w: Workload) -> Number:
+    """Share of what follows the embedding table that a tied head gathers with it: what lies in the
+    same bucket, for its gradient is summed over the same ranks.
+    """
+    if not has_tied_head_on_rank(w):
+        return 0.0
+    if w.fixed.operators is not None:
+        table, *rest = stage_parameters(w.fixed.operators, w.shape, (), True, False)
+        beside = sum(p.elements for p in rest if p.partial_over == table.partial_over)
+        return beside / max(1, sum(p.elements for p in rest))
+    return float(w.fixed.algorithm == "1d") * (1 - w.searched.sequence * (w.tensor > 1))
 
 
 def _projection_phase(w: Workload, p: ParamCounts) -> MemoryByCategory:

@@ -14,7 +14,7 @@ from workbench.planner.autoshard.operator_splits import ShardingStrategy
 
 if TYPE_CHECKING:
     from workbench.planner.autoshard.graph_pricing import PricedGraph
-from workbench.units import GIB
+from workbench.units import GIB, bytes_text
 
 MEGATRON_DIMS = {
     "embedding": "vocabulary",
@@ -244,8 +244,5 @@ def _cost(seconds: float, size: float) -> str:
         if seconds < 1e3
         else f"{seconds:,.0f} s"
     )
-    return (
-        f"{time} and {size / GIB:,.3g} GiB"
-        if size < 1e3 * GIB
-        else f"{time} and {size / GIB:,.0f} GiB"
-    )
+    gib = f"{size / GIB:,.0f} GiB" if size >= 1e3 * GIB else f"{size / GIB:,.3g} GiB"
+    return f"{time} and {gib if size >= GIB else bytes_text(size)}"
