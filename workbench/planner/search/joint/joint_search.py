@@ -50,6 +50,12 @@ class JointFound:
     notes: tuple[str, ...] = ()
 
 
+ONE_STAGE_A_RANK = {False: "1f1b", True: "zb-h1"}
+"""Whether backward is split -> a schedule by which stages are priced: the gradients of a split one
+add up in its GEMMs, which is quicker.
+"""
+
+
 @dataclass(frozen=True, order=True)
 class _Bounded:
     """A choice with seconds that no step of it is below."""
@@ -110,21 +116,24 @@ class JointSearch:
 
     def _bounded(self, progress: Progress) -> Iterator[_Bounded]:
         """Choices by a bound, which those of as many tensor ranks and sequences have lines for."""
-        known: dict[tuple[int, int, bool], list[StageLines]] = {}
+        known: dict[tuple[int, int, bool, str], list[StageLines]] = {}
         for order, choice in enumerate(self._choices()):
             progress(f"bounding choices, {order}")
             stages = self.setting.world_size // choice.submesh.ranks
-            key = choice.submesh.tensor, choice.sequences, stages > 1
-            try:
-                known[key] = lines = known.get(key) or self.pricing.lines(choice)
-            except PlanError as error:
-                self.refused = error
-                continue
             microbatches = choice.microbatches(self.setting.global_batch)
-            least = min(own.least_seconds() for own in lines) / stages
             for schedule, chunks in self.schedules[stages]:
-                splits = SCHEDULES[schedule].splits_backward  # whose parts fill the bubble
-                filling = 0.0 if splits else (stages - 1) / chunks
+                splits = SCHEDULES[schedule].splits_backward and stages > 1
+                alike = ONE_STAGE_A_RANK[splits]
+                key = choice.submesh.tensor, choice.sequences, stages > 1, alike
+                try:
+                    known[key] = lines = known.get(key) or self.pricing.lines(
+                        replace(choice, schedule=alike)
+                    )
+                except PlanError as error:
+                    self.refused = error
+                    continue
+                least = min(own.least_seconds() for own in lines) / stages
+                filling = 0.0 if splits else (stages - 1) / chunks  # W fills the bubble
                 own = replace(choice, schedule=schedule, chunks=chunks)
                 yield _Bounded(least * (microbatches + filling), order, own)
 
