@@ -74,14 +74,14 @@ def test_all_three_instruments_see_one_plan(monkeypatch: pytest.MonkeyPatch) -> 
         state = SimpleNamespace(phase=phase)
         return SimpleNamespace(wait=lambda timeout: state, profile=lambda: measured, cause="killed")
 
-    def rehearse(plan: Any) -> Profile:
+    def rehearse(plan: Any, **_: Any) -> Profile:
         seen.append(plan)
         return rehearsed
 
-    monkeypatch.setattr(three_instruments, "estimate", lambda plan: estimated)
+    monkeypatch.setattr(three_instruments, "estimate", lambda plan, traced: estimated)
     monkeypatch.setattr(subprocess_verbs, "rehearse", rehearse)
-    monkeypatch.setattr(checked_launch, "run", lambda plan: run("finished"))
+    monkeypatch.setattr(checked_launch, "run", lambda plan, **_: run("finished"))
     assert prediction.all_three(PLAN) == (estimated, rehearsed, measured) and seen == [PLAN]
-    monkeypatch.setattr(checked_launch, "run", lambda plan: run("failed"))
+    monkeypatch.setattr(checked_launch, "run", lambda plan, **_: run("failed"))
     with pytest.raises(RuntimeError, match="killed"):
         prediction.all_three(PLAN)
