@@ -100,6 +100,15 @@ def test_a_loss_that_is_a_mean_is_refused() -> None:
         verify(users(data=2, factory="build_with_loss", reduction="mean"), allow_code=True)
 
 
+def test_a_forward_that_fails_is_named_by_its_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def two_many(self: nn.Module, x: Tensor) -> Tensor:
+        return x + x.new_zeros(3, 5)
+
+    monkeypatch.setattr(nn.LayerNorm, "forward", two_many)
+    with pytest.raises(PlanError, match=r"forward fails .*:\d+: return x \+ .*: The size"):
+        verify(users(data=2), allow_code=True)
+
+
 def test_fp32() -> None:
     answer = verify(users(2, operators=PAIRED), "fp32", allow_code=True)
     assert answer["passed"], answer

@@ -14,10 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from workbench.engine.optimizer import learning_rate
+from workbench.errors import PlanError, refuse
 from workbench.models import Transformer
 from workbench.models.counter_dropout import SampleIndices
 from workbench.models.python_model import add_loss, build_python_model
 from workbench.models.seams import Attend
+from workbench.models.traced.value_dependence import place_and_error
 from workbench.models.weight_init import seed_of
 from workbench.parallel.operators.apply_traced import traced_forward
 from workbench.parallel.operators.factor_redistribution import FactorGrid
@@ -121,7 +123,7 @@ def train_on_one_device(
         losses.append(0.0)
         for index, pair in enumerate(zip(tokens.split(rows), targets.split(rows))):
             samples.start_microbatch(index)
-            loss = model(pair[0].to(device), pair[1].to(device)) / targets.numel()
+            loss = _forward(model, plan, *(each.to(device) for each in pair)) / targets.numel()
             loss.backward()
             losses[-1] += loss.item()
         stepped.take_gradients()
@@ -139,6 +141,19 @@ def train_on_one_device(
         optimizer.step()
         stepped.store()
     return ReferenceRun(losses, first, {n: p.detach().cpu() for n, p in model.named_parameters()})
+
+
+def _forward(model: nn.Module, plan: ResolvedPlan, tokens: Tensor, targets: Tensor) -> Tensor:
+    """The summed loss; a user's forward that fails is named by its line."""
+    try:
+        loss: Tensor = model(tokens, targets)
+    except Exception as error:  # a user's forward may raise any
+        if not plan.code or isinstance(error, PlanError):
+            raise
+        what = f"its forward fails on one device: {place_and_error(error)}"
+        shape = list(tokens.shape)
+        raise refuse("model.python", f"{what}; legal: one that takes {shape} tokens") from error
+    return loss
 
 
 def _convert_to_float8(model: nn.Module, device: torch.device) -> None:
