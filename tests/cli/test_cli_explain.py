@@ -17,7 +17,7 @@ def test_tables_say_cost_constraint_sensitivity_and_neighbours(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert answer(["explain", *PLAN]) == 0
-    told = capsys.readouterr().out
+    out = capsys.readouterr().out
     for words in (
         "cost (estimated)",
         "a GPU-hour",
@@ -27,7 +27,7 @@ def test_tables_say_cost_constraint_sensitivity_and_neighbours(
         "Sensitivity (estimated)",
         "Neighbours",
     ):
-        assert words in told
+        assert words in out
 
 
 def test_json_is_the_verbs_answer(capsys: pytest.CaptureFixture[str]) -> None:
@@ -62,9 +62,9 @@ def test_the_step_time_has_its_interval(capsys: pytest.CaptureFixture[str]) -> N
 
 def test_further_tables_are_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
     assert answer(["explain", *PLAN, "--without-each", "--placements"]) == 0
-    told = capsys.readouterr().out
-    assert "Without each dimension" in told and "sharding (ZeRO-2)" in told
-    assert "Placement: orders of the axes, best first (estimated)" in told and "Network: " in told
+    out = capsys.readouterr().out
+    assert "Without each dimension" in out and "sharding (ZeRO-2)" in out
+    assert "Placement: orders of the axes, best first (estimated)" in out and "Network: " in out
     assert answer(["explain", *PLAN, "--without-each", "--placements", "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
     plan = wb.Plan.of("llama-3-8b", gpu="a100-sxm-80gb", gpus=8, strategy="zero-2")

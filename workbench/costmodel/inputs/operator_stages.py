@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import numpy as np
-
-from workbench.costmodel.inputs.config import FixedConfig, stage_homes
+from workbench.costmodel.inputs.config import FixedConfig, stage_homes, stages_of_each
 from workbench.costmodel.inputs.operator_strategies import (
     OperatorParameter,
     OperatorStrategies,
@@ -34,7 +32,8 @@ def rank_stages(s: FixedConfig, pipeline_rank: int) -> list[StageParts]:
 def stages_of(s: FixedConfig, pipeline_rank: int) -> list[int]:
     """Numbers of the stages of a pipeline rank, in their order."""
     homes = stage_homes(s.pipeline, s.schedule, len(s.partition), s.table)
-    return [int(stage) for stage in np.flatnonzero(homes == pipeline_rank)]
+    own: list[int] = stages_of_each(homes, [pipeline_rank])[0].tolist()
+    return own
 
 
 def stage_parts(s: FixedConfig, stage: int) -> StageParts:

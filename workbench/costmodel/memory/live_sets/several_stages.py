@@ -139,11 +139,13 @@ class _HeldBytes:
     def of(
         cls, ranks: Workload, stages: Workload, rows: list[list[int]], head: HeadMemory
     ) -> _HeldBytes:
-        """Args:
-        ranks: By rank.
-        stages: By stage of each rank.
-        rows: Entries in `stages` of each rank.
-        head: Of `stages`.
+        """Of a schedule's candidates.
+
+        Args:
+            ranks: By rank.
+            stages: By stage of each rank.
+            rows: Entries in `stages` of each rank.
+            head: Of `stages`.
         """
         own, s = stage_activations(stages), ranks.fixed
         saved = own.layers + own.beside + own.losses * head.saved
