@@ -80,8 +80,8 @@ def test_all_three_instruments_see_one_plan(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(three_instruments, "estimate", lambda plan, traced: estimated)
     monkeypatch.setattr(subprocess_verbs, "rehearse", rehearse)
-    monkeypatch.setattr(checked_launch, "run", lambda plan, **_: run("finished"))
+    monkeypatch.setattr(checked_launch, "start", lambda plan, **_: run("finished"))
     assert prediction.all_three(PLAN) == (estimated, rehearsed, measured) and seen == [PLAN]
-    monkeypatch.setattr(checked_launch, "run", lambda plan, **_: run("failed"))
+    monkeypatch.setattr(checked_launch, "start", lambda plan, **_: run("failed"))
     with pytest.raises(RuntimeError, match="killed"):
         prediction.all_three(PLAN)

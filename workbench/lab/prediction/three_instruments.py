@@ -34,7 +34,7 @@ def all_three(plan: Plan, timeout: float = 300, allow_code: bool = False) -> Thr
     traced = subprocess_verbs.traced_model(plan, allow_code) if plan.code else None
     estimated = estimate(plan, traced)
     rehearsed = subprocess_verbs.rehearse(plan, allow_code=allow_code)
-    run = checked_launch.run(plan, allow_code=allow_code)
+    run = checked_launch.start(plan, allow_code=allow_code)  # its estimate was asked already
     if run.wait(timeout).phase != "finished":
         raise RuntimeError(repr(run))
     return ThreeProfiles(estimated, rehearsed, run.profile())
