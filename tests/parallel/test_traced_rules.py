@@ -51,6 +51,10 @@ CASES: dict[str, tuple[Expression, set[str]]] = {
     ),
     "bmm": (lambda x, w, i: torch.bmm(x, x.mT), {"dim0", "left", "inner", "right"}),
     "einsum": (lambda x, w, i: torch.einsum("btd,de->bet", x, w), {*"btde"}),
+    "conv1d": (
+        lambda x, w, i: F.conv1d(x.mT, w[:, :4, None], w[0], groups=2),
+        {"rows", "groups", "columns"},
+    ),
     "embedding": (lambda x, w, i: F.embedding(i, w), {"vocabulary", "rows", "hidden"}),
     "layer_norm": (lambda x, w, i: F.layer_norm(x, (WIDTH,), w[0], w[1]), ROWS),
     "rms_norm": (lambda x, w, i: F.rms_norm(x, (WIDTH,), w[0]), ROWS),
@@ -90,6 +94,17 @@ CASES: dict[str, tuple[Expression, set[str]]] = {
     "transpose": (lambda x, w, i: x.transpose(0, 2), {"dim0", "dim1", "dim2"}),
     "permute": (lambda x, w, i: x.permute(2, 0, 1), {"dim0", "dim1", "dim2"}),
     "t": (lambda x, w, i: w.t(), {"dim0", "dim1"}),
+    "numpy_T": (lambda x, w, i: w.T, {"dim0", "dim1"}),
+    "mT": (lambda x, w, i: x.mT, {"dim0", "dim1", "dim2"}),
+    "view_as_complex": (
+        lambda x, w, i: torch.view_as_complex(x.unflatten(-1, (4, 2))),
+        {"dim0", "dim1", "dim2"},
+    ),
+    "view_as_real": (
+        lambda x, w, i: torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (4, 2)))),
+        {"dim0", "dim1", "dim2"},
+    ),
+    "pad": (lambda x, w, i: F.pad(x, (0, 0, 1, -1)), {"dim0", "dim2"}),
     "expand": (lambda x, w, i: x[:, :1].expand(-1, 4, -1), {"dim0", "dim1", "dim2"}),
     "contiguous": (lambda x, w, i: x.mT.contiguous(), {"dim0", "dim1", "dim2"}),
     "clone": (lambda x, w, i: x.clone(), {"dim0", "dim1", "dim2"}),

@@ -186,5 +186,11 @@ def _mesh_dependent(model: nn.Module) -> Iterator[Problem]:
                 "model.python",
                 f"{name} is frozen, and every parameter is trained; legal: requires_grad",
             )
+        if parameter.is_complex():
+            yield Problem(
+                "model.python",
+                f"{name} is of complex numbers ({parameter.dtype}), which no optimizer here steps; "
+                "legal: real parameters, seen by torch.view_as_complex",
+            )
     if next(model.parameters(), None) is None:
         yield Problem("model.python", "the model has no parameters; legal: one or more")

@@ -107,3 +107,6 @@ def _move_buffers(model: nn.Module, device: torch.device, dtype: torch.dtype) ->
                 setattr(module, name, torch.zeros(buffer.shape, dtype=kind, device=device))
             else:
                 setattr(module, name, buffer.to(device, kind))
+        for name, value in list(vars(module).items()):
+            if isinstance(value, Tensor) and value.is_meta:  # a rehearsal's: no code has moved it
+                setattr(module, name, torch.zeros(value.shape, dtype=value.dtype, device=device))

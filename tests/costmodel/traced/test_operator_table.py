@@ -69,6 +69,8 @@ def mask(*shape: int) -> T:
 A = x(2, 16, 8)
 FIXED = T((2, 16, 8), trained=False)
 INDICES = index(2, 16, 8)
+COMPLEX = torch.complex64
+Z, ROTATION = T((2, 16, 8), dtype=COMPLEX), T((16, 8), dtype=COMPLEX, trained=False)
 UNARY = (
     *("neg", "relu", "tanh", "sigmoid", "exp", "sqrt", "rsqrt", "reciprocal", "gelu", "silu"),
     *("mish", "elu", "leaky_relu", "hardtanh", "softplus", "hardswish", "hardsigmoid", "log"),
@@ -140,6 +142,17 @@ CASES: list[tuple[str, str, tuple[Any, ...], dict[str, Any]]] = [
     ("einsum", "default", ("btec,becd->btd", [x(2, 16, 4, 6), x(2, 4, 6, 8)]), {}),
     ("einsum", "default", ("bhqd,bhkd->bhqk", [heads(2, 16, 4, 8), heads(2, 16, 4, 8)]), {}),
     ("outer", "default", (x(16), x(8)), {}),
+    *(("conv1d", "default", (x(2, 8, 16), x(12, 8, 4), *bias), {}) for bias in ((), (x(12),))),
+    ("conv1d", "default", (T((2, 16, 8), (0, 2, 1)), x(8, 1, 4), x(8), [1], [3], [1], 8), {}),
+    ("conv1d", "default", (T((2, 8, 16), trained=False), x(12, 8, 4), x(12), [2]), {}),
+    ("view_as_complex", "default", (x(2, 16, 3, 4, 2),), {}),
+    ("view_as_complex", "default", (T((16, 2, 4, 2), (1, 0, 2, 3)),), {}),
+    *(("view_as_real", "default", (each,), {}) for each in (Z, T((16, 2, 4), (1, 0, 2), COMPLEX))),
+    *(("mul", "Tensor", each, {}) for each in ((Z, ROTATION), (ROTATION, Z), (Z, Z), (Z, FIXED))),
+    *(("mul", "Tensor", (Z, T(shape, dtype=COMPLEX)), {}) for shape in ((8,), (2, 1, 8))),
+    *((name, "Tensor", (Z, ROTATION), {}) for name in ("add", "sub")),
+    *(("pad", "default", (A, each), {}) for each in ([3, 0], [0, 0, 1, -1], [0, 0, 0, 0])),
+    ("pad", "default", (turned(16, 2, 8), [0, 2], "constant", 1.0), {}),
     ("outer", "default", (T((16,), trained=False), x(8)), {}),
     ("embedding", "default", (x(260, 8), index(2, 16)), {}),
     ("scaled_dot_product_attention", "default", (*[heads(2, 16, 4, 8)] * 3, None, 0.0, True), {}),
@@ -193,7 +206,7 @@ CASES: list[tuple[str, str, tuple[Any, ...], dict[str, Any]]] = [
     ("squeeze", "dim", (x(2, 1, 8), 1), {}),
     ("transpose", "int", (A, 0, 1), {}),
     ("permute", "default", (A, [2, 0, 1]), {}),
-    ("t", "default", (x(4, 8),), {}),
+    *((name, "default", (x(4, 8),), {}) for name in ("t", "numpy_T", "mT")),
     ("expand", "default", (x(2, 1, 8), [2, 16, 8]), {}),
     ("expand", "default", (x(16, 8), [2, 16, 8]), {}),
     ("slice", "Tensor", (A, 1, 0, 4), {}),

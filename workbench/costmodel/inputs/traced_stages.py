@@ -22,7 +22,12 @@ DTYPE_NAMES = {
     "torch.float16": ("fp16", 2),
     "torch.int64": ("int64", 8),
     "torch.int32": ("int32", 4),
+    "torch.int16": ("int16", 2),
+    "torch.int8": ("int8", 1),
+    "torch.uint8": ("uint8", 1),
     "torch.bool": ("bool", 1),
+    "torch.complex64": ("complex64", 8),
+    "torch.complex128": ("complex128", 16),
 }
 """torch's name -> (name in collectives, bytes of an element)."""
 

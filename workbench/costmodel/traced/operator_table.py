@@ -20,6 +20,7 @@ from workbench.costmodel.traced.entries.pointwise import POINTWISE, Entry
 from workbench.costmodel.traced.entries.products import (
     addmm_entry,
     bmm_entry,
+    conv1d_entry,
     einsum_entry,
     linear_entry,
     matmul_entry,
@@ -38,6 +39,7 @@ ENTRIES: dict[str, Entry] = {
     "bmm": bmm_entry,
     "einsum": einsum_entry,
     "outer": outer_entry,
+    "conv1d": conv1d_entry,
     "embedding": embedding_entry,
     "scaled_dot_product_attention": attention_entry,
     "dropout": dropout_entry,
@@ -51,9 +53,12 @@ ENTRIES: dict[str, Entry] = {
 }
 """Operator -> what it does on shapes."""
 PRODUCTS = frozenset(
-    {"linear", "addmm", "matmul", "mm", "bmm", "einsum", "scaled_dot_product_attention"}
+    {"linear", "addmm", "matmul", "mm", "bmm", "einsum", "conv1d", "scaled_dot_product_attention"}
 )
 """Operators whose multiplications are priced one by one."""
+
+OF_COMPLEX = frozenset({"add", "sub", "mul", *MOVING}) - {"_to_copy", "pad"}
+"""Operators whose entries hold for complex numbers too."""
 
 
 def require_entries(nodes: Iterable[TracedNode]) -> None:
@@ -66,6 +71,9 @@ def require_entries(nodes: Iterable[TracedNode]) -> None:
 
 def run(c: NodeCall) -> list[SymbolicTensor]:
     """Results of an operator on a rank's shards."""
+    dtypes = (*c.dtypes, *(y.dtype for y in c.node.outputs))
+    if c.node.op not in OF_COMPLEX and any(dtype.startswith("torch.complex") for dtype in dtypes):
+        c.refused("of complex numbers")
     results = list(ENTRIES[c.node.op](c))
     if c.node.op not in PRODUCTS:
         record_moves(c, results)

@@ -55,6 +55,20 @@ def permuted(r: SymbolicRank, x: SymbolicTensor, order: Sequence[int]) -> Symbol
     return _through(r, y, lambda g: permuted(r, g, back), x)
 
 
+def as_complex(r: SymbolicRank, x: SymbolicTensor) -> SymbolicTensor:
+    """A view as complex numbers, whose parts the last dim is."""
+    strides = tuple(stride // 2 for stride in lying(x)[:-1])
+    y = replace(x, shape=x.shape[:-1], element_bytes=2 * x.element_bytes, strides=strides)
+    return _through(r, y, lambda g: as_real(r, contiguous(r, g)), x)
+
+
+def as_real(r: SymbolicRank, x: SymbolicTensor) -> SymbolicTensor:
+    """A view of complex numbers as their two parts, the last dim."""
+    strides = (*(2 * stride for stride in lying(x)), 1)
+    y = replace(x, shape=(*x.shape, 2), element_bytes=x.element_bytes // 2, strides=strides)
+    return _through(r, y, lambda g: as_complex(r, contiguous(r, g)), x)
+
+
 def transposed(r: SymbolicRank, x: SymbolicTensor, a: int = -2, b: int = -1) -> SymbolicTensor:
     """A view with two dims swapped."""
     order = list(range(len(x.shape)))

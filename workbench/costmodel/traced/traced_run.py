@@ -21,6 +21,9 @@ from workbench.costmodel.traced.tensor_views import contiguous
 from workbench.plan.operators.traced.stage_cuts import GraphStage
 from workbench.plan.operators.traced.traced_graph import LOSS_OP, TensorRef, TracedNode
 
+DIFFERENTIABLE = ("torch.float", "torch.bfloat", "torch.complex")
+"""What dtypes begin with whose tensors have a gradient."""
+
 
 class TracedRun:
     """One forward of a stage: the tensors that are alive."""
@@ -149,7 +152,7 @@ class TracedRun:
         if wanted not in known:
             target, source = Spread(wanted.layout), self.held[ref]
             same = next((y for s, y in known.items() if s.layout == wanted.layout), None)
-            floats = self.traced.types[ref].dtype.startswith(("torch.float", "torch.bfloat"))
+            floats = self.traced.types[ref].dtype.startswith(DIFFERENTIABLE)
             ways = (source, target, *((wanted, source) if floats else (target, target)))
             x = self.values[ref]
             known[wanted] = moved(

@@ -103,7 +103,9 @@ def train_on_one_device(
     """
     t, samples = plan.training, SampleIndices()
     rows = t.micro_batch if float8 else t.global_batch
-    model = _model(plan, attention, samples, dtype, rows).to(device=device, dtype=dtype)
+    model = _model(plan, attention, samples, dtype, rows)
+    # `Module.to` casts complex buffers too, to real numbers.
+    model._apply(lambda t: t.to(device, dtype if t.is_floating_point() else t.dtype))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.export import export
 
 from workbench.errors import PlanError, refuse
-from workbench.models.torch_dispatch import FakeTensorMode, without_dispatch_modes
+from workbench.models.torch_dispatch import FakeTensor, FakeTensorMode, without_dispatch_modes
 from workbench.models.traced.exported_graph import graph_of, writes_in_place
 from workbench.models.traced.tracing_contexts import fake_parameters, quiet, without_values_of_masks
 from workbench.models.traced.users_frame import users_frame
@@ -41,7 +41,17 @@ def trace_module(
         PlanError: It cannot be traced; names the line of the user's code.
     """
     with without_dispatch_modes():  # a rehearsal's tensors are fake already, in another way
-        return _traced(model, sequences, length, dtype, with_loss)
+        graph, constants = _traced(model, sequences, length, dtype, with_loss)
+    return graph, {key: _of_this_mode(value) for key, value in constants.items()}
+
+
+def _of_this_mode(constant: Tensor) -> Tensor:
+    """A constant; one that had no values, as of a module on the meta device, is zero, and fake
+    where the caller's tensors are.
+    """
+    if not isinstance(constant, FakeTensor):
+        return constant
+    return torch.zeros(constant.shape, dtype=constant.dtype)
 
 
 def _traced(

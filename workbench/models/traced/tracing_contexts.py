@@ -43,13 +43,15 @@ def without_values_of_masks() -> Any:
 
 @contextmanager
 def fake_parameters(model: nn.Module, mode: FakeTensorMode, dtype: torch.dtype) -> Iterator[None]:
-    """Give the module fake parameters and buffers meanwhile; tied ones stay tied."""
+    """Give the module fake parameters and buffers meanwhile; tied ones stay tied. Plain attributes
+    without values become fake in their own dtype.
+    """
     known: dict[int, Tensor] = {}
     kept: list[tuple[dict[str, Any], str, Tensor]] = []
 
-    def fake(value: Tensor) -> Tensor:
+    def fake(value: Tensor, own_dtype: bool) -> Tensor:
         if id(value) not in known:
-            kind = dtype if value.is_floating_point() else value.dtype
+            kind = value.dtype if own_dtype or not value.is_floating_point() else dtype
             with mode:
                 empty = torch.empty(value.shape, dtype=kind)
             trained = isinstance(value, nn.Parameter)
@@ -59,11 +61,12 @@ def fake_parameters(model: nn.Module, mode: FakeTensorMode, dtype: torch.dtype) 
     try:
         for module in model.modules():
             tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
-            for table in tables:
+            for table in (*tables, vars(module)):
+                plain = table is vars(module)
                 for name, value in list(table.items()):
-                    if value is not None:
+                    if isinstance(value, Tensor) and (not plain or value.is_meta):
                         kept.append((table, name, value))
-                        table[name] = fake(value)
+                        table[name] = fake(value, plain)
         yield
     finally:
         for table, name, value in kept:

@@ -121,6 +121,14 @@ def _addmm(call: LocalCall, inputs: list[Tensor]) -> Tensor:
     return call.reduce(x @ weight) + bias
 
 
+def _conv1d(call: LocalCall, inputs: list[Tensor]) -> Tensor:
+    """A rank's groups are those of its channels."""
+    x, weight, *bias = inputs
+    named = (("stride", 1), ("padding", 0), ("dilation", 1))
+    rest = [call.argument(3 + at, name, default) for at, (name, default) in enumerate(named)]
+    return F.conv1d(x, weight, *(bias or [None]), *rest, x.shape[-2] // weight.shape[1])
+
+
 def _embedding(call: LocalCall, inputs: list[Tensor]) -> Tensor:
     table, tokens = inputs
     if not call.shards.partial:
@@ -213,6 +221,7 @@ SPLITS = ("split", "split_with_sizes", "chunk")
 SPECIAL: dict[str, Local] = {
     "linear": _linear,
     "addmm": _addmm,
+    "conv1d": _conv1d,
     "embedding": _embedding,
     **dict.fromkeys(
         ("view", "reshape", "_unsafe_view", "flatten", "unflatten", "unsqueeze", "squeeze"),

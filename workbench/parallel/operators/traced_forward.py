@@ -147,12 +147,13 @@ class _Run:
             same = next((y for s, y in known.items() if s.layout == wanted.layout), None)
             ways = source, target, wanted, source
             factors = self.of.factored.tensors[ref]
+            differentiable = self.values[ref].is_floating_point() or self.values[ref].is_complex()
             known[wanted] = redistributed(
                 self.values[ref],
                 None if same is None else same.detach(),
                 self.of.grid,
                 factors,
-                ways if self.values[ref].is_floating_point() else (source, target, target, target),
+                ways if differentiable else (source, target, target, target),
             )
         return known[wanted]
 

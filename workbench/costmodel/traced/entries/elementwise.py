@@ -62,8 +62,9 @@ def multiplied(
     y: SymbolicTensor,
     shape: tuple[int, ...],
     element_bytes: int = 0,
+    conjugates: bool = False,
 ) -> SymbolicTensor:
-    """x y: each is saved for the other's gradient."""
+    """x y: each is saved for the other's gradient, and conjugated first where it is complex."""
     size = element_bytes or max(x.element_bytes, y.element_bytes)
     z = computed(r, shape, size, x, y)
     of_x = None if x.node is None else y.detached()
@@ -71,10 +72,11 @@ def multiplied(
     metas = metas_of(x, y)
 
     def backward(gradient: SymbolicTensor) -> Gradients:
-        made = [
-            None if other is None else computed(r, shape, size, gradient, other)
-            for other in (of_x, of_y)
-        ]
+        made: list[SymbolicTensor | None] = []
+        for other in (of_y, of_x):  # as torch does
+            factor = computed(r, other.shape, size, other) if other and conjugates else other
+            made.insert(0, None if factor is None else computed(r, shape, size, gradient, factor))
+            del factor
         return as_inputs(r, made, metas)
 
     return r.made(z, backward, x, y)
@@ -84,7 +86,10 @@ def mul(c: NodeCall) -> list[SymbolicTensor]:
     """A product."""
     if len(c.inputs) == 2:
         x, y = c.inputs
-        return [multiplied(c.r, x, y, c.shapes[0], c.sizes[0])]
+        kinds = [dtype.startswith("torch.complex") for dtype in c.dtypes]
+        if any(kinds) and any(t.node and not kind for t, kind in zip(c.inputs, kinds)):
+            c.refused("of complex numbers and real ones that are trained")
+        return [multiplied(c.r, x, y, c.shapes[0], c.sizes[0], all(kinds))]
     return Unary()(c)
 
 

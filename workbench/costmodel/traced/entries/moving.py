@@ -6,6 +6,8 @@ from workbench.costmodel.operators.symbolic_autograd import SymbolicTensor
 from workbench.costmodel.traced.entries.pointwise import Entry
 from workbench.costmodel.traced.node_call import NodeCall
 from workbench.costmodel.traced.tensor_views import (
+    as_complex,
+    as_real,
     cast,
     computed,
     contiguous,
@@ -38,6 +40,27 @@ def _permute(c: NodeCall) -> list[SymbolicTensor]:
 def _t(c: NodeCall) -> list[SymbolicTensor]:
     (x,) = c.inputs
     return [permuted(c.r, x, list(reversed(range(len(x.shape)))))]
+
+
+def _mT(c: NodeCall) -> list[SymbolicTensor]:
+    return [transposed(c.r, c.inputs[0])]
+
+
+def _as_complex(c: NodeCall) -> list[SymbolicTensor]:
+    return [as_complex(c.r, c.inputs[0])]
+
+
+def _as_real(c: NodeCall) -> list[SymbolicTensor]:
+    return [as_real(c.r, c.inputs[0])]
+
+
+def _pad(c: NodeCall) -> list[SymbolicTensor]:
+    """Padding with a number: what backward makes has the shape before."""
+    if c.argument(2, "mode", "constant") != "constant":
+        c.refused(f"in mode {c.argument(2, 'mode')}")
+    r, (x,) = c.r, c.inputs
+    before, size = x.shape, x.element_bytes
+    return [r.made(r.empty(c.shapes[0], size), lambda g: (r.empty(before, size),), x)]
 
 
 def _expand(c: NodeCall) -> list[SymbolicTensor]:
@@ -84,6 +107,8 @@ def _clone(c: NodeCall) -> list[SymbolicTensor]:
 def _to(c: NodeCall) -> list[SymbolicTensor]:
     """A cast; the tensor itself where it has the dtype."""
     same = c.dtypes[0] == c.node.outputs[0].dtype
+    if not same and "complex" in c.dtypes[0] + c.node.outputs[0].dtype:
+        c.refused("between real and complex numbers")
     return [c.inputs[0]] if same else _cast(c)
 
 
@@ -116,7 +141,11 @@ MOVING: dict[str, Entry] = {
     ),
     "transpose": _transpose,
     "permute": _permute,
-    "t": _t,
+    **dict.fromkeys(("t", "numpy_T"), _t),
+    "mT": _mT,
+    "view_as_complex": _as_complex,
+    "view_as_real": _as_real,
+    "pad": _pad,
     "expand": _expand,
     "slice": _slice,
     "select": _select,

@@ -10,7 +10,14 @@ from workbench.costmodel.operators.symbolic_autograd import Gradients, SymbolicT
 from workbench.costmodel.operators.symbolic_rank import SymbolicRank
 from workbench.costmodel.traced.entries.elementwise import added, multiplied
 from workbench.costmodel.traced.node_call import NodeCall
-from workbench.costmodel.traced.tensor_views import expanded, lying, permuted, reshaped, transposed
+from workbench.costmodel.traced.tensor_views import (
+    expanded,
+    lying,
+    metas_of,
+    permuted,
+    reshaped,
+    transposed,
+)
 from workbench.runtime_facts.tensor_strides import viewed_strides
 
 
@@ -197,6 +204,24 @@ def einsum_entry(c: NodeCall) -> list[SymbolicTensor]:
         c.refused(f"of {equation}")
     x, y = c.inputs
     return [einsum(c.r, equation, x, y)]
+
+
+def conv1d_entry(c: NodeCall) -> list[SymbolicTensor]:
+    """A convolution over [N, channels, length]."""
+    r, (x, weight, *_) = c.r, c.inputs
+    if len(x.shape) != 3 or c.node.overload != "default":
+        c.refused("of other than [N, channels, length], or padded to a size")
+    channels, inner, kernel = weight.shape
+    groups, rows = x.shape[1] // inner, c.shapes[0][0] * c.shapes[0][2]
+    r.compute("linear", rows * groups, channels // groups, inner * kernel)
+    saved, metas = (x.detached(), weight.detached()), metas_of(*c.inputs)
+    needs = [each.node is not None for each in c.inputs]
+
+    def backward(gradient: SymbolicTensor) -> Gradients:
+        assert saved
+        return [r.empty(*meta) if need else None for meta, need in zip(metas, needs)]
+
+    return [r.made(r.empty(c.shapes[0], c.sizes[0]), backward, *c.inputs)]
 
 
 def bmm_entry(c: NodeCall) -> list[SymbolicTensor]:

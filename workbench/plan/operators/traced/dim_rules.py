@@ -20,6 +20,7 @@ from workbench.plan.operators.traced.node_dims import (
 from workbench.plan.operators.traced.product_rules import (
     addmm_dims,
     attention_dims,
+    conv_dims,
     einsum_dims,
     embedding_dims,
     linear_dims,
@@ -184,6 +185,7 @@ COMPUTING: dict[str, Rule] = {
     "bmm": matmul_dims,
     "mm": matmul_dims,
     "einsum": einsum_dims,
+    "conv1d": conv_dims,
     "embedding": embedding_dims,
     "layer_norm": norm_dims,
     "rms_norm": norm_dims,

@@ -60,6 +60,34 @@ def _reversed(x: RuleInputs) -> list[int]:
     return list(reversed(range(len(x.shapes[0]))))
 
 
+def _last_swapped(x: RuleInputs) -> list[int]:
+    *order, a, b = range(len(x.shapes[0]))
+    return [*order, b, a]
+
+
+def _as_complex(x: RuleInputs) -> NodeDims:
+    """The last dim, of two, is gone."""
+    dims = aligned(x.shapes[0], len(x.shapes[0]))
+    return NodeDims((dims,), (dims[:-1],), frozenset({f"dim{len(dims) - 1}"}))
+
+
+def _as_real(x: RuleInputs) -> NodeDims:
+    dims = aligned(x.shapes[0], len(x.shapes[0]))
+    return NodeDims((dims,), ((*dims, ((PART, 2),)),), frozenset({PART}))
+
+
+def _pad(x: RuleInputs) -> NodeDims:
+    """Dims that are padded cannot be sharded; the amounts are from the last dim on, two each."""
+    shape, output, amounts = x.shapes[0], x.outputs[0], x.argument(1, "pad")
+    assert isinstance(amounts, tuple)
+    read, written = list(aligned(shape, len(shape))), list(aligned(output, len(output)))
+    fixed = set()
+    for dim in {len(shape) - 1 - at // 2 for at, amount in enumerate(amounts) if amount}:
+        (written[dim],) = named(output[dim : dim + 1], f"padded{dim}")
+        fixed |= {f"dim{dim}", f"padded{dim}"}
+    return NodeDims((tuple(read),), (tuple(written),), frozenset(fixed))
+
+
 def _expand(x: RuleInputs) -> NodeDims:
     ndim = len(x.outputs[0])
     return NodeDims((aligned(x.shapes[0], ndim),), (aligned(x.outputs[0], ndim),))
@@ -174,7 +202,11 @@ MOVING: dict[str, Callable[[RuleInputs], NodeDims]] = {
     ),
     "transpose": _permuted(_swapped),
     "permute": _permuted(_dims_argument),
-    "t": _permuted(_reversed),
+    **dict.fromkeys(("t", "numpy_T"), _permuted(_reversed)),
+    "mT": _permuted(_last_swapped),
+    "view_as_complex": _as_complex,
+    "view_as_real": _as_real,
+    "pad": _pad,
     "expand": _expand,
     **dict.fromkeys(
         (

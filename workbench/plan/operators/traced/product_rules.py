@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from workbench.plan.operators.traced.node_dims import Dims, NodeDims, RuleInputs, named, replicated
+from workbench.plan.operators.traced.node_dims import Dim, Dims, NodeDims, RuleInputs, named, replicated
 
 
 def linear_dims(x: RuleInputs) -> NodeDims:
@@ -52,6 +52,28 @@ def einsum_dims(x: RuleInputs) -> NodeDims:
         return replicated(x)  # a diagonal
     read = tuple(named(shape, list(part)) for shape, part in zip(x.shapes, parts))
     return NodeDims(read, (named(x.outputs[0], list(output)),))
+
+
+def conv_dims(x: RuleInputs) -> NodeDims:
+    """Input [.., channels, length], weight [channels, channels of a group, kernel], bias.
+
+    Channels of several groups are sharded by groups: a group is one dimension with its own weights.
+    """
+    shape, (columns, inner, _) = x.shapes[0], x.shapes[1]
+    groups = shape[-2] // inner
+
+    def grouped(label: str, size: int) -> Dim:
+        return tuple(each for each in (("groups", groups), (label, size)) if each[1] > 1)
+
+    out = grouped("columns", columns // groups)
+    weight = (out, *named(x.shapes[1][1:], "inner kernel"))
+    rows, length = named(shape[:-2], "rows"[: 4 * (len(shape) > 2)]), x.outputs[0][-1:]
+    return NodeDims(
+        ((*rows, grouped("inner", inner), *named(shape[-1:], "length")), weight)
+        + ((out,),) * (len(x.shapes) - 2),
+        ((*rows, out, *named(length, "positions")),),
+        frozenset({"inner", "kernel", "length", "positions"}),
+    )
 
 
 def embedding_dims(x: RuleInputs) -> NodeDims:
