@@ -11,11 +11,13 @@ from workbench.costmodel.inputs.traced_stages import DTYPE_NAMES, TracedStages
 from workbench.costmodel.operators.redistribution_shapes import redistributed
 from workbench.costmodel.operators.symbolic_autograd import Gradients, SymbolicTensor
 from workbench.costmodel.operators.symbolic_rank import SymbolicRank
-from workbench.costmodel.traced.tensor_views import narrowed, reshaped
+from workbench.costmodel.traced.tensor_views import as_complex, as_real, narrowed, reshaped
 from workbench.plan.operators.tensor_layout import TensorLayout
 from workbench.plan.operators.traced.graph_placement import FactorLayout
 from workbench.plan.operators.traced.traced_graph import TensorRef
 
+PARTS = {"complex64": "fp32", "complex128": "fp64"}
+"""Complex numbers -> their parts, which collectives take."""
 NONE: frozenset[int] = frozenset()
 
 
@@ -61,15 +63,19 @@ def _redistributed(
     if source == target or not traced.sides:
         return x
     factors = traced.factored.tensors[ref]
-    sizes = factors.local_sizes(source.layout, traced.sides)
-    held, wanted = (
-        TensorLayout.placed(way.layout, len(sizes), sorted(way.partial)) for way in (source, target)
-    )
     name, size = DTYPE_NAMES[traced.types[ref].dtype]
     dtype = name if x.element_bytes == size else "fp32"  # a loss of 16-bit logits
-    local = redistributed(r, reshaped(r, x, sizes), held, wanted, dtype)
-    shape = factors.local_shape(target.layout, traced.sides)
-    return reshaped(r, replace(local, node=None), shape)
+    local = reshaped(r, x, factors.local_sizes(source.layout, traced.sides))
+    if name in PARTS:
+        local, dtype = as_real(r, local), PARTS[name]
+    held, wanted = (
+        TensorLayout.placed(way.layout, len(local.shape), sorted(way.partial))
+        for way in (source, target)
+    )
+    local = replace(redistributed(r, local, held, wanted, dtype), node=None)
+    if name in PARTS:
+        local = as_complex(r, local)
+    return reshaped(r, local, factors.local_shape(target.layout, traced.sides))
 
 
 def own_part(

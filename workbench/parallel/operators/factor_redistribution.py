@@ -68,9 +68,13 @@ class FactorGrid:
         """A local tensor in another layout; partial sums are reduced."""
         if source == target or self.between is None:
             return x
-        sizes = self.local_sizes(factors, source.layout)
-        held, wanted = (_tensor_layout(spread, len(sizes)) for spread in (source, target))
-        local = self.between.run(x.reshape(sizes), held, wanted)
+        local = x.reshape(self.local_sizes(factors, source.layout))
+        if x.is_complex():  # not every collective takes complex numbers
+            local = torch.view_as_real(local)
+        held, wanted = (_tensor_layout(spread, local.ndim) for spread in (source, target))
+        local = self.between.run(local, held, wanted)
+        if x.is_complex():
+            local = torch.view_as_complex(local)
         return local.reshape(self.local_shape(factors, target.layout))
 
     def joint(self, axes: Sequence[int]) -> MeshAxis:

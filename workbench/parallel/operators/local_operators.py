@@ -123,10 +123,11 @@ def _addmm(call: LocalCall, inputs: list[Tensor]) -> Tensor:
 
 def _conv1d(call: LocalCall, inputs: list[Tensor]) -> Tensor:
     """A rank's groups are those of its channels."""
-    x, weight, *bias = inputs
-    named = (("stride", 1), ("padding", 0), ("dilation", 1))
-    rest = [call.argument(3 + at, name, default) for at, (name, default) in enumerate(named)]
-    return F.conv1d(x, weight, *(bias or [None]), *rest, x.shape[-2] // weight.shape[1])
+    x, weight = inputs[:2]
+    bias = inputs[2] if len(inputs) > 2 else None
+    stride, dilation = call.argument(3, "stride", 1), call.argument(5, "dilation", 1)
+    groups = x.shape[-2] // weight.shape[1]
+    return F.conv1d(x, weight, bias, stride, call.argument(4, "padding", 0), dilation, groups)
 
 
 def _embedding(call: LocalCall, inputs: list[Tensor]) -> Tensor:

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from workbench.plan.operators.traced.node_dims import Dim, Dims, NodeDims, RuleInputs, named, replicated
+from workbench.plan.operators.traced.node_dims import (
+    Dim,
+    Dims,
+    NodeDims,
+    RuleInputs,
+    named,
+    replicated,
+)
 
 
 def linear_dims(x: RuleInputs) -> NodeDims:
