@@ -46,6 +46,12 @@ GRID = {
     f"{LAYERS}.linear2": "((2,2),(2,1))",
 }
 
+ROTATED = {
+    "query": "((1,1),(1,2))",
+    "mul": "((2,1),(1,))",  # complex numbers are redistributed on the way
+    "convolution": "((1,2,1,1),(2,1,1,1),(2,1))",
+}
+
 
 def users(
     tensor: int = 1,
@@ -87,8 +93,12 @@ def users(
         users(2, operators=ROWS),
         pytest.param(users(4, operators=GRID), marks=pytest.mark.slow),
         users(2, 2, operators=PAIRED, changes={"strategy.data.zero": 2}),
+        users(2, operators=ROTATED, factory="build_rotated"),
     ],
-    ids=["data", "loss", "zero-1", "zero-3", "paired", "post-norm", "rows", "grid", "zero-2"],
+    ids=[
+        *("data", "loss", "zero-1", "zero-3", "paired", "post-norm", "rows", "grid", "zero-2"),
+        "complex",
+    ],
 )
 def test_fp64(plan: Plan) -> None:
     answer = verify(plan, "fp64", allow_code=True)

@@ -119,3 +119,28 @@ class Uncalled(PlainBlocks):
 
 def build_uncalled() -> nn.Module:
     return Uncalled(260, 32, 0)
+
+
+class RotatedConvolution(nn.Module):
+    """Rotated as pairs by complex numbers, then a causal convolution of groups."""
+
+    def __init__(self, width: int = 32, groups: int = 4) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(260, width)
+        angles = torch.outer(torch.arange(64), 0.1 ** torch.arange(width // 2))
+        self.rotation = torch.polar(torch.ones_like(angles), angles)  # no buffer
+        self.query = nn.Linear(width, width)
+        self.convolution = nn.Conv1d(width, width, 4, groups=groups)
+        self.output = nn.Linear(width, 260)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.query(self.tokens(tokens))
+        pairs = torch.view_as_complex(x.float().reshape(*x.shape[:-1], -1, 2))
+        turned = torch.view_as_real(pairs * self.rotation[: tokens.shape[1]]).flatten(2).type_as(x)
+        mixed = self.convolution(nn.functional.pad(turned.mT, (3, 0)))
+        logits: Tensor = self.output(x + mixed.mT)
+        return logits
+
+
+def build_rotated() -> nn.Module:
+    return RotatedConvolution()

@@ -14,7 +14,7 @@ import pytest
 from tests.costmodel.test_measured_operators import calibration, kept, operators
 from tests.costmodel.test_operator_plans import calls, peaks
 from tests.parallel import users_language_models
-from tests.parallel.test_operators_python import users
+from tests.parallel.test_operators_python import ROTATED, users
 from tests.parallel.test_traced_models import (
     ENCODER,
     EXPERTS,
@@ -76,6 +76,7 @@ QUICK = {
     "tensor": on("encoder_lm", 2, operators=ENCODER),
     "einsum": on("einsum_moe", 2, operators=EXPERTS),
     "experts": on("where_moe", data=2, changes=zero(1)),
+    "complex": users(2, operators=ROTATED, factory="build_rotated"),
 }
 WIDER = {
     "mixed": on("tied_gpt", 2, operators=MIXED),
