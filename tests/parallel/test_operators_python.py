@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from tests.parallel.users_model import build, build_plain
 from workbench.engine.python_model.check_python_model import check_python_model
+from workbench.engine.python_model.mixed_sequences import explained
 from workbench.engine.verify.equivalence import verify
 from workbench.engine.worker_lifecycle import train
 from workbench.errors import PlanError
@@ -108,6 +109,21 @@ def test_fp64(plan: Plan) -> None:
 def test_a_loss_that_is_a_mean_is_refused() -> None:
     with pytest.raises(PlanError, match=r"a mean: \d\.\d+ of two sequences, .*reduction='sum'"):
         verify(users(data=2, factory="build_with_loss", reduction="mean"), allow_code=True)
+
+
+def test_a_forward_that_mixes_sequences_is_named_where_verify_fails(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plan = users(data=2, factory="build_plain").resolve()
+    assert explained({"passed": False}, plan) == {"passed": False}  # for another reason
+
+    def centred(self: nn.Module, x: Tensor) -> Tensor:
+        return x - x.mean(0, keepdim=True)
+
+    monkeypatch.setattr(nn.LayerNorm, "forward", centred)
+    assert explained({"passed": True}, plan) == {"passed": True}
+    with pytest.raises(PlanError, match=r"mixes the sequences .* in norm.* \(mean, .*:\d+\)"):
+        explained({"passed": False}, plan)
 
 
 def test_a_forward_that_fails_is_named_by_its_line(monkeypatch: pytest.MonkeyPatch) -> None:

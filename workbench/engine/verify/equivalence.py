@@ -19,6 +19,7 @@ from torch import Tensor
 from workbench.engine.exit_codes import exit_status
 from workbench.engine.precision import DTYPES
 from workbench.engine.python_model.check_python_model import check_python_model
+from workbench.engine.python_model.mixed_sequences import explained
 from workbench.engine.session import Session
 from workbench.engine.verify.forked_ranks import run_ranks
 from workbench.engine.verify.single_device import (
@@ -128,7 +129,7 @@ def verify(
         differences of loss, gradients and weights; the `worst` tensor; `passed`.
 
     Raises:
-        PlanError: The engine cannot run the plan.
+        PlanError: The engine cannot run the plan, or its module mixes sequences.
         RankError: A rank failed.
         ValueError: The ranks' slices do not cover a tensor exactly once.
     """
@@ -144,7 +145,7 @@ def verify(
     check_cover(reference.numel(), [owned for _, owned in results])
     differences = [d for of_rank, _ in results for d in of_rank]
     replaced = replaced_fields(written, full, precision)
-    return summarize(differences, precision, TOLERANCE[precision], replaced)
+    return explained(summarize(differences, precision, TOLERANCE[precision], replaced), full)
 
 
 def reference_and_scale(

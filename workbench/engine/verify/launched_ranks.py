@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from workbench.engine.exit_codes import exit_status
+from workbench.engine.python_model.mixed_sequences import explained
 from workbench.engine.verify.equivalence import GPU_TOLERANCE, in_precision, replaced_fields
 from workbench.engine.verify.forked_ranks import RankError
 from workbench.engine.verify.rank_answer import ANSWERS, PRECISION, read_answers, read_failure
@@ -63,7 +64,8 @@ def verify_launched(
         The answer of `equivalence.verify`; `tolerance` is that of `GPU_TOLERANCE`.
 
     Raises:
-        PlanError: The engine cannot run the plan, or a rank's GPU is not the plan's.
+        PlanError: The engine cannot run the plan, its module mixes sequences, or a rank's GPU is
+            not the plan's.
         RankError: A rank failed, or did not answer in time.
         ValueError: The ranks' slices do not cover a tensor exactly once.
     """
@@ -82,7 +84,7 @@ def verify_launched(
     check_cover(answers[0]["numel"], [answer["owned"] for answer in answers])
     found = [TensorDifference(**each) for answer in answers for each in answer["differences"]]
     replaced = replaced_fields(written, full, precision, full.gpu.device == "cuda")
-    return summarize(found, precision, GPU_TOLERANCE[precision], replaced)
+    return explained(summarize(found, precision, GPU_TOLERANCE[precision], replaced), full)
 
 
 def _write(folder: Path, plan: ResolvedPlan, precision: str) -> None:
