@@ -72,17 +72,17 @@ def test_a_plan_written_with_its_operators_is_read_back_and_kept(ask: Ask, tmp_p
 @pytest.mark.parametrize(
     "words, message",
     [
-        (["--memory", "1"], "memory: is 1 GiB a rank, but every choice takes"),
-        (["--ranks", "11"], "ranks: is 11, which"),
+        (["--memory", "1"], "--memory: is 1 GiB a rank, but every choice takes"),
+        (["--ranks", "11"], "--ranks: is 11, which"),
         (["--ranks", "x8"], "--ranks: is 'x8'; legal"),
         (["--ranks", "-1"], "--ranks: is '-1'"),
-        (["--memory", "-1"], "memory: is -"),
-        (["--sequences", "0"], "sequences: is 0"),
+        (["--memory", "-1"], "--memory: is -"),
+        (["--sequences", "0"], "--sequences: is 0"),
         (
             ["--set", "strategy.operators={head: column}"],
             "operators.head: is 'column'; legal: a tuple",
         ),
-        (["--memory", "nan"], "memory: is nan"),
+        (["--memory", "nan"], "--memory: is nan"),
         (
             ["--sequences", "99999999"],
             "sequences: is 99999999; legal: 1 to 16,777,216 (ten times the largest batch",

@@ -123,4 +123,4 @@ def test_pins_are_kept_in_the_written_plan(ask: Ask, tmp_path: Path, mode: str) 
 
 def test_an_unknown_mode_is_refused(ask: Ask) -> None:
     code, _, err = ask("operators", *H100, "--strategy", "ddp", "--mode", "magic", "--json")
-    assert code == 2 and "mode: is 'magic'; legal: dynamic_programming, recursive" in err
+    assert code == 2 and "--mode: is 'magic'; legal: dynamic_programming, recursive" in err

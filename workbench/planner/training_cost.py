@@ -136,6 +136,6 @@ def _missing_figures(gpu: GPU, price: float | None, watts: float | None) -> tupl
 
 def _check_amounts(tokens: float | None, price: float | None) -> None:
     if tokens is not None:
-        hold("tokens", tokens, 1, TRAINED)
+        hold("--tokens", tokens, 1, TRAINED)
     if price is not None:
-        hold("price", price, 0, PRICE, "USD an hour of one GPU, ")
+        hold("--price", price, 0, PRICE, "USD an hour of one GPU, ")

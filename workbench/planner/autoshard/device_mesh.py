@@ -109,12 +109,12 @@ def logical_mesh(ranks: int | Sequence[int], machine: MachineModel) -> LogicalMe
     """
     sizes = [ranks] if isinstance(ranks, int) else list(ranks)
     if not sizes or any(size < 1 for size in sizes):
-        raise refuse("ranks", f"is {ranks}; legal: 1 or more, or a grid of such numbers")
+        raise refuse("--ranks", f"is {ranks}; legal: 1 or more, or a grid of such numbers")
     if isinstance(ranks, int):
         if ranks > MAX_RANKS:
             near = 2 ** (ranks.bit_length() // 2)
             raise refuse(
-                "ranks",
+                "--ranks",
                 f"is {ranks}; legal: up to {MAX_RANKS}, or a grid such as {near}x{ranks // near}",
             )
         sizes = factors(ranks)

@@ -168,7 +168,7 @@ class GraphPricing:
         """Raises `PlanError` where the ranks divide no dimension of any operator."""
         found = (option for op in graph.operators for option in self.options(op))
         if self.mesh.ranks > 1 and not any(option.num_axes for option in found):
-            raise refuse("ranks", _no_divisor_text(graph, self.mesh))
+            raise refuse("--ranks", _no_divisor_text(graph, self.mesh))
 
     def _cost(
         self, operator: Operator, option: ShardingStrategy, produced: frozenset[str]

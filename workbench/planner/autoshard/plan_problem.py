@@ -95,7 +95,7 @@ def microbatch_sequences(
     count = max(1, own // data_ranks(plan, ranks))
     if sequences is not None:
         count = sequences
-    hold("sequences", count, 1, SEQUENCES)
+    hold("--sequences", count, 1, SEQUENCES)
     return count
 
 

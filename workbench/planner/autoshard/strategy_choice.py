@@ -120,7 +120,7 @@ def choose_in_graph(
         PlanError: Ranks, memory, the mode or a fixed strategy are illegal for this graph.
     """
     if memory is not None and not memory > 0:
-        raise refuse("memory", f"is {memory / GIB:g} GiB a rank; legal: more than 0")
+        raise refuse("--memory", f"is {memory / GIB:g} GiB a rank; legal: more than 0")
     fixed, mesh = fixed or {}, logical_mesh(ranks, machine)
     pricing = GraphPricing(mesh, machine, sizes or TensorBytes(), microbatches, recomputed)
     found = choose(graph, pricing, fixed, search_mode(mode), memory, exact)
@@ -133,7 +133,7 @@ def search_mode(mode: str) -> SearchMode:
     for known in get_args(SearchMode):
         if mode == known:
             return known  # type: ignore[no-any-return]
-    raise refuse("mode", f"is {mode!r}; legal: {', '.join(get_args(SearchMode))}")
+    raise refuse("--mode", f"is {mode!r}; legal: {', '.join(get_args(SearchMode))}")
 
 
 def _graph(
@@ -191,7 +191,7 @@ def choose(
     if mode == "sharding_propagation":
         if not named:
             raise refuse(
-                "mode",
+                "--mode",
                 "is sharding_propagation, which starts from strategies that the plan names; legal: "
                 "one or more in strategy.operators, or dynamic_programming",
             )

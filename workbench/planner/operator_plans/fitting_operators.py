@@ -65,7 +65,7 @@ def choose_within_memory(
         found = choose_for_plan(full, ranks, sequences, mode, graph)
         return _with_capacity(found, full.gpu.memory_gib)
     if not memory > 0:
-        raise refuse("memory", f"is {memory / GIB:g} GiB a rank; legal: more than 0")
+        raise refuse("--memory", f"is {memory / GIB:g} GiB a rank; legal: more than 0")
 
     def search(changes: Mapping[str, Any]) -> OperatorPlan:
         own = full.with_fields(**changes)

@@ -60,10 +60,10 @@ def states(
 def _check_sizes(gpu_memory: Sequence[float]) -> None:
     least, most = MEMORY_GB
     if not gpu_memory:
-        raise refuse("gpu_memory", "is empty; legal: printed sizes in GB, e.g. 16,32")
+        raise refuse("--gpu-memory", "is empty; legal: printed sizes in GB, e.g. 16,32")
     for size in gpu_memory:
         if not least <= size <= most:  # NaN is neither
-            raise refuse("gpu_memory", f"is {size:g}; legal: {least:g} to {most:,.0f} GB a GPU")
+            raise refuse("--gpu-memory", f"is {size:g}; legal: {least:g} to {most:,.0f} GB a GPU")
 
 
 def _with_planned(full: ResolvedPlan) -> tuple[StateRecipe, ...]:

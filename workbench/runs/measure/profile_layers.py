@@ -46,7 +46,7 @@ def profile_layers(
 ) -> LayerProfile:
     """Measure the layers of `plan` and write them to `path`; see `workbench.profile_layers`."""
     if not LEAST_SECONDS <= seconds <= MOST_SECONDS:
-        raise refuse("seconds", f"is {seconds:g}; legal: {LEAST_SECONDS:g} to {MOST_SECONDS:g}")
+        raise refuse("--seconds", f"is {seconds:g}; legal: {LEAST_SECONDS:g} to {MOST_SECONDS:g}")
     _refuse_output(path)
     full = plan.resolve()
     require(full, "run", allow_code)

@@ -36,7 +36,7 @@ def first_that_fits(plan: ResolvedPlan, data: int, memory: float, search: Search
         try:
             found = search(changes)
         except PlanError as error:
-            if {problem.field for problem in error.problems} == {"memory"}:
+            if {problem.field for problem in error.problems} == {"--memory"}:
                 last = error
             elif not changes:
                 raise
@@ -46,7 +46,7 @@ def first_that_fits(plan: ResolvedPlan, data: int, memory: float, search: Search
     tried = [] if plan.code else ["recompute full"]
     tried += ["ZeRO-3"] if data > 1 else []
     said = f"; that is with {' and '.join(tried)}" if tried else ""
-    raise refuse("memory", f"{last.problems[0].message}{said}")
+    raise refuse("--memory", f"{last.problems[0].message}{said}")
 
 
 def _changes(stage: int, kept: bool, data: int) -> Iterator[dict[str, Any]]:

@@ -35,7 +35,7 @@ class MemoryRefusal(PlanError):
     """
 
     def __init__(self, message: str, least: float) -> None:
-        super().__init__(Problem("memory", message))
+        super().__init__(Problem("--memory", message))
         self.least = least
 
 
