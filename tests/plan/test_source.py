@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from workbench.errors import PlanError
-from workbench.plan.plan_data import assignments
+from workbench.plan.plan_data import assignments, changed, load_data
 from workbench.plan.plan_diff import diff
 from workbench.plan.schema import Plan, parse_plan
 from workbench.safe_io import yaml_files
@@ -146,6 +146,17 @@ def test_assignments_are_yaml() -> None:
     assert assignments(["a.b=3e-4", "c=[2, 2]", "d=null"]) == {"a.b": 3e-4, "c": [2, 2], "d": None}
     with pytest.raises(PlanError, match="key=value"):
         assignments(["steps"])
+
+
+def test_a_pattern_of_operators_is_one_key_of_a_path() -> None:
+    pattern, strategy = "blocks.*.mlp.down", "((1,2),(2,1))"
+    found = changed({}, {f"strategy.operators.{pattern}": strategy})
+    assert found == {"strategy": {"operators": {pattern: strategy}}}
+
+
+def test_a_model_in_the_place_of_a_plan_is_refused_with_its_option() -> None:
+    with pytest.raises(PlanError, match=r"gpt2: cannot be read: .*; .* is --model gpt2"):
+        load_data("gpt2")
 
 
 def test_diff_names_fields() -> None:

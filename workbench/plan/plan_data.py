@@ -17,6 +17,8 @@ from workbench.untrusted_text import shown
 
 MOST_BYTES = 16 * 2**20
 """Bytes of the largest plan file that is read."""
+PATTERNS = "strategy.operators."
+"""What patterns of operators stand behind in a dotted path."""
 
 
 def load_data(path: str | Path) -> dict[str, Any]:
@@ -25,7 +27,8 @@ def load_data(path: str | Path) -> dict[str, Any]:
     try:
         text = read_some(path, MOST_BYTES)
     except (OSError, UnicodeDecodeError) as error:
-        raise refuse(str(path), f"cannot be read: {unread(error)}") from None
+        named = str(path) in catalog.models() and f"; the model of that name is --model {path}"
+        raise refuse(str(path), f"cannot be read: {unread(error)}{named or ''}") from None
     return parse_data(text, where=str(path))
 
 
@@ -59,8 +62,15 @@ def changed(written: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str,
     """
     result = copy.deepcopy(dict(written))
     for path, value in changes.items():
-        _assign(result, path.split("."), value)
+        _assign(result, _keys(path), value)
     return result
+
+
+def _keys(path: str) -> list[str]:
+    """The keys of a dotted path, of which a pattern of operators is one, dots and all."""
+    if path.startswith(PATTERNS):
+        return [*PATTERNS.split(".")[:-1], path.removeprefix(PATTERNS)]
+    return path.split(".")
 
 
 def _assign(target: dict[str, Any], path: list[str], value: Any) -> None:
