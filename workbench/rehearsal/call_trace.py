@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -84,25 +84,26 @@ class CallRecorder(TorchDispatchMode):
         super().__init__()
         self.device = device
         self.calls: list[Call] = []
-        self.actions: dict[Hashable, list[RecordedCalls]] = {}
         self._batch = 0
         self._in_batch = False
         self._began = (0, 0)
+
+    def schedule(self) -> AbstractContextManager[None]:
+        """Nothing of its own."""
+        return nullcontext()
 
     def begin(self) -> None:
         """An action begins."""
         self._began = len(self.calls), self._batch
 
-    def end(self, key: Hashable | None, boundary: torch.Tensor | None) -> None:
-        """It has ended; its calls are kept under `key`, if there is one."""
+    def end(self, boundary: torch.Tensor | None) -> RecordedCalls:
+        """It has ended; its calls."""
         first, before = self._began
         calls = tuple(
             call._replace(batch=call.batch - before - 1) if call.batch >= 0 else call
             for call in self.calls[first:]
         )
-        recorded = RecordedCalls(calls, self._batch - before, boundary is not None)
-        if key is not None:
-            self.actions.setdefault(key, []).append(recorded)
+        return RecordedCalls(calls, self._batch - before, boundary is not None)
 
     def keep(self, boundary: object) -> None:
         """No calls."""
@@ -110,9 +111,8 @@ class CallRecorder(TorchDispatchMode):
     def keeps(self, storage: torch.UntypedStorage) -> None:
         """No calls."""
 
-    def replay(self, key: Hashable, kept: list[object]) -> object | None:
-        """Say again what the action called last; what stands for the boundary that it makes."""
-        recorded = self.actions[key][-1]
+    def replay(self, recorded: RecordedCalls, kept: list[object]) -> object | None:
+        """Say again what an action called; what stands for the boundary that it makes."""
         self.calls += [
             call._replace(batch=call.batch + self._batch + 1) if call.batch >= 0 else call
             for call in recorded.calls

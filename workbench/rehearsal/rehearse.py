@@ -37,6 +37,7 @@ from workbench.rehearsal.memory_curve import Held, MemoryCurve, difference, orig
 from workbench.rehearsal.module_tracker import ModuleTracker
 from workbench.rehearsal.operators.operator_report import operator_report
 from workbench.rehearsal.operators.operator_trace import traced_step
+from workbench.rehearsal.rank_recording import LabelledSampler, RankRecording, StepRecording
 from workbench.rehearsal.replayed_memory import ReplayedLiveBytes
 from workbench.rehearsal.replayed_steps import (
     RUN_FIRST,
@@ -44,7 +45,7 @@ from workbench.rehearsal.replayed_steps import (
     ReplayingExecutor,
     actions_that_run,
 )
-from workbench.schedules import Action
+from workbench.rehearsal.symmetric_ranks import followed_ranks
 from workbench.units import GIB
 
 STEPS = 2
@@ -86,9 +87,16 @@ def rehearse(
     counted: dict[int, Counter[Operator]] | None = {} if operators else None
     levels: list[dict[str, Any]] = []
     living: dict[str, list[dict[str, Any]]] = {"peak_allocations": [], "leaks": []}
-    counter = RunCounter(plan, chosen, progress)
+    followed = {} if over_time else followed_ranks(plan, chosen)
+    counter = RunCounter(plan, [rank for rank in chosen if rank not in followed], progress)
+    recordings: dict[int, RankRecording] = {}
     for rank in chosen:
-        found = rank_steps(plan, rank, operators, over_time, on_run=counter.of_rank())
+        found = _followed_steps(plan, rank, recordings.get(followed.get(rank, -1)))
+        if found is None:
+            on_run = (lambda: None) if rank in followed else counter.of_rank()
+            found = rank_steps(plan, rank, operators, over_time, on_run=on_run)
+        if rank in followed.values() and found.recording:
+            recordings[rank] = found.recording
         head = {"run": plan.name, "source": "rehearsed", "rank": rank}
         memory += [head | row for row in found.memory]
         collectives += [head | row for row in found.collectives]
@@ -154,6 +162,7 @@ class RankSteps:
         levels: Rows of the levels frame of the last step, where they are asked for.
         living: Then also what lives at its peak, and what it leaves behind that the step before
             did not.
+        recording: For ranks that do the same in another order.
     """
 
     memory: list[dict[str, Any]] = field(default_factory=list)
@@ -161,6 +170,7 @@ class RankSteps:
     operators: Counter[Operator] = field(default_factory=Counter)
     levels: list[dict[str, Any]] = field(default_factory=list)
     living: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    recording: RankRecording | None = None
 
     def add(self, step: int, sampler: StepSampler, building: dict[str, int] | None) -> None:
         """Add a step, before the next one begins."""
@@ -254,7 +264,7 @@ def _steps(
     run_first: int,
     on_run: Callable[[], None],
 ) -> RankSteps:
-    (operators, over_time), found = wanted, RankSteps()
+    operators, over_time = wanted
     device, model = rehearsed_device(plan.gpu.device), python_model(plan)
     with fake_tensors() as mode:
         sharded = plan.strategy.data.zero == 3
@@ -263,6 +273,8 @@ def _steps(
         share, live = session.share, ReplayedLiveBytes(device)
         executor = ReplayingExecutor(session.executor, live, run_first, on_run)
         session.executor = executor
+        recording = RankRecording(session, executor, building)
+        found = RankSteps(recording=recording)
         shape = (share.microbatches, share.sequences, plan.training.sequence_length)
         batch = [torch.zeros(shape, dtype=torch.long, device=device) for _ in range(2)]
         before: Held = {}
@@ -273,29 +285,32 @@ def _steps(
                 live.curve.is_drawn = over_time and last
                 with sampler.step(batch):
                     if operators and last:
-                        trace = traced_step(session, step, batch, sampler, executor)
-                        found.operators.update(trace.of_step())
+                        recording.trace = traced_step(session, step, batch, sampler, executor)
+                        found.operators.update(recording.trace.of_step())
                     else:
                         session.step(step, batch[0], batch[1], sampler)
                 found.add(step, sampler, building if step == 0 else None)
+                recording.steps.append(StepRecording.of(live, executor))
                 before = before if last else dict(live.curve.held)
         if over_time:
             found.add_levels(live.curve, before)
     return found
 
 
-class LabelledSampler(StepSampler):
-    """Tells the counter of live bytes which action runs."""
-
-    live: ReplayedLiveBytes
-
-    @contextmanager
-    def action(self, label: str, action: Action | None) -> Iterator[None]:
-        """Count one action."""
-        self.live.curve.label = label
-        with super().action(label, action):
-            yield
-        self.live.curve.label = ""
+def _followed_steps(
+    plan: ResolvedPlan, rank: int, recording: RankRecording | None
+) -> RankSteps | None:
+    """The steps of a rank that follows the recorded one; None where it does not."""
+    if recording is None:
+        return None
+    found = RankSteps()
+    with suppress(NotAlikeError):
+        for step, (sampler, replays) in enumerate(recording.following(plan, rank)):
+            found.add(step, sampler, recording.building if step == 0 else None)
+            if recording.trace and step == STEPS - 1:
+                found.operators.update(recording.trace.of_replays(replays))
+        return found
+    return None
 
 
 @contextmanager

@@ -8,7 +8,8 @@ schedule's to say, so that every microbatch has its own, though without a tensor
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +19,22 @@ from torch import Tensor
 from workbench.engine.measure.live_memory import UNCOUNTED, CountedStorage, LiveBytes
 from workbench.engine.measure.recorded_collective import RecordedCollective
 from workbench.models.torch_dispatch import fake_device
-from workbench.rehearsal.memory_curve import NOTHING, Change, MemoryCurve, Origin, Stretch
+from workbench.rehearsal.memory_curve import (
+    NOTHING,
+    Change,
+    Held,
+    MemoryCurve,
+    Origin,
+    Stretch,
+    difference,
+)
+
+
+Around = tuple[str, Any]
+"""(kind, changes) of what is no action of the schedule; or (MOMENT, its name), (SCHEDULE, None) in
+their place.
+"""
+MOMENT, SCHEDULE = "moment", "schedule"
 
 
 class Boundary:
@@ -74,7 +90,13 @@ class ReplayedLiveBytes(LiveBytes):
         self.curve = MemoryCurve()
         self.module: Callable[[], str] = lambda: ""
         """The module that computes now."""
-        self.actions: dict[Hashable, list[RecordedAction]] = {}
+        self.start: Held = {}
+        """What was held as the step began."""
+        self.around: list[Around] = []
+        """What happened in the step before and after its schedule."""
+        self.scheduled_calls: Counter[RecordedCollective] = Counter()
+        """Collectives of the schedule."""
+        self._in_schedule = False
         self._outer_calls: Counter[RecordedCollective] = Counter()
         self._moved: list[Change] = []
         self._before = 0
@@ -110,28 +132,27 @@ class ReplayedLiveBytes(LiveBytes):
         self._moved.clear()
         self._before = len(self._pending)
 
-    def end(self, key: Hashable | None, boundary: Tensor | None) -> None:
-        """Record it under `key`, if there is one, once its categories are settled."""
+    def end(self, boundary: Tensor | None) -> RecordedAction:
+        """It has ended; its recording, complete once its categories are settled."""
         self._recording = RecordedAction(calls=self.calls)
         self.calls = self._outer_calls + self.calls
-        if key is not None:
-            self.actions.setdefault(key, []).append(self._recording)
         entry = self.entry(boundary)
         if entry is not None:
             entry.crosses_stages, self._recording.boundary_bytes = True, entry.bytes
             self._recording.boundary_origin = entry.origin
+        return self._recording
 
-    def replay(self, key: Hashable, kept: list[Any]) -> Boundary | None:
-        """Count what the action recorded last under `key` did.
+    def replay(self, recorded: RecordedAction, kept: list[Any]) -> Boundary | None:
+        """Count what a recorded action did.
 
         Args:
-            key: Of the action.
+            recorded: The action.
             kept: What it releases of what an earlier action of its microbatch kept.
 
         Returns:
             The boundary that it makes.
         """
-        recorded, boundary = self.actions[key][-1], None
+        boundary = None
         self.calls.update(recorded.calls)
         first, *rest = recorded.stretches
         self.pending.append((first, 0))
@@ -159,6 +180,25 @@ class ReplayedLiveBytes(LiveBytes):
         """Start a step: the curve too."""
         super().restart()
         self.curve.restart()
+        self.around.clear()
+        self.start = difference(self.curve.held, {})
+
+    def snapshot(self, moment: str) -> dict[str, int]:
+        """The same, and noted where it is no action's."""
+        levels = super().snapshot(moment)
+        if not self._in_schedule:
+            self.around.append((MOMENT, moment))
+        return levels
+
+    @contextmanager
+    def schedule(self) -> Iterator[None]:
+        """A context around the actions of a schedule."""
+        self._sum()
+        self.around.append((SCHEDULE, None))
+        before, self._in_schedule = self.calls.copy(), True
+        yield
+        self._sum()
+        self.scheduled_calls, self._in_schedule = self.calls - before, False
 
     def _count(self, storage: torch.UntypedStorage, category: str | None) -> CountedStorage:
         entry = super()._count(storage, category)
@@ -172,6 +212,8 @@ class ReplayedLiveBytes(LiveBytes):
                 (category, entry.summed, entry.origin),
             ]
             self.curve.move(moved)
+            if not self._in_schedule:
+                self.around.append((self._kind, moved))
             if not entry.crosses_stages:
                 self._moved += moved
         super()._move(entry, category)
@@ -187,7 +229,10 @@ class ReplayedLiveBytes(LiveBytes):
                 (category, size, entry.origin)
                 for (category, size), (entry, _) in zip(self._settled(events), events)
             ]
-            self._apply(Stretch.of([change for change in changes if change[0] != UNCOUNTED]))
+            counted = [change for change in changes if change[0] != UNCOUNTED]
+            if counted and not self._in_schedule:
+                self.around.append((self._kind, counted))
+            self._apply(Stretch.of(counted))
             self._record(events[self._before :], changes[self._before :])
             self._apply(what)
             events = []

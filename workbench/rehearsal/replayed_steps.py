@@ -10,6 +10,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
@@ -32,6 +33,13 @@ compares with the step before.
 """
 GRADIENTS_DONE = ("B", "W")
 NO_MICROBATCH = -1
+LAST = -1
+
+
+Occurrences = dict[tuple[str, int, int], tuple[Any, int]]
+"""(kind, stage, how many of these ran before in the step, or LAST) -> an action's recording, and
+its microbatch.
+"""
 
 
 class NotAlikeError(Exception):
@@ -41,18 +49,18 @@ class NotAlikeError(Exception):
 class ActionRecorder(Protocol):
     """Records what actions do, and says it again."""
 
-    actions: dict[Hashable, list[Any]]
-    """Key -> what was recorded under it."""
+    def schedule(self) -> AbstractContextManager[None]:
+        """A context around all actions."""
 
     def begin(self) -> None:
         """An action begins."""
 
-    def end(self, key: Hashable | None, boundary: Tensor | None) -> None:
-        """It has ended; record it under `key`, if there is one."""
+    def end(self, boundary: Tensor | None) -> Any:
+        """It has ended; its recording."""
 
-    def replay(self, key: Hashable, kept: list[Any]) -> object | None:
-        """Say again what was recorded last, which releases what is `kept`; what stands for the
-        boundary that it makes.
+    def replay(self, recording: Any, kept: list[Any]) -> object | None:
+        """Say again what was recorded, which releases what is `kept`; what stands for the boundary
+        that it makes.
         """
 
     def keep(self, boundary: Any) -> None:
@@ -85,12 +93,17 @@ class ReplayingExecutor(ScheduleExecutor):
         """Of the next run, with gradients and without."""
         self.replays: Counter[tuple[str, int, int]] = Counter()
         """(kind, stage, microbatch that ran) -> how often its action was replayed."""
+        self.actions: dict[Hashable, list[Any]] = {}
+        """What an action is recorded under -> its recordings."""
+        self.occurrences: Occurrences = {}
+        """Actions that ran in this run."""
+        self.is_replaying = False
         self._latest: dict[Hashable, int] = {}
         """What an action is recorded under -> the microbatch of its last recording."""
         self._compared: set[Hashable] = set()
         self.running: tuple[str, int, int] | None = None
         """(kind, stage, microbatch) of the action that runs now."""
-        self._keeps: dict[int, tuple[bool, ...]] = {}
+        self.keeps: dict[int, tuple[bool, ...]] = {}
         """Stage -> whether its I keeps the output gradient, and the input, until W."""
         self._kept: dict[StageMicrobatch, list[Any]] = {}
         """What replayed microbatches keep."""
@@ -99,13 +112,15 @@ class ReplayingExecutor(ScheduleExecutor):
         trains = torch.is_grad_enabled()
         self.replays.clear()
         self._compared.clear()
+        self.occurrences.clear()
         self._owners = list(_microbatches(row))
         self._running, self._ends = running_microbatches(
             row, self._run_first[trains], self.table.stages
         )
         self._run_first[trains] = max(1, self._run_first[trains] - 1)
-        self._is_replaying = not self._running.issuperset(self._owners)
-        return super()._run(row, *arguments)
+        self.is_replaying = not self._running.issuperset(self._owners)
+        with self.recorder.schedule():
+            return super()._run(row, *arguments)
 
     def _perform(self, at: int, action: Action, state: MicrobatchState, *arguments: Any) -> None:
         key = action.kind, action.stage, self._peer(action), torch.is_grad_enabled()
@@ -117,13 +132,20 @@ class ReplayingExecutor(ScheduleExecutor):
         super()._perform(at, action, state, *arguments)
         self.running = None
         self._keep(read, action)
-        self.recorder.end(None if at in self._ends else key, self._boundary(action, state))
+        recording = self.recorder.end(self._boundary(action, state))
+        self._note_occurrence(at, action, recording)
         if at not in self._ends:
+            self.actions.setdefault(key, []).append(recording)
             self._latest[key] = self._owners[at]
             self._compared.discard(key)
         if action.is_compute:
             self.on_run()
         return None
+
+    def _note_occurrence(self, at: int, action: Action, recording: Any) -> None:
+        before = sum(x[:2] == (action.kind, action.stage) for x in self.occurrences)
+        number = LAST if at in self._ends else before
+        self.occurrences[action.kind, action.stage, number] = recording, self._owners[at]
 
     def _keep(self, read: Sequence[weakref.ref[torch.UntypedStorage]], action: Action) -> None:
         """Note which of what a backward read last it keeps until W."""
@@ -131,7 +153,7 @@ class ReplayingExecutor(ScheduleExecutor):
         kept = tuple(storage is not None for storage in alive)
         if action.kind != "I":
             return self._require_released(read, action)
-        if self._keeps.setdefault(action.stage, kept) != kept and self._is_replaying:
+        if self.keeps.setdefault(action.stage, kept) != kept and self.is_replaying:
             raise NotAlikeError(f"{action} keeps other gradients than another microbatch")
         for storage in alive:
             if storage is not None:
@@ -149,10 +171,25 @@ class ReplayingExecutor(ScheduleExecutor):
 
     def _replay(self, key: Hashable, action: Action, state: MicrobatchState) -> None:
         self._compare(key)
-        self.replays[action.kind, action.stage, self._latest[key]] += 1
+        ran = action.kind, action.stage, self._latest[key]
+        self._say_again(self.actions[key][-1], ran, action, state)
+
+    def _say_again(
+        self,
+        recording: Any,
+        ran: tuple[str, int, int],
+        action: Action,
+        state: MicrobatchState,
+    ) -> None:
+        """Replay the recording of an action that `ran`, as (kind, stage, microbatch), for another
+        one.
+        """
+        self.replays[ran] += 1
         place = action.stage, action.microbatch or 0
         ended = self._ended(action, state)
-        boundary: Any = self.recorder.replay(key, self._kept.pop(place, []) * (action.kind == "W"))
+        boundary: Any = self.recorder.replay(
+            recording, self._kept.pop(place, []) * (action.kind == "W")
+        )
         if action.kind in SENDS:
             x, _ = self._outgoing(action, state)
             state.sending.append((Transfer(()), x, action))
@@ -160,7 +197,7 @@ class ReplayingExecutor(ScheduleExecutor):
             table, key_of = self._boundary_place(action, state)
             table[key_of] = boundary
         if action.kind == "I":
-            self._kept[place] = [x for x, kept in zip(ended, self._keeps[action.stage]) if kept]
+            self._kept[place] = [x for x, kept in zip(ended, self.keeps[action.stage]) if kept]
             for x in self._kept[place]:
                 self.recorder.keep(x)
 
@@ -178,14 +215,14 @@ class ReplayingExecutor(ScheduleExecutor):
         self, storages: Iterable[weakref.ref[torch.UntypedStorage]], what: object
     ) -> None:
         """Raise `NotAlikeError` where something else still holds what crossed to another stage."""
-        if self._is_replaying and any(storage() is not None for storage in storages):
+        if self.is_replaying and any(storage() is not None for storage in storages):
             raise NotAlikeError(f"{what} does not release what crossed between stages")
 
     def _compare(self, key: Hashable) -> None:
         """Raise `NotAlikeError` unless the last recording of an action repeats an earlier one."""
         if key in self._compared:
             return
-        *before, last = self.recorder.actions.get(key, [None])
+        *before, last = self.actions.get(key, [None])
         if not any(last.is_like(one) for one in before):
             raise NotAlikeError(f"{key} does not repeat itself")
         self._compared.add(key)
@@ -256,8 +293,13 @@ def running_microbatches(
     running = (row[at].microbatch for at in ends)
     return (
         frozenset(NO_MICROBATCH if each is None else each for each in running),
-        {found[-1] for found in by_action.values()},
+        last_actions(row),
     )
+
+
+def last_actions(row: Sequence[Action]) -> set[int]:
+    """Indices of the last action of each kind and stage."""
+    return set({(action.kind, action.stage): at for at, action in enumerate(row)}.values())
 
 
 def _microbatches(row: Iterable[Action]) -> Iterator[int]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
+from workbench.plan.rank_placement import rank_place
 from workbench.plan.resolved_plan import ResolvedPlan
+from workbench.plan.rules.recompute_rules import recomputed_modules
+from workbench.plan.schedule_table import executed
 from workbench.rehearsal.call_trace import P2P, STORE, Call, changed
 
 Axes = Mapping[str, tuple[int, ...]]
@@ -25,6 +28,42 @@ def rank_classes(plan: ResolvedPlan, meshes: Sequence[Axes]) -> list[tuple[int, 
     if plan.strategy.tensor.algorithm != "1d" or plan.strategy.operators:
         names.append("tensor")
     return [tuple(axes[name].index(rank) for name in names) for rank, axes in enumerate(meshes)]
+
+
+def followed_ranks(plan: ResolvedPlan, ranks: Sequence[int]) -> dict[int, int]:
+    """Rank -> an earlier one of `ranks` whose actions do the same in another order; others are left
+    out.
+    """
+    if plan.code or plan.profiled or plan.strategy.operators or plan.strategy.pipeline.replicas:
+        return {}
+    table, partition = executed(plan)
+    kinds = list(_kinds_of_stages(plan, partition))
+    first: dict[object, int] = {}
+    found = {}
+    for rank in ranks:
+        place = rank_place(plan, rank)
+        own = table.stages_of(place.stage)
+        beside = [other in own for stage in own for other in (stage - 1, stage + 1)]
+        same = first.setdefault((place[1:], *(kinds[stage] for stage in own), *beside), rank)
+        if same != rank:
+            found[rank] = same
+    return found
+
+
+def _kinds_of_stages(plan: ResolvedPlan, partition: Sequence[int]) -> Iterator[object]:
+    """What decides what a stage does: of each of its layers whether it is an MoE layer, and which
+    of its modules are recomputed; and whether it is the first or the last stage.
+    """
+    dense = plan.shape.moe.first_dense if plan.shape.moe else plan.shape.layers
+    recomputed: dict[int, list[str]] = {}
+    for path in recomputed_modules(plan.strategy.recompute, plan.shape):
+        _, layer, *within = path.split(".")
+        recomputed.setdefault(int(layer), []).append(".".join(within))
+    layer = 0
+    for stage, number in enumerate(partition):
+        layers = range(layer, layer := layer + number)
+        ends = stage == 0, stage == len(partition) - 1
+        yield ends, tuple((index >= dense, tuple(recomputed.get(index, ()))) for index in layers)
 
 
 def translated(calls: Sequence[Call], of: Axes, to: Axes, example: int, rank: int) -> list[Call]:

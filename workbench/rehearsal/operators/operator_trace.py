@@ -7,7 +7,7 @@ say. Collectives are no compute, and are recorded elsewhere.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from math import prod
@@ -129,14 +129,21 @@ class OperatorTrace(TorchDispatchMode):
 
     def of_step(self) -> Counter[Operator]:
         """Operators of a whole step, replayed actions included, with their primitive operators."""
+        replays = self.executor.replays if self.executor else Counter[ActionOf]()
+        return self._counted(lambda action: 1 + replays[action])
+
+    def of_replays(self, replays: Mapping[ActionOf, int]) -> Counter[Operator]:
+        """The same of a rank on which every action of the schedule is replayed so often."""
+        return self._counted(lambda action: replays.get(action, 0))
+
+    def _counted(self, often: Callable[[ActionOf], int]) -> Counter[Operator]:
         parts = {operator: primitives(call) for operator, call in self._compound.items()}
         found: Counter[Operator] = Counter()
         for (operator, action), count in self.counts.items():
-            again = self.executor.replays[action] if self.executor and action else 0
             if own := parts.get(operator):
                 operator = replace(operator, primitives=own.number, primitive_bytes=own.bytes)
-            found[operator] += count * (1 + again)
-        return found
+            found[operator] += count * (often(action) if action else 1)
+        return +found
 
 
 def traced_step(
