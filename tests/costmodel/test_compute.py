@@ -28,7 +28,8 @@ from workbench.costmodel.inputs.rank_workload import Workload, workload
 from workbench.costmodel.rates.constants import Constants, constants
 from workbench.costmodel.rates.fitted_constants import FittedConstants
 from workbench.machine import gpu_catalog
-from workbench.plan.schema import Plan
+from workbench.plan.schema import Plan, build_plan
+from workbench.planner.estimate import estimate
 
 
 def asked(model: str = "llama-3-8b", strategy: str = "zero-1", **sets: Any) -> Workload:
@@ -292,6 +293,33 @@ def test_dropout_draws_its_masks_in_forward_and_again_in_backward() -> None:
     assert drawn == same
     for before, after in ((plain.forward, drawn.forward), (plain.backward, drawn.backward)):
         assert after - before == pytest.approx(branches)
+
+
+def test_a_layer_takes_what_its_paper_measured() -> None:
+    """Table 4 of 2205.05198: of the 22B model, seconds of a layer beside the baseline's."""
+    fields = "layers hidden heads ffn max_positions norm mlp positions biases".split()
+    values = 48, 6144, 64, 24576, 2048, "layernorm", "gelu", "learned", "all"
+    shape = dict(zip(fields, values)) | {"name": "gpt-22b", "vocab": 51200, "tied": True}
+
+    def seconds(sequence: bool, recompute: str) -> float:
+        parallel = {"tensor": {"size": 8, "sequence": sequence}, "recompute": recompute}
+        training = {"sequence_length": 2048, "micro_batch": 4, "global_batch": 4, "dropout": 0.1}
+        plan = build_plan(
+            {
+                "model": shape,
+                "cluster": {"gpu": "a100-sxm-80gb", "gpus": 8},
+                "strategy": {"stack": "megatron-2022", "precision": "bf16", **parallel},
+                "training": training,
+            }
+        )
+        parts = estimate(plan).notes["time"]
+        return float(parts["compute"] + parts["tensor_comm"]) / 48
+
+    baseline = seconds(False, "none")
+    assert baseline == pytest.approx(19.6e-3, rel=0.1)
+    published = {(True, "none"): -3, (False, "selective"): 10, (True, "selective"): 6}
+    for asked, percent in {**published, (False, "full"): 39}.items():
+        assert 100 * (seconds(*asked) / baseline - 1) == pytest.approx(percent, abs=4)
 
 
 @pytest.mark.parametrize(("norm", "length"), [("layernorm", 2048), ("rmsnorm", 128)])

@@ -20,6 +20,9 @@ from workbench.costmodel.inputs.rank_workload import Workload
 from workbench.costmodel.memory.activation_memory import keeps_small_seams_eager
 from workbench.costmodel.rates.constants import Constants
 
+MASK_BYTES = 2 * 2
+"""Bytes of masks, of both branches of a layer, that an element's dropout moves where they are kept.
+"""
 EXPERT_BIAS_BYTES = 12, 16
 """Bytes (forward, backward) that biases move for an element of the experts' output in 16 bits where
 they are added expert by expert (Megatron-core, `TEGroupedMLP._apply_bias`): their product with the
@@ -33,9 +36,7 @@ def memory_bound_pass(w: Workload, m: DeviceRates, is_moe: bool) -> PassTimes:
     if counts_operators(w):
         return counted_pass(w, m, is_moe)
     h, half = w.hidden_per_rank / w.sequence_parallel, w.element_bytes / 2
-    drop = 4 * w.fixed.framework.saved_tensors.dropout_masks * h
-    if w.fixed.dropout:
-        drop = drop + 2 * m.constants.dropout_bytes / half * h
+    drop = h * _dropout_bytes(w, m.constants)
     # An MoE activates every routed row, and copies tokens for dispatch and combine.
     inputs, wide = gemm_inputs(w, is_moe)
     other = m.constants.plain_traffic
@@ -54,6 +55,15 @@ def memory_bound_pass(w: Workload, m: DeviceRates, is_moe: bool) -> PassTimes:
         )
     rate = m.bandwidth / (w.tokens * half)
     return PassTimes(forward / rate, backward / rate)
+
+
+def _dropout_bytes(w: Workload, c: Constants) -> float:
+    """Bytes an element of 16 bits that dropping both branches of a layer moves in either direction:
+    of this engine its masks, drawn in both; of others a byte of a mask that is kept, and one more.
+    """
+    if w.fixed.framework.kernels.counts_operators:
+        return 2 * c.dropout_bytes * 2 / w.element_bytes * w.fixed.dropout
+    return MASK_BYTES * float(w.fixed.framework.saved_tensors.dropout_masks or w.fixed.dropout)
 
 
 def seam_passes(w: Workload, c: Constants, is_moe: bool) -> list[tuple[Number, Number, Number]]:
