@@ -187,9 +187,8 @@ class ReplayingExecutor(ScheduleExecutor):
         self.replays[ran] += 1
         place = action.stage, action.microbatch or 0
         ended = self._ended(action, state)
-        boundary: Any = self.recorder.replay(
-            recording, self._kept.pop(place, []) * (action.kind == "W")
-        )
+        kept = self._kept.pop(place, []) if action.kind == "W" else []
+        boundary: Any = self.recorder.replay(recording, kept)
         if action.kind in SENDS:
             x, _ = self._outgoing(action, state)
             state.sending.append((Transfer(()), x, action))

@@ -158,12 +158,13 @@ def _feed_forward_backward(w: Workload, wide: Number, matrix: Number, is_split: 
     # With a deferred W no weight gradient exists yet, but the down projection's input stays.
     if is_split and w.fixed.algorithm == "1d":
         return (2 if w.shape.mlp == "gelu" else 3) * wide + gathered
-    # Down projection: the gradients of input and weight, then the weight's accumulation. Activation
-    # of a gate: gradients of gate and up, where the gradient of their product is freed.
+    # Down projection: the gradients of input and weight, then the weight's accumulation, where the
+    # gradient of its input has taken the place of that input, but of ReLU, which saves it too.
+    # Activation of a gate: gradients of gate and up, where the gradient of their product is freed.
     if w.fixed.tile_factor > 1:
         return _tiled_feed_forward_backward(w, wide, matrix / w.fixed.tile_factor)
     gradients = wide + matrix * w.element_bytes * separate_weight_gradients(w)
-    accumulated = accumulated_gradient_bytes(w, matrix)
+    accumulated = accumulated_gradient_bytes(w, matrix) + wide * (w.shape.mlp == "relu")
     activation = (1 if w.shape.mlp == "gelu" else 2) * wide
     gradients = gradients - _unit_bucket_bytes(w)
     peak: Number = np.maximum(np.maximum(gradients, accumulated), activation)
