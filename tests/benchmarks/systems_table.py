@@ -23,6 +23,7 @@ from tests.parallel.operator_strategies import columns_before_rows
 from workbench.engine.verify.equivalence import verify
 from workbench.errors import ChildError, PlanError
 from workbench.plan.schema import Plan
+from workbench.planner.calibrated_plan import with_calibration
 from workbench.planner.estimate import estimate
 from workbench.profile import Profile
 from workbench.rehearsal.rehearse import rehearse
@@ -64,10 +65,10 @@ def cells(system: System) -> dict[str, str]:
 
     def peak(name: str, make: Callable[[], Profile], than: str = "") -> str:
         found[name] = make()
-        size = max(found[name].peak_bytes_by_rank.values())
+        size = counted_by_all(found[name], plan)
         if than not in found:
             return bytes_text(size)
-        return f"{size / max(found[than].peak_bytes_by_rank.values()) - 1:+.1%}"
+        return f"{size / counted_by_all(found[than], plan) - 1:+.1%}"
 
     columns: dict[str, Callable[[], str]] = {
         "estimate": lambda: peak("estimate", lambda: estimated(plan, allow)),
@@ -78,6 +79,14 @@ def cells(system: System) -> dict[str, str]:
         "verify": lambda: verified(plan, allow),
     }
     return {name: _answer(ask) for name, ask in columns.items()}
+
+
+def counted_by_all(profile: Profile, plan: Plan) -> float:
+    """Bytes allocated at the peak; of a GPU's estimate without workspaces, which none rehearses."""
+    most = max(profile.peak_allocated_by_rank.values())
+    if profile.source != "estimated" or not profile.capacity_bytes:
+        return most
+    return most - with_calibration(plan.resolve())[1].workspace_mib * 2**20
 
 
 def estimated(plan: Plan, allow_code: bool) -> Profile:
