@@ -131,7 +131,7 @@ def test_what_the_host_does_not_hold_does_not_fit() -> None:
     assert profile.host_capacity_bytes == 100 * 2**30
     found = wb.search(short)
     assert not found.top and "offload more than a host of 100.0 GiB holds" in found.empty
-    assert "x v100-sxm2-32gb would do" in found.empty
+    assert "x v100-sxm2-32gb would do" in found.empty and "--risk" not in found.empty
     assert scan_space(search_space(short), (), "time", 1).beyond_host > 0
 
 
@@ -161,3 +161,13 @@ def test_a_rank_steps_at_its_share_of_the_hosts_bandwidth_at_most_a_socket(
     plan = of("gpt3-13b", gpu, gpus, "zero-offload", **{"strategy.stack": stack})
     full, constants = with_calibration(plan.resolve())
     assert host_gbs(fixed_config(full), constants) == pytest.approx(rate)
+
+
+def test_a_host_of_unknown_memory_is_said() -> None:
+    plan = of(
+        "gpt3-13b", "rtx-4090", 1, "zero-infinity", **OF_13B, **{"strategy.recompute": "full"}
+    )
+    said = wb.estimate(plan).notes["assumed_hardware"]
+    assert "host of workstation is not known" in said and "host_memory_gib" in said
+    known = plan.replace(**{"cluster.fabric.host_memory_gib": 512.0})
+    assert "assumed_hardware" not in wb.estimate(known).notes

@@ -50,6 +50,13 @@ def test_recomputation_and_backward_peak_once_a_layer(found: Profile) -> None:
     assert len([size for size in highs if size > 0.99 * max(highs)]) >= 2
 
 
+def test_one_microbatch_is_drawn_by_itself(found: Profile) -> None:
+    figure = memory_over_time(found, rank=0, microbatch=2)
+    assert list(dict.fromkeys(row["action"] for row in figure.rows)) == ["0F2", "0B2"]
+    with pytest.raises(ValueError, match="microbatch is 6; legal: 0 to 5"):
+        memory_over_time(found, rank=0, microbatch=6)
+
+
 def test_what_lives_at_the_peak_has_its_module_and_action(found: Profile) -> None:
     rows = [row for row in found.notes["peak_allocations"] if row["rank"] == 0]
     assert rows == sorted(rows, key=lambda row: -row["bytes"])

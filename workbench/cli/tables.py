@@ -29,7 +29,7 @@ NOTE_LABELS = {
     "speed_up": "speed-up over one device",
     "activation_communication_ratio": "activation-communication ratio (ACR)",
     "uncalibrated": "times are from",
-    "assumed_hardware": "the GPU's description leaves out",
+    "assumed_hardware": "not known of the hardware",
     "timeline_microbatches": "microbatches drawn in the timeline",
     "overhead": "fixed overhead per step",
     "p50": "median",

@@ -1,4 +1,4 @@
-"""Constants of a plan's GPU that its own description leaves out, and what stands for them."""
+"""What the descriptions of a plan's GPU and hosts leave out, and what stands for it."""
 
 from __future__ import annotations
 
@@ -10,12 +10,29 @@ PLANNER_FILE = "data/planner.yaml"
 
 
 def assumed_hardware(plan: ResolvedPlan) -> str:
-    """What a plan does not say of a GPU of its own, and what would help; empty where nothing.
-
-    A GPU of the catalog is complete, and a calibration measures what is missing.
+    """What a plan does not say of its hardware, and what would help; empty where nothing.
 
     Args:
         plan: A complete plan.
+    """
+    return ". ".join(filter(None, (_of_gpu(plan), _of_host(plan))))
+
+
+def _of_host(plan: ResolvedPlan) -> str:
+    """That nobody knows whether the hosts hold what is offloaded; on CPU ranks `run` looks."""
+    s, fabric = plan.strategy, plan.fabric
+    offloads = s.data.offload != "none" or s.offload_activations
+    if plan.gpu.device == "cpu" or not offloads or plan.host_capacity_bytes is not None:
+        return ""
+    return (
+        f"the memory of a host of {fabric.name} is not known: what is offloaded is taken to fit. "
+        "Give cluster.fabric.host_memory_gib"
+    )
+
+
+def _of_gpu(plan: ResolvedPlan) -> str:
+    """Of a GPU of the plan's own: one of the catalog is complete, and a calibration measures what
+    is missing.
     """
     gpu = plan.gpu
     if gpu.device == "cpu" or plan.cluster.calibration is not None:

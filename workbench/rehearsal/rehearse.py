@@ -50,6 +50,8 @@ from workbench.units import GIB
 
 STEPS = 2
 """The first step, and the first of the steady state."""
+BESIDE_ALLOCATED = "a GPU's context, workspaces and fragmentation, which an estimate counts"
+"""Of its peak memory: a rehearsal counts what torch allocates."""
 MOST_LIVING = 20
 """Rows of a rank that say what lives at its peak, and what leaks."""
 
@@ -121,6 +123,8 @@ def rehearse(
 
 def _notes(plan: ResolvedPlan, counted: dict[int, Counter[Operator]] | None) -> dict[str, Any]:
     notes: dict[str, Any] = {}
+    if plan.gpu.device != "cpu":
+        notes["left_out"] = [BESIDE_ALLOCATED]
     if not plan.code and plan.shape.unmodelled:
         notes["not_modelled"] = plan.shape.unmodelled
     if counted is not None:

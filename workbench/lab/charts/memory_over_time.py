@@ -6,6 +6,7 @@ from functools import lru_cache
 from typing import Any
 
 import altair as alt
+import pandas as pd
 
 from workbench.lab import palette
 from workbench.lab.charts import chart_data
@@ -15,14 +16,25 @@ from workbench.units import byte_unit, bytes_text
 
 MAX_POINTS = 400
 """Instants drawn; of a longer step the largest sum of each of so many spans."""
+COMPUTE_ACTION = r"^\d+[FIWB](\d+)$"
+"""Of a stage and a microbatch."""
 
 
-def memory_over_time(profile: Profile, rank: int | None = None) -> Figure:
+def memory_over_time(
+    profile: Profile, rank: int | None = None, microbatch: int | None = None
+) -> Figure:
     """Memory after each allocation and release of a step, by category.
+
+    Of one microbatch layers can be told apart. Where they are recomputed, each peaks twice in the
+    backward: as it is recomputed, and as it is differentiated.
 
     Args:
         profile: A rehearsal with `over_time=True`.
         rank: Whose memory; default: the rehearsed rank with the largest peak.
+        microbatch: The one whose forward and backward are drawn; default: the whole step.
+
+    Raises:
+        ValueError: The step has no such microbatch.
     """
     frame = profile.levels
     names = [name for name in palette.MEMORY_COLOURS if name in frame]
@@ -30,6 +42,9 @@ def memory_over_time(profile: Profile, rank: int | None = None) -> Figure:
     if rank is None and len(levels):
         rank = int(levels["rank"].tolist()[levels.total.argmax()])
     own = levels[levels["rank"] == rank]
+    title = "allocations and releases of the step"
+    if microbatch is not None:
+        own, title = _of_microbatch(own, microbatch), f"highs and lows of microbatch {microbatch}"
     span = -(-len(own) // MAX_POINTS) or 1
     shown = [own.iloc[i : i + span].total.idxmax() for i in range(0, len(own), span)]
     unit, size = byte_unit(own.total)
@@ -45,11 +60,20 @@ def memory_over_time(profile: Profile, rank: int | None = None) -> Figure:
         name="memory_over_time",
         title=f"Memory over a step ({unit})",
         subtitle="" if not rows else _subtitle(profile, rank, own),
-        spec=memory_over_time_spec(unit, categories),
+        spec=memory_over_time_spec(unit, categories, title),
         rows=rows,
         wide=True,
         empty="No memory over time; rehearse with over_time=True.",
     )
+
+
+def _of_microbatch(levels: pd.DataFrame, microbatch: int) -> pd.DataFrame:
+    """Rows of its forward and backward, one after the other."""
+    found = pd.to_numeric(levels.action.str.extract(COMPUTE_ACTION, expand=False))
+    if not (found == microbatch).any():
+        raise ValueError(f"microbatch is {microbatch}; legal: 0 to {found.max():.0f}")
+    own = levels[found == microbatch]
+    return own.assign(event=range(len(own)))
 
 
 def _subtitle(profile: Profile, rank: int | None, own: Any) -> str:
@@ -61,7 +85,7 @@ def _subtitle(profile: Profile, rank: int | None, own: Any) -> str:
 
 
 @lru_cache
-def memory_over_time_spec(unit: str, categories: tuple[str, ...]) -> dict[str, Any]:
+def memory_over_time_spec(unit: str, categories: tuple[str, ...], title: str) -> dict[str, Any]:
     """The declaration: areas of `value` by event, one a category."""
     colours = alt.Scale(
         domain=list(categories), range=[palette.MEMORY_COLOURS[name] for name in categories]
@@ -70,7 +94,7 @@ def memory_over_time_spec(unit: str, categories: tuple[str, ...]) -> dict[str, A
         alt.Chart(chart_data.ROWS)
         .mark_area(interpolate="step-after", line=False)
         .encode(
-            x=alt.X("event:Q", title="allocations and releases of the step"),
+            x=alt.X("event:Q", title=title),
             y=alt.Y("value:Q", title=f"memory ({unit})", stack="zero"),
             color=alt.Color("category:N", scale=colours, title=None),
             order=alt.Order("order:Q"),

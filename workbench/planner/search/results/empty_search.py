@@ -83,7 +83,8 @@ def why_none_fits(space: SearchSpace, seen: SearchStats) -> str:
         )
     least, stack = seen.least_peak_bytes, space.base.strategy.stack
     chance = probability_of_running_out(least, gpu.memory_gib * GIB, stack)
-    riskier = f" allow --risk {math.ceil(100 * chance) / 100:g}," if chance < 0.5 else ""
+    allow = f" allow --risk {math.ceil(100 * chance) / 100:g},"
+    riskier = allow if space.risk < chance < 0.5 else ""
     hosts = ""
     if seen.beyond_host:
         size = gib_text((space.base.cluster.fabric.host_memory_gib or 0) * GIB)
