@@ -41,11 +41,17 @@ def of(model: str = "gpt3-175b", gpus: int = 512, /, **changes: Any) -> Plan:
 
 
 def legal_ones(space: SearchSpace) -> list[tuple[Any, int, float, float]]:
-    """(cell, number, seconds, peak) of every distinct legal candidate."""
+    """(cell, number, seconds, peak) of every distinct legal candidate; with tiles of those only
+    that do not fit with fewer.
+    """
     evaluator, found = CellEvaluator.of(space), []
     for cell in search_cells(space):
         e = evaluator(cell, cell.grid())
-        numbers = np.flatnonzero(np.broadcast_to(e.legal, e.shape))
+        legal = np.broadcast_to(e.legal, e.shape)
+        for tiles in (n for n in space.tile_factor if n < cell.fixed.tile_factor):
+            fewer = evaluator.memory(cell.with_tiles(tiles), cell.grid())
+            legal = legal & ~fewer.fitting(space.largest_peak_bytes)
+        numbers = np.flatnonzero(legal)
         found += list(
             zip([cell] * len(numbers), numbers, e.at(e.seconds, numbers), e.at(e.peak, numbers))
         )

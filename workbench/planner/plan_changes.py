@@ -21,6 +21,8 @@ RECOMPUTE_KINDS = ("none", "selective", "full")
 """Activation checkpointing, each kind saving more memory than the one before."""
 OFFLOAD_KINDS = ("none", "optimizer", "parameters")
 """What ZeRO-Offload keeps in host memory, each more than the one before."""
+TILE_FACTORS = (1, 2, 4)
+"""Tiles of a linear: more save nothing, once embedding and head are the largest units."""
 MAX_DOUBLINGS = 6
 PRESETS = ("zero-3", "megatron-3d", "zero-infinity")
 """Whole strategies that are tried before more GPUs, as they are and then recomputing all."""
@@ -29,8 +31,8 @@ PRESETS = ("zero-3", "megatron-3d", "zero-infinity")
 def one_field_changes(full: Plan) -> list[Change]:
     """Changes of one field on the same GPUs.
 
-    In order: smaller micro-batch, more recomputation, a higher ZeRO stage, more offloading, more
-    tensor or pipeline ranks, a preset.
+    In order: smaller micro-batch, more recomputation, a higher ZeRO stage, more offloading, tiles of
+    linears, more tensor or pipeline ranks, a preset.
     """
     s = full.strategy
     changes: list[Change] = [
@@ -40,6 +42,7 @@ def one_field_changes(full: Plan) -> list[Change]:
         changes += ({"strategy.recompute": kind} for kind in _further(RECOMPUTE_KINDS, s.recompute))
     changes += ({"strategy.data.zero": zero} for zero in range(s.data.zero + 1, 4))
     changes += ({"strategy.data.offload": kind} for kind in _further(OFFLOAD_KINDS, s.data.offload))
+    changes += _more_tiles(full)
     for field, now in (
         ("strategy.tensor.size", s.tensor.ranks),
         ("strategy.pipeline.size", s.pipeline.size),
@@ -53,7 +56,8 @@ def combined_changes(full: Plan) -> Iterator[Change]:
     """Changes of several fields on the same GPUs, each adding to the one before.
 
     Micro-batch 1 and full recomputation come first, then ZeRO stages and offloading on top, then
-    presets that recompute all, the last of them offloading the inputs of recomputed layers too.
+    presets that recompute all, the last of them offloading the inputs of recomputed layers too, and
+    then with linears in tiles.
     """
     s, change = full.strategy, Change()
     if full.training.micro_batch > 1:
@@ -67,7 +71,15 @@ def combined_changes(full: Plan) -> Iterator[Change]:
         for kind in _further(OFFLOAD_KINDS, s.data.offload):
             yield change | {"strategy.data.offload": kind} | _leaving(full, zero)
     yield from _recomputing_presets()
-    yield _recomputing_presets()[-1] | {"strategy.offload_activations": True}
+    last = _recomputing_presets()[-1] | {"strategy.offload_activations": True}
+    yield last
+    yield from (last | tiles for tiles in _more_tiles(full))
+
+
+def _more_tiles(full: Plan) -> Iterator[Change]:
+    """Linears in more tiles."""
+    now = full.strategy.data.tile_factor
+    return ({"strategy.data.tile_factor": tiles} for tiles in TILE_FACTORS if tiles > now)
 
 
 def _leaving(full: Plan, zero: int) -> Change:

@@ -20,7 +20,7 @@ from workbench.costmodel.rates.constants import Constants
 from workbench.costmodel.step_time import longest_compute_seconds, step_time
 from workbench.planner.calibrated_plan import with_calibration
 from workbench.planner.search.cells import Cell, Index
-from workbench.planner.search.layer_costs import SplitLayerTimes, layer_times_by_algorithm
+from workbench.planner.search.layer_costs import SplitLayerTimes, layer_times_by_division
 from workbench.planner.search.search_space import SearchSpace, plan_on_gpus
 
 WORTH_CUTTING = 0.9
@@ -124,8 +124,8 @@ class CellEvaluator:
 
     constants: dict[tuple[int, int], Constants]
     """By GPUs and pipeline ranks; what depends on the plan's kernels is in the layers."""
-    layers: dict[str, SplitLayerTimes]
-    """By tensor algorithm."""
+    layers: dict[tuple[str, int], SplitLayerTimes]
+    """By tensor algorithm and tiles."""
     _former: list[CellMemory] = field(default_factory=list, compare=False, repr=False)
     """The cell before."""
 
@@ -138,7 +138,7 @@ class CellEvaluator:
         }
         return cls(
             _constants(space),
-            layer_times_by_algorithm(
+            layer_times_by_division(
                 space, {kind: with_calibration(plan)[1] for kind, plan in kinds.items()}
             ),
         )
@@ -173,7 +173,7 @@ class CellEvaluator:
         """How long their steps take."""
         w, s = held.workload, held.cell.fixed
         k = self.constants[s.world_size, s.pipeline]
-        layers = self.layers[s.algorithm].at(held.cell, held.index)
+        layers = self.layers[s.algorithm, s.tile_factor].at(held.cell, held.index)
         time = step_time(w, k, layers, held.collectives())
         return EvaluatedCell(
             held.shape,
@@ -187,6 +187,7 @@ class CellEvaluator:
 def _differs_in_kernels(former: CellMemory, cell: Cell, index: Index) -> bool:
     """Whether a cell differs from the former in its kernels alone, and is asked about the same."""
     same = former.cell.table is cell.table and former.index.keys() == index.keys()
+    same = same and former.cell.fixed.tile_factor == cell.fixed.tile_factor
     return same and all(np.array_equal(at, index[axis]) for axis, at in former.index.items())
 
 

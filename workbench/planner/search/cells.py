@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -69,6 +70,7 @@ CELL_FIELDS = (
     "chunks",
     "partition",
     "zero",
+    "tile_factor",
     "algorithm",
 )
 """What all candidates of a cell share and a search decides."""
@@ -81,7 +83,7 @@ has one value.
 
 @dataclass(frozen=True)
 class Cell:
-    """Candidates that share GPUs, schedule and ZeRO stage: every combination of `values`."""
+    """Candidates that share GPUs, schedule, ZeRO stage and tiles: every combination of `values`."""
 
     fixed: FixedConfig
     values: dict[str, tuple[Any, ...]]
@@ -116,6 +118,10 @@ class Cell:
         """The same cell with some of its splits."""
         splits = tuple(split for split, keep in zip(self.values["split"], kept) if keep)
         return replace(self, values=self.values | {"split": splits}, table=self.table[:, kept])
+
+    def with_tiles(self, factor: int) -> Cell:
+        """The same combinations with linears in so many tiles."""
+        return replace(self, fixed=replace(self.fixed, tile_factor=factor))
 
     def grid(self) -> Index:
         """Every combination: each axis of several values along a dimension of its own."""
@@ -276,18 +282,26 @@ def search_cells(space: SearchSpace) -> Iterator[Cell]:
 def _cells_of_splits(
     space: SearchSpace, fixed: FixedConfig, splits: tuple[LayerSplit, ...], stages: DistinctStages
 ) -> Iterator[Cell]:
-    """One for each ZeRO stage and kind of kernels, which change what is held."""
+    """One for each ZeRO stage, number of tiles and kind of kernels, which change what is held."""
     limits = framework_limits(fixed.stack)
-    for zero in space.zero:
+    for zero, tiles in product(space.zero, space.tile_factor):
         former: Cell | None = None
         for kernels in space.kernels:
-            own = replace(fixed, zero=zero, kernels=kernels)
+            own = replace(fixed, zero=zero, kernels=kernels, tile_factor=tiles)
             can = possible_splits(own, splits, limits)
+            if tiles > 1:
+                can = splits_of_tiles(own, can)
             values = _knob_values(space, own, can) | {"kernels": (kernels,)}
             if all(values.values()):
                 alike = former is not None and former.values["split"] == can
                 table = former.table if former and alike else np.array(can, dtype=float).T
                 yield (former := Cell(own, values, stages, table))
+
+
+def splits_of_tiles(s: FixedConfig, splits: tuple[LayerSplit, ...]) -> tuple[LayerSplit, ...]:
+    """Those beside which linears may be computed by tiles, as `tile_rules` says of a plan."""
+    may = s.zero == 3 and s.pipeline == 1
+    return tuple(split for split in splits if may and split.tensor == 1)
 
 
 OFFLOAD_BY_ZERO = {
@@ -309,7 +323,7 @@ def _knob_values(
     def only(knob: str, legal: tuple[Any, ...]) -> tuple[Any, ...]:
         return tuple(value for value in getattr(space, knob) if value in legal)
 
-    gathered = s.zero == 3 and s.pipeline == 1
+    gathered = s.zero == 3 and s.pipeline == 1 and s.tile_factor == 1
     reduced = only("reduce", ("step",)) if s.zero < 2 else space.reduce
     if len(reduced) > 1 and space.reduce_as_offloaded:
         reduced = (AS_OFFLOADED,)

@@ -31,6 +31,7 @@ KNOB_FIELDS = {
     "strategy.data.overlap": "overlap",
     "strategy.data.keep_gathered": "keep_gathered",
     "strategy.data.bucket_mib": "bucket_mib",
+    "strategy.data.tile_factor": "tile_factor",
     "strategy.gradient_dtype": "gradient",
     "strategy.recompute": "recompute",
     "strategy.placement": "placement",

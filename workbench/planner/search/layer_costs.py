@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from workbench.costmodel.compute.measured_layer import measured_layer_times
 from workbench.costmodel.compute.roofline import LayerTimes
 from workbench.costmodel.inputs.config import Array, FixedConfig, Number
 from workbench.costmodel.rates.constants import Constants
-from workbench.planner.search.cells import Cell, Index
+from workbench.planner.search.cells import Cell, Index, splits_of_tiles
 from workbench.planner.search.distinct_stages import distinct_stages
 from workbench.planner.search.layer_splits import LayerSplit, all_splits
 from workbench.planner.search.search_space import SearchSpace
@@ -28,7 +29,7 @@ PASS_FIELDS = tuple(field.name for field in fields(PassTimes))
 
 @dataclass(frozen=True)
 class SplitLayerTimes:
-    """The layers of every split of one tensor algorithm."""
+    """The layers of every split of one tensor algorithm and number of tiles."""
 
     splits: dict[LayerSplit, int]
     """Split -> its place."""
@@ -52,26 +53,31 @@ class SplitLayerTimes:
         return LayerTimes(dense, moe, _take_fields(k.attention, lambda x: x[own]), head)
 
 
-def layer_times_by_algorithm(
+def layer_times_by_division(
     space: SearchSpace, constants: dict[str, Constants]
-) -> dict[str, SplitLayerTimes]:
-    """Of each tensor algorithm that splits something; `constants` by the plan's kernels."""
-    found = {algorithm: tuple(all_splits(space, algorithm)) for algorithm in space.algorithm}
-    return {
-        algorithm: _split_layer_times(space, algorithm, splits, constants)
-        for algorithm, splits in found.items()
-        if splits
-    }
+) -> dict[tuple[str, int], SplitLayerTimes]:
+    """Of each tensor algorithm and number of tiles that divide something; `constants` by the plan's
+    kernels.
+    """
+    found = {}
+    for algorithm, tiles in product(space.algorithm, space.tile_factor):
+        s = replace(space.fixed_configs[0], algorithm=algorithm, tile_factor=tiles)
+        splits = tuple(all_splits(space, algorithm))
+        if tiles > 1:
+            splits = splits_of_tiles(replace(s, zero=3, pipeline=1), splits)
+        if splits:
+            found[algorithm, tiles] = _split_layer_times(s, space, splits, constants)
+    return found
 
 
 def _split_layer_times(
+    setting: FixedConfig,
     space: SearchSpace,
-    algorithm: str,
     splits: tuple[LayerSplit, ...],
     constants: dict[str, Constants],
 ) -> SplitLayerTimes:
     each = [
-        _layer_times_of_kernels(space, algorithm, splits, kind, k) for kind, k in constants.items()
+        _layer_times_of_kernels(setting, space, splits, kind, k) for kind, k in constants.items()
     ]
     dense, moe, head = (
         _stack_kernels([getattr(one, of) for one in each], len(splits))
@@ -86,10 +92,13 @@ def _split_layer_times(
 
 
 def _layer_times_of_kernels(
-    space: SearchSpace, algorithm: str, splits: tuple[LayerSplit, ...], kind: str, k: Constants
+    setting: FixedConfig,
+    space: SearchSpace,
+    splits: tuple[LayerSplit, ...],
+    kind: str,
+    k: Constants,
 ) -> LayerTimes:
     """A cell of one stage that differs in its splits only."""
-    setting = space.fixed_configs[0]
     alone: FixedConfig = replace(
         setting,
         pipeline=1,
@@ -97,7 +106,6 @@ def _layer_times_of_kernels(
         chunks=1,
         partition=(setting.shape.layers,),
         zero=0,
-        algorithm=algorithm,
         kernels=kind,
         has_context_parallel=max(space.context) > 1,
     )

@@ -15,9 +15,10 @@ from workbench.costmodel.memory.reported_memory import largest_peak_at_risk
 from workbench.plan.model.model_shape import Shape
 from workbench.plan.resolution import LEAST_BATCH, MICROBATCHES_A_RANK
 from workbench.plan.resolved_plan import ResolvedPlan
-from workbench.plan.rules import legal_sizes
+from workbench.plan.rules import legal_sizes, tile_rules
 from workbench.plan.schema import AXES, Plan, Strategy
 from workbench.planner.calibrated_plan import with_calibration
+from workbench.planner.plan_changes import TILE_FACTORS
 from workbench.schedules.generators import SCHEDULES
 from workbench.units import GIB
 
@@ -102,6 +103,8 @@ class SearchSpace:
     there.
     """
     keep_gathered: tuple[bool, ...]
+    tile_factor: tuple[int, ...]
+    """Rising; one is tried only of strategies that do not fit with a smaller one."""
     overlap: tuple[bool, ...]
     bucket_mib: tuple[float, ...]
     gradient: tuple[str, ...]
@@ -154,6 +157,7 @@ def search_space(plan: Plan, kind: str = "default", worlds: tuple[int, ...] = ()
         reduce=("step", "microbatch"),
         reduce_as_offloaded=not wide,
         keep_gathered=(False, True) if wide else (False,),
+        tile_factor=tuple(factor for factor in TILE_FACTORS if _may_tile(base, factor)),
         overlap=(True, False) if wide else (True,),
         bucket_mib=BUCKET_SIZES_MIB if kind == "vast" else (plan.strategy.data.bucket_mib,),
         gradient=("fp32", "parameters") if kind == "vast" else (plan.strategy.gradient_dtype,),
@@ -203,6 +207,13 @@ def _worth_searching(shape: Shape, size: int) -> bool:
         not legal_sizes.exceeds(shape, size) and legal_sizes.widening(shape, size) <= MAX_WIDENING
     )
     return little or not legal_sizes.splits(shape, size)
+
+
+def _may_tile(base: ResolvedPlan, factor: int) -> bool:
+    """Whether ZeRO-3 on no other axis may tile the model's linears so."""
+    data = base.strategy.data.model_copy(update={"zero": 3, "tile_factor": factor})
+    strategy = base.strategy.model_copy(update={"data": data})
+    return not any(tile_rules.problems(base.model_copy(update={"strategy": strategy})))
 
 
 def _schedules(kind: str, shape: Shape, ranks: int) -> tuple[tuple[str, int, int], ...]:
@@ -287,7 +298,10 @@ def plan_with_strategy(
 
 TENSOR_KNOBS = {"size": "tensor", "algorithm": "algorithm", "sequence": "sequence"}
 """Fields of `strategy.tensor` -> knob."""
-DATA_KNOBS = ("zero", "shard", "offload", "reduce", "keep_gathered", "overlap", "bucket_mib")
+DATA_KNOBS = (
+    *("zero", "shard", "offload", "reduce", "keep_gathered", "overlap", "bucket_mib"),
+    "tile_factor",
+)
 """Knobs that are fields of `strategy.data`."""
 KEPT_STRATEGY_FIELDS = {"precision", "stack"}
 """Fields of a strategy that a search leaves as they are."""

@@ -4,17 +4,18 @@ best kept.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
+from numpy.typing import NDArray
 
 from workbench.costmodel.inputs.config import Array, FixedConfig, Number
 from workbench.costmodel.memory.near_full import slowdown_table
 from workbench.planner.calibrated_plan import with_calibration
 from workbench.planner.plan_conditions import Condition
-from workbench.planner.search.cell_evaluation import CellEvaluator, EvaluatedCell
+from workbench.planner.search.cell_evaluation import CellEvaluator, CellMemory, EvaluatedCell
 from workbench.planner.search.cells import Cell, search_cells
 from workbench.planner.search.constraints import RESULT_FIELDS, narrow_space
 from workbench.planner.search.results.pareto_front import BestCandidates, Retries, expected_seconds
@@ -46,12 +47,20 @@ def scan_space(
     most = whole.largest_peak_bytes
     retries = _retries(whole)
     seen = SearchStats(BestCandidates(top, most, retries))
-    conditions = [c for c in constraints if c.field in RESULT_FIELDS]
+    on_peak = [c for c in constraints if c.field == "peak_gib"]
+    on_time = [c for c in constraints if c.field in RESULT_FIELDS and c not in on_peak]
+
+    def fitting(held: CellMemory) -> NDArray[np.bool_]:
+        fits = held.fitting(most)
+        for c in on_peak:
+            fits = fits & c.holds(held.peak / GIB)
+        return fits
+
     evaluators = _evaluators_by_gpus(whole)
     for cell in search_cells(space):
         evaluator = evaluators[cell.fixed.world_size]
-        held = evaluator.memory(cell, cell.grid())
-        fits = held.fitting(most)
+        held = _tiled_if_needed(space, evaluator, cell, fitting)
+        fits = fitting(held)
         seen.candidates += held.count(held.legal)
         if not seen.feasible:  # else nobody asks
             least = float(np.where(held.legal, held.peak, np.inf).min())
@@ -61,13 +70,28 @@ def scan_space(
             seen.best.skip()
             continue
         held = held.with_fitting_splits(fits)
-        fits = held.fitting(most)
+        fits = fitting(held)
         e = evaluator.times(held)
-        for c in conditions:
+        for c in on_time:
             fits = fits & c.holds(_constrained_result(held.cell, e, c.field, retries))
         seen.feasible += held.count(fits)
         seen.best.take(held.cell, e, fits, partial(objective_score, cell.fixed, objective))
     return seen
+
+
+def _tiled_if_needed(
+    space: SearchSpace,
+    evaluator: CellEvaluator,
+    cell: Cell,
+    fitting: Callable[[CellMemory], NDArray[np.bool_]],
+) -> CellMemory:
+    """What a cell's combinations hold; with tiles only those that do not fit with fewer of them."""
+    held = evaluator.memory(cell, cell.grid())
+    for fewer in space.tile_factor:
+        if fewer < cell.fixed.tile_factor:
+            less = evaluator.memory(cell.with_tiles(fewer), held.index)
+            held = replace(held, legal=held.legal & ~fitting(less))
+    return held
 
 
 def _retries(space: SearchSpace) -> Retries:
@@ -90,8 +114,6 @@ def _evaluators_by_gpus(space: SearchSpace) -> dict[int, CellEvaluator]:
 
 
 def _constrained_result(cell: Cell, e: EvaluatedCell, field: str, retries: Retries) -> Number:
-    if field == "peak_gib":
-        return e.peak / GIB
     if field == "expected_seconds":
         return expected_seconds(e.seconds, e.peak, retries)
     tokens = cell.fixed.global_batch * cell.fixed.sequence_length

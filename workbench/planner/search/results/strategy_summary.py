@@ -27,6 +27,8 @@ def strategy_summary(plan: Plan) -> str:
     if s.expert.size > 1:
         words.append(f"e{s.expert.size}")
     words += [f"micro {t.micro_batch}", f"zero {s.data.zero}"]
+    if s.data.tile_factor > 1:
+        words.append(f"{s.data.tile_factor} tiles")
     kind = s.recompute
     words.append(f"recompute {kind if isinstance(kind, str) else _listed(kind)}")
     if s.data.offload != "none":
