@@ -75,6 +75,26 @@ def test_the_smallest_change_offloads_before_it_names_hardware(strategy: str) ->
     assert changed.strategy.data.offload != "none" and planned_memory(changed).fits
 
 
+def test_linears_are_tiled_where_a_layer_is_too_large_and_before_hardware_is_named() -> None:
+    large = {"cluster.fabric": SMALL_HOST.model_copy(update={"host_memory_gib": 4000.0})}
+    plan = of("gpt3-175b", "v100-sxm2-16gb", 1, "zero-infinity", **OF_13B, **large)
+    change = wb.estimate(plan).notes["advice"]["changes"]
+    assert change["strategy.data.tile_factor"] == 2
+    assert planned_memory(plan.replace(**change).resolve()).fits
+    found = wb.search(plan)
+    assert {c.plan.strategy.data.tile_factor for c in found.top} == {2}
+    profile = wb.estimate(found.top[0].plan)
+    assert profile.fits and profile.step_seconds == pytest.approx(found.top[0].seconds, rel=1e-9)
+    assert max(profile.peak_bytes_by_rank.values()) == pytest.approx(found.top[0].peak_bytes)
+
+
+def test_linears_are_tiled_only_where_a_plan_does_not_fit_without() -> None:
+    plan = of("llama-3-70b", V100, 1, "zero-infinity", **OF_13B)
+    tiles = {c.plan.strategy.data.tile_factor for c in wb.search(plan, top=100).top}
+    least = wb.search(plan, where=["peak_gib<9"]).top
+    assert tiles == {1} and {c.plan.strategy.data.tile_factor for c in least} == {2}
+
+
 @pytest.mark.parametrize("gpu", ["t4", V100, "h100-sxm-80gb", "mi300x"])
 @pytest.mark.parametrize("model", ["llama-3-8b", "gpt3-13b", "llama-2-70b"])
 @pytest.mark.parametrize("gpus", [1, 4, 8])

@@ -31,8 +31,8 @@ PRESETS = ("zero-3", "megatron-3d", "zero-infinity")
 def one_field_changes(full: Plan) -> list[Change]:
     """Changes of one field on the same GPUs.
 
-    In order: smaller micro-batch, more recomputation, a higher ZeRO stage, more offloading, tiles of
-    linears, more tensor or pipeline ranks, a preset.
+    In order: smaller micro-batch, more recomputation, a higher ZeRO stage, more offloading, linears
+    in tiles, more tensor or pipeline ranks, a preset.
     """
     s = full.strategy
     changes: list[Change] = [
@@ -71,9 +71,9 @@ def combined_changes(full: Plan) -> Iterator[Change]:
         for kind in _further(OFFLOAD_KINDS, s.data.offload):
             yield change | {"strategy.data.offload": kind} | _leaving(full, zero)
     yield from _recomputing_presets()
-    last = _recomputing_presets()[-1] | {"strategy.offload_activations": True}
-    yield last
-    yield from (last | tiles for tiles in _more_tiles(full))
+    last, leaving = _recomputing_presets()[-1], {"strategy.offload_activations": True}
+    yield last | leaving
+    yield from (last | more | tiles for more in ({}, leaving) for tiles in _more_tiles(full))
 
 
 def _more_tiles(full: Plan) -> Iterator[Change]:
