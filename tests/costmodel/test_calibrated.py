@@ -20,6 +20,7 @@ from workbench.machine.calibration_file import (
     Doubt,
     Gemm,
     Host,
+    HostOptimizer,
     Measured,
     Probe,
     Scale,
@@ -157,6 +158,27 @@ def test_products_take_arrays_and_broadcast() -> None:
     rates = 2 * rows * columns * 64 / found.seconds(rows, columns, 64)
     assert rates.shape == (3, 2) and (np.diff(rates, axis=0) > 0).all() and (rates < RATE).all()
     assert found.seconds(64, 96, 64) == pytest.approx(found.seconds(rows, columns, 64)[1, 1])
+
+
+def test_an_offloaded_optimizer_steps_at_the_measured_rate(tmp_path: Path) -> None:
+    path, seconds = tmp_path / "calibration.yaml", {}
+    changes = {"strategy.precision": "bf16", "strategy.data.zero": 1}
+    offloaded = plan(path, 1, **changes, **{"strategy.data.offload": "optimizer"})
+    points = {
+        rate: HostOptimizer(parameters=2**20, bytes=2**25, ranks=1, seconds=2**25 / rate)
+        for rate in (3e9, 6e9)
+    }
+    for rate, said in ((3e9, "3.0, calibrated"), (6e9, "6.0, calibrated"), (0, "12.0, assumed")):
+        point = points.get(rate)
+        calibration_file.write_calibration(made(host_optimizer=(point,) if point else ()), path)
+        found = estimate(offloaded)
+        seconds[rate] = found.notes["time"]["optimizer"]
+        assert (
+            found.notes["host_optimizer"]
+            .replace(" GB/s of host memory a rank", "")
+            .startswith(said)
+        )
+    assert seconds[3e9] == pytest.approx(2 * seconds[6e9]) == pytest.approx(4 * seconds[0])
 
 
 def test_an_unmeasured_dtype_takes_its_stand_in() -> None:

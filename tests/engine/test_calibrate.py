@@ -43,6 +43,7 @@ SMALL = CalibrationSurvey(
     streams=(12 * 2**10, 12 * 2**20),
     attention=((1, 2, 64, 16),),
     messages=(256, 2**23),
+    stepped=(4096, 512),
     operators={"linear": ((4, 16, 16), (48, 96, 96)), "rmsnorm": ((4, 32, 1),)},
     window=0.002,
 )
@@ -65,6 +66,9 @@ def test_every_point_of_the_survey_is_there(found: Calibration) -> None:
     assert {(s.bytes, s.ranks) for s in found.memory} == {
         (size, w) for size in SMALL.streams for w in worlds
     }
+    assert {(h.parameters, h.bytes, h.ranks) for h in found.host_optimizer} == {
+        (4608, 4608 * 32, w) for w in worlds
+    }
     assert {(a.dtype, a.kernel, a.ranks) for a in found.attention} == {
         (d, "flash", w) for d in dtypes for w in worlds
     }
@@ -85,7 +89,8 @@ def test_every_point_of_the_survey_is_there(found: Calibration) -> None:
 
 
 def test_figures_are_finite_positive_seconds(found: Calibration) -> None:
-    times = [x.seconds for part in (found.gemm, found.memory, found.collectives) for x in part]
+    parts = (found.gemm, found.memory, found.collectives, found.host_optimizer)
+    times = [x.seconds for part in parts for x in part]
     times += [x for a in found.attention for x in (a.forward, a.backward)]
     assert all(math.isfinite(x) and 1e-8 < x < 10 for x in times)
     for host in found.host:

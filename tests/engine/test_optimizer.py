@@ -205,7 +205,7 @@ def test_fused_kernels_change_nothing_where_triton_does_not_run(name: str) -> No
 def test_splitting_upcast_tensors_changes_nothing(
     name: str, master: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("workbench.engine.optimizer_groups.CPU_FUSED_CAST_BYTES", 1024)
+    monkeypatch.setattr("workbench.engine.optimizer.CPU_FUSED_CAST_BYTES", 1024)
     shapes = {"matrix": (40, 20), "vector": (130,), "small": (3, 4)}
     layouts = {n: Layout.unsharded(n, s) for n, s in shapes.items()}
     found = []

@@ -119,7 +119,7 @@ def test_a_hash_without_a_file_is_refused() -> None:
             "host.0.operator_us: is 'fast'",
         ),
         ({"scale": {"compute": 0}}, "scale.compute: is 0"),
-        ({"version": 3}, "version: is 3"),
+        ({"version": 4}, "version: is 4"),
         ({"speed": 3}, "speed: unknown key; legal: version, machine"),
     ],
 )

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from functools import reduce
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -23,13 +23,12 @@ from workbench.models.torch_dispatch import FakeTensor
 from workbench.parallel.data.host_arena import host_zeros
 from workbench.plan.optimizer_state import has_master
 from workbench.planned_device import HOST, REHEARSED_GPU, on_gpu
-from workbench.runtime_facts.cast_sizes import CPU_FUSED_CAST_BYTES
+from workbench.runtime_facts.cast_sizes import CPU_FUSED_CAST_BYTES, HOST_CAST_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from workbench.kernels.adamw import FusedAdamW
-    from workbench.parallel.data.zero_offload import HostShards
     from workbench.parallel.layout import Layout
     from workbench.plan import schema
 
@@ -60,6 +59,14 @@ def _ignore(index: int) -> None:
 
 def _is_matrix(layout: Layout) -> bool:
     return len(layout.shape) >= 2 and not layout.name.endswith("bias")
+
+
+class HostStates(Protocol):
+    """What an optimizer steps in host memory, by local name: of `HostShards`."""
+
+    masters: dict[str, Tensor]
+    gradients: dict[str, Tensor]
+    names: list[list[str]]
 
 
 class MixedPrecisionOptimizer:
@@ -101,7 +108,7 @@ class MixedPrecisionOptimizer:
         config: schema.Optimizer,
         total_steps: int,
         kernels: str = "eager",
-        host: HostShards | None = None,
+        host: HostStates | None = None,
     ) -> None:
         assert parameters.keys() == gradients.keys(), sorted(parameters.keys() ^ gradients.keys())
         self.config = config
@@ -119,7 +126,7 @@ class MixedPrecisionOptimizer:
         if self._fused is None and not self.rehearses_kernel:
             on_cpu = not any(on_gpu(parameter) for parameter in own.values())
             for group in self._by_decay(own, gradients, layouts):
-                self._groups += group.split(cut=fused and on_cpu)
+                self._groups += group.split(CPU_FUSED_CAST_BYTES if fused and on_cpu else None)
         self._host_groups: list[list[OptimizerGroup]] = []
         """Of each of the host's buckets."""
         if host is not None:
@@ -127,22 +134,26 @@ class MixedPrecisionOptimizer:
 
     def _by_bucket(
         self,
-        host: HostShards,
+        host: HostStates,
         parameters: Mapping[str, Tensor],
         gradients: Mapping[str, Tensor],
         layouts: Mapping[str, Layout],
     ) -> list[list[OptimizerGroup]]:
-        """Groups of what is stepped in host memory, by bucket, in pieces that stay in cache."""
+        """Groups of what is stepped in host memory, by bucket, in pieces."""
         buckets = [
             self._by_decay({name: parameters[name] for name in names}, gradients, layouts)
             for names in host.names
         ]
         casts = sum(group.total_cast_bytes() for groups in buckets for group in groups)
-        self.scratch = CastScratch(min(casts, CPU_FUSED_CAST_BYTES))
+        self.scratch = CastScratch(min(casts, HOST_CAST_BYTES))
         if any(isinstance(gradient, FakeTensor) for gradient in host.gradients.values()):
             return [[] for _ in buckets]  # without values; their update allocates nothing
         return [
-            [replace(p, scratch=self.scratch) for group in groups for p in group.split(cut=True)]
+            [
+                replace(piece, scratch=self.scratch)
+                for group in groups
+                for piece in group.split(HOST_CAST_BYTES)
+            ]
             for groups in buckets
         ]
 
@@ -278,6 +289,8 @@ class MixedPrecisionOptimizer:
             self._update(group, rate, scale, skip)
         if any(self._host_groups):  # once, not for every group: the host waits for the device
             scale, skip = (None if x is None else x.to(HOST) for x in (scale, skip))
+            if scale is not None and scale.item() == 1:
+                scale = None  # spares a pass over all gradients, where none is clipped
         for index, groups in enumerate(self._host_groups):
             for group in groups:
                 self._update(group, rate, scale, skip)

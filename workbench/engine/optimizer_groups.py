@@ -10,7 +10,7 @@ from torch import Tensor
 
 from workbench.parallel.data.host_arena import host_zeros
 from workbench.planned_device import HOST
-from workbench.runtime_facts.cast_sizes import CPU_FUSED_CAST_BYTES, OPTIMIZER_CAST_BYTES
+from workbench.runtime_facts.cast_sizes import OPTIMIZER_CAST_BYTES
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,13 +48,13 @@ class OptimizerGroup:
             self.decay,
         )
 
-    def cut(self) -> OptimizerGroup:
-        """The group with contiguous tensors cut into parts of `CPU_FUSED_CAST_BYTES` of copies."""
+    def cut(self, limit: int) -> OptimizerGroup:
+        """The group with contiguous tensors cut into parts of `limit` bytes of copies."""
         rows, counts, counts_step, dtypes = [], [], [], []
         for index, row in enumerate(
             zip(self.parameters, self.gradients, self.targets, *self.moments)
         ):
-            parts = _cut(row, self.cast_bytes(index))
+            parts = _cut(row, self.cast_bytes(index), limit)
             rows += parts
             counts += [self.step_counts[index]] * len(parts)
             counts_step += [False] * (len(parts) - 1) + [True]
@@ -74,13 +74,11 @@ class OptimizerGroup:
         dtype = self.dtypes[index]
         return sum(x.numel() * dtype.itemsize for x in used if x.dtype != dtype)
 
-    def split(self, cut: bool = False) -> Iterator[OptimizerGroup]:
-        """Split into groups that need at most `OPTIMIZER_CAST_BYTES` of upcast copies each.
-
-        A larger tensor gets a group of its own; with `cut` it is cut, and the limit is
-        `CPU_FUSED_CAST_BYTES`.
+    def split(self, cut: int | None = None) -> Iterator[OptimizerGroup]:
+        """Split into groups that need at most `OPTIMIZER_CAST_BYTES` of upcast copies each, a
+        larger tensor alone; with `cut` into groups of at most so many bytes, larger tensors cut.
         """
-        own, limit = (self.cut(), CPU_FUSED_CAST_BYTES) if cut else (self, OPTIMIZER_CAST_BYTES)
+        own, limit = (self, OPTIMIZER_CAST_BYTES) if cut is None else (self.cut(cut), cut)
         start, cast = 0, 0
         for index in range(len(own.targets)):
             need = own.cast_bytes(index)
@@ -146,10 +144,10 @@ class CastScratch:
         return self.buffer[start : self._used].view(dtype).view(x.shape).copy_(x)
 
 
-def _cut(row: Sequence[Tensor], cast: int) -> list[tuple[Tensor, ...]]:
+def _cut(row: Sequence[Tensor], cast: int, limit: int) -> list[tuple[Tensor, ...]]:
     """Cut tensors of one shape alike; a parameter that is its own target stays one tensor."""
-    if cast <= CPU_FUSED_CAST_BYTES or not all(x.is_contiguous() for x in row):
+    if cast <= limit or not all(x.is_contiguous() for x in row):
         return [tuple(row)]
-    size = max(64, row[0].numel() * CPU_FUSED_CAST_BYTES // cast // 64 * 64)
+    size = max(64, row[0].numel() * limit // cast // 64 * 64)
     parts = {id(x): x.view(-1).split(size) for x in row}
     return list(zip(*(parts[id(x)] for x in row)))

@@ -205,6 +205,17 @@ class Host(Frozen):
     )
 
 
+class HostOptimizer(Frozen):
+    """One step of AdamW on fp32 states in host memory, rounded to 16 bits, on the cores of a rank,
+    as an offloaded optimizer takes it; `bytes` that it reads and writes.
+    """
+
+    parameters: Elements
+    bytes: Elements
+    ranks: Ranks
+    seconds: Seconds
+
+
 class Probe(Frozen):
     """A whole step of a small Llama-like model on one rank, eager, fp32, AdamW: the parts above,
     and the rest.
@@ -248,7 +259,7 @@ class Conditions(Frozen):
 class Doubt(Frozen):
     """A figure that was measured again and could still not be believed."""
 
-    section: str = Field(description="gemm, memory, attention or collectives.")
+    section: str = Field(description="gemm, memory, attention, collectives or host_optimizer.")
     point: str = Field(description="Which figure: its section and labels.")
     ranks: Ranks = Field(description="Ranks that worked at once.")
     why: str = Field(description="What stands against it.")
@@ -275,8 +286,10 @@ class Scale(Frozen):
 class Calibration(Frozen):
     """A machine as it was measured."""
 
-    version: Literal[1, 2] = Field(
-        2, description="Of this file's form; files of version 1 hold no operators."
+    version: Literal[1, 2, 3] = Field(
+        3,
+        description="Of this file's form; files of version 1 hold no operators, those before 3 no "
+        "host_optimizer.",
     )
     machine: Measured
     host: Annotated[tuple[Host, ...], Field(strict=False, min_length=1)]
@@ -286,6 +299,7 @@ class Calibration(Frozen):
     probes: Annotated[tuple[Probe, ...], Field(strict=False)] = ()
     collectives: Annotated[tuple[Collective, ...], Field(strict=False)] = ()
     operators: Annotated[tuple[Operator, ...], Field(strict=False)] = ()
+    host_optimizer: Annotated[tuple[HostOptimizer, ...], Field(strict=False)] = ()
     scale: Scale | None = None
     conditions: Conditions | None = Field(
         None, description="How busy the machine was when measuring began."
@@ -309,6 +323,7 @@ class Calibration(Frozen):
             + len(self.probes)
             + len(self.collectives)
             + len(self.operators)
+            + len(self.host_optimizer)
         )
         doubt = f", {self.doubt}" if self.doubts else ""
         learned = f", learned from {', '.join(self.scale.runs)}" if self.scale else ""
@@ -329,6 +344,7 @@ class Calibration(Frozen):
                 self.host,
                 self.collectives,
                 self.operators,
+                self.host_optimizer,
             )
         )
 

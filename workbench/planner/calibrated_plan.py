@@ -178,6 +178,8 @@ def measured_constants(curves: MeasuredCurves, gpu: GPU, plan: ResolvedPlan) -> 
         / gpu.bandwidth_gbs,
         "launch_us": _launch_us(host, plan),
     }
+    if (rate := curves.host_optimizer_rate()) is not None:
+        found["measured_host_gbs"] = rate / 1e9
     if gpu.device == "cpu":
         found["ranks_per_core"] = max(1.0, curves.ranks / curves.calibration.machine.cores)
     attention = curves.attention_rates(precision, plan.strategy.attention)

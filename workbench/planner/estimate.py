@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from workbench.costmodel.communication.collective_call import CollectiveCall
 from workbench.costmodel.communication.collective_volume import exact_collectives, step_collectives
 from workbench.costmodel.compute.kernel_benchmarks import kernel_cost_source
+from workbench.costmodel.compute.roofline import host_gbs
 from workbench.costmodel.cpu_seconds import cpu_seconds
 from workbench.costmodel.inputs.rank_workload import Workload
 from workbench.costmodel.inputs.traced_stages import TracedStages
@@ -144,6 +145,9 @@ def _step_notes(full: ResolvedPlan, w: Workload, k: Constants, time: StepTime) -
         notes["cannot"] = "; ".join(cannot)
     if full.gpu.device == "cpu" and full.cluster.calibration is None:
         notes["uncalibrated"] = UNCALIBRATED_NOTE
+    if full.strategy.data.offload != "none":
+        known = "calibrated" if k.measured_host_gbs else "assumed, not calibrated"
+        notes["host_optimizer"] = f"{host_gbs(w.fixed, k):.1f} GB/s of host memory a rank, {known}"
     if assumed := assumed_hardware(full):
         notes["assumed_hardware"] = assumed
     return notes

@@ -17,3 +17,8 @@ CPU_FUSED_CAST_BYTES = 2**20
 """The same for the fused optimizer on a CPU: what has been cast is stepped while it is in the
 cache.
 """
+
+HOST_CAST_BYTES = 2**24
+"""The same for an optimizer in host memory, which all cores of a rank step: of smaller pieces most
+of the time would go to starting threads.
+"""

@@ -74,12 +74,17 @@ def _of_ranks(curves: MeasuredCurves) -> dict[str, Any]:
         "ranks": curves.ranks,
         "gflops": {dtype: curves.gemm_fit(dtype).rate / 1e9 for dtype in dtypes},
         "memory_gbs": float(curves.memory_rate(LARGE)) / 1e9,
+        "host_optimizer_gbs": _gbs(curves.host_optimizer_rate()),
         "host": curves.host.model_dump(exclude={"ranks"}),
         "collectives": {
             k: {"alpha_us": a * 1e6, "beta_gbs": 1e-9 / b if b else None}
             for k, (a, b) in lines.items()
         },
     }
+
+
+def _gbs(rate: float | None) -> float | None:
+    return None if rate is None else rate / 1e9
 
 
 def _table(found: Calibration) -> Grid:
@@ -94,6 +99,11 @@ def _table(found: Calibration) -> Grid:
     for dtype in rows[0]["gflops"]:
         table.add_row(f"GEMM, {dtype}", *(f"{row['gflops'][dtype]:,.0f} GFLOP/s" for row in rows))
     table.add_row("streams of 16 MiB", *(f"{row['memory_gbs']:.1f} GB/s" for row in rows))
+    if any(row["host_optimizer_gbs"] for row in rows):
+        stepped = (row["host_optimizer_gbs"] for row in rows)
+        table.add_row(
+            "optimizer in host memory", *("-" if x is None else f"{x:.1f} GB/s" for x in stepped)
+        )
     for name, words in (
         ("operator_us", "an operator"),
         ("autograd_us", "with its backward"),

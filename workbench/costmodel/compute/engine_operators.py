@@ -394,17 +394,19 @@ def optimizer_bytes(w: Workload, owned: Number) -> Number:
 
 
 def host_step_bytes(w: Workload, owned: Number) -> Number:
-    """Bytes of host memory that the update of offloaded states moves: in pieces that stay in cache,
-    so that each state is read and written once, the gradient read, and what was stepped read again
-    to be rounded into staging buffers. The norm is the device's.
+    """Bytes of host memory that the update of offloaded states moves: each state is read and
+    written once, the gradient read, and what was stepped read again to be rounded into staging
+    buffers. Casts stay in cache. The norm is the device's. A loss scale is divided out of fp32
+    gradients in place; clipping, which few steps do, is left out.
 
     Args:
         w: Per-rank problem sizes.
         owned: Parameters whose optimizer states the rank holds.
     """
     stepped = w.fixed.master_bytes or w.element_bytes
-    states = 2 * (w.fixed.moment_bytes + stepped)
-    return owned * (w.gradient_element_bytes + states + stepped + w.element_bytes)
+    states, g = 2 * (w.fixed.moment_bytes + stepped), w.gradient_element_bytes
+    unscaled = 2 * g * (w.fixed.precision == "fp16") * (g == stepped)
+    return owned * (g + unscaled + states + stepped + w.element_bytes)
 
 
 def _scattered(w: Workload) -> Number:

@@ -400,9 +400,12 @@ def _bucket_traffic(w: Workload) -> Number:
 
 
 def host_gbs(s: FixedConfig, c: Constants) -> float:
-    """Host memory bandwidth that a rank reaches, GB/s: of a framework that binds each to its GPU's
-    socket its share of the node's, at most a socket's; of others that of a full node.
+    """Host memory bandwidth that a rank reaches, GB/s: that of a calibration; else, of a framework
+    that binds each to its GPU's socket, its share of the node's, at most a socket's; of others that
+    of a full node.
     """
+    if c.measured_host_gbs is not None:
+        return c.measured_host_gbs
     if not s.framework.data_parallel.stages_offload or s.gpu.device == "cpu":
         return c.host_gbs
     ranks = min(s.world_size, s.gpus_per_node)

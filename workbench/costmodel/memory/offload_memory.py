@@ -10,7 +10,7 @@ from workbench.costmodel.memory.activation_memory import has_weight_gradients
 from workbench.costmodel.memory.live_sets.stage_phases import add_categories
 from workbench.costmodel.memory.model_states import owned_params
 from workbench.costmodel.memory.optimizer_step import cast_bytes_per_param
-from workbench.runtime_facts.cast_sizes import CPU_FUSED_CAST_BYTES
+from workbench.runtime_facts.cast_sizes import HOST_CAST_BYTES
 from workbench.runtime_facts.offload_sizes import STAGING_BYTES
 
 
@@ -65,7 +65,7 @@ def host_buffers(w: Workload) -> dict[str, Array]:
         return activations
     not_there = 1 - k.offload_parameters
     owned = np.asarray(sum(owned_params(w, w.param_counts)) * k.offload_optimizer)
-    casts = np.minimum(owned * cast_bytes_per_param(w), CPU_FUSED_CAST_BYTES)
+    casts = np.minimum(owned * cast_bytes_per_param(w), HOST_CAST_BYTES)
     return activations | {
         "gradients": w.zeros + owned * w.gradient_element_bytes * (1 + w.fixed.delays_update),
         "communication": w.zeros + 2 * STAGING_BYTES * (k.offload_optimizer * not_there > 0),

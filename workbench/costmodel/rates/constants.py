@@ -83,6 +83,10 @@ class Constants:
     """Kernels (eager, compiled, fused) whose bytes are counted."""
     measured: MeasuredOperators | None = None
     """Operators of a CPU rank as a calibration measured them, which count instead of rates."""
+    measured_host_gbs: float | None = None
+    """Host memory bandwidth of the optimizer's step as a calibration measured it, GB/s, instead of
+    `host_gbs`, `host_share` and `host_socket_gbs`.
+    """
 
 
 def plan_constants(plan: ResolvedPlan, fitted: FittedConstants | None = None) -> Constants:

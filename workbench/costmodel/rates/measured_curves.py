@@ -143,6 +143,17 @@ class MeasuredCurves:
         """Bytes a second that one rank reads and writes, by the bytes of one operator."""
         return np.asarray(np.asarray(size, float) / self.stream_seconds(size))
 
+    def host_optimizer_rate(self) -> float | None:
+        """Bytes of host memory a second that the optimizer's step moves on a rank's cores; None
+        where it was not measured.
+        """
+        found = self.calibration.host_optimizer
+        if not found:
+            return None
+        chosen, crowd = self.crowd({each.ranks for each in found})
+        rates = [each.bytes / each.seconds / crowd for each in found if each.ranks == chosen]
+        return float(np.median(rates))
+
     def attention_rates(self, dtype: str, kernel: str = "flash") -> tuple[float, float] | None:
         """(forward FLOP/s, backward over forward seconds) of fused causal attention; None where
         not measured. A kernel that was not measured takes the figures of a fused one.

@@ -20,7 +20,7 @@ MIN_REPEATS = 4
 """Repeats below which the interquartile range is not evaluated."""
 FLOOR_SECONDS = 1.05e-6
 """A collective this short is noise: the difference of two nearly equal times."""
-SECTIONS = ("gemm", "memory", "attention", "collectives")
+SECTIONS = ("gemm", "memory", "attention", "collectives", "host_optimizer")
 
 
 def relative_iqr(repeats: Sequence[float]) -> float:

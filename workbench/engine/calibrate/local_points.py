@@ -29,14 +29,14 @@ class Point:
     """One thing to time.
 
     `how`: a collective (`together`) is called equally often by all ranks; other points repeat for a
-    window of time, by the clock of the device (`alone`), or of the host that keeps one thread busy
-    (`host`).
+    window of time, by the clock of the device (`alone`), of the host that keeps one thread busy
+    (`host`) or all threads of the rank (`cores`).
     """
 
     section: str
     labels: dict[str, Any]
     call: Callable[[], object]
-    how: Literal["alone", "host", "together"] = "alone"
+    how: Literal["alone", "host", "cores", "together"] = "alone"
     between: Callable[[], object] | None = None
     """Work between two calls of a collective, whose own time is subtracted."""
     repeats: int = 1

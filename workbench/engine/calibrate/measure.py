@@ -28,6 +28,7 @@ from workbench.machine.calibration_file import (
     Doubt,
     Gemm,
     Host,
+    HostOptimizer,
     Measured,
     Operator,
     Probe,
@@ -231,6 +232,10 @@ def _calibration(machine: Measured, found: dict[int, dict[Key, float]]) -> Calib
             for w, labels, s in of("collectives")
         ),
         operators=tuple(each for w, own in found.items() for each in _operators(w, own)),
+        host_optimizer=tuple(
+            HostOptimizer(**labels, ranks=w, seconds=_seconds(s))
+            for w, labels, s in of("host_optimizer")
+        ),
     )
 
 

@@ -120,6 +120,8 @@ class CalibrationSurvey:
         _probe(layers=1, hidden=64, heads=2, ffn=192, vocab=512, sequence=512),
     )
     """Small models whose training step is timed; names as in `calibration_file.Probe`."""
+    stepped: tuple[int, ...] = (25 * MIB // 4,) * 3
+    """Parameters of each bucket that is stepped in host memory: their states leave every cache."""
     window: float = 0.01
     """Seconds of one visit of a point."""
     together: float = 0.06

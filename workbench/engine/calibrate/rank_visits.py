@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from workbench.engine.calibrate.call_stamps import added
 from workbench.engine.calibrate.collective_points import collective_points
+from workbench.engine.calibrate.host_optimizer_points import host_optimizer_points
 from workbench.engine.calibrate.local_points import Point, local_points
 from workbench.engine.calibrate.measured_sizes import CalibrationSurvey
 from workbench.engine.calibrate.operator_points import operator_points
@@ -106,6 +107,7 @@ def _points(survey: CalibrationSurvey, device: torch.device, crowded: bool) -> l
         found += local_points(survey, device)
         found += step_points(survey, device)
         found += operator_points(survey)
+        found += host_optimizer_points(survey)
     return found
 
 
@@ -125,7 +127,9 @@ def _refused(point: Point) -> bool:
 def _watches(device: torch.device, threads: int) -> dict[str, Stopwatch]:
     """The clock of each kind of point: CPU time for points that wait for no other rank."""
     wall, own = Stopwatch(device), Stopwatch(device, time.process_time)
-    return {"together": wall, "alone": own if threads == 1 else wall, "host": own}
+    one = threads == 1
+    cores = own if one else Stopwatch(torch.device("cpu"))
+    return {"together": wall, "alone": own if one else wall, "host": own, "cores": cores}
 
 
 def _samples(point: Point, seen: dict[str, list[float]]) -> list[PointSample]:

@@ -44,6 +44,7 @@ def joint_space(plan: Plan, worlds: tuple[int, ...] = ()) -> SearchSpace:
         placement=(tuple(AXES),),
         recompute=("none", "selective", "full"),
         offload=("none",),
+        tile_factor=(1,),
         micro_batch=tuple(b for b in legal_sizes.divisors(usual.batch) if b <= MAX_SEQUENCES),
     )
 

@@ -72,6 +72,7 @@ def profile_space(plan: Plan, worlds: tuple[int, ...] = ()) -> SearchSpace:
         reduce=("step",),
         reduce_as_offloaded=False,
         keep_gathered=(False,),
+        tile_factor=(1,),
         overlap=(True,),
         bucket_mib=(plan.strategy.data.bucket_mib,),
         gradient=(plan.strategy.gradient_dtype,),
