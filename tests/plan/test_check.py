@@ -105,12 +105,12 @@ ILLEGAL = [
     ),
     (
         "strategy.data.tile_factor",
-        "tensor = 2 divides each linear already; legal: 1, or tensor.size: 1",
+        "is 2, but 2 tensor ranks divide each linear already; legal: 1, or tensor.size: 1",
         {"strategy__data": {"zero": 3, "tile_factor": 2}, "strategy__tensor__size": 2},
     ),
     (
         "strategy.data.tile_factor",
-        "a pipeline of 2 keeps a stage gathered",
+        "is 2, but pipeline.size is 2: each stage stays gathered; legal: 1, or pipeline.size: 1",
         {"strategy__data": {"zero": 3, "tile_factor": 2}, "strategy__pipeline__size": 2},
     ),
     (

@@ -43,7 +43,11 @@ def _beside(plan: ResolvedPlan) -> str | None:
     s = plan.strategy
     data, tensor = s.data, s.tensor.ranks
     cases = (
-        (s.stack != "workbench", f"but {s.stack} tiles what it does itself", "stack: workbench"),
+        (
+            s.stack != "workbench",
+            f"but stack is {s.stack}, whose tiling is not known",
+            "stack: workbench",
+        ),
         (data.zero < 3, f"which needs data.zero 3; zero is {data.zero}", "data.zero: 3"),
         (
             data.keep_gathered,
@@ -52,17 +56,27 @@ def _beside(plan: ResolvedPlan) -> str | None:
         ),
         (
             plan.sizes["pipeline"] > 1,
-            f"but a pipeline of {plan.sizes['pipeline']} keeps a stage gathered",
+            f"but pipeline.size is {plan.sizes['pipeline']}: each stage stays gathered",
             "pipeline.size: 1",
         ),
-        (tensor > 1, f"but tensor = {tensor} divides each linear already", "tensor.size: 1"),
+        (tensor > 1, f"but {tensor} tensor ranks divide each linear already", "tensor.size: 1"),
         (bool(s.operators), "but strategy.operators divide linears already", "no operators"),
         (bool(plan.code), "but the model is code", "a model by its shape"),
         (bool(plan.profiled), "but a layer profile has no linears", "a model by its shape"),
-        (s.precision in NARROW, f"but {s.precision} scales a weight as one tensor", "bf16 or fp16"),
-        (plan.training.lora is not None, "but training.lora adds to each linear", "no lora"),
+        (
+            s.precision in NARROW,
+            f"but {s.precision} scales a weight as one tensor",
+            "precision: bf16 or fp16",
+        ),
+        (
+            plan.training.lora is not None,
+            "but training.lora adds to each linear",
+            "no training.lora",
+        ),
     )
     found = [f"{why}; legal: 1, or {legal}" for is_so, why, legal in cases if is_so]
     if not found and (plan.shape.moe or plan.shape.mla or plan.shape.mtp_layers):
-        found = [f"but {plan.shape.name} has experts, MLA or MTP; legal: 1, or a model without"]
+        found = [
+            f"but {plan.shape.name} has experts, MLA or MTP; legal: 1, or a model without them"
+        ]
     return found[0] if found else None
