@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 
 from tests.parallel.small import GPT, LLAMA, plan
+from workbench.plan.rank_placement import representative_ranks
 from workbench.plan.schedule_table import executed
 from workbench.plan.schema import Plan
 from workbench.rehearsal import rehearse as module
 from workbench.rehearsal.order_check import check_order
 from workbench.rehearsal.rehearse import RankSteps, rank_steps
 from workbench.rehearsal.replayed_steps import EVERY, RUN_FIRST, NotAlikeError, actions_that_run
+from workbench.rehearsal.symmetric_ranks import followed_ranks
 from workbench.schedules.generators import SCHEDULES
 
 MOE = {"experts": 4, "top_k": 2, "ffn": 16}
@@ -30,6 +32,31 @@ def assert_same(written: Plan) -> None:
         assert ordered(replayed.memory) == ordered(run.memory)
         assert ordered(replayed.collectives) == ordered(run.collectives)
         assert replayed.operators == run.operators
+
+
+def assert_followed(
+    written: Plan, monkeypatch: pytest.MonkeyPatch, ranks: list[int] | None = None
+) -> None:
+    """Ranks whose stages are like another's say what they say where each runs."""
+    full = written.resolve()
+    followed = followed_ranks(full, ranks or sorted(set(representative_ranks(full).values())))
+    ran: list[int] = []
+
+    def counted(*arguments: Any, **more: Any) -> RankSteps:
+        ran.append(arguments[1])
+        return rank_steps(*arguments, **more)
+
+    monkeypatch.setattr(module, "rank_steps", counted)
+    replayed = module.rehearse(written, ranks, operators=True)
+    assert followed and not set(followed) & set(ran)
+    monkeypatch.setattr(module, "followed_ranks", lambda *_: {})
+    run = module.rehearse(written, ranks, operators=True)
+    assert ordered(replayed.memory.to_dict("records")) == ordered(run.memory.to_dict("records"))
+    calls = replayed.collectives, run.collectives
+    assert ordered(calls[0].fillna(0).to_dict("records")) == ordered(
+        calls[1].fillna(0).to_dict("records")
+    )
+    assert replayed.notes == run.notes
 
 
 def ordered(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -77,6 +104,35 @@ def test_so_it_is_without_a_pipeline(zero: int, shape: dict[str, Any]) -> None:
 def test_so_it_is_after_other_warm_ups(most: int | list[int]) -> None:
     warm_up = {"strategy.pipeline.schedule": "eager-1f1b", "strategy.pipeline.in_flight": most}
     assert_same(plan(1, 4, 1, tied=True, microbatches=11, changes=warm_up))
+
+
+def test_ranks_whose_stages_are_alike_follow_one_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert_followed(plan(1, 4, microbatches=6, changes=under("zb-h1")), monkeypatch, [1, 2])
+
+
+@pytest.mark.slow
+@pytest.mark.drawn(4)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_so_they_do_under_every_schedule(
+    schedule: str, zero: int, recompute: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changes = under(schedule, data__zero=zero, data__reduce="step", recompute=recompute)
+    shape = LLAMA | {"layers": 4 * changes["strategy.pipeline.chunks"], "moe": MOE}
+    assert_followed(plan(1, 4, 2, shape=shape, microbatches=12, changes=changes), monkeypatch)
+
+
+def test_ranks_whose_stages_differ_follow_none() -> None:
+    def followed(**changes: Any) -> dict[int, int]:
+        named = {f"strategy.{key.replace('__', '.')}": value for key, value in changes.items()}
+        return followed_ranks(plan(1, 4, layers=5, microbatches=8, changes=named).resolve(), range(4))
+
+    assert followed(pipeline__partition=[1, 1, 1, 2]) == {2: 1}
+    assert followed(pipeline__partition=[1, 1, 2, 1]) == {}
+    alike = {"pipeline__partition": [2, 1, 1, 1]}
+    assert followed(**alike, recompute=["blocks.2"]) == {}
+    assert followed(**alike, recompute=["blocks.2", "blocks.3"]) == {2: 1}
 
 
 def test_few_microbatches_run_however_many_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
