@@ -110,7 +110,7 @@ def _layer_backward(
     before = flight.total - w.has_head * head.saved - _sent_before_backward(w)
     after = before - flight.microbatch + flight.deferred * is_split
     phases = _last_layer_backward(w, layer, before, logits) | {
-        "recomputed_layer": _recomputed_layer_backward(w, layer, before, logits),
+        "recomputed_layer": _recomputed_layer_backward(w, layer, before, logits, is_split),
         "embedding": {
             "activations": after,
             "logits": logits,
@@ -182,13 +182,22 @@ def _last_layer_backward(
 
 
 def _recomputed_layer_backward(
-    w: Workload, layer: LayerActivations, before: Array, logits: Array
+    w: Workload, layer: LayerActivations, before: Array, logits: Array, is_split: bool
 ) -> MemoryByCategory:
-    """The last recomputed layer, when the layers behind it have freed what they saved."""
+    """The last recomputed layer, when the layers behind it have freed what they saved. Where
+    backward is split these leave more for W than they saved: then the first recomputed layer.
+    """
     restored = np.maximum(0.0, layer.saved - layer.checkpoint)
-    earlier = before - np.minimum(w.layers_after_recomputed, w.layers) * layer.saved
+    behind = np.minimum(w.layers_after_recomputed, w.layers)
+    earlier = before - behind * layer.saved
+    incoming = _received_gradient(w)
+    if is_split:
+        others = np.maximum(0, np.minimum(w.recomputed_layers, w.layers) - 1)
+        left = activation_memory.deferred_weight_bytes(w)
+        earlier = earlier + behind * left + others * (left - layer.checkpoint)
+        incoming = incoming + w.has_head * w.residual_bytes
     temporary = layer.feed_forward_backward + restored
-    if w.fixed.framework.kernels.counts_operators:
+    if w.fixed.framework.kernels.counts_operators and not is_split:
         freed = layer.freed_before_norm + attention_memory.freed_by_attention_backward(w)
         attention = attention_memory.attention_backward_bytes(w)
         temporary = np.maximum(temporary, restored - freed + attention)
@@ -197,7 +206,7 @@ def _recomputed_layer_backward(
         "activations": np.where(w.recomputed_layers > 0, earlier, 0.0),
         "logits": logits,
         "temporary": np.where(w.recomputed_layers > 0, temporary, 0.0),
-        "communication": _received_gradient(w),
+        "communication": incoming,
     }
 
 
