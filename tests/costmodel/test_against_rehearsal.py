@@ -128,6 +128,25 @@ def test_so_they_are_with_replaced_seams(
         assert traffic(estimated) == traffic(rehearsed)
 
 
+@pytest.mark.slow
+@pytest.mark.drawn(1)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("model", "strategy", "recompute"),
+    [
+        ("tiny", "zb-v", "full"),
+        ("tiny-gpt", "zb-v", "full"),
+        (ODD | {"ffn": 384}, "dapple", "none"),
+    ],
+)
+def test_peaks_are_exact_where_one_tensor_of_a_layer_decides(
+    model: Any, strategy: str, recompute: str, precision: str
+) -> None:
+    plan = small(model, strategy, 2, precision).replace(**{"strategy.recompute": recompute})
+    estimated, rehearsed = estimate(plan), rehearse(plan)
+    assert estimated.peak_bytes_by_rank == pytest.approx(rehearsed.peak_bytes_by_rank, rel=5e-4)
+
+
 FIVE = ODD | {"layers": 2, "heads": 5, "kv_heads": 5, "head_dim": 20, "mlp": "gelu", "ffn": 161}
 THREE = SHARED | {"layers": 2, "heads": 9, "kv_heads": 3, "head_dim": 10, "ffn": 158}
 

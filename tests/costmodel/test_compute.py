@@ -297,9 +297,9 @@ def test_dropout_draws_its_masks_in_forward_and_again_in_backward() -> None:
 
 def test_a_layer_takes_what_its_paper_measured() -> None:
     """Table 4 of 2205.05198: of the 22B model, seconds of a layer beside the baseline's."""
-    fields = "layers hidden heads ffn max_positions norm mlp positions biases".split()
-    values = 48, 6144, 64, 24576, 2048, "layernorm", "gelu", "learned", "all"
-    shape = dict(zip(fields, values)) | {"name": "gpt-22b", "vocab": 51200, "tied": True}
+    shape = {"name": "gpt-22b", "layers": 48, "hidden": 6144, "heads": 64, "ffn": 24576}
+    shape |= {"vocab": 51200, "max_positions": 2048, "positions": "learned", "tied": True}
+    shape |= {"norm": "layernorm", "mlp": "gelu", "biases": "all"}
 
     def seconds(sequence: bool, recompute: str) -> float:
         parallel = {"tensor": {"size": 8, "sequence": sequence}, "recompute": recompute}

@@ -14,7 +14,8 @@ from workbench.plan.schema import Plan
 from workbench.rehearsal import rehearse as module
 from workbench.rehearsal.order_check import check_order
 from workbench.rehearsal.rehearse import RankSteps, rank_steps
-from workbench.rehearsal.replayed_steps import EVERY, RUN_FIRST, NotAlikeError, actions_that_run
+from workbench.rehearsal.replayed_steps import NotAlikeError
+from workbench.rehearsal.running_actions import EVERY, RUN_FIRST, actions_that_run
 from workbench.rehearsal.symmetric_ranks import followed_ranks
 from workbench.schedules.generators import SCHEDULES
 
@@ -126,7 +127,9 @@ def test_so_they_do_under_every_schedule(
 def test_ranks_whose_stages_differ_follow_none() -> None:
     def followed(**changes: Any) -> dict[int, int]:
         named = {f"strategy.{key.replace('__', '.')}": value for key, value in changes.items()}
-        return followed_ranks(plan(1, 4, layers=5, microbatches=8, changes=named).resolve(), range(4))
+        return followed_ranks(
+            plan(1, 4, layers=5, microbatches=8, changes=named).resolve(), range(4)
+        )
 
     assert followed(pipeline__partition=[1, 1, 1, 2]) == {2: 1}
     assert followed(pipeline__partition=[1, 1, 2, 1]) == {}

@@ -27,7 +27,8 @@ from workbench.rehearsal.building import build_session
 from workbench.rehearsal.call_trace import STORE, Call, CallRecorder, changed
 from workbench.rehearsal.fake_process_group import fake_tensors, fake_world
 from workbench.rehearsal.rehearse import python_model, with_microbatches
-from workbench.rehearsal.replayed_steps import RUN_FIRST, NotAlikeError, ReplayingExecutor
+from workbench.rehearsal.replayed_steps import NotAlikeError, ReplayingExecutor
+from workbench.rehearsal.running_actions import RUN_FIRST
 from workbench.rehearsal.strict_replay import replay
 from workbench.rehearsal.symmetric_ranks import Axes, rank_classes, translated
 

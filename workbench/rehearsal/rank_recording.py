@@ -26,17 +26,12 @@ from workbench.parallel.pipeline.schedule_executor import (
 )
 from workbench.plan.rank_placement import rank_place
 from workbench.plan.resolved_plan import ResolvedPlan
-from workbench.plan.schedule_table import executed, pair_groups, transport
+from workbench.plan.schedule_table import pair_groups, transport
 from workbench.rehearsal.memory_curve import Held, Stretch, difference
 from workbench.rehearsal.operators.operator_trace import OperatorTrace
 from workbench.rehearsal.replayed_memory import MOMENT, SCHEDULE, Around, ReplayedLiveBytes
-from workbench.rehearsal.replayed_steps import (
-    LAST,
-    NotAlikeError,
-    Occurrences,
-    ReplayingExecutor,
-    last_actions,
-)
+from workbench.rehearsal.replayed_steps import LAST, NotAlikeError, Occurrences, ReplayingExecutor
+from workbench.rehearsal.running_actions import last_actions
 from workbench.schedules import Action, send_ends
 
 

@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -24,10 +23,9 @@ from workbench.models.torch_dispatch import (
 )
 from workbench.models.traced.value_dependence import place_and_error, value_dependent
 from workbench.parallel.mesh import Mesh, build_mesh
-from workbench.plan.rank_placement import rank_place, representative_ranks, table_row
+from workbench.plan.rank_placement import representative_ranks
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.rules.supported import require
-from workbench.plan.schedule_table import executed
 from workbench.plan.schema import Plan
 from workbench.planned_device import rehearsed_device
 from workbench.profile import Profile, frame
@@ -39,19 +37,11 @@ from workbench.rehearsal.operators.operator_report import operator_report
 from workbench.rehearsal.operators.operator_trace import traced_step
 from workbench.rehearsal.rank_recording import LabelledSampler, RankRecording, StepRecording
 from workbench.rehearsal.replayed_memory import ReplayedLiveBytes
-from workbench.rehearsal.replayed_steps import (
-    RUN_FIRST,
-    NotAlikeError,
-    ReplayingExecutor,
-    actions_that_run,
-)
+from workbench.rehearsal.replayed_steps import NotAlikeError, ReplayingExecutor
+from workbench.rehearsal.running_actions import RUN_FIRST, STEPS, RunCounter
 from workbench.rehearsal.symmetric_ranks import followed_ranks
 from workbench.units import GIB
 
-STEPS = 2
-"""The first step, and the first of the steady state."""
-BESIDE_ALLOCATED = "a GPU's context, workspaces and fragmentation, which an estimate counts"
-"""Of its peak memory: a rehearsal counts what torch allocates."""
 MOST_LIVING = 20
 """Rows of a rank that say what lives at its peak, and what leaks."""
 
@@ -73,7 +63,8 @@ def rehearse(
 
     The first step's peak includes that of building the session.
 
-    Ranks that do the same are represented by the first of them. Raises
+    Ranks that do the same are represented by the first of them. Of pipeline ranks whose stages are
+    alike the first runs, and the others' schedules are replayed from it, but `over_time`. Raises
     `PlanError` where the engine cannot run the plan yet, ValueError for a rank outside the world.
     `progress(done, of)` is called after each action that runs.
     """
@@ -188,44 +179,6 @@ class RankSteps:
         self.levels.extend({"step": STEPS - 1, **row} for row in curve.rows())
         self.living["peak_allocations"] = origin_rows(curve.at_peak)[:MOST_LIVING]
         self.living["leaks"] = origin_rows(difference(curve.held, before))[:MOST_LIVING]
-
-
-class RunCounter:
-    """Counts actions that have run, of those that will; reports each.
-
-    Args:
-        plan: The plan.
-        ranks: Ranks that are rehearsed one after another.
-        report: Called with (actions done, actions in all); None: nothing is.
-    """
-
-    def __init__(
-        self, plan: ResolvedPlan, ranks: Sequence[int], report: Callable[[int, int], None] | None
-    ) -> None:
-        table, pipeline = executed(plan)[0], plan.strategy.pipeline
-        of_stages, in_turn = pipeline.replicas or (), pipeline.is_round_robin
-        at = (table_row(rank_place(plan, rank), of_stages, in_turn) for rank in ranks)
-        own = (table.rows[row] for row in at)
-        self._until = list(accumulate(actions_that_run(row, table.stages, STEPS) for row in own))
-        self._report = report or (lambda done, of: None)
-        self._done, self._rank = 0, -1
-
-    def of_rank(self) -> Callable[[], None]:
-        """The next rank begins; what it calls after each action."""
-        self._rank += 1
-        self._done = self._until[self._rank - 1] if self._rank else 0
-        return self._count
-
-    def end(self) -> None:
-        """All is done."""
-        if self._done < self._until[-1]:
-            self._report(self._until[-1], self._until[-1])
-
-    def _count(self) -> None:
-        # A rank whose microbatches are not alike runs more than was thought.
-        if self._done < self._until[self._rank]:
-            self._done += 1
-            self._report(self._done, self._until[-1])
 
 
 def rank_steps(

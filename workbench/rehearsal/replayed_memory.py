@@ -29,7 +29,6 @@ from workbench.rehearsal.memory_curve import (
     difference,
 )
 
-
 Around = tuple[str, Any]
 """(kind, changes) of what is no action of the schedule; or (MOMENT, its name), (SCHEDULE, None) in
 their place.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -22,20 +22,11 @@ from workbench.parallel.pipeline.schedule_executor import (
     StageMicrobatch,
 )
 from workbench.parallel.pipeline.stage_transfers import Transfer
+from workbench.rehearsal.running_actions import microbatch_of_each, running_microbatches
 from workbench.schedules import Action
 from workbench.schedules.action import SENDS, matching
 
-EVERY = 2**31
-RUN_FIRST = (2, 3, EVERY)
-"""Microbatches of a stage that run at the start of the first step: two to compare; where the first
-allocates what stays, three; where they are not alike, all. A later step runs one fewer, and
-compares with the step before.
-"""
-GRADIENTS_DONE = ("B", "W")
-NO_MICROBATCH = -1
 LAST = -1
-
-
 Occurrences = dict[tuple[str, int, int], tuple[Any, int]]
 """(kind, stage, how many of these ran before in the step, or LAST) -> an action's recording, and
 its microbatch.
@@ -113,7 +104,7 @@ class ReplayingExecutor(ScheduleExecutor):
         self.replays.clear()
         self._compared.clear()
         self.occurrences.clear()
-        self._owners = list(_microbatches(row))
+        self._owners = list(microbatch_of_each(row))
         self._running, self._ends = running_microbatches(
             row, self._run_first[trains], self.table.stages
         )
@@ -175,11 +166,7 @@ class ReplayingExecutor(ScheduleExecutor):
         self._say_again(self.actions[key][-1], ran, action, state)
 
     def _say_again(
-        self,
-        recording: Any,
-        ran: tuple[str, int, int],
-        action: Action,
-        state: MicrobatchState,
+        self, recording: Any, ran: tuple[str, int, int], action: Action, state: MicrobatchState
     ) -> None:
         """Replay the recording of an action that `ran`, as (kind, stage, microbatch), for another
         one.
@@ -260,57 +247,6 @@ class ReplayingExecutor(ScheduleExecutor):
         if not action.is_p2p:
             return -1
         return self.table.home(matching(action).stage, action.microbatch)
-
-
-def actions_that_run(row: Sequence[Action], stages: int, steps: int) -> int:
-    """Actions of the model that run in so many steps of a row, if its microbatches are alike."""
-    firsts = RUN_FIRST[0], RUN_FIRST[0] - 1
-    running = [running_microbatches(row, first, stages)[0] for first in firsts]
-    often = [sum(a.is_compute and a.microbatch in each for a in row) for each in running]
-    return often[0] + (steps - 1) * often[1]
-
-
-def running_microbatches(
-    row: Sequence[Action], first: int, stages: int
-) -> tuple[frozenset[int], set[int]]:
-    """(microbatches of a row that run: the `first` and the last of every action of a stage; indices
-    of these last actions). The second loss of the last of so many `stages` is the first that is
-    added to another: one more runs there.
-
-    All run where a split backward shards each microbatch's gradients: which action of which
-    microbatch allocates the unsharded ones depends on what ran before.
-    """
-    by_action: dict[tuple[str, int], list[int]] = {}
-    for at, action in enumerate(row):
-        by_action.setdefault((action.kind, action.stage), []).append(at)
-    reductions = sum(action.kind == "REDUCE_GRAD" for action in row)
-    is_split = any(action.kind == "W" for action in row)
-    if is_split and reductions > len({action.stage for action in row}):
-        first = EVERY
-    first += any(action.stage == stages - 1 for action in row)
-    ends = (at for found in by_action.values() for at in (*found[:first], found[-1]))
-    running = (row[at].microbatch for at in ends)
-    return (
-        frozenset(NO_MICROBATCH if each is None else each for each in running),
-        last_actions(row),
-    )
-
-
-def last_actions(row: Sequence[Action]) -> set[int]:
-    """Indices of the last action of each kind and stage."""
-    return set({(action.kind, action.stage): at for at, action in enumerate(row)}.values())
-
-
-def _microbatches(row: Iterable[Action]) -> Iterator[int]:
-    """The microbatch of each action; of a reduction, that whose gradients are complete before."""
-    complete: dict[int, int] = {}
-    for action in row:
-        if action.microbatch is None:
-            yield complete.get(action.stage, NO_MICROBATCH)
-            continue
-        if action.kind in GRADIENTS_DONE:
-            complete[action.stage] = action.microbatch
-        yield action.microbatch
 
 
 def _storages(tensors: Iterable[Tensor | None]) -> list[weakref.ref[torch.UntypedStorage]]:

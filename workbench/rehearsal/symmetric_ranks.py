@@ -59,9 +59,9 @@ def _kinds_of_stages(plan: ResolvedPlan, partition: Sequence[int]) -> Iterator[o
     for path in recomputed_modules(plan.strategy.recompute, plan.shape):
         _, layer, *within = path.split(".")
         recomputed.setdefault(int(layer), []).append(".".join(within))
-    layer = 0
+    first = 0
     for stage, number in enumerate(partition):
-        layers = range(layer, layer := layer + number)
+        layers = range(first, first := first + number)
         ends = stage == 0, stage == len(partition) - 1
         yield ends, tuple((index >= dense, tuple(recomputed.get(index, ()))) for index in layers)
 
