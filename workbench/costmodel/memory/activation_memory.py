@@ -157,7 +157,7 @@ def _feed_forward_backward(w: Workload, wide: Number, matrix: Number, is_split: 
     gathered = w.hidden_activation_bytes - w.residual_bytes
     # With a deferred W no weight gradient exists yet, but the down projection's input stays.
     if is_split and w.fixed.algorithm == "1d":
-        return (2 if w.shape.mlp == "gelu" else 3) * wide + gathered
+        return (3 if w.shape.gated else 2) * wide + gathered
     # Down projection: the gradients of input and weight, then the weight's accumulation, where the
     # gradient of its input has taken the place of that input, but of ReLU, which saves it too.
     # Activation of a gate: gradients of gate and up, where the gradient of their product is freed.
