@@ -135,7 +135,7 @@ def test_so_they_are_with_replaced_seams(
     ("model", "strategy", "recompute"),
     [
         ("tiny", "zb-v", "full"),
-        ("tiny-gpt", "zb-v", "full"),
+        ("tiny-gpt", "zero-bubble", "full"),
         (ODD | {"ffn": 384}, "dapple", "none"),
     ],
 )

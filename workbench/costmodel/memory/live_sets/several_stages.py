@@ -1,5 +1,5 @@
-"""Live sets of ranks that have several stages, and of custom schedules: each stage's phases, beside
-what its rank holds of all its stages, counted action by action.
+"""Live sets of ranks that have several stages, of split backward and of custom schedules: each
+stage's phases, beside what its rank holds of all its stages, counted action by action.
 
 The stages of a rank may differ in layers and ends, and a V-shaped schedule holds more of the one
 than of the other, so that no closed form of the rank alone is exact.
@@ -40,9 +40,12 @@ from workbench.costmodel.memory.loss_memory import HeadMemory, head_memory
 
 
 def has_several_stages(w: Workload) -> bool:
-    """Whether what a rank holds is counted: it has several stages, or its schedule is custom."""
+    """Whether what a rank holds is counted: it has several stages, its backward is split, or its
+    schedule is custom.
+    """
     s = w.fixed
-    return s.pipeline > 1 and (s.chunks > 1 or s.table is not None) and not s.in_turn
+    is_counted = s.chunks > 1 or s.table is not None or s.splits_backward
+    return s.pipeline > 1 and is_counted and not s.in_turn
 
 
 def several_stages_live_sets(w: Workload) -> dict[str, MemoryByCategory]:
