@@ -1,5 +1,5 @@
 """Cases of long tests that continuous integration runs: of a test marked `drawn(count)`, so many
-of its slow cases; `make sweep` runs the others.
+of its slow cases, or of all its cases where none is slow; `make sweep` runs the others.
 """
 
 import random
@@ -7,9 +7,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
 import pytest
-
-KINDS = frozenset({"drawn", "slow", "sweep"})
-"""Marks that say whether a case is drawn or left."""
 
 
 def drawn_cases(values: Sequence[frozenset[str]], count: int, seed: str) -> set[int]:
@@ -29,21 +26,25 @@ def drawn_cases(values: Sequence[frozenset[str]], count: int, seed: str) -> set[
 
 def leave_others_to_the_sweep(items: Iterable[pytest.Item]) -> None:
     """Marks `sweep` what is not drawn."""
-    for name, cases in _slow_cases(items).items():
+    for name, cases in _cases_to_draw_of(items).items():
         kept = drawn_cases([_values(case) for case in cases], _count(cases[0]), seed=name)
         for number, case in enumerate(cases):
             if number not in kept:
                 case.add_marker(pytest.mark.sweep)
 
 
-def _slow_cases(items: Iterable[pytest.Item]) -> dict[str, list[pytest.Function]]:
-    """By test: its cases that `make test-slow` would run."""
+def _cases_to_draw_of(items: Iterable[pytest.Item]) -> dict[str, list[pytest.Function]]:
+    """By test: its slow cases, or all where none is slow."""
     found: defaultdict[str, list[pytest.Function]] = defaultdict(list)
     for item in items:
         marked = {mark.name for mark in item.iter_markers()}
-        if isinstance(item, pytest.Function) and marked & KINDS == KINDS - {"sweep"}:
+        if isinstance(item, pytest.Function) and "drawn" in marked and "sweep" not in marked:
             found[item.nodeid.partition("[")[0]].append(item)
-    return found
+    return {name: _slow(cases) or cases for name, cases in found.items()}
+
+
+def _slow(cases: Iterable[pytest.Function]) -> list[pytest.Function]:
+    return [case for case in cases if case.get_closest_marker("slow")]
 
 
 def _count(case: pytest.Item) -> int:

@@ -1,5 +1,6 @@
 """What continuous integration leaves of a long test's cases."""
 
+from collections import Counter
 from itertools import product
 
 import pytest
@@ -20,7 +21,7 @@ def test_no_more_are_drawn_than_there_are() -> None:
     assert drawn_cases([frozenset({"a=1"})] * 2, 5, seed="") == {0, 1}
 
 
-def test_what_is_not_drawn_of_the_slow_cases_is_left_to_the_sweep(
+def test_what_is_not_drawn_is_left_to_the_sweep_of_the_slow_cases_where_there_are_some(
     pytester: pytest.Pytester,
 ) -> None:
     items, _ = pytester.inline_genitems(
@@ -37,10 +38,14 @@ def test_what_is_not_drawn_of_the_slow_cases_is_left_to_the_sweep(
             @pytest.mark.slow
             @pytest.mark.parametrize("n", range(4))
             def test_all(n): ...
+
+            @pytest.mark.drawn(2)
+            @pytest.mark.parametrize("n", range(6))
+            def test_quick(n): ...
             """
         )
     )
     leave_others_to_the_sweep(items)
     swept = [item.name for item in items if item.get_closest_marker("sweep")]
-    assert len(swept) == 5 and "test_some[0]" not in swept
-    assert all(name.startswith("test_some") for name in swept)
+    counts = Counter(name.partition("[")[0] for name in swept)
+    assert counts == {"test_some": 5, "test_quick": 4} and "test_some[0]" not in swept
