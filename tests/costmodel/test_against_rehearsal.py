@@ -210,7 +210,10 @@ def test_tensor_ranks_under_a_split_backward(
 
 
 @pytest.mark.parametrize("algorithm", ["ring", "ulysses", "usp"])
-@pytest.mark.parametrize(("model", "precision", "gpus"), [("tiny", "bf16", 4), (ODD, "fp32", 2)])
+@pytest.mark.parametrize(
+    ("model", "precision", "gpus"),
+    [pytest.param("tiny", "bf16", 4, marks=pytest.mark.slow), (ODD, "fp32", 2)],
+)
 def test_sequences_spread_over_ranks(model: Any, precision: str, gpus: int, algorithm: str) -> None:
     """With fewer key-value heads than ranks too, which Ulysses repeats."""
     spread = {
@@ -332,24 +335,30 @@ def tensors_at_the_peak(profile: Profile) -> dict[int, int]:
     return {int(rank): int(size) for rank, size in rows.groupby("rank").bytes.sum().items()}
 
 
+def slowly(*cases: tuple[Any, ...]) -> list[Any]:
+    return [pytest.param(*case, marks=pytest.mark.slow) for case in cases]
+
+
 SMALL_FFN = {"heads": 32, "kv_heads": 4, "head_dim": 32, "ffn": 16, "vocab": 256}
 
 
 @pytest.mark.parametrize(
     ("precision", "attention", "shape", "recompute"),
     [
-        ("bf16", "flash", {"head_dim": 16}, "none"),
         ("bf16", "flash", {"head_dim": 12}, "none"),
-        ("bf16", "flash", SMALL_FFN, "none"),
-        ("bf16", "flash", SMALL_FFN, "full"),
         ("bf16", "flash", SMALL_FFN, [0]),
         ("bf16", "efficient", SMALL_FFN | {"kv_heads": 32}, "none"),
-        ("bf16", "efficient", {"head_dim": 16}, "selective"),
-        ("fp32", "efficient", {"head_dim": 16, "kv_heads": 8}, "none"),
-        ("bf16", "math", {"head_dim": 16}, "none"),
         ("bf16", "math", {"head_dim": 16}, "selective"),
-        ("bf16", "math", {"head_dim": 16}, [0, 1]),
-        ("fp32", "math", {"head_dim": 16}, "full"),
+        *slowly(
+            ("bf16", "flash", {"head_dim": 16}, "none"),
+            ("bf16", "flash", SMALL_FFN, "none"),
+            ("bf16", "flash", SMALL_FFN, "full"),
+            ("bf16", "efficient", {"head_dim": 16}, "selective"),
+            ("fp32", "efficient", {"head_dim": 16, "kv_heads": 8}, "none"),
+            ("bf16", "math", {"head_dim": 16}, "none"),
+            ("bf16", "math", {"head_dim": 16}, [0, 1]),
+            ("fp32", "math", {"head_dim": 16}, "full"),
+        ),
     ],
     ids=str,
 )

@@ -88,6 +88,7 @@ def test_every_point_of_the_survey_is_there(found: Calibration) -> None:
     )
 
 
+@pytest.mark.slow
 def test_figures_are_finite_positive_seconds(found: Calibration) -> None:
     parts = (found.gemm, found.memory, found.collectives, found.host_optimizer)
     times = [x.seconds for part in parts for x in part]
@@ -101,6 +102,7 @@ def test_figures_are_finite_positive_seconds(found: Calibration) -> None:
         )
 
 
+@pytest.mark.slow
 def test_more_work_takes_longer(found: Calibration) -> None:
     """A factor of a thousand in bytes and of four thousand in operations drowns any noise."""
     small, large = (
@@ -116,6 +118,7 @@ def test_more_work_takes_longer(found: Calibration) -> None:
         assert gemm[16] < gemm[256]
 
 
+@pytest.mark.slow
 def test_the_record_says_what_was_measured_and_names_no_host(found: Calibration) -> None:
     here = attached()
     machine = found.machine
@@ -124,6 +127,7 @@ def test_the_record_says_what_was_measured_and_names_no_host(found: Calibration)
     assert (machine.device, machine.backend) in (("cpu", "gloo"), ("cuda", "nccl"))
 
 
+@pytest.mark.slow
 def test_it_is_followed_to_its_end(found: Calibration) -> None:
     spent = [seconds for seconds, _ in TOLD]
     assert spent == sorted(spent) and {words for _, words in TOLD} == {
@@ -132,6 +136,7 @@ def test_it_is_followed_to_its_end(found: Calibration) -> None:
     }
 
 
+@pytest.mark.slow
 def test_the_file_gives_curves(found: Calibration, tmp_path: Path) -> None:
     write_calibration(found, tmp_path / "calibration.yaml")
     assert read_calibration(tmp_path / "calibration.yaml") == found

@@ -22,7 +22,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-SLOW = ("run/", "rehearse/tiny-tensor-pipeline", "rehearse/tiny-experts")
+SLOW = ("run/", "rehearse/")
 
 
 def marked(case: Case) -> ParameterSet:

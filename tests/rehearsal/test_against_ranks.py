@@ -33,13 +33,15 @@ CASES = {
     "gpt, tied, four": ("tiny-gpt", 4, "tensor-pipeline"),
 }
 SOME = ("megatron-tp", "tensor-pipeline", "usp", "zero-2", "zero-offload")
-"""Measured in 16 bits by continuous integration: what is measured serves four tests."""
+"""Measured by `make test` in fp32, and by continuous integration in 16 bits too: what is measured
+serves four tests.
+"""
 
 
 def marked(case: str, precision: str) -> Any:
     """A case, marked by where it runs."""
-    in_sweep = precision == "bf16" and case not in SOME
-    marks = [pytest.mark.slow] * (precision == "bf16") + [pytest.mark.sweep] * in_sweep
+    narrow, other = precision == "bf16", case not in SOME
+    marks = [pytest.mark.slow] * (narrow or other) + [pytest.mark.sweep] * (narrow and other)
     return pytest.param(case, precision, marks=marks)
 
 

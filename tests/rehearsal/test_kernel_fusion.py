@@ -63,7 +63,8 @@ def test_plain_attention_is_attention(causal: bool) -> None:
 
 
 def test_three_paths_of_a_step() -> None:
-    plan = Plan.of("tiny-gpt", gpu="h100-sxm-80gb", gpus=1, strategy="single")
+    small = {"model.layers": 2, "training.sequence_length": 128, "training.global_batch": 2}
+    plan = Plan.of("tiny-gpt", gpu="h100-sxm-80gb", gpus=1, strategy="single", set=small)
     notes = [verbs.rehearse(own, operators=True).notes["operators"] for own in both_kernels(plan)]
     found = kernel_fusion(*notes)
     rows = {row["module"]: row for row in found["rows"]}

@@ -4,6 +4,8 @@ order of calls that could hang.
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,11 +13,12 @@ import pytest
 from tests.parallel.test_replicas import replicated
 from tests.parallel.test_round_robin import in_turn
 from workbench.plan.rank_placement import first_ranks_of_replicas
+from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.schema import Plan
 from workbench.planner import estimate
 from workbench.profile import Profile
 from workbench.rehearsal.order_check import check_order
-from workbench.rehearsal.rehearse import rehearse
+from workbench.rehearsal.rehearse import RankSteps, rank_steps, rehearse
 
 EAGER = {"strategy.pipeline.schedule": "eager-1f1b", "strategy.pipeline.in_flight": [9, 2, 1]}
 ZERO_1, SEQUENCE = {"strategy.data.zero": 1}, {"strategy.tensor.sequence": True}
@@ -45,7 +48,30 @@ TURNS = [
     "turns-eager",
     "turns-one",
 ]
-on_every_plan = pytest.mark.parametrize("plan", PLANS, ids=IDS + TURNS)
+QUICK = {"dp", "sp", "turns"}
+on_every_plan = pytest.mark.parametrize(
+    "plan",
+    [
+        pytest.param(plan, id=name, marks=[pytest.mark.slow] * (name not in QUICK))
+        for plan, name in zip(PLANS, IDS + TURNS)
+    ],
+)
+STEPS: dict[tuple[str, int, bool], RankSteps] = {}
+
+
+@pytest.fixture(autouse=True)
+def each_rank_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests ask for the same ranks of the same plans: each is rehearsed once."""
+
+    def once(
+        plan: ResolvedPlan, rank: int, operators: bool, over_time: bool, on_run: Callable[[], None]
+    ) -> RankSteps:
+        key = plan.to_yaml(), rank, operators
+        if key not in STEPS:
+            STEPS[key] = rank_steps(plan, rank, operators, over_time)
+        return STEPS[key]
+
+    monkeypatch.setattr(sys.modules["workbench.rehearsal.rehearse"], "rank_steps", once)
 
 
 def calls(profile: Profile, step: int, rank: int) -> dict[Any, int]:

@@ -92,6 +92,7 @@ def test_code_that_by_its_estimate_does_not_fit_is_refused(
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("looks", [False, True])
 def test_code_that_fits_or_has_no_estimate_runs(
     calls: list[Any], users: Callable[..., Plan], tmp_path: Path, looks: bool

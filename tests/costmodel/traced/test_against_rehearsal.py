@@ -123,10 +123,14 @@ def test_every_model_in_every_way(factory: str, how: str) -> None:
     agrees(made())
 
 
-def test_the_verb_traces_in_a_child_and_runs_no_code_unasked() -> None:
-    plan = pipelined("tied_gpt", 2, operators=GPT).replace(**{"cluster.gpu": "h100-sxm-80gb"})
+def test_the_verb_runs_no_code_unasked() -> None:
     with pytest.raises(PlanError, match="--allow-code"):
-        verbs.estimate(plan)
+        verbs.estimate(pipelined("tied_gpt", 2))
+
+
+@pytest.mark.slow
+def test_the_verb_traces_in_a_child() -> None:
+    plan = pipelined("tied_gpt", 2, operators=GPT).replace(**{"cluster.gpu": "h100-sxm-80gb"})
     found = verbs.estimate(plan, allow_code=True)
     assert found.source == "estimated"
     assert found.step_seconds and 0 < found.step_seconds < 1
