@@ -82,11 +82,11 @@ def python(
         errors.seek(0)
         stderr = errors.read().strip()
     if late:
-        raise ChildError(f"{module} was not done in {deadline_seconds:g} s{_last(stderr)}")
+        raise ChildError(f"{module} was not done in {deadline_seconds:g} s{_said(stderr)}")
     if code == 2:
         raise ValueError(stderr)
     if code != 0:
-        raise ChildError(f"{module} ended with {_words(code)}{_last(stderr)}")
+        raise ChildError(f"{module} ended with {_words(code)}{_said(stderr) or ' and said no reason'}")
 
 
 def _lines(output: IO[bytes], end: float | None) -> Iterator[str]:
@@ -138,9 +138,9 @@ def _ask_to_end(pid: int) -> None:
     _has_ended(pid, time.monotonic() + END_SECONDS)
 
 
-def _last(stderr: str) -> str:
-    """The end of what was said, behind a colon."""
-    return f":\n{stderr[-4000:]}" if stderr else " and said no reason"
+def _said(stderr: str) -> str:
+    """The end of what was said, behind a colon; "" where nothing was."""
+    return f":\n{stderr[-4000:]}" if stderr else ""
 
 
 def _words(code: int) -> str:
