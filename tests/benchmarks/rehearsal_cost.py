@@ -18,7 +18,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import altair as alt
 import pandas as pd
@@ -121,18 +121,25 @@ def chart(costs: Sequence[Cost]) -> dict[str, Any]:
     """CPU seconds against layers, on few ranks, and against ranks, at few layers."""
     rows = pd.DataFrame([asdict(each) for each in costs if each.plan.startswith("gpt of")])
     parts = [
-        _curve(rows[rows.ranks == RANKS[0]], "layers", f"layers, on {RANKS[0]} ranks"),
-        _curve(rows[rows.layers == FEWEST], "ranks", f"ranks, {FEWEST} layers"),
+        _curve(rows[rows.ranks == RANKS[0]], "layers", f"layers, on {RANKS[0]} ranks", "linear"),
+        _curve(rows[rows.layers == FEWEST], "ranks", f"ranks, {FEWEST} layers", "log"),
     ]
     return dict(alt.hconcat(*parts, title="CPU seconds of a rehearsal (measured)").to_dict())
 
 
-def _curve(rows: pd.DataFrame, field: str, title: str) -> alt.Chart:
+def _curve(
+    rows: pd.DataFrame, field: str, title: str, scale: Literal["linear", "log"]
+) -> alt.Chart:
     curve: alt.Chart = (
         alt.Chart(rows, width=280, height=200)
         .mark_line(point=True)
         .encode(
-            x=alt.X(field, title=title, scale=alt.Scale(type="log", base=2)),
+            x=alt.X(
+                field,
+                title=title,
+                scale=alt.Scale(type=scale),
+                axis=alt.Axis(values=sorted(rows[field].tolist()), labelOverlap=False),
+            ),
             y=alt.Y("cpu_seconds", title="CPU seconds", scale=alt.Scale(zero=True)),
         )
     )

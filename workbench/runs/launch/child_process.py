@@ -86,7 +86,8 @@ def python(
     if code == 2:
         raise ValueError(stderr)
     if code != 0:
-        raise ChildError(f"{module} ended with {_words(code)}{_said(stderr) or ' and said no reason'}")
+        said = _said(stderr) or " and said no reason"
+        raise ChildError(f"{module} ended with {_words(code)}{said}")
 
 
 def _lines(output: IO[bytes], end: float | None) -> Iterator[str]:
