@@ -234,7 +234,7 @@ def _time_rows(found: Profile) -> Iterator[tuple[str, ...]]:
     if found.fits is not None:
         yield "fits", "yes" if found.fits else "NO"
     for what in found.notes.get("left_out", []):
-        yield "left out", what
+        yield "left out", "", what
 
 
 def stages_table(found: Profile) -> Grid | None:
