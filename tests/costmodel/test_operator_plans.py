@@ -85,7 +85,12 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+QUICK = {"pairs", "zero-3", "two by two", "recompute by operator", "tokens, pipeline"}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK)) for name in CASES]
+)
 def test_an_estimate_is_what_every_rank_does(name: str) -> None:
     agrees(CASES[name])
 

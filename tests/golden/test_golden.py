@@ -22,7 +22,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-SLOW = ("run/", "rehearse/")
+SLOW = ("run/", "rehearse/", "operators/llama-3-8b-zero-3")
 
 
 def marked(case: Case) -> ParameterSet:

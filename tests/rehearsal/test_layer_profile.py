@@ -69,11 +69,13 @@ def states(profile: Profile, step: int, rank: int) -> list[int]:
     ("gpus", "pipeline"),
     [
         (1, {}),
-        (2, {"size": 2}),
-        (4, {"size": 4}),
         (4, {"size": 2, "partition": [3, 1]}),
         (3, {"size": 2, "replicas": [2, 1]}),
-        (6, {"size": 3, "replicas": [3, 1, 2], "partition": [1, 2, 1]}),
+        pytest.param(2, {"size": 2}, marks=pytest.mark.slow),
+        pytest.param(4, {"size": 4}, marks=pytest.mark.slow),
+        pytest.param(
+            6, {"size": 3, "replicas": [3, 1, 2], "partition": [1, 2, 1]}, marks=pytest.mark.slow
+        ),
     ],
     ids=str,
 )
@@ -90,7 +92,7 @@ def test_states_and_calls_are_those_of_the_model(
         assert calls(estimated, 0, stand_in) == made
 
 
-@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_peaks_are_those_of_the_model(tied: bool, tmp_path: Path) -> None:
     """All but buffers of communication, 2 % of a small stage; what backward needs is measured with
     as many sequences as the stages run at once.
