@@ -344,6 +344,6 @@ def test_a_file_of_version_1_still_loads_and_holds_no_operators(tmp_path: Path) 
     path.write_text(yaml.safe_dump(written))
     assert calibration_file.read_calibration(path).operators == ()
     assert estimate(plan(path)).step_seconds
-    path.write_text(yaml.safe_dump(written | {"version": 3}))
+    path.write_text(yaml.safe_dump(written | {"version": 4}))
     with pytest.raises(PlanError, match="version"):
         calibration_file.read_calibration(path)

@@ -89,6 +89,17 @@ def test_memory_is_what_the_engine_allocates(seed: int) -> None:
     assert estimated == pytest.approx(rehearsed, rel=0.03)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("shared", [0, 1])
+def test_an_moe_layer_defers_its_attention_and_shared_experts(shared: int) -> None:
+    experts = {"experts": 4, "top_k": 2, "ffn": 640, "shared": shared}
+    model = ODD | {"layers": 4, "moe": experts}
+    plan = piped(model, "zb-v", 2, 2, **{"strategy.recompute": "full"})
+    estimated, rehearsed = live_by_rank(estimate(plan)), live_by_rank(rehearse(plan))
+    assert max(estimated.values()) == pytest.approx(max(rehearsed.values()), rel=0.01)
+    assert estimated == pytest.approx(rehearsed, rel=0.03)
+
+
 def live_by_rank(profile: Profile) -> dict[int, float]:
     """Bytes of the last step's peak that are of the plan's tensors."""
     m = profile.memory

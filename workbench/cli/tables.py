@@ -30,7 +30,7 @@ NOTE_LABELS = {
     "activation_communication_ratio": "activation-communication ratio (ACR)",
     "uncalibrated": "times are from",
     "host_optimizer": "the host's optimizer step",
-    "assumed_hardware": "the GPU's description leaves out",
+    "assumed_hardware": "not known of the hardware",
     "timeline_microbatches": "microbatches drawn in the timeline",
     "overhead": "fixed overhead per step",
     "p50": "median",

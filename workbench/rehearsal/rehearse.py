@@ -42,6 +42,8 @@ from workbench.rehearsal.running_actions import RUN_FIRST, STEPS, RunCounter
 from workbench.rehearsal.symmetric_ranks import followed_ranks
 from workbench.units import GIB
 
+BESIDE_ALLOCATED = "a GPU's context, workspaces and fragmentation, which an estimate counts"
+"""Of its peak memory: a rehearsal counts what torch allocates."""
 MOST_LIVING = 20
 """Rows of a rank that say what lives at its peak, and what leaks."""
 

@@ -125,7 +125,7 @@ def test_every_model_in_every_way(factory: str, how: str) -> None:
 
 def test_the_verb_runs_no_code_unasked() -> None:
     with pytest.raises(PlanError, match="--allow-code"):
-        verbs.estimate(pipelined("tied_gpt", 2))
+        verbs.estimate(pipelined("tied_gpt", 2, operators=GPT))
 
 
 @pytest.mark.slow

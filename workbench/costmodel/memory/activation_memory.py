@@ -491,15 +491,30 @@ def deferred_weight_bytes(w: Workload) -> Number:
     GEMMs.
 
     Where sequences are all-gathered, column-parallel layers compute W at once, since they would
-    have to keep full-sequence gradients. On a tensor grid no W is deferred.
+    have to keep full-sequence gradients. On a tensor grid no W is deferred. In an MoE layer
+    attention alone defers, and experts that every token visits: routers and grouped GEMMs compute
+    their weights' gradients in I.
     """
     if w.fixed.algorithm != "1d":
         return w.zeros
+    if w.shape.moe is not None:
+        return _deferred_of_moe(w)
     wide, _ = _feed_forward(w, False)
     widths = (w.q_width + w.k_width + w.v_width + w.o_width) * w.tokens * w.element_bytes
     all_layers = 4 * w.hidden_activation_bytes + widths + (3 if w.shape.gated else 2) * wide
     row_parallel = 2 * w.hidden_activation_bytes + w.o_width * w.tokens * w.element_bytes + wide
     return np.where(w.sequence_parallel > 1, row_parallel, all_layers)
+
+
+def _deferred_of_moe(w: Workload) -> Number:
+    """The same of an MoE layer."""
+    widths = (w.q_width + w.k_width + w.v_width + w.o_width) * w.tokens * w.element_bytes
+    row_parallel = w.hidden_activation_bytes + w.o_width * w.tokens * w.element_bytes
+    all_of_attention = 2 * w.hidden_activation_bytes + widths
+    attention = np.where(w.sequence_parallel > 1, row_parallel, all_of_attention)
+    shared = w.shared_ffn * w.tokens * w.element_bytes
+    visited = 2 * w.hidden_activation_bytes + (3 if w.shape.gated else 2) * shared
+    return attention + visited * (w.shared_ffn > 0)
 
 
 def embedding_backward(w: Workload) -> Number:

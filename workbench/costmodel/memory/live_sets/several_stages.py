@@ -156,7 +156,7 @@ class _HeldBytes:
             saved, own.losses * head.logits, own.layers, own.deferred
         )
         candidates = saved.shape[1:]
-        passed = np.broadcast_to(np.asarray(stages.residual_bytes, dtype=float), candidates)
+        passed = np.broadcast_to(np.asarray(stages.residual_bytes, dtype=float), saved.shape)
         uncounted = between_stages(ranks) * (not counts_transfers(s))
         uncounted = np.broadcast_to(uncounted, (len(rows), *candidates))
         enough = np.minimum(ranks.microbatches, FILLED * s.pipeline)
@@ -193,9 +193,10 @@ class _HeldBytes:
         whole, deferred, inputs, gradients = (np.array(x, dtype=float) for x in zip(*held))
         activations = np.tensordot(whole, self.saved[rows], 1)
         activations += np.tensordot(deferred, self.deferred[rows], 1)
-        activations += np.multiply.outer(inputs, self.passed)
+        # A rank of stages with replicas of their own has one stage.
+        activations += np.multiply.outer(inputs, self.passed[rows[0]])
         logits = np.tensordot(whole, self.logits[rows], 1)
-        passed = np.multiply.outer(gradients, self.passed)
+        passed = np.multiply.outer(gradients, self.passed[rows[0]])
         most = np.argmax(activations + logits + passed, axis=0)[None]
         activations, logits, passed = (
             np.take_along_axis(x, most, axis=0)[0] for x in (activations, logits, passed)
@@ -205,7 +206,7 @@ class _HeldBytes:
     def of_a_forward(self) -> MemoryByCategory:
         """What the first forward of each rank leaves, its output among it."""
         first = [own[0] for own in self.rows]
-        return {"activations": self.saved[first] + self.passed, "logits": self.logits[first]}
+        return {"activations": self.saved[first] + self.passed[first], "logits": self.logits[first]}
 
 
 def _largest_of_ranks(lives: list[MemoryByCategory], rows: list[list[int]]) -> MemoryByCategory:
