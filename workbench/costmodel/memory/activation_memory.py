@@ -486,7 +486,7 @@ def boundary_bytes(w: Workload) -> tuple[Array, Array]:
     )
 
 
-def deferred_weight_bytes(w: Workload) -> Number:
+def deferred_weight_bytes(w: Workload, is_moe: bool = False) -> Number:
     """Bytes that a layer saves between I and W (zero bubble): inputs and output gradients of its
     GEMMs.
 
@@ -497,24 +497,13 @@ def deferred_weight_bytes(w: Workload) -> Number:
     """
     if w.fixed.algorithm != "1d":
         return w.zeros
-    if w.shape.moe is not None:
-        return _deferred_of_moe(w)
-    wide, _ = _feed_forward(w, False)
-    widths = (w.q_width + w.k_width + w.v_width + w.o_width) * w.tokens * w.element_bytes
-    all_layers = 4 * w.hidden_activation_bytes + widths + (3 if w.shape.gated else 2) * wide
-    row_parallel = 2 * w.hidden_activation_bytes + w.o_width * w.tokens * w.element_bytes + wide
+    bytes_of_width, hidden = w.tokens * w.element_bytes, w.hidden_activation_bytes
+    ffn = w.shared_ffn if is_moe else w.ffn
+    wide, has_wide = ffn * bytes_of_width, np.greater(ffn, 0)
+    attention = 2 * hidden + (w.q_width + w.k_width + w.v_width + w.o_width) * bytes_of_width
+    all_layers = attention + has_wide * (2 * hidden + (3 if w.shape.gated else 2) * wide)
+    row_parallel = hidden + w.o_width * bytes_of_width + has_wide * (hidden + wide)
     return np.where(w.sequence_parallel > 1, row_parallel, all_layers)
-
-
-def _deferred_of_moe(w: Workload) -> Number:
-    """The same of an MoE layer."""
-    widths = (w.q_width + w.k_width + w.v_width + w.o_width) * w.tokens * w.element_bytes
-    row_parallel = w.hidden_activation_bytes + w.o_width * w.tokens * w.element_bytes
-    all_of_attention = 2 * w.hidden_activation_bytes + widths
-    attention = np.where(w.sequence_parallel > 1, row_parallel, all_of_attention)
-    shared = w.shared_ffn * w.tokens * w.element_bytes
-    visited = 2 * w.hidden_activation_bytes + (3 if w.shape.gated else 2) * shared
-    return attention + visited * (w.shared_ffn > 0)
 
 
 def embedding_backward(w: Workload) -> Number:

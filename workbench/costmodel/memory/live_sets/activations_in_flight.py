@@ -69,7 +69,9 @@ def stage_activations(w: Workload) -> StageActivations:
     if w.shape.mtp_layers:  # each norms its two inputs, and projects what it joins
         further = w.shape.mtp_layers * (2 + 2)
         beside = beside + w.has_head * further * w.residual_bytes
-    deferred = w.layers * activation_memory.deferred_weight_bytes(w)
+    of_dense = activation_memory.deferred_weight_bytes(w)
+    of_moe = activation_memory.deferred_weight_bytes(w, is_moe=w.shape.moe is not None)
+    deferred = w.layers * (share * of_dense + (1 - share) * of_moe)
     return StageActivations(
         saved,
         beside,

@@ -193,7 +193,7 @@ def _recomputed_layer_backward(
     incoming = _received_gradient(w)
     if is_split:
         others = np.maximum(0, np.minimum(w.recomputed_layers, w.layers) - 1)
-        left = activation_memory.deferred_weight_bytes(w)
+        left = activation_memory.deferred_weight_bytes(w, is_moe=w.shape.moe is not None)
         earlier = earlier + behind * left + others * (left - layer.checkpoint)
         incoming = incoming + w.has_head * w.residual_bytes
     temporary = layer.feed_forward_backward + restored
