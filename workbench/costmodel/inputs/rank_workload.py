@@ -289,8 +289,8 @@ def deferred_microbatches(
 ) -> Array:
     """Microbatches whose weight gradients are still deferred when a rank's memory peaks.
 
-    ZB-H1 and ZB-H2 (2401.10241) defer W by the rank's index and by twice that. Where a
-    rank has several stages, `held_counts` counts them.
+    ZB-H1 and ZB-H2 (2401.10241) defer W by the rank's index and by twice that. Asked of replicas
+    in turn alone: of other pipelines `held_counts` counts them.
     """
     if table is not None:
         deferred: Array = np.asarray(waiting(table), dtype=float)[rank.astype(int)] / s.chunks

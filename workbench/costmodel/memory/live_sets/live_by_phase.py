@@ -12,7 +12,7 @@ from workbench.costmodel.memory.activation_memory import layer_activations
 from workbench.costmodel.memory.live_sets.activations_in_flight import activations_in_flight
 from workbench.costmodel.memory.live_sets.operator_live_sets import operator_live_sets
 from workbench.costmodel.memory.live_sets.several_stages import (
-    has_several_stages,
+    counts_by_action,
     several_stages_live_sets,
 )
 from workbench.costmodel.memory.live_sets.stage_phases import (
@@ -45,7 +45,7 @@ def live_by_phase(w: Workload) -> dict[str, MemoryByCategory]:
     """
     if w.fixed.grid is not None:
         return operator_live_sets(w)
-    if has_several_stages(w):
+    if counts_by_action(w):
         return several_stages_live_sets(w)
     is_split, is_moe = w.fixed.splits_backward, w.shape.moe is not None
     head, layer = head_memory(w), layer_activations(w, is_moe, is_split)

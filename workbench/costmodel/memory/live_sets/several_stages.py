@@ -39,9 +39,9 @@ from workbench.costmodel.memory.live_sets.stage_phases import (
 from workbench.costmodel.memory.loss_memory import HeadMemory, head_memory
 
 
-def has_several_stages(w: Workload) -> bool:
-    """Whether what a rank holds is counted: it has several stages, its backward is split, or its
-    schedule is custom.
+def counts_by_action(w: Workload) -> bool:
+    """Whether what a rank holds is counted action by action: it has several stages, its backward is
+    split, or its schedule is custom.
     """
     s = w.fixed
     is_counted = s.chunks > 1 or s.table is not None or s.splits_backward
