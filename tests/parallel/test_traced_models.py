@@ -14,18 +14,18 @@ from tests.parallel import users_language_models
 from tests.parallel.test_operators_python import users
 from workbench import verbs
 from workbench.engine.python_model.check_python_model import check_python_model
-from workbench.engine.python_model.trace_operators import trace_operators
+from workbench.engine.python_model.trace_graph import trace_graph
 from workbench.engine.verify.equivalence import verify
 from workbench.errors import PlanError
 from workbench.models.traced.export_trace import trace_module
-from workbench.plan.operators.graph_json import graph_from_json, graph_to_json
 from workbench.plan.operators.layer_patterns import joined_layers
 from workbench.plan.operators.operator_graph import OperatorGraph
 from workbench.plan.operators.strategy_form import strategy_text
-from workbench.plan.operators.traced.graph_placement import place_graph
+from workbench.plan.operators.traced.graph_placement import place_graph, unruled
 from workbench.plan.operators.traced.node_factors import FactoredGraph, factor_graph
 from workbench.plan.operators.traced.stage_cuts import GraphStage, graph_stages, multiply_adds
 from workbench.plan.operators.traced.traced_graph import TracedNode
+from workbench.plan.operators.traced.traced_operators import traced_operators
 from workbench.plan.schema import Plan
 from workbench.planner.autoshard import ideal_machine
 from workbench.planner.autoshard.device_mesh import logical_mesh
@@ -87,8 +87,7 @@ def equal(plan: Plan) -> None:
 
 
 def graph_of(factory: str) -> OperatorGraph:
-    found = trace_operators(on(factory), 4, allow_code=True)
-    return graph_from_json(found["graph"])
+    return traced_operators(factor_graph(trace_graph(on(factory), True, 4).graph))
 
 
 @pytest.mark.parametrize(
@@ -216,11 +215,6 @@ def test_any_legal_strategies(factory: str) -> None:
     equal(on(factory, 4, 1, forms, {"training.micro_batch": 4}))
 
 
-def test_operators_survive_json() -> None:
-    graph = graph_of("tied_gpt")
-    assert graph_from_json(graph_to_json(graph)) == graph
-
-
 def test_the_verb_finds_strategies_and_runs_no_code_unasked() -> None:
     with pytest.raises(PlanError, match="--allow-code"):
         verbs.operators(on("encoder_lm", data=2), 2)
@@ -342,8 +336,8 @@ def test_an_operator_without_a_rule_is_named_and_runs_on_replicated_inputs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(users_language_models, "encoder_lm", Rolled)
-    found = trace_operators(on("encoder_lm"), 4, allow_code=True)
-    assert "roll (roll, test_traced_models.py:" in found["unsharded"][0]
+    (said,) = unruled(factor_graph(trace_graph(on("encoder_lm"), True, 4).graph))
+    assert "roll (roll, test_traced_models.py:" in said
     equal(on("encoder_lm", 2, operators={"embed": "((1,1),(2,))", "head": "((2,1),(1,1))"}))
 
 

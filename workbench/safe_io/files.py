@@ -8,6 +8,7 @@ import errno
 import os
 import stat
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 
 
@@ -73,3 +74,13 @@ def known_file(path: str | Path) -> os.stat_result:
     if not stat.S_ISREG(known.st_mode) and not stat.S_ISDIR(known.st_mode):
         raise OSError(errno.EINVAL, "it is no file, but a pipe or a device", os.fspath(path))
     return known
+
+
+def file_states(paths: Iterable[str]) -> dict[str, list[int]]:
+    """Path -> [time of its last change in ns, size in bytes] of those that are files now."""
+    states = {}
+    for path in paths:
+        if os.path.isfile(path):
+            now = os.stat(path)
+            states[path] = [now.st_mtime_ns, now.st_size]
+    return states

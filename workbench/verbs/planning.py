@@ -46,9 +46,9 @@ def estimate(plan: Plan | str | Path, *, allow_code: bool = False) -> Profile:
     written = given_plan(plan)
     if written.code is None:
         return estimate(written)
-    from workbench.runs.launch import subprocess_verbs
+    from workbench.runs.launch.traced_models import traced_model
 
-    return estimate(written, subprocess_verbs.traced_model(written, allow_code))
+    return estimate(written, traced_model(written, allow_code))
 
 
 def explain(

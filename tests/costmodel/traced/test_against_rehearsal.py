@@ -240,7 +240,7 @@ def drawn(seed: int) -> Plan:
         }
         plan = on(factory, tensor, data, forms, changes)
         try:
-            trace_graph(plan, allow_code=True)
+            estimated(plan)
         except PlanError:
             continue
         return plan

@@ -1,4 +1,4 @@
-"""Trace a plan's Python model as the plan runs it, and print its graph as JSON.
+"""Trace a plan's Python model, and print its graph as JSON.
 
 `python -m workbench.engine.python_model.trace_graph PLAN --allow-code`
 """
@@ -9,42 +9,42 @@ import argparse
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from workbench.engine.exit_codes import exit_status
 from workbench.engine.precision import plan_dtypes
+from workbench.engine.python_model.user_files import user_files
 from workbench.models.python_model import build_python_model, returns_loss
 from workbench.models.traced.export_trace import trace_module
-from workbench.parallel.operators.traced_module import trace_for_plan
+from workbench.parallel.operators.traced_module import checked_graph
 from workbench.plan.operators.traced.traced_json import TracedModel, model_to_json
 from workbench.plan.rules.supported import require
 from workbench.plan.schema import Plan
 
 
-def trace_graph(plan: Plan, allow_code: bool) -> TracedModel:
-    """The graph of a plan's Python model, at the shape of a microbatch.
+def trace_graph(plan: Plan, allow_code: bool, sequences: int | None = None) -> TracedModel:
+    """The graph of a plan's Python model. How the plan shards it does not matter.
 
     Args:
         plan: Its model is code.
         allow_code: Whether that code may run.
+        sequences: Of the microbatch that it is traced at; None: the plan's micro-batch.
 
     Raises:
-        PlanError: The code is not allowed, builds no model, cannot be traced, or a strategy is not
-            legal for it.
+        PlanError: The code is not allowed, builds no model, cannot be traced, or would not train
+            alike on every mesh.
     """
     full = plan.resolve()
-    require(full, "estimate", allow_code)
+    require(full, "run", allow_code)
     assert full.code is not None
-    dtype = plan_dtypes(full)[0]
+    dtype, length = plan_dtypes(full)[0], full.training.sequence_length
     with torch.device("meta"):  # a graph has no values
-        model = build_python_model(full.code, full.training.seed)
-    traced = trace_for_plan(model, full, dtype)
-    if traced is None:  # it runs as it is, which its graph says as well
-        size, length = full.training.micro_batch, full.training.sequence_length
-        graph, _ = trace_module(model.train(), size, length, dtype, returns_loss(model))
-    else:
-        graph = traced.factored.graph
+        model = build_python_model(full.code, full.training.seed).train()
+    count = full.training.micro_batch if sequences is None else sequences
+    graph, _ = trace_module(model, count, length, dtype, returns_loss(model))
+    checked_graph(graph, model, full, dtype)
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
     sizes = [
         b.numel() * (dtype.itemsize if b.is_floating_point() else b.element_size())
@@ -53,17 +53,21 @@ def trace_graph(plan: Plan, allow_code: bool) -> TracedModel:
     return TracedModel(graph, shapes, sum(sizes))
 
 
+def _answer(given: argparse.Namespace) -> dict[str, Any]:
+    """The model as plain data, and the files that its code has read."""
+    with user_files() as files:
+        model = trace_graph(Plan.load(given.plan), given.allow_code, given.sequences)
+    return {"model": model_to_json(model), "files": files}
+
+
 def main() -> int:
     """One JSON document; exit code 2 with the problems on stderr."""
     parser = argparse.ArgumentParser(prog="python -m workbench.engine.python_model.trace_graph")
     parser.add_argument("plan", type=Path)
+    parser.add_argument("--sequences", type=int)
     parser.add_argument("--allow-code", action="store_true")
     given = parser.parse_args()
-    return exit_status(
-        lambda: print(
-            json.dumps(model_to_json(trace_graph(Plan.load(given.plan), given.allow_code)))
-        )
-    )
+    return exit_status(lambda: print(json.dumps(_answer(given))))
 
 
 if __name__ == "__main__":

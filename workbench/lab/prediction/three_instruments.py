@@ -8,6 +8,7 @@ from workbench.plan.schema import Plan
 from workbench.planner.estimate import estimate
 from workbench.profile import Profile
 from workbench.runs.launch import checked_launch, subprocess_verbs
+from workbench.runs.launch.traced_models import traced_model
 
 
 class ThreeProfiles(NamedTuple):
@@ -31,7 +32,7 @@ def all_three(plan: Plan, timeout: float = 300, allow_code: bool = False) -> Thr
         RuntimeError: The run failed; the message gives the cause.
         TimeoutError: The run goes on after `timeout`.
     """
-    traced = subprocess_verbs.traced_model(plan, allow_code) if plan.code else None
+    traced = traced_model(plan, allow_code) if plan.code else None
     estimated = estimate(plan, traced)
     rehearsed = subprocess_verbs.rehearse(plan, allow_code=allow_code)
     run = checked_launch.start(plan, allow_code=allow_code)  # its estimate was asked already

@@ -63,17 +63,35 @@ def trace_for_plan(
         if needed:
             raise
         return None
-    if not needed and not any(drop_rate(node) for node in graph.nodes):
+    if not needed and not _drops(graph):
         return None
-    _check_output(graph, plan.vocab)
-    factored = factor_graph(graph)
-    _check_dropout(factored)
-    if factored.batch is None and any(drop_rate(node) for node in graph.nodes):
-        # One sequence: whether a tensor has a dimension of sequences shows with two.
-        trace_for_plan(model, plan, dtype, 2, sharded=False)
+    factored = checked_graph(graph, model, plan, dtype)
     shape = sides(plan) if sharded else ()
     own = planned_graph(factored, operators, shape, stages, str(dtype))
     return TracedModule(own.factored, own.shards, own.stored, own.stages, constants)
+
+
+def checked_graph(
+    graph: TracedGraph, model: nn.Module, plan: ResolvedPlan, dtype: torch.dtype
+) -> FactoredGraph:
+    """The factors of a module's graph, whose output and dropout are such that it trains alike on
+    any mesh.
+
+    Raises:
+        PlanError: They are not, or it cannot be traced with two sequences.
+    """
+    _check_output(graph, plan.vocab)
+    factored = factor_graph(graph)
+    _check_dropout(factored)
+    if factored.batch is None and _drops(graph):
+        # One sequence: whether a tensor has a dimension of sequences shows with two.
+        length, with_loss = plan.training.sequence_length, returns_loss(model)
+        _check_dropout(factor_graph(trace_module(model, 2, length, dtype, with_loss)[0]))
+    return factored
+
+
+def _drops(graph: TracedGraph) -> bool:
+    return any(drop_rate(node) for node in graph.nodes)
 
 
 def _check_output(graph: TracedGraph, vocab: int) -> None:

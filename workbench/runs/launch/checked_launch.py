@@ -25,6 +25,7 @@ from workbench.runs.launch.accelerate_command import Recipe, compose
 from workbench.runs.launch.parent_death import python_module
 from workbench.runs.launch.preflight import preflight
 from workbench.runs.launch.rendezvous_ports import checked_port
+from workbench.runs.launch.traced_models import traced_model
 from workbench.runs.run import Run
 from workbench.runs.store.command_file import write_command
 from workbench.runs.store.run_directory import create, default_root
@@ -92,7 +93,7 @@ def ready(
 def _traced(full: ResolvedPlan) -> TracedModel | None:
     """The plan's module, for an estimate; None where it has none: what cannot be traced may run."""
     try:
-        return subprocess_verbs.traced_model(full, allow_code=True)
+        return traced_model(full, allow_code=True)
     except ValueError:
         return None
 

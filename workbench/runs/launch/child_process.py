@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import selectors
 import signal
@@ -9,7 +10,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import IO
+from typing import IO, Any
 
 from workbench.errors import ChildError
 from workbench.runs.launch.parent_death import SAFE_PATH, python_module
@@ -146,3 +147,17 @@ def _said(stderr: str) -> str:
 
 def _words(code: int) -> str:
     return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+
+
+def progress_record(text: str) -> dict[str, Any] | None:
+    """The record in a line that says how far a child is: `done`, `of` and what the child adds; None
+    for any other line, as what a user's model prints itself.
+    """
+    if not text.startswith("{"):
+        return None
+    try:
+        record = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    known = all(isinstance(record.get(key), int | float) for key in ("done", "of"))
+    return record if known else None

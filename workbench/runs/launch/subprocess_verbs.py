@@ -17,8 +17,9 @@ from workbench.errors import ChildError, PlanError, refuse
 from workbench.machine.attached import attached, host_memory
 from workbench.machine.gpu_catalog import local_constants
 from workbench.plan.model.parameter_count import parameters
-from workbench.plan.operators.graph_json import graph_from_json
-from workbench.plan.operators.traced.traced_json import TracedModel, model_from_json
+from workbench.plan.operators.traced.graph_placement import unruled
+from workbench.plan.operators.traced.node_factors import factor_graph
+from workbench.plan.operators.traced.traced_operators import traced_operators
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.rules.float8_rules import verified_precision
 from workbench.plan.rules.supported import require
@@ -27,7 +28,7 @@ from workbench.profile import Profile
 from workbench.runs.launch import child_process
 from workbench.runs.launch.kernel_compilers import missing_compiler, missing_torchao
 from workbench.runs.launch.preflight import gpu_problems
-from workbench.runs.launch.progress_lines import progress_record
+from workbench.runs.launch.traced_models import traced_model
 from workbench.units import GIB
 
 if TYPE_CHECKING:
@@ -96,8 +97,8 @@ def operators(
     full, graph, unsharded = plan.resolve(), None, list[str]()
     if full.code:
         count = microbatch_sequences(full, ranks, sequences)
-        found = traced_operators(full, count, allow_code)
-        graph, unsharded = graph_from_json(found["graph"]), found["unsharded"]
+        factored = factor_graph(traced_model(full, allow_code, count, "run").graph)
+        graph, unsharded = traced_operators(factored), [*unruled(factored)]
     chosen = choose_within_memory(plan, limit, ranks, sequences, mode, graph)
     return replace(chosen, reason=" ".join([chosen.reason, *unsharded])) if unsharded else chosen
 
@@ -126,7 +127,7 @@ def _rehearsed(
     require(full, "rehearse", allow_code)
 
     def on_line(text: str) -> None:
-        if progress and (record := progress_record(text)):
+        if progress and (record := child_process.progress_record(text)):
             progress(record["done"], record["of"])
 
     arguments = [_plan_file(full, folder), "--to", str(out), *options, *_allow_code(allow_code)]
@@ -245,55 +246,6 @@ def inspect(plan: Plan) -> None:
             [_plan_file(plan, folder), *_allow_code(True)],
             lambda line: None,
         )
-
-
-def traced_operators(plan: Plan, sequences: int, allow_code: bool = False) -> dict[str, Any]:
-    """Trace the Python model of `plan` in a child process.
-
-    Args:
-        plan: Its model is code.
-        sequences: Of the microbatch that it is traced at.
-        allow_code: Whether that code may run.
-
-    Returns:
-        Its operators: see `workbench.engine.python_model.trace_operators`.
-
-    Raises:
-        PlanError: The code is not allowed.
-        ValueError: It cannot be traced.
-    """
-    require(plan.resolve(), "run", allow_code)
-    lines: list[str] = []
-    with tempfile.TemporaryDirectory() as folder:
-        child_process.python(
-            "workbench.engine.python_model.trace_operators",
-            [_plan_file(plan, folder), "--sequences", str(sequences), *_allow_code(allow_code)],
-            lines.append,
-        )
-    return dict(json.loads(lines[-1]))
-
-
-def traced_model(plan: Plan, allow_code: bool = False) -> TracedModel:
-    """Trace the Python model of `plan`, as the plan runs it, in a child process.
-
-    Args:
-        plan: Its model is code.
-        allow_code: Whether that code may run.
-
-    Raises:
-        PlanError: The code is not allowed, or the plan asks for what an estimate does not model.
-        ValueError: It cannot be traced.
-    """
-    full = plan.resolve()
-    require(full, "estimate", allow_code)
-    lines: list[str] = []
-    with tempfile.TemporaryDirectory() as folder:
-        child_process.python(
-            "workbench.engine.python_model.trace_graph",
-            [_plan_file(full, folder), *_allow_code(allow_code)],
-            lines.append,
-        )
-    return model_from_json(json.loads(lines[-1]))
 
 
 def _allow_code(allow_code: bool) -> list[str]:

@@ -24,7 +24,6 @@ from workbench.plan.schema import Plan, ProfiledModel, build_plan
 from workbench.runs.launch import child_process
 from workbench.runs.launch.kernel_compilers import missing_compiler, missing_torchao
 from workbench.runs.launch.preflight import gpu_problems
-from workbench.runs.launch.progress_lines import progress_record
 from workbench.runs.measure.calibrate import refuse_unwritable
 from workbench.safe_io.files import unread
 from workbench.units import GIB
@@ -54,7 +53,7 @@ def profile_layers(
     _refuse_this_machine(single, found)
 
     def on_line(text: str) -> None:
-        if progress and (record := progress_record(text)):
+        if progress and (record := child_process.progress_record(text)):
             words = str(record.get("words", ""))
             progress(min(record["done"], record["of"]), record["of"], words)
 
