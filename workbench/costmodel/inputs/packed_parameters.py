@@ -5,9 +5,9 @@ notice: a vector of 32 elements takes 64.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
-from workbench.costmodel.inputs.config import Number
+from workbench.costmodel.inputs.config import Array, Number
 from workbench.costmodel.inputs.parameter_tensors import (
     ParameterTensor,
     first_tensors,
@@ -19,10 +19,39 @@ from workbench.costmodel.inputs.rank_shapes import RankShapes
 from workbench.runtime_facts.bucket_packing import ALIGNED_NUMEL, aligned_numel
 
 
-def packed_params(w: RankShapes, own: ParamCounts) -> ParamCounts:
-    """`own` parameters with the padding behind each of them; what pads a bucket to equal shards,
-    less than 64 elements of a shard, is left out.
+@dataclass(frozen=True)
+class BucketElements:
+    """Elements of one plan's buckets, by rank."""
+
+    dense: Array
+    """Of all buckets but those of experts, padding included."""
+    experts: Array
+    owned_dense: Array
+    """What the first rank of a shard group steps: padding has no moments."""
+    owned_experts: Array
+    num_owned: Array
+    """Number of tensors, or parts of tensors, that it steps."""
+    layer: Array
+    """Of the buckets of the largest layer under ZeRO-3."""
+
+
+def packed_params(w: RankShapes, own: ParamCounts, exact: BucketElements | None) -> ParamCounts:
+    """`own` parameters with the padding behind each of them, of one plan with that of each bucket.
+
+    Args:
+        w: Problem sizes of ranks.
+        own: Their parameters.
+        exact: What the buckets hold; None of many candidates, whose padding of buckets to equal
+            shards, less than 64 elements of a shard, is left out.
     """
+    aligned = _aligned_params(w, own)
+    if exact is None:
+        return aligned
+    layer = exact.layer if w.zero == 3 else aligned.layer
+    return replace(aligned, dense=exact.dense, experts=exact.experts, layer=layer)
+
+
+def _aligned_params(w: RankShapes, own: ParamCounts) -> ParamCounts:
     if not w.fixed.framework.data_parallel.packs_buckets or w.fixed.adapter_rank:
         return own
     if w.fixed.grid is not None:

@@ -24,7 +24,7 @@ from workbench.costmodel.inputs.config import (
 )
 from workbench.costmodel.inputs.operator_stages import rank_parameters, stages_of
 from workbench.costmodel.inputs.operator_strategies import OperatorStrategies
-from workbench.costmodel.inputs.packed_parameters import packed_params
+from workbench.costmodel.inputs.packed_parameters import BucketElements, packed_params
 from workbench.costmodel.inputs.rank_parameters import ParamCounts, count_params
 from workbench.costmodel.inputs.rank_shapes import RankShapes
 from workbench.costmodel.inputs.tensor_tiling import TensorTiling, tensor_tiling
@@ -52,6 +52,9 @@ from workbench.schedules.generators import SCHEDULES
 class Workload(RankShapes):
     """Per-rank problem sizes with the parameter counts that follow from them."""
 
+    in_buckets: BucketElements | None = None
+    """What the engine's buckets hold, of one plan; None of many candidates, in closed form."""
+
     @cached_property
     def param_counts(self) -> ParamCounts:
         """Parameters of each pipeline rank before data parallelism shards them."""
@@ -60,7 +63,7 @@ class Workload(RankShapes):
     @cached_property
     def packed_counts(self) -> ParamCounts:
         """The same with what aligns them in buckets."""
-        return packed_params(self, self.param_counts)
+        return packed_params(self, self.param_counts, self.in_buckets)
 
 
 def workload(

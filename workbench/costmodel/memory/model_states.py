@@ -13,7 +13,6 @@ import numpy as np
 from workbench.costmodel.inputs.config import Array, FixedConfig, Number
 from workbench.costmodel.inputs.rank_parameters import ParamCounts
 from workbench.costmodel.inputs.rank_workload import Workload
-from workbench.costmodel.memory.traced_states import bucket_elements, owned_elements
 
 
 @dataclass(frozen=True)
@@ -37,14 +36,12 @@ def model_states(w: Workload, p: ParamCounts) -> ModelStates:
         Bytes by pipeline rank. Gradients stay unsharded under ZeRO-2 and 3 where they are reduced
         once per step of several microbatches.
     """
-    if w.fixed.traced is not None:
-        return _of_traced(w)
     # Buckets hold parameters and gradients, and between them padding, which has no moments.
     packed, optimizer = w.packed_counts, np.asarray(sum(owned_params(w, p)))
     whole = packed.trained
     gradients = whole
     if w.zero >= 2:
-        sharded = np.asarray(sum(owned_params(w, packed)))
+        sharded = np.asarray(sum(_sharded(w, packed)))
         gradients = np.where(w.reduce_microbatch > 0, sharded, whole)
     widened = w.fixed.framework.model_states.upcast_gradient_bytes(w.fixed.precision)
     return ModelStates(
@@ -54,21 +51,14 @@ def model_states(w: Workload, p: ParamCounts) -> ModelStates:
         gradients=gradients * w.stored_gradient_bytes
         + whole * w.fixed.gradient_accumulator_bytes
         + optimizer * widened,
-        optimizer=optimizer * w.fixed.moment_bytes,
+        optimizer=optimizer * w.fixed.moment_bytes + _step_count_bytes(w),
         master=optimizer * w.fixed.master_bytes,
     )
 
 
-def _of_traced(w: Workload) -> ModelStates:
-    """The same of a user's traced module, by its buckets."""
-    whole, optimizer, shard = bucket_elements(w), owned_elements(w), w.searched.shard
-    sharded = np.where((w.zero >= 2) * w.reduce_microbatch > 0, shard, 1.0)
-    return ModelStates(
-        parameters=whole * w.fixed.parameter_bytes / (shard if w.zero == 3 else 1.0),
-        gradients=whole / sharded * w.stored_gradient_bytes,
-        optimizer=optimizer * w.fixed.moment_bytes,
-        master=optimizer * w.fixed.master_bytes,
-    )
+def _step_count_bytes(w: Workload) -> Number:
+    """Bytes of the engine's step counts: an fp32 number a tensor."""
+    return 0.0 if w.in_buckets is None else 4.0 * w.in_buckets.num_owned
 
 
 def _fp8_weight_bytes(w: Workload, p: ParamCounts) -> Number:
@@ -112,9 +102,18 @@ def sharded_params(w: Workload, p: ParamCounts) -> Array:
 
 def owned_params(w: Workload, p: ParamCounts) -> tuple[Array, Array]:
     """(dense parameters or adapters, experts) whose optimizer states a rank holds."""
-    dense, experts = (p.adapters, w.zeros) if w.fixed.adapter_rank else (p.dense, p.experts)
-    if w.zero == 0:
-        return dense, experts
+    if w.in_buckets is not None:
+        return w.in_buckets.owned_dense, w.in_buckets.owned_experts
+    return _sharded(w, p) if w.zero else _trained(w, p)
+
+
+def _trained(w: Workload, p: ParamCounts) -> tuple[Array, Array]:
+    return (p.adapters, w.zeros) if w.fixed.adapter_rank else (p.dense, p.experts)
+
+
+def _sharded(w: Workload, p: ParamCounts) -> tuple[Array, Array]:
+    """An equal share of (dense parameters or adapters, experts)."""
+    dense, experts = _trained(w, p)
     return np.asarray(dense / w.searched.shard), np.asarray(experts / _expert_shard(w))
 
 

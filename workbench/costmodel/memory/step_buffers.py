@@ -11,7 +11,6 @@ from workbench.costmodel.inputs.rank_parameters import ParamCounts
 from workbench.costmodel.inputs.rank_workload import Workload
 from workbench.costmodel.memory import activation_memory
 from workbench.costmodel.memory.live_sets.stage_phases import MemoryByCategory, add_categories
-from workbench.costmodel.memory.traced_states import bucket_elements
 
 
 def step_buffers(w: Workload, p: ParamCounts) -> MemoryByCategory:
@@ -37,7 +36,7 @@ def zero_working_set(w: Workload, p: ParamCounts) -> MemoryByCategory:
     if w.zero < 2:
         return {}
     if w.fixed.traced is not None:
-        return _whole_module(w)
+        return _whole_module(w, p)
     if w.zero == 2:
         return {
             "communication": np.minimum(
@@ -94,9 +93,9 @@ def _tiled_working_set(w: Workload, p: ParamCounts) -> MemoryByCategory:
     return {"gathered": w.element_bytes * (w.zeros + gathered), "communication": w.zeros}
 
 
-def _whole_module(w: Workload) -> MemoryByCategory:
+def _whole_module(w: Workload, p: ParamCounts) -> MemoryByCategory:
     """The same of a user's module: nothing says when each part of it computes, so that ZeRO-3
     gathers all of it. Unsharded gradients are counted as backward allocates them
     (`traced/gradient_buffers.py`).
     """
-    return {"gathered": w.zeros + (w.zero == 3) * w.element_bytes * bucket_elements(w)}
+    return {"gathered": w.zeros + (w.zero == 3) * w.element_bytes * p.total}

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from workbench.costmodel.communication.bucket_volume import PackedBucket
+from workbench.costmodel.communication.packed_buckets import PackedBucket
 from workbench.costmodel.operators.allocation_tape import AllocationTape, Storage
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from workbench.costmodel.communication.bucket_volume import rank_buckets
+from workbench.costmodel.communication.packed_buckets import rank_buckets
 from workbench.costmodel.inputs.config import stage_homes
 from workbench.costmodel.inputs.operator_stages import stages_of
 from workbench.costmodel.inputs.rank_workload import Workload

@@ -6,10 +6,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from workbench.costmodel.communication.bucket_volume import with_offloaded_buckets
 from workbench.costmodel.inputs.operator_strategies import OperatorStrategies
 from workbench.costmodel.inputs.rank_workload import Workload, workload
 from workbench.costmodel.inputs.traced_stages import TracedStages
+from workbench.costmodel.memory.bucket_elements import with_packed_buckets
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.rules.operator_rules import boundary_axes, placements, sides
 from workbench.plan.rules.python_model_rules import untraced
@@ -32,14 +32,14 @@ def planned_workload(
         PlanError: The plan uses a field that the cost model does not cover; the message names it.
     """
     if traced is not None:
-        found = with_offloaded_buckets(workload(plan, ranks, traced=traced))
+        found = with_packed_buckets(workload(plan, ranks, traced=traced))
         if len(traced.stages) == 1:
             return found
         return replace(found, hidden_per_rank=math.prod(traced.boundary) / found.tokens)
     if plan.code:
         raise untraced(plan)
     require(plan, "estimate")
-    return with_offloaded_buckets(workload(plan, ranks, operator_strategies(plan)))
+    return with_packed_buckets(workload(plan, ranks, operator_strategies(plan)))
 
 
 def operator_strategies(plan: ResolvedPlan) -> OperatorStrategies | None:

@@ -1,0 +1,84 @@
+"""What the buckets of one plan hold, exactly: small ones notice what aligns their tensors and pads
+them to equal shards, and which of their tensors are in a rank's shard.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+
+from workbench.costmodel.communication.packed_buckets import (
+    TILE,
+    PackedBucket,
+    rank_buckets,
+    with_replicas_at,
+)
+from workbench.costmodel.inputs.packed_parameters import BucketElements
+from workbench.costmodel.inputs.rank_workload import Workload
+from workbench.runtime_facts.bucket_packing import aligned_numel
+from workbench.runtime_facts.offload_sizes import HostShare
+
+
+def with_packed_buckets(w: Workload) -> Workload:
+    """`w` of one plan with what the engine's buckets hold, and the share of them whose optimizer
+    states each rank's host takes, where the plan offloads a part (`data.offload_ratio`).
+    """
+    if not w.fixed.framework.data_parallel.packs_buckets or w.fixed.adapter_rank:
+        return w
+    ranks = [list(_buckets(w, at)) for at in range(len(w.places))]
+    ratio = float(w.searched.offload_optimizer)
+    if ratio not in (0.0, 1.0):
+        shares = np.array([_host_share(buckets, ratio) for buckets in ranks])
+        w = replace(w, searched=replace(w.searched, offload_optimizer=shares))
+    return replace(w, in_buckets=_elements(w, ranks))
+
+
+def _buckets(w: Workload, at: int) -> Iterator[PackedBucket]:
+    for stage in rank_buckets(with_replicas_at(w, at), w.places[at].stage):
+        yield from stage
+
+
+def _host_share(buckets: list[PackedBucket], ratio: float) -> float:
+    host = HostShare(ratio)
+    for bucket in buckets:
+        host.takes(bucket.elements)
+    return host.share
+
+
+def _elements(w: Workload, ranks: list[list[PackedBucket]]) -> BucketElements:
+    sums = [
+        [sum(of(b) for b in buckets if b.experts == experts) for buckets in ranks]
+        for of in (_numel, _stepped)
+        for experts in (False, True)
+    ]
+    tensors = [sum(len(_in_first_shard(b)) for b in buckets) for buckets in ranks]
+    layers = [_largest_layer(buckets) for buckets in ranks]
+    return BucketElements(*(np.array(each, dtype=float) for each in (*sums, tensors, layers)))
+
+
+def _numel(bucket: PackedBucket) -> int:
+    return bucket.elements
+
+
+def _stepped(bucket: PackedBucket) -> int:
+    return sum(_in_first_shard(bucket))
+
+
+def _in_first_shard(bucket: PackedBucket) -> list[int]:
+    """Elements of each tensor, or part of one, that the first rank of a shard group steps."""
+    length, start, parts = bucket.elements // bucket.shards, 0, []
+    for member in bucket.members:
+        parts.append(min(start + member.elements, length) - start)
+        start += aligned_numel(member.elements)
+    return [part for part in parts if part > 0]
+
+
+def _largest_layer(buckets: list[PackedBucket]) -> int:
+    """Elements of the largest layer, where its tensors share no bucket with those of others."""
+    layers: Counter[str] = Counter()
+    for bucket in buckets:
+        layers[bucket.unit.partition(TILE)[0]] += bucket.elements
+    return max((size for unit, size in layers.items() if unit.isdigit()), default=0)
