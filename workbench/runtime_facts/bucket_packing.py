@@ -37,6 +37,23 @@ def pack_by_size(tensors: Iterable[tuple[Hashable, int]], limit: float) -> Itera
         yield bucket
 
 
+def pack_by_unit(keys: Iterable[Hashable]) -> Iterator[list[int]]:
+    """One bucket for each key (a ZeRO-3 unit, and what its gradients are reduced over), however
+    large.
+
+    Args:
+        keys: Of each tensor, in the model's order.
+
+    Yields:
+        Places in `keys` of what shares a bucket, in the model's order; buckets in the order of
+        backward.
+    """
+    buckets: dict[Hashable, list[int]] = {}
+    for place, key in enumerate(keys):
+        buckets.setdefault(key, []).append(place)
+    yield from reversed(buckets.values())
+
+
 def aligned_numel(elements: int) -> int:
     """Elements of a tensor and of the padding behind it."""
     return -(-elements // ALIGNED_NUMEL) * ALIGNED_NUMEL

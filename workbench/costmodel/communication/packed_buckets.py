@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
@@ -20,7 +19,7 @@ from workbench.costmodel.inputs.parameter_tensors import (
 )
 from workbench.costmodel.inputs.rank_workload import Workload
 from workbench.costmodel.inputs.traced_stages import TracedStages
-from workbench.runtime_facts.bucket_packing import pack_by_size, padded_numel
+from workbench.runtime_facts.bucket_packing import pack_by_size, pack_by_unit, padded_numel
 
 TILE = ".tile"
 """Between the numbers of a layer and of its tile, in the name of the tile's unit."""
@@ -76,23 +75,22 @@ def rank_buckets(w: Workload, pipeline_rank: int) -> list[list[PackedBucket]]:
 
 def _pack(w: Workload, parameters: list[StageParameter]) -> list[PackedBucket]:
     """Buckets by size; under ZeRO-3 one a unit, however large."""
-    limit = math.inf
-    if w.zero < 3:
-        limit = float(w.searched.bucket_bytes / w.gradient_element_bytes)
+    keys = [(p.partial_over, p.own_bucket, p.experts) for p in parameters]
+    if w.zero == 3:
+        units = pack_by_unit((p.unit, key) for p, key in zip(parameters, keys))
+        return [_bucket(w, [parameters[place] for place in unit]) for unit in units]
+    limit = float(w.searched.bucket_bytes / w.gradient_element_bytes)
     backward = parameters[::-1]
-    tensors = [
-        ((p.unit if w.zero == 3 else "", p.partial_over, p.own_bucket, p.experts), p.elements)
-        for p in backward
-    ]
+    tensors = zip(reversed(keys), (p.elements for p in backward))
     return [_bucket(w, [backward[place] for place in it]) for it in pack_by_size(tensors, limit)]
 
 
 def _bucket(w: Workload, parameters: list[StageParameter]) -> PackedBucket:
-    last, sizes = parameters[-1], [p.elements for p in parameters]
+    first, sizes = parameters[0], [p.elements for p in parameters]
     members = tuple(parameters)
-    shards = max(1, int(w.searched.shard) // expert_ranks(w, last)) if w.zero else 1
+    shards = max(1, int(w.searched.shard) // expert_ranks(w, first)) if w.zero else 1
     elements = padded_numel(sizes, shards)
-    return PackedBucket(last.unit, elements, last.partial_over, last.experts, members, shards)
+    return PackedBucket(first.unit, elements, first.partial_over, first.experts, members, shards)
 
 
 def expert_ranks(w: Workload, packed: StageParameter | PackedBucket) -> int:

@@ -17,6 +17,7 @@ from workbench.costmodel.inputs.config import Number
 from workbench.costmodel.inputs.rank_workload import Workload
 from workbench.costmodel.memory.activation_memory import has_weight_gradients
 from workbench.runtime_facts.loss_chunks import loss_chunk_tokens
+from workbench.runtime_facts.offload_sizes import stepped_bytes
 
 ROTARY_TABLE_KERNELS = 12
 """Of the tables of cosines and sines, which each stage makes anew for a microbatch."""
@@ -394,19 +395,18 @@ def optimizer_bytes(w: Workload, owned: Number) -> Number:
 
 
 def host_step_bytes(w: Workload, owned: Number) -> Number:
-    """Bytes of host memory that the update of offloaded states moves: each state is read and
-    written once, the gradient read, and what was stepped read again to be rounded into staging
-    buffers. Casts stay in cache. The norm is the device's. A loss scale is divided out of fp32
-    gradients in place; clipping, which few steps do, is left out.
+    """Bytes of host memory that the update of offloaded states moves. The norm is the device's. A
+    loss scale is divided out of fp32 gradients in place; clipping, which few steps do, is left out.
 
     Args:
         w: Per-rank problem sizes.
         owned: Parameters whose optimizer states the rank holds.
     """
     stepped = w.fixed.master_bytes or w.element_bytes
-    states, g = 2 * (w.fixed.moment_bytes + stepped), w.gradient_element_bytes
+    g = w.gradient_element_bytes
     unscaled = 2 * g * (w.fixed.precision == "fp16") * (g == stepped)
-    return owned * (g + unscaled + states + stepped + w.element_bytes)
+    moved: Number = stepped_bytes(g, w.fixed.moment_bytes, stepped, w.element_bytes)
+    return owned * (moved + unscaled)
 
 
 def _scattered(w: Workload) -> Number:

@@ -5,7 +5,10 @@ notice: a vector of 32 elements takes 64.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+
+import numpy as np
+from numpy.typing import NDArray
 
 from workbench.costmodel.inputs.config import Array, Number
 from workbench.costmodel.inputs.parameter_tensors import (
@@ -26,13 +29,17 @@ class BucketElements:
     dense: Array
     """Of all buckets but those of experts, padding included."""
     experts: Array
-    owned_dense: Array
+    stepped: Array
     """What the first rank of a shard group steps: padding has no moments."""
-    owned_experts: Array
-    num_owned: Array
+    num_stepped: Array
     """Number of tensors, or parts of tensors, that it steps."""
     layer: Array
     """Of the buckets of the largest layer under ZeRO-3."""
+
+    def of(self, ranks: NDArray[np.int64]) -> BucketElements:
+        """Those of some ranks, which may be named several times."""
+        columns = (getattr(self, field.name) for field in fields(self))
+        return BucketElements(*(column[ranks] for column in columns))
 
 
 def packed_params(w: RankShapes, own: ParamCounts, exact: BucketElements | None) -> ParamCounts:

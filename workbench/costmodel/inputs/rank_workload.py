@@ -325,7 +325,7 @@ def _rows(shape: Shape, blocks: TensorTiling) -> Number:
 
 def _table_rows(
     s: FixedConfig, places: Sequence[RankPlace], blocks: TensorTiling
-) -> dict[str, Number]:
+) -> dict[str, Any]:
     """Rows of the hidden width that a rank's embedding and head are."""
     if s.traced is not None:
         tables = [s.traced.largest(stages_of(s, place.stage)) for place in places]

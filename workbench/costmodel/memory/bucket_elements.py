@@ -5,7 +5,7 @@ them to equal shards, and which of their tensors are in a rank's shard.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -16,6 +16,7 @@ from workbench.costmodel.communication.packed_buckets import (
     rank_buckets,
     with_replicas_at,
 )
+from workbench.costmodel.inputs.config import Array
 from workbench.costmodel.inputs.packed_parameters import BucketElements
 from workbench.costmodel.inputs.rank_workload import Workload
 from workbench.runtime_facts.bucket_packing import aligned_numel
@@ -49,22 +50,18 @@ def _host_share(buckets: list[PackedBucket], ratio: float) -> float:
 
 
 def _elements(w: Workload, ranks: list[list[PackedBucket]]) -> BucketElements:
-    sums = [
-        [sum(of(b) for b in buckets if b.experts == experts) for buckets in ranks]
-        for of in (_numel, _stepped)
-        for experts in (False, True)
-    ]
-    tensors = [sum(len(_in_first_shard(b)) for b in buckets) for buckets in ranks]
-    layers = [_largest_layer(buckets) for buckets in ranks]
-    return BucketElements(*(np.array(each, dtype=float) for each in (*sums, tensors, layers)))
+    stepped = [[part for bucket in own for part in _in_first_shard(bucket)] for own in ranks]
 
+    def by_rank(numbers: Iterable[float]) -> Array:
+        return np.array([*numbers], dtype=float)
 
-def _numel(bucket: PackedBucket) -> int:
-    return bucket.elements
-
-
-def _stepped(bucket: PackedBucket) -> int:
-    return sum(_in_first_shard(bucket))
+    return BucketElements(
+        dense=by_rank(sum(b.elements for b in own if not b.experts) for own in ranks),
+        experts=by_rank(sum(b.elements for b in own if b.experts) for own in ranks),
+        stepped=by_rank(map(sum, stepped)),
+        num_stepped=by_rank(map(len, stepped)),
+        layer=by_rank(map(_largest_layer, ranks)),
+    )
 
 
 def _in_first_shard(bucket: PackedBucket) -> list[int]:

@@ -37,11 +37,11 @@ def model_states(w: Workload, p: ParamCounts) -> ModelStates:
         once per step of several microbatches.
     """
     # Buckets hold parameters and gradients, and between them padding, which has no moments.
-    packed, optimizer = w.packed_counts, np.asarray(sum(owned_params(w, p)))
+    packed, optimizer = w.packed_counts, stepped_params(w)
     whole = packed.trained
     gradients = whole
     if w.zero >= 2:
-        sharded = np.asarray(sum(_sharded(w, packed)))
+        sharded = np.asarray(sum(owned_params(w, packed)))
         gradients = np.where(w.reduce_microbatch > 0, sharded, whole)
     widened = w.fixed.framework.model_states.upcast_gradient_bytes(w.fixed.precision)
     return ModelStates(
@@ -57,8 +57,8 @@ def model_states(w: Workload, p: ParamCounts) -> ModelStates:
 
 
 def _step_count_bytes(w: Workload) -> Number:
-    """Bytes of the engine's step counts: an fp32 number a tensor."""
-    return 0.0 if w.in_buckets is None else 4.0 * w.in_buckets.num_owned
+    """Bytes of the engine's step counts, an fp32 number a tensor; searches leave them out."""
+    return 0.0 if w.in_buckets is None else 4.0 * w.in_buckets.num_stepped
 
 
 def _fp8_weight_bytes(w: Workload, p: ParamCounts) -> Number:
@@ -102,19 +102,17 @@ def sharded_params(w: Workload, p: ParamCounts) -> Array:
 
 def owned_params(w: Workload, p: ParamCounts) -> tuple[Array, Array]:
     """(dense parameters or adapters, experts) whose optimizer states a rank holds."""
-    if w.in_buckets is not None:
-        return w.in_buckets.owned_dense, w.in_buckets.owned_experts
-    return _sharded(w, p) if w.zero else _trained(w, p)
-
-
-def _trained(w: Workload, p: ParamCounts) -> tuple[Array, Array]:
-    return (p.adapters, w.zeros) if w.fixed.adapter_rank else (p.dense, p.experts)
-
-
-def _sharded(w: Workload, p: ParamCounts) -> tuple[Array, Array]:
-    """An equal share of (dense parameters or adapters, experts)."""
-    dense, experts = _trained(w, p)
+    dense, experts = (p.adapters, w.zeros) if w.fixed.adapter_rank else (p.dense, p.experts)
+    if w.zero == 0:
+        return dense, experts
     return np.asarray(dense / w.searched.shard), np.asarray(experts / _expert_shard(w))
+
+
+def stepped_params(w: Workload) -> Array:
+    """Parameters whose optimizer states a rank holds: of one plan, what lies in its shards."""
+    if w.in_buckets is not None:
+        return w.in_buckets.stepped
+    return np.asarray(sum(owned_params(w, w.param_counts)))
 
 
 def _expert_shard(w: Workload) -> Number:

@@ -8,7 +8,7 @@ from workbench.costmodel.inputs.config import Array, Number
 from workbench.costmodel.inputs.rank_workload import Workload
 from workbench.costmodel.memory.activation_memory import has_weight_gradients
 from workbench.costmodel.memory.live_sets.stage_phases import add_categories
-from workbench.costmodel.memory.model_states import owned_params
+from workbench.costmodel.memory.model_states import stepped_params
 from workbench.costmodel.memory.optimizer_step import cast_bytes_per_param
 from workbench.runtime_facts.cast_sizes import HOST_CAST_BYTES
 from workbench.runtime_facts.offload_sizes import STAGING_BYTES
@@ -44,7 +44,7 @@ def by_tier(w: Workload, states: dict[str, Array]) -> dict[str, dict[str, Array]
 
 def _copied_parameters(w: Workload) -> Array:
     """Bytes of what the host steps where there are no master weights: a copy of the parameters."""
-    k, owned = w.searched, np.asarray(sum(owned_params(w, w.param_counts)))
+    k, owned = w.searched, stepped_params(w)
     steps_copy = np.maximum(1 - k.offload_parameters, w.fixed.delays_update)
     own = w.fixed.framework.data_parallel.stages_offload and w.fixed.master_bytes == 0
     return np.asarray(owned * k.offload_optimizer * w.fixed.parameter_bytes * own * steps_copy)
@@ -64,7 +64,7 @@ def host_buffers(w: Workload) -> dict[str, Array]:
     if not w.fixed.framework.data_parallel.stages_offload:
         return activations
     not_there = 1 - k.offload_parameters
-    owned = np.asarray(sum(owned_params(w, w.param_counts)) * k.offload_optimizer)
+    owned = stepped_params(w) * k.offload_optimizer
     casts = np.minimum(owned * cast_bytes_per_param(w), HOST_CAST_BYTES)
     return activations | {
         "gradients": w.zeros + owned * w.gradient_element_bytes * (1 + w.fixed.delays_update),

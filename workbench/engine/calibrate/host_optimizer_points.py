@@ -16,12 +16,7 @@ from workbench.engine.calibrate.measured_sizes import CalibrationSurvey
 from workbench.engine.optimizer import MixedPrecisionOptimizer
 from workbench.parallel.layout import Layout
 from workbench.plan.schema import Optimizer
-from workbench.runtime_facts.offload_sizes import STAGING_BYTES
-
-STEPPED_BYTES = 2 + 2 * (4 + 4 + 4) + 4 + 2
-"""Host memory that a step moves, a parameter: it reads the gradient, reads and writes both moments
-and the master weight, reads that again and writes 16 bits.
-"""
+from workbench.runtime_facts.offload_sizes import STAGING_BYTES, stepped_bytes
 
 
 def host_optimizer_points(survey: CalibrationSurvey) -> Iterator[Point]:
@@ -38,7 +33,7 @@ def host_optimizer_points(survey: CalibrationSurvey) -> Iterator[Point]:
             staged[: piece.numel()].copy_(piece)
 
     numel = sum(survey.stepped)
-    labels = {"parameters": numel, "bytes": numel * STEPPED_BYTES}
+    labels = {"parameters": numel, "bytes": numel * stepped_bytes(gradient=2, moments=4 + 4, target=4, parameter=2)}
     yield Point(
         "host_optimizer", labels, lambda: optimizer.step(0, on_stepped=round_bucket), "cores"
     )

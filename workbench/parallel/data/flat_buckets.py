@@ -13,7 +13,12 @@ from torch import Tensor
 
 from workbench.parallel.layout import Layout
 from workbench.parallel.mesh import Mesh, MeshAxis
-from workbench.runtime_facts.bucket_packing import aligned_numel, pack_by_size, padded_numel
+from workbench.runtime_facts.bucket_packing import (
+    aligned_numel,
+    pack_by_size,
+    pack_by_unit,
+    padded_numel,
+)
 
 ReductionAxes = Mapping[str, tuple[MeshAxis, ...]]
 """Local parameter name -> the axes over which its gradient is summed. The last one is the axis of
@@ -142,7 +147,6 @@ def buckets_by_unit(
     As in `buckets_by_size`, a unit has several buckets where reduction axes differ, or for
     `separate`.
     """
-    buckets: dict[object, list[str]] = {}
-    for name in names:
-        buckets.setdefault((unit_of(name), sums[name], name == separate), []).append(name)
-    yield from reversed(buckets.values())
+    own = list(names)
+    for bucket in pack_by_unit((unit_of(n), sums[n], n == separate) for n in own):
+        yield [own[index] for index in bucket]

@@ -101,6 +101,7 @@ def _stages_of_ranks(w: Workload) -> tuple[Workload, list[list[int]]]:
         has_embedding=column([x.has_embedding for x in every]),
         has_head=column([x.has_head for x in every]),
         recomputed_layers=w.searched.recomputed_layers,
+        in_buckets=w.in_buckets and w.in_buckets.of(of_rank),
         rank_multiplicity=_of_rank(w.rank_multiplicity, of_rank),
         num_boundary_transfers=_of_rank(w.num_boundary_transfers, of_rank),
         microbatches_in_flight=_of_rank(w.microbatches_in_flight, of_rank),
