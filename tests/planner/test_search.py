@@ -75,13 +75,12 @@ def agree_on_memory(full: ResolvedPlan, searched: float, estimated: float) -> No
 
 def padding_bytes(w: Workload) -> int:
     """Most that a search leaves out: less than 64 elements of each shard of a bucket, their
-    parameters, gradients, moments and master weights, and the step counts of tensors.
+    parameters, gradients, moments and master weights.
     """
     if w.in_buckets is None:
         return 0
     buckets = [b for place in w.places for stage in rank_buckets(w, place.stage) for b in stage]
-    of_shards = sum(b.shards for b in buckets if b.shards > 1) * 64 * (4 + 4 + 8 + 4)
-    return of_shards + 4 * sum(len(bucket.members) for bucket in buckets)
+    return sum(b.shards for b in buckets if b.shards > 1) * 64 * (4 + 4 + 8 + 4)
 
 
 @pytest.mark.drawn(4)

@@ -21,8 +21,12 @@ RECOMPUTE_KINDS = ("none", "selective", "full")
 """Activation checkpointing, each kind saving more memory than the one before."""
 OFFLOAD_KINDS = ("none", "optimizer", "parameters")
 """What ZeRO-Offload keeps in host memory, each more than the one before."""
-TILE_FACTORS = (1, 2, 4)
-"""Tiles of a linear: more save nothing, once embedding and head are the largest units."""
+TILE_FACTORS = (1, 2, 4, 8, 16)
+"""Tiles of a linear (2104.07857, section 5.1.3). A layer's backward holds a tile, a tile's gradient
+and the head's; the head's backward holds its table and gradient. Once two tiles are smaller than
+the table, more save nothing but where a layer's activations decide the peak: 1e12 parameters gain
+up to 16.
+"""
 MAX_DOUBLINGS = 6
 PRESETS = ("zero-3", "megatron-3d", "zero-infinity")
 """Whole strategies that are tried before more GPUs, as they are and then recomputing all."""

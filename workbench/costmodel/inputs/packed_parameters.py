@@ -31,8 +31,6 @@ class BucketElements:
     experts: Array
     stepped: Array
     """What the first rank of a shard group steps: padding has no moments."""
-    num_stepped: Array
-    """Number of tensors, or parts of tensors, that it steps."""
     layer: Array
     """Of the buckets of the largest layer under ZeRO-3."""
 

@@ -27,7 +27,7 @@ def with_packed_buckets(w: Workload) -> Workload:
     """`w` of one plan with what the engine's buckets hold, and the share of them whose optimizer
     states each rank's host takes, where the plan offloads a part (`data.offload_ratio`).
     """
-    if not w.fixed.framework.data_parallel.packs_buckets or w.fixed.adapter_rank:
+    if not _is_packed(w):
         return w
     ranks = [list(_buckets(w, at)) for at in range(len(w.places))]
     ratio = float(w.searched.offload_optimizer)
@@ -35,6 +35,14 @@ def with_packed_buckets(w: Workload) -> Workload:
         shares = np.array([_host_share(buckets, ratio) for buckets in ranks])
         w = replace(w, searched=replace(w.searched, offload_optimizer=shares))
     return replace(w, in_buckets=_elements(w, ranks))
+
+
+def _is_packed(w: Workload) -> bool:
+    """Whether buckets hold the model's tensors one by one: not those of adapters, of multi-head
+    latent attention and of the prediction of further tokens.
+    """
+    unknown = w.fixed.adapter_rank or w.shape.mla or w.shape.mtp_layers
+    return w.fixed.framework.data_parallel.packs_buckets and not unknown
 
 
 def _buckets(w: Workload, at: int) -> Iterator[PackedBucket]:
@@ -50,27 +58,24 @@ def _host_share(buckets: list[PackedBucket], ratio: float) -> float:
 
 
 def _elements(w: Workload, ranks: list[list[PackedBucket]]) -> BucketElements:
-    stepped = [[part for bucket in own for part in _in_first_shard(bucket)] for own in ranks]
-
     def by_rank(numbers: Iterable[float]) -> Array:
         return np.array([*numbers], dtype=float)
 
     return BucketElements(
         dense=by_rank(sum(b.elements for b in own if not b.experts) for own in ranks),
         experts=by_rank(sum(b.elements for b in own if b.experts) for own in ranks),
-        stepped=by_rank(map(sum, stepped)),
-        num_stepped=by_rank(map(len, stepped)),
+        stepped=by_rank(sum(map(_in_first_shard, own)) for own in ranks),
         layer=by_rank(map(_largest_layer, ranks)),
     )
 
 
-def _in_first_shard(bucket: PackedBucket) -> list[int]:
-    """Elements of each tensor, or part of one, that the first rank of a shard group steps."""
-    length, start, parts = bucket.elements // bucket.shards, 0, []
+def _in_first_shard(bucket: PackedBucket) -> int:
+    """Elements of tensors that the first rank of a shard group steps."""
+    length, start, found = bucket.elements // bucket.shards, 0, 0
     for member in bucket.members:
-        parts.append(min(start + member.elements, length) - start)
+        found += max(0, min(start + member.elements, length) - start)
         start += aligned_numel(member.elements)
-    return [part for part in parts if part > 0]
+    return found
 
 
 def _largest_layer(buckets: list[PackedBucket]) -> int:

@@ -51,14 +51,9 @@ def model_states(w: Workload, p: ParamCounts) -> ModelStates:
         gradients=gradients * w.stored_gradient_bytes
         + whole * w.fixed.gradient_accumulator_bytes
         + optimizer * widened,
-        optimizer=optimizer * w.fixed.moment_bytes + _step_count_bytes(w),
+        optimizer=optimizer * w.fixed.moment_bytes,
         master=optimizer * w.fixed.master_bytes,
     )
-
-
-def _step_count_bytes(w: Workload) -> Number:
-    """Bytes of the engine's step counts, an fp32 number a tensor; searches leave them out."""
-    return 0.0 if w.in_buckets is None else 4.0 * w.in_buckets.num_stepped
 
 
 def _fp8_weight_bytes(w: Workload, p: ParamCounts) -> Number:

@@ -33,7 +33,8 @@ def host_optimizer_points(survey: CalibrationSurvey) -> Iterator[Point]:
             staged[: piece.numel()].copy_(piece)
 
     numel = sum(survey.stepped)
-    labels = {"parameters": numel, "bytes": numel * stepped_bytes(gradient=2, moments=4 + 4, target=4, parameter=2)}
+    each = stepped_bytes(gradient=2, moments=4 + 4, target=4, parameter=2)
+    labels = {"parameters": numel, "bytes": numel * each}
     yield Point(
         "host_optimizer", labels, lambda: optimizer.step(0, on_stepped=round_bucket), "cores"
     )

@@ -12,6 +12,8 @@ from workbench.plan.rules import legal_sizes
 from workbench.plan.schema import NARROW
 
 FIELD = "strategy.data.tile_factor"
+BESIDE = {"zero": 3, "keep_gathered": False, "pipeline": 1, "tensor": 1}
+"""What a search varies too, and its only value beside which linears are computed by tiles."""
 
 
 def linear_widths(shape: Shape) -> dict[str, int]:
@@ -41,25 +43,33 @@ def problems(plan: ResolvedPlan) -> Iterator[Problem]:
 def _beside(plan: ResolvedPlan) -> str | None:
     """What the plan has beside which no linear is computed by tiles, and what is legal."""
     s = plan.strategy
-    data, tensor = s.data, s.tensor.ranks
+    data, tensor, pipeline = s.data, s.tensor.ranks, plan.sizes["pipeline"]
     cases = (
         (
             s.stack != "workbench",
             f"but stack is {s.stack}, whose tiling is not known",
             "stack: workbench",
         ),
-        (data.zero < 3, f"which needs data.zero 3; zero is {data.zero}", "data.zero: 3"),
         (
-            data.keep_gathered,
+            data.zero != BESIDE["zero"],
+            f"which needs data.zero 3; zero is {data.zero}",
+            "data.zero: 3",
+        ),
+        (
+            data.keep_gathered != BESIDE["keep_gathered"],
             "but data.keep_gathered is true: all tiles stay",
             "keep_gathered: false",
         ),
         (
-            plan.sizes["pipeline"] > 1,
-            f"but pipeline.size is {plan.sizes['pipeline']}: each stage stays gathered",
+            pipeline != BESIDE["pipeline"],
+            f"but pipeline.size is {pipeline}: each stage stays gathered",
             "pipeline.size: 1",
         ),
-        (tensor > 1, f"but {tensor} tensor ranks divide each linear already", "tensor.size: 1"),
+        (
+            tensor != BESIDE["tensor"],
+            f"but {tensor} tensor ranks divide each linear already",
+            "tensor.size: 1",
+        ),
         (bool(s.operators), "but strategy.operators divide linears already", "no operators"),
         (bool(plan.code), "but the model is code", "a model by its shape"),
         (bool(plan.profiled), "but a layer profile has no linears", "a model by its shape"),

@@ -27,6 +27,7 @@ from workbench.costmodel.inputs.config import (
 from workbench.costmodel.inputs.rank_workload import Workload, assemble_workload
 from workbench.plan.optimizer_state import DTYPE_BYTES
 from workbench.plan.rank_placement import RankPlace, axis_strides
+from workbench.plan.rules import tile_rules
 from workbench.plan.stage_partition import balanced
 from workbench.planner.framework_limits import framework_limits
 from workbench.planner.search.distinct_stages import DistinctStages, distinct_stages
@@ -299,9 +300,10 @@ def _cells_of_splits(
 
 
 def splits_of_tiles(s: FixedConfig, splits: tuple[LayerSplit, ...]) -> tuple[LayerSplit, ...]:
-    """Those beside which linears may be computed by tiles, as `tile_rules` says of a plan."""
-    may = s.zero == 3 and s.pipeline == 1
-    return tuple(split for split in splits if may and split.tensor == 1)
+    """Those beside which linears may be computed by tiles."""
+    legal = tile_rules.BESIDE
+    may = (s.zero, s.pipeline) == (legal["zero"], legal["pipeline"])
+    return tuple(split for split in splits if may and split.tensor == legal["tensor"])
 
 
 OFFLOAD_BY_ZERO = {
