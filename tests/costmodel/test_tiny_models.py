@@ -63,7 +63,7 @@ def _written(rng: random.Random) -> Plan:
     )
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(4))
 def test_an_estimate_of_a_tiny_model_is_what_every_rank_needs(seed: int) -> None:
     agrees(drawn(seed))
 
@@ -74,10 +74,10 @@ STATES = ("parameters", "gradients", "optimizer", "master")
 @pytest.mark.parametrize(
     ("zero", "bucket_mib", "data", "precision", "more"),
     [
-        (1, 0.002, 3, "bf16", {"strategy.pipeline.size": 2}),
+        pytest.param(1, 0.002, 3, "bf16", {"strategy.pipeline.size": 2}, marks=pytest.mark.slow),
         (2, 0.01, 3, "fp32", {"strategy.tensor.size": 2}),
         (2, 0.03, 4, "bf16", {"strategy.expert.size": 2, "model.moe": EXPERTS}),
-        (3, 25, 4, "bf16", {"strategy.data.shard": 2}),
+        pytest.param(3, 25, 4, "bf16", {"strategy.data.shard": 2}, marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -85,7 +85,7 @@ def test_states_are_what_the_buckets_of_an_engine_hold(
     zero: int, bucket_mib: float, data: int, precision: str, more: dict[str, Any]
 ) -> None:
     ranks = data * more.get("strategy.pipeline.size", 1) * more.get("strategy.tensor.size", 1)
-    shape = {"layers": 2, "hidden": 20, "heads": 4, "ffn": 30, "vocab": 257, "mlp": "swiglu"}
+    shape = {"layers": 2, "hidden": 24, "heads": 4, "ffn": 30, "vocab": 257, "mlp": "swiglu"}
     written = {
         "model": shape | {"norm": "layernorm"},
         "cluster": {"gpu": "local", "gpus": ranks},
@@ -112,6 +112,6 @@ def states(profile: Profile, rank: int) -> dict[str, int]:
 
 @pytest.mark.slow
 @pytest.mark.drawn(6)
-@pytest.mark.parametrize("seed", range(6, 80))
+@pytest.mark.parametrize("seed", range(4, 80))
 def test_estimates_of_tiny_models_are_what_every_rank_needs(seed: int) -> None:
     agrees(drawn(seed))
