@@ -96,6 +96,8 @@ def test_a_gpu_without_the_plans_precision_is_no_usual_one() -> None:
     [
         (["5"], "parameters: is 5; legal: 1e+06 to 1e+15"),
         (["1e30"], "parameters: is 1e+30"),
+        (["nan"], "parameters: is nan; legal: 1e+06"),
+        (["-5B"], "parameters: is -5e+09; legal: 1e+06"),
         (["100Q"], "SUBJECT: '100Q' is no number of parameters"),
         (["gpt3-31b"], "model: 'gpt3-31b' is not known; did you mean gpt3-13b"),
         (["missing.yaml"], "missing.yaml: cannot be read"),

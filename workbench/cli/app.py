@@ -10,6 +10,7 @@ import contextlib
 import inspect
 import json
 import os
+import re
 import sys
 import tempfile
 import traceback
@@ -18,7 +19,7 @@ from importlib import import_module
 from typing import Any, NamedTuple
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from workbench import verbs
 from workbench.errors import ChildError, PlanError, RunError
@@ -31,6 +32,9 @@ TRACEBACK = "WORKBENCH_TRACEBACK"
 """Environment variable that shows the traceback of an internal error."""
 SHOWN = 200
 """Characters of an internal error's own message."""
+
+
+NEGATIVE = re.compile(r"-\.?([0-9]|(nan|inf)$)", re.IGNORECASE)
 
 
 class Command(NamedTuple):
@@ -99,6 +103,17 @@ def help_text(name: str) -> str:
     return (inspect.getdoc(verb) or "").partition("\n\nArgs:")[0]
 
 
+class NegativeNumbers(TyperCommand):
+    """A command that takes what begins as a negative number for an argument, as argparse does: no
+    option is named so, and a verb says what is legal.
+    """
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the command line."""
+        ctx.ignore_unknown_options = any(map(NEGATIVE.match, args))
+        return super().parse_args(ctx, args)
+
+
 class LazyGroup(TyperGroup):
     """The commands of the table, listed by family; one is imported when it is called.
 
@@ -118,7 +133,7 @@ class LazyGroup(TyperGroup):
             add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None
         )
         function = getattr(module, _FUNCTIONS.get(cmd_name, cmd_name))
-        single.command(cmd_name, help=help_text(cmd_name))(function)
+        single.command(cmd_name, cls=NegativeNumbers, help=help_text(cmd_name))(function)
         return typer.main.get_command(single)
 
     def invoke(self, ctx: Any) -> Any:

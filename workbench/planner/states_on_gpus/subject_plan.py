@@ -24,7 +24,7 @@ MODEL_ALONE = {
     "training": {"micro_batch": 1, "global_batch": 1},
 }
 """What stands beside a model of which no plan is given."""
-NUMBER = re.compile(r"([0-9.]+(?:e[+-]?[0-9]+)?)\s*([kmbgt]?)", re.IGNORECASE)
+NUMBER = re.compile(r"([+-]?(?:[0-9.]+(?:e[+-]?[0-9]+)?|nan|inf))\s*([kmbgt]?)", re.IGNORECASE)
 
 
 def subject_plan(subject: Plan | str | Path | float, changes: Mapping[str, Any]) -> Plan:
@@ -68,7 +68,7 @@ def number_of_parameters(subject: str | Path | float) -> float | None:
     else:
         return None
     least, most = PARAMETERS
-    if not least <= count <= most:
+    if not least <= count <= most:  # NaN is neither
         raise refuse("parameters", f"is {count:g}; legal: {least:g} to {most:g}")
     return count
 
