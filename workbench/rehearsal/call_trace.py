@@ -74,7 +74,7 @@ class RecordedCalls:
 
 class CallRecorder(TorchDispatchMode):
     """Records the calls that are made while it is entered, any number of times; it can say those of
-    an action again, as `replayed_steps.ActionRecorder`.
+    an action again, as `action_replayer.ActionRecorder`.
 
     Args:
         device: Of the plan's tensors; None while groups are made, whose tensors have no plan.

@@ -19,14 +19,11 @@ import torch
 from workbench.engine.measure.recorded_collective import RecordedCollective
 from workbench.engine.measure.step_sampler import StepSampler
 from workbench.engine.session import Session
-from workbench.parallel.pipeline.schedule_executor import (
-    MicrobatchState,
-    Observer,
-    ScheduleExecutor,
-)
+from workbench.parallel.pipeline.schedule_executor import MicrobatchState, Observer
 from workbench.plan.rank_placement import rank_place
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.schedule_table import pair_groups, transport
+from workbench.rehearsal.action_replayer import ActionReplayer
 from workbench.rehearsal.memory_curve import Held, Stretch, difference
 from workbench.rehearsal.operators.operator_trace import OperatorTrace
 from workbench.rehearsal.replayed_memory import MOMENT, SCHEDULE, Around, ReplayedLiveBytes
@@ -120,7 +117,7 @@ Replays = Mapping[tuple[str, int, int], int]
 """(kind, stage, microbatch) of an action that ran -> how often it was replayed."""
 
 
-class FollowingExecutor(ReplayingExecutor):
+class FollowingExecutor(ActionReplayer):
     """Replays every action of a rank, from those of one whose stages are alike.
 
     Args:
@@ -133,7 +130,7 @@ class FollowingExecutor(ReplayingExecutor):
     def __init__(
         self, of: ReplayingExecutor, recorder: ReplayedLiveBytes, plan: ResolvedPlan, rank: int
     ) -> None:
-        super().__init__(of, recorder, 0)
+        super().__init__(of, recorder)
         at, table = rank_place(plan, rank).stage, of.table
         self.axis, self.row = replace(of.axis, index=at), table.rows[at]
         self.followed = dict(zip(table.stages_of(at), table.stages_of(of.axis.index), strict=True))
@@ -153,7 +150,7 @@ class FollowingExecutor(ReplayingExecutor):
         self.recorded, nothing = recorded, torch.empty(0)
         self.replays.clear()
         self._before.clear()
-        ScheduleExecutor._run(self, self.row, nothing, nothing, None, observe)
+        self._run(self.row, nothing, nothing, None, observe)
 
     def _perform(self, at: int, action: Action, state: MicrobatchState, *_: Any) -> None:
         kind, stage = action.kind, self.followed[action.stage]

@@ -10,21 +10,16 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from workbench.parallel.pipeline.schedule_executor import (
-    MicrobatchState,
-    ScheduleExecutor,
-    StageMicrobatch,
-)
-from workbench.parallel.pipeline.stage_transfers import Transfer
+from workbench.parallel.pipeline.schedule_executor import MicrobatchState, ScheduleExecutor
+from workbench.rehearsal.action_replayer import ActionRecorder, ActionReplayer
 from workbench.rehearsal.running_actions import microbatch_of_each, running_microbatches
 from workbench.schedules import Action
-from workbench.schedules.action import SENDS, matching
+from workbench.schedules.action import matching
 
 LAST = -1
 Occurrences = dict[tuple[str, int, int], tuple[Any, int]]
@@ -37,31 +32,7 @@ class NotAlikeError(Exception):
     """Microbatches that were to be replayed do not repeat each other."""
 
 
-class ActionRecorder(Protocol):
-    """Records what actions do, and says it again."""
-
-    def schedule(self) -> AbstractContextManager[None]:
-        """A context around all actions."""
-
-    def begin(self) -> None:
-        """An action begins."""
-
-    def end(self, boundary: Tensor | None) -> Any:
-        """It has ended; its recording."""
-
-    def replay(self, recording: Any, kept: list[Any]) -> object | None:
-        """Say again what was recorded, which releases what is `kept`; what stands for the boundary
-        that it makes.
-        """
-
-    def keep(self, boundary: Any) -> None:
-        """A split backward keeps what crossed to its stage."""
-
-    def keeps(self, storage: torch.UntypedStorage) -> None:
-        """The same of a microbatch that runs."""
-
-
-class ReplayingExecutor(ScheduleExecutor):
+class ReplayingExecutor(ActionReplayer):
     """Runs some microbatches of a schedule and replays the others.
 
     Args:
@@ -78,32 +49,29 @@ class ReplayingExecutor(ScheduleExecutor):
         run_first: int,
         on_run: Callable[[], None] = lambda: None,
     ) -> None:
-        self.__dict__.update(vars(of))
-        self.recorder, self.on_run = recorder, on_run
+        super().__init__(of, recorder)
+        self.on_run = on_run
         self._run_first = {True: run_first, False: run_first}
         """Of the next run, with gradients and without."""
-        self.replays: Counter[tuple[str, int, int]] = Counter()
-        """(kind, stage, microbatch that ran) -> how often its action was replayed."""
         self.actions: dict[Hashable, list[Any]] = {}
         """What an action is recorded under -> its recordings."""
         self.occurrences: Occurrences = {}
         """Actions that ran in this run."""
+        self._ran: Counter[tuple[str, int]] = Counter()
+        """(kind, stage) -> how many of them."""
         self.is_replaying = False
         self._latest: dict[Hashable, int] = {}
         """What an action is recorded under -> the microbatch of its last recording."""
         self._compared: set[Hashable] = set()
         self.running: tuple[str, int, int] | None = None
         """(kind, stage, microbatch) of the action that runs now."""
-        self.keeps: dict[int, tuple[bool, ...]] = {}
-        """Stage -> whether its I keeps the output gradient, and the input, until W."""
-        self._kept: dict[StageMicrobatch, list[Any]] = {}
-        """What replayed microbatches keep."""
 
     def _run(self, row: tuple[Action, ...], *arguments: Any) -> Tensor | None:
         trains = torch.is_grad_enabled()
         self.replays.clear()
         self._compared.clear()
         self.occurrences.clear()
+        self._ran.clear()
         self._owners = list(microbatch_of_each(row))
         self._running, self._ends = running_microbatches(
             row, self._run_first[trains], self.table.stages
@@ -134,9 +102,10 @@ class ReplayingExecutor(ScheduleExecutor):
         return None
 
     def _note_occurrence(self, at: int, action: Action, recording: Any) -> None:
-        before = sum(x[:2] == (action.kind, action.stage) for x in self.occurrences)
-        number = LAST if at in self._ends else before
-        self.occurrences[action.kind, action.stage, number] = recording, self._owners[at]
+        kind, stage = action.kind, action.stage
+        number = LAST if at in self._ends else self._ran[kind, stage]
+        self._ran[kind, stage] += 1
+        self.occurrences[kind, stage, number] = recording, self._owners[at]
 
     def _keep(self, read: Sequence[weakref.ref[torch.UntypedStorage]], action: Action) -> None:
         """Note which of what a backward read last it keeps until W."""
@@ -165,38 +134,6 @@ class ReplayingExecutor(ScheduleExecutor):
         ran = action.kind, action.stage, self._latest[key]
         self._say_again(self.actions[key][-1], ran, action, state)
 
-    def _say_again(
-        self, recording: Any, ran: tuple[str, int, int], action: Action, state: MicrobatchState
-    ) -> None:
-        """Replay the recording of an action that `ran`, as (kind, stage, microbatch), for another
-        one.
-        """
-        self.replays[ran] += 1
-        place = action.stage, action.microbatch or 0
-        ended = self._ended(action, state)
-        kept = self._kept.pop(place, []) if action.kind == "W" else []
-        boundary: Any = self.recorder.replay(recording, kept)
-        if action.kind in SENDS:
-            x, _ = self._outgoing(action, state)
-            state.sending.append((Transfer(()), x, action))
-        if boundary is not None:
-            table, key_of = self._boundary_place(action, state)
-            table[key_of] = boundary
-        if action.kind == "I":
-            self._kept[place] = [x for x, kept in zip(ended, self.keeps[action.stage]) if kept]
-            for x in self._kept[place]:
-                self.recorder.keep(x)
-
-    def _ended(self, action: Action, state: MicrobatchState) -> list[Any]:
-        """What an action is the last to read of what crossed to its stage, taken out of `state`."""
-        place = action.stage, action.microbatch or 0
-        found: list[Any] = []
-        if action.kind in ("B", "I"):
-            found.append(state.output_gradients.pop(place, None))
-        if found or (action.kind == "F" and not torch.is_grad_enabled()):
-            found.append(state.inputs.pop(place, None))
-        return [x for x in found if x is not None]
-
     def _require_released(
         self, storages: Iterable[weakref.ref[torch.UntypedStorage]], what: object
     ) -> None:
@@ -224,23 +161,6 @@ class ReplayingExecutor(ScheduleExecutor):
         """The tensor that an action makes for another one."""
         table, key = self._boundary_place(action, state)
         return table.get(key)
-
-    def _boundary_place(
-        self, action: Action, state: MicrobatchState
-    ) -> tuple[dict[StageMicrobatch, Tensor], StageMicrobatch]:
-        """(where the executor keeps it, under which key)."""
-        stage, microbatch = place = action.stage, action.microbatch or 0
-        if action.kind == "RECV_F":
-            return state.inputs, place
-        if action.kind == "RECV_B":
-            return state.output_gradients, place
-        if action.kind in ("B", "I"):
-            return state.output_gradients, (stage - 1, microbatch)
-        if action.kind != "F" or stage == self.table.stages - 1:
-            return {}, place
-        if self.table.home(stage + 1, microbatch) == self.axis.index:
-            return state.inputs, (stage + 1, microbatch)
-        return state.outputs, place
 
     def _peer(self, action: Action) -> int:
         """Index of the rank that an action sends to or receives from; -1 for others."""
