@@ -21,6 +21,8 @@ from workbench.rehearsal.order_check import check_order
 from workbench.rehearsal.rehearse import RankSteps, rank_steps, rehearse
 
 EAGER = {"strategy.pipeline.schedule": "eager-1f1b", "strategy.pipeline.in_flight": [9, 2, 1]}
+DEFERRED = {"strategy.pipeline.schedule": "zb-h2", "strategy.recompute": "full"}
+"""Recomputed layers need more for their weight gradients than they saved before backward."""
 ZERO_1, SEQUENCE = {"strategy.data.zero": 1}, {"strategy.tensor.sequence": True}
 PLANS = [
     replicated([2, 1], 3, tied=True),
@@ -33,7 +35,7 @@ PLANS = [
     in_turn([3, 1, 2], 7, tied=True, changes=ZERO_1),
     in_turn([1, 2], 3, tied=True, changes=SEQUENCE, tensor=2),
     in_turn([2, 1], 11, changes={"strategy.pipeline.schedule": "gpipe"}, context=2),
-    in_turn([2, 3], 13, tied=True, changes={"strategy.pipeline.schedule": "zb-h2"}),
+    in_turn([1, 2, 1], 10, tied=True, changes=DEFERRED),
     in_turn([3, 1, 2], 14, changes=EAGER),
     in_turn([2], 6, changes={"strategy.pipeline.schedule": "gpipe"}),
 ]

@@ -11,11 +11,9 @@ from workbench.schedules.simulator import (
     Transport,
     in_flight,
     in_flight_by_stage,
-    most_losses,
     send_ends,
     simulate,
     uniform,
-    waiting,
 )
 from workbench.schedules.table import Table, read_csv, table_of, write_csv
 from workbench.schedules.validator import validate
@@ -34,7 +32,6 @@ __all__ = [
     "in_flight",
     "in_flight_by_stage",
     "lower",
-    "most_losses",
     "names",
     "parse_action",
     "read_csv",
@@ -45,7 +42,6 @@ __all__ = [
     "table_of",
     "uniform",
     "validate",
-    "waiting",
     "warm_up",
     "write_csv",
 ]

@@ -178,39 +178,6 @@ def _most_held(row: Row, stages: set[int]) -> int:
     return most
 
 
-def waiting(table: Table) -> tuple[int, ...]:
-    """How many of `in_flight` wait for weight gradients alone, by rank; the fewest where that is
-    reached often.
-    """
-    return tuple(_waiting(row) for row in table.rows)
-
-
-def _waiting(row: Row) -> int:
-    held = aside = 0
-    largest = (0, 0)
-    for action in row:
-        held += (action.kind == "F") - (action.kind in ("B", "W"))
-        aside += (action.kind == "I") - (action.kind == "W")
-        largest = max(largest, (held, -aside))
-    return -largest[1]
-
-
-def most_losses(table: Table) -> tuple[int, ...]:
-    """Most microbatches of the last stage whose loss has not run backward yet, by rank; 0 on ranks
-    without that stage.
-    """
-    return tuple(_most_losses(row, table.stages - 1) for row in table.rows)
-
-
-def _most_losses(row: Row, stage: int) -> int:
-    held = most = 0
-    for action in row:
-        if action.stage == stage:
-            held += (action.kind == "F") - (action.kind in ("B", "I"))
-            most = max(most, held)
-    return most
-
-
 def seconds_of(durations: Durations, action: Action) -> float:
     """Seconds that an action takes; B is I + W where no B is given."""
     if action.kind == "B" and "B" not in durations:

@@ -9,8 +9,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from workbench.costmodel.inputs.config import FixedConfig
-from workbench.costmodel.inputs.executed_schedule import lowered_schedule
+from workbench.costmodel.inputs.config import FixedConfig, named_table
+from workbench.costmodel.inputs.executed_schedule import enough_microbatches, lowered_schedule
 from workbench.schedules import Action, Table, Transport, generate, receives_early
 
 Counts = NDArray[np.int64]
@@ -50,15 +50,26 @@ or at the start of another action; all that is not at most another.
 
 def counts_transfers(s: FixedConfig) -> bool:
     """Whether `held_counts` has what is between stages: of this engine's own transfers."""
-    return s.framework.kernels.counts_operators and s.pipeline <= MOST_RANKS_WITH_TRANSFERS
+    ranks = sum(s.replicas) if s.in_turn else s.pipeline
+    return s.framework.kernels.counts_operators and ranks <= MOST_RANKS_WITH_TRANSFERS
+
+
+def counted_microbatches(s: FixedConfig, microbatches: int) -> int:
+    """As few microbatches of a step as show the most that is held."""
+    if s.in_turn:
+        return enough_microbatches(s, microbatches)
+    return min(microbatches, FILLED * s.pipeline)
 
 
 def held_counts(s: FixedConfig, microbatches: int, alike: tuple[int, ...]) -> HeldCounts:
-    """What any of the pipeline ranks `alike` holds in a step of so many microbatches."""
+    """What any of the ranks holds whose rows of the table are `alike`, in a step of so many
+    microbatches: on all replicas that take them in turn.
+    """
     transfers = (s.transport, s.pair_groups) if counts_transfers(s) else None
-    if s.table is not None:
-        return _of_table(s.table, s.schedule, transfers, alike)
-    enough = min(microbatches, FILLED * s.pipeline)
+    enough = counted_microbatches(s, microbatches)
+    if s.table is not None or s.in_turn:
+        table = s.table or named_table(s, enough)
+        return _of_table(table, s.schedule, transfers, alike)
     return _of_schedule(s.schedule, s.pipeline, enough, s.chunks, transfers, alike)
 
 

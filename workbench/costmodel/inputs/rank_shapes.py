@@ -66,7 +66,7 @@ class RankShapes:
     """1 where gradients are reduced after every microbatch."""
     # by rank of `places`
     alike: tuple[tuple[int, ...], ...]
-    """Pipeline ranks that this entry stands for."""
+    """Rows of the schedule's table that this entry stands for."""
     rank_multiplicity: Array
     """How many they are."""
     layers: Array
@@ -87,8 +87,6 @@ class RankShapes:
     """Tensors of a stage's boundary that have arrived by the backward at the peak, and are needed
     later.
     """
-    deferred_microbatches: Array
-    """Those of them of which only the weight gradient (W) is still to be computed."""
     losses_in_flight: Number
     """Microbatches of the last stage whose loss has not run backward yet."""
 

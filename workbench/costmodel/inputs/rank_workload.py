@@ -35,17 +35,8 @@ from workbench.plan.optimizer_state import DTYPE_BYTES
 from workbench.plan.rank_placement import RankPlace, first_ranks_of_stages, rank_place
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.rules.supported import require
-from workbench.schedules import (
-    Table,
-    bounded_names,
-    closed_forms,
-    most_losses,
-    receives_early,
-    waiting,
-    warm_up,
-)
+from workbench.schedules import Table, bounded_names, closed_forms, receives_early, warm_up
 from workbench.schedules import in_flight as most_held
-from workbench.schedules.generators import SCHEDULES
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,9 +99,9 @@ def assemble_workload(
         s: What the candidates share.
         k: What differs between them; arrays broadcast against each other.
         places: Ranks to evaluate, along the first axis.
-        alike: The pipeline ranks that each of `places` stands for; None: its own.
+        alike: Rows of the schedule's table that each of `places` stands for; None: its own.
     """
-    alike = tuple(map(tuple, alike or [[place.stage] for place in places]))
+    alike = tuple(map(tuple, alike or [[s.table_row(place)] for place in places]))
     by_rank = (len(places), *(1,) * (np.ndim(k.recomputed_layers) - 1))
     ranks, replica, *_ = (np.array(x, dtype=float).reshape(by_rank) for x in zip(*places))
     shape, blocks = s.shape, tensor_tiling(s.algorithm, k)
@@ -154,8 +145,7 @@ def assemble_workload(
         num_boundary_transfers=num_boundary_transfers(s)[at],
         microbatches_in_flight=microbatches_in_flight(s, table, microbatches, rows),
         inputs_ahead=inputs_ahead(s, microbatches, ranks, data),
-        deferred_microbatches=deferred_microbatches(s, table, microbatches, rows),
-        losses_in_flight=losses_in_flight(s, table, microbatches, rows),
+        losses_in_flight=losses_in_flight(s, microbatches),
     )
 
 
@@ -287,31 +277,8 @@ def num_boundary_transfers(s: FixedConfig) -> Array:
     return np.bincount(both, minlength=s.pipeline).astype(float)
 
 
-def deferred_microbatches(
-    s: FixedConfig, table: Table | None, microbatches: Number, rank: Array
-) -> Array:
-    """Microbatches whose weight gradients are still deferred when a rank's memory peaks.
-
-    ZB-H1 and ZB-H2 (2401.10241) defer W by the rank's index and by twice that. Asked of replicas
-    in turn alone: of other pipelines `held_counts` counts them.
-    """
-    if table is not None:
-        deferred: Array = np.asarray(waiting(table), dtype=float)[rank.astype(int)] / s.chunks
-        return deferred
-    late = float(SCHEDULES[s.schedule].deferred_per_rank) if s.pipeline > 1 else 0.0
-    before = late * (s.pipeline - 1 - rank)
-    return np.asarray(
-        np.minimum(late * rank, np.maximum(0.0, microbatches - before - 1)) * np.ones_like(rank)
-    )
-
-
-def losses_in_flight(
-    s: FixedConfig, table: Table | None, microbatches: Number, rank: Array
-) -> Number:
+def losses_in_flight(s: FixedConfig, microbatches: Number) -> Number:
     """Microbatches of the last stage between loss and backward: one, or all under GPipe."""
-    if table is not None:
-        losses: Array = np.asarray(most_losses(table), dtype=float)[rank.astype(int)]
-        return losses
     return microbatches if s.schedule == "gpipe" and s.pipeline > 1 else 1.0
 
 

@@ -44,14 +44,12 @@ class ActivationsInFlight:
 def activations_in_flight(w: Workload, head: HeadMemory) -> ActivationsInFlight:
     """Sum the saved activations over the microbatches in flight (1F1B: p - r of them on rank r)."""
     own = stage_activations(w)
-    deferred_delta = w.deferred_microbatches * (own.deferred - own.layers)
     # Losses of all tokens that are predicted have run before any backward of theirs.
     num_losses = w.losses_in_flight * own.losses
     total = (
         w.microbatches_in_flight * (own.layers + own.beside)
         + num_losses * head.saved
         + between_stages(w)
-        + deferred_delta * float(w.fixed.splits_backward)
     )
     logits = np.asarray(num_losses * head.logits)
     return ActivationsInFlight(total, logits, own.layers, own.deferred)

@@ -47,12 +47,11 @@ def live_by_phase(w: Workload) -> dict[str, MemoryByCategory]:
         return operator_live_sets(w)
     if counts_by_action(w):
         return several_stages_live_sets(w)
-    is_split, is_moe = w.fixed.splits_backward, w.shape.moe is not None
-    head, layer = head_memory(w), layer_activations(w, is_moe, is_split)
+    head, layer = head_memory(w), layer_activations(w, w.shape.moe is not None)
     flight = activations_in_flight(w, head)
     full = {"activations": flight.total, "logits": flight.logits}
     return {
         "first_forward": {name: size / w.microbatches_in_flight for name, size in full.items()},
         **forward_phases(w, head, layer, flight),
-        **backward_phases(w, head, layer, flight, is_split),
+        **backward_phases(w, head, layer, flight, is_split=False),
     }

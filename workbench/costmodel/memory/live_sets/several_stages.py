@@ -1,5 +1,6 @@
-"""Live sets of ranks that have several stages, of split backward and of custom schedules: each
-stage's phases, beside what its rank holds of all its stages, counted action by action.
+"""Live sets of ranks that have several stages, of split backward, of custom schedules and of
+replicas in turn: each stage's phases, beside what its rank holds of all its stages, counted action
+by action.
 
 The stages of a rank may differ in layers and ends, and a V-shaped schedule holds more of the one
 than of the other, so that no closed form of the rank alone is exact.
@@ -9,14 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
 from workbench.costmodel.inputs.config import Array
 from workbench.costmodel.inputs.held_counts import (
-    FILLED,
     Held,
     HeldCounts,
+    counted_microbatches,
     counts_transfers,
     held_counts,
 )
@@ -41,11 +43,11 @@ from workbench.costmodel.memory.loss_memory import HeadMemory, head_memory
 
 def counts_by_action(w: Workload) -> bool:
     """Whether what a rank holds is counted action by action: it has several stages, its backward is
-    split, or its schedule is custom.
+    split, its schedule is custom, or it takes microbatches in turn with other replicas.
     """
     s = w.fixed
-    is_counted = s.chunks > 1 or s.table is not None or s.splits_backward
-    return s.pipeline > 1 and is_counted and not s.in_turn
+    is_counted = s.chunks > 1 or s.table is not None or s.splits_backward or s.in_turn
+    return s.pipeline > 1 and is_counted
 
 
 def several_stages_live_sets(w: Workload) -> dict[str, MemoryByCategory]:
@@ -106,7 +108,6 @@ def _stages_of_ranks(w: Workload) -> tuple[Workload, list[list[int]]]:
         num_boundary_transfers=_of_rank(w.num_boundary_transfers, of_rank),
         microbatches_in_flight=_of_rank(w.microbatches_in_flight, of_rank),
         inputs_ahead=np.ones_like(column([0] * len(every))),
-        deferred_microbatches=_of_rank(w.deferred_microbatches, of_rank),
     )
     ends = np.cumsum(list(map(len, parts)))
     return stages, [list(range(end - len(own), end)) for own, end in zip(parts, ends)]
@@ -160,8 +161,7 @@ class _HeldBytes:
         passed = np.broadcast_to(np.asarray(stages.residual_bytes, dtype=float), saved.shape)
         uncounted = between_stages(ranks) * (not counts_transfers(s))
         uncounted = np.broadcast_to(uncounted, (len(rows), *candidates))
-        enough = np.minimum(ranks.microbatches, FILLED * s.pipeline)
-        microbatches = np.broadcast_to(np.asarray(enough, dtype=int), candidates)
+        microbatches = np.broadcast_to(_counted(ranks), candidates)
         counts = {
             int(number): [held_counts(s, int(number), alike) for alike in ranks.alike]
             for number in np.unique(microbatches)
@@ -208,6 +208,13 @@ class _HeldBytes:
         """What the first forward of each rank leaves, its output among it."""
         first = [own[0] for own in self.rows]
         return {"activations": self.saved[first] + self.passed[first], "logits": self.logits[first]}
+
+
+def _counted(w: Workload) -> Array:
+    """Microbatches of a step of each candidate, as many as show what is held at once."""
+    every = w.fixed.global_batch / w.searched.micro_batch if w.fixed.in_turn else w.microbatches
+    enough: Array = np.vectorize(partial(counted_microbatches, w.fixed), otypes=[int])(every)
+    return enough
 
 
 def _largest_of_ranks(lives: list[MemoryByCategory], rows: list[list[int]]) -> MemoryByCategory:
