@@ -48,8 +48,6 @@ class PipelineSchedule:
     """Stages run down the ranks and back up, else around and around."""
     splits_backward: bool = False
     """Backward is split into input gradient (I) and weight gradient (W)."""
-    deferred_per_rank: int = 0
-    """Rank r computes weight gradients this many microbatches times r late."""
     needs_multiple_of_ranks: bool = False
     """m is a multiple of p."""
     min_microbatches_per_rank: int = 0

@@ -159,7 +159,6 @@ ZB_H1 = PipelineSchedule(
     lambda rank, p, m, chunks: smaller(m, p) + 0 * rank,
     _replicated_h1_row,
     splits_backward=True,
-    deferred_per_rank=1,
 )
 ZB_H2 = PipelineSchedule(
     zb_h2_row,
@@ -167,7 +166,6 @@ ZB_H2 = PipelineSchedule(
     lambda rank, p, m, chunks: smaller(m, 2 * p - 1) + 0 * rank,
     _replicated_h2_row,
     splits_backward=True,
-    deferred_per_rank=2,
 )
 ZB_V = PipelineSchedule(
     zb_v_row,

@@ -25,8 +25,8 @@ def memory_over_time(
 ) -> Figure:
     """Memory after each allocation and release of a step, by category.
 
-    Of one microbatch layers can be distinguished. Where they are recomputed, each peaks twice in
-    the backward: as it is recomputed, and as it is differentiated.
+    Of one microbatch layers can be distinguished. Where they are recomputed, memory rises in the
+    backward of each as it is recomputed, and peaks as it is differentiated.
 
     Args:
         profile: A rehearsal with `over_time=True`.
