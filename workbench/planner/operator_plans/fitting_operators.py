@@ -21,7 +21,7 @@ from workbench.planner.autoshard.strategy_search.memory_limit import (
     MemoryRefusal,
     too_little_memory,
 )
-from workbench.planner.estimate import estimate
+from workbench.planner.memory_advice import plan_peak_bytes
 from workbench.units import GIB
 
 ATTEMPTS = 8
@@ -73,8 +73,8 @@ def choose_within_memory(
 
         def weighed(limit: float | None) -> OperatorPlan:
             found = replace(choose(limit), limit=memory, changes=dict(changes))
-            peaks = estimate(plan_with(plan, found)).peak_bytes_by_rank
-            return replace(found, peak=float(max(peaks.values())))
+            peak = plan_peak_bytes(plan_with(plan, found).resolve())
+            return replace(found, peak=float(peak))
 
         if full.code:
             return replace(choose(memory), changes=dict(changes))
