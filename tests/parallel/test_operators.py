@@ -133,8 +133,10 @@ def test_with_other_axes(
     equal(on(*mesh, operators=megatron(2), shape=LLAMA, changes=changes, layers=2, **more))
 
 
-def test_rows_with_zero() -> None:
-    equal(on(2, 1, 2, operators=ROWS, shape=GPT, changes={"strategy.data.zero": 2}, layers=1))
+def test_a_tied_weight_of_tokens_and_rows_with_zero() -> None:
+    """The embedding is split by tokens, the head by sequences: both leave parts of one gradient."""
+    operators, changes = ROWS | {"embedding.tokens": "((1,1),(1,2))"}, {"strategy.data.zero": 2}
+    equal(on(2, 1, 2, operators=operators, shape=GPT, changes=changes, layers=1, tied=True))
 
 
 def collectives(built: Plan) -> dict[tuple[Any, ...], int]:

@@ -22,7 +22,12 @@ from workbench.plan.rules.legal_sizes import divisors, near
 from workbench.plan.schema import Plan
 from workbench.plan.stage_replicas import even_parts
 
-_SAME_TOKENS = ("rows", "rows"), ("tokens", "tokens")
+_SHARED = (
+    (("rows", "tokens"), ("rows", "tokens")),
+    (("vocabulary",), ("columns",)),
+    (("hidden",), ("inner",)),
+)
+"""Dims of the embedding and of a head that shares its weight, over whose axes both are split."""
 WORD = 128
 """Vocabularies are padded so that they can be split (1909.08053): any number of pieces up to it."""
 
@@ -187,7 +192,7 @@ def _fitting(plan: ResolvedPlan) -> Iterator[Problem]:
     yield from _loss_axes(_named(plan), sides(plan))
     yield from _exchanged_heads(plan, found)
     if plan.shape.tied:
-        yield from _tied(found)
+        yield from _tied(_named(plan), sides(plan))
 
 
 def _exchanged_heads(plan: ResolvedPlan, pieces: dict[str, dict[str, int]]) -> Iterator[Problem]:
@@ -240,17 +245,24 @@ def _loss_axes(found: dict[str, tuple[Site, Form]], grid: tuple[int, ...]) -> It
         )
 
 
-def _tied(pieces: dict[str, dict[str, int]]) -> Iterator[Problem]:
-    """The head shares the embedding's weight, so both must split it alike."""
-    table = pieces.get("embedding.tokens", {})
-    head = pieces.get("head", {})
-    same = [
-        table.get(a, 1) == head.get(b, 1)
-        for a, b in (*_SAME_TOKENS, ("vocabulary", "columns"), ("hidden", "inner"))
-    ]
-    if not all(same) or table.get("hidden", 1) > 1:
-        tokens = (table["tokens"],) if table.get("tokens", 1) > 1 else ()
-        form = (table.get("rows", 1), *tokens, 1), (1, table.get("vocabulary", 1))
+def _tied(found: dict[str, tuple[Site, Form]], grid: tuple[int, ...]) -> Iterator[Problem]:
+    """The head shares the embedding's weight: both split it over the same axes of the grid, and
+    leave parts of its gradient over the same axes, whether these split sequences or tokens.
+    """
+    names = "embedding.tokens", "head"
+    named = {name: found[name] for name in names if name in found}
+    table, head = (
+        named[name][0].placement(named[name][1], grid) if name in named else () for name in names
+    )
+    same = [_axes(table, a) == _axes(head, b) for a, b in _SHARED]
+    if not all(same) or "hidden" in table:
+        pieces = named[names[0]][0].pieces(named[names[0]][1]) if table else {}
+        tokens = (pieces["tokens"],) if pieces.get("tokens", 1) > 1 else ()
+        form = (pieces.get("rows", 1), *tokens, 1), (1, pieces.get("vocabulary", 1))
         legal = f"{strategy_text(form)} for the head, and an embedding that is not split by hidden"
         what = "splits the weight that it shares with embedding.tokens in another way"
         yield Problem("strategy.operators.head", f"{what}; legal: {legal}")
+
+
+def _axes(placed: Placement, names: tuple[str, ...]) -> list[int]:
+    return [axis for axis, name in enumerate(placed) if name in names]
