@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from workbench.costmodel.inputs.config import fixed_config
@@ -16,12 +16,18 @@ from workbench.plan.optimizer_state import DTYPE_BYTES, master_bytes, moment_byt
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.rules import legal_sizes
 from workbench.planner.autoshard.choice_result import OperatorPlan
+from workbench.planner.autoshard.device_mesh import logical_mesh
 from workbench.planner.autoshard.for_plans.memory_changes import sharded_state
 from workbench.planner.autoshard.for_plans.plan_machine import machine_model
+from workbench.planner.autoshard.graph_pricing import GraphPricing
 from workbench.planner.autoshard.layers.feed_forward_operators import with_spread_experts
 from workbench.planner.autoshard.machine_model import MachineModel
 from workbench.planner.autoshard.operator_cost import TensorBytes
-from workbench.planner.autoshard.strategy_choice import choose_in_graph, pinned_model_graph
+from workbench.planner.autoshard.strategy_choice import (
+    GraphChoice,
+    pinned_model_graph,
+    search_mode,
+)
 
 PLAIN_RANKS = 64
 """Ranks of several nodes up to which they are split by their prime factors; beyond, by nodes and
@@ -56,6 +62,21 @@ def choose_for_plan(
     Raises:
         PlanError: No choice is legal, or fits.
     """
+    return limited_choice(plan, ranks, sequences, mode, graph)(memory)
+
+
+def limited_choice(
+    plan: ResolvedPlan,
+    ranks: int | Sequence[int] | None = None,
+    sequences: int | None = None,
+    mode: str = "dynamic_programming",
+    graph: OperatorGraph | None = None,
+) -> Callable[[float | None], OperatorPlan]:
+    """`choose_for_plan` as a function of its limit, which prices strategies once for all limits.
+
+    Raises:
+        PlanError: Sequences, ranks or pinned strategies are illegal.
+    """
     own, data = microbatch_sequences(plan, ranks, sequences), data_ranks(plan, ranks)
     grid, machine = _grid(plan, _wanted(plan, ranks))
     pins = read_strategies(plan.strategy.operators)
@@ -67,10 +88,14 @@ def choose_for_plan(
     by_microbatch = plan.strategy.data.reduce == "microbatch"
     sizes = sharded_state(tensor_bytes(plan), plan.strategy.data.zero, data, by_microbatch)
     microbatches = max(1, plan.training.global_batch // (own * data))
-    found = choose_in_graph(
-        graph, grid, machine, memory, microbatches, sizes, pins, mode, recomputed, exact=False
-    )
-    return replace(found.joined() if plan.code else found, sequences=own)
+    pricing = GraphPricing(logical_mesh(grid, machine), machine, sizes, microbatches, recomputed)
+    choice = GraphChoice(graph, pricing, pins, search_mode(mode), exact=False)
+
+    def within(memory: float | None) -> OperatorPlan:
+        found = choice.within(memory)
+        return replace(found.joined() if plan.code else found, sequences=own)
+
+    return within
 
 
 def _expert_ranks(plan: ResolvedPlan, data: int) -> int:

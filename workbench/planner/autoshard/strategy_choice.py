@@ -6,6 +6,8 @@ The modes are those of MindSpore's `auto_parallel_search_mode`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal, get_args
 
 from workbench.errors import refuse
@@ -119,13 +121,41 @@ def choose_in_graph(
     Raises:
         PlanError: Ranks, memory, the mode or a fixed strategy are illegal for this graph.
     """
-    if memory is not None and not memory > 0:
-        raise refuse("--memory", f"is {memory / GIB:g} GiB a rank; legal: more than 0")
-    fixed, mesh = fixed or {}, logical_mesh(ranks, machine)
-    pricing = GraphPricing(mesh, machine, sizes or TensorBytes(), microbatches, recomputed)
-    found = choose(graph, pricing, fixed, search_mode(mode), memory, exact)
-    free = None if memory is None else choose(graph, pricing, fixed, search_mode(mode))
-    return operator_plan(found, mode, memory, free)
+    pricing = GraphPricing(
+        logical_mesh(ranks, machine), machine, sizes or TensorBytes(), microbatches, recomputed
+    )
+    return GraphChoice(graph, pricing, fixed or {}, search_mode(mode), exact).within(memory)
+
+
+@dataclass(frozen=True)
+class GraphChoice:
+    """A choice in one graph that is asked for under several limits; what is priced for one of them
+    is known to the others.
+    """
+
+    graph: OperatorGraph
+    pricing: GraphPricing
+    fixed: Mapping[str, Form]
+    mode: SearchMode
+    exact: bool
+    """Whether the choice within a limit has to be the optimum."""
+
+    @cached_property
+    def _free(self) -> Choice:
+        return choose(self.graph, self.pricing, self.fixed, self.mode)
+
+    def within(self, memory: float | None) -> OperatorPlan:
+        """The strategies of least cost within `memory` bytes of a rank, or without a limit.
+
+        Raises:
+            PlanError: Memory or a fixed strategy are illegal for this graph.
+        """
+        if memory is None:
+            return operator_plan(self._free, self.mode)
+        if not memory > 0:
+            raise refuse("--memory", f"is {memory / GIB:g} GiB a rank; legal: more than 0")
+        found = choose(self.graph, self.pricing, self.fixed, self.mode, memory, self.exact)
+        return operator_plan(found, self.mode, memory, self._free)
 
 
 def search_mode(mode: str) -> SearchMode:

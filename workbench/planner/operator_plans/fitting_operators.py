@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from workbench.errors import refuse
@@ -16,7 +15,7 @@ from workbench.plan.operators.operator_graph import OperatorGraph
 from workbench.plan.schema import Plan
 from workbench.planner.autoshard import OperatorPlan, choose_for_plan, plan_with
 from workbench.planner.autoshard.for_plans.memory_changes import first_that_fits
-from workbench.planner.autoshard.plan_problem import data_ranks
+from workbench.planner.autoshard.plan_problem import data_ranks, limited_choice
 from workbench.planner.autoshard.strategy_search.memory_limit import (
     MemoryRefusal,
     too_little_memory,
@@ -69,7 +68,7 @@ def choose_within_memory(
 
     def search(changes: Mapping[str, Any]) -> OperatorPlan:
         own = full.with_fields(**changes)
-        choose = partial(choose_for_plan, own, ranks, sequences, mode, graph)
+        choose = limited_choice(own, ranks, sequences, mode, graph)
 
         def weighed(limit: float | None) -> OperatorPlan:
             found = replace(choose(limit), limit=memory, changes=dict(changes))
