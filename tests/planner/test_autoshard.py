@@ -481,7 +481,7 @@ def test_illegal_text_is_refused_with_the_legal_form(text: list[list[int]] | str
 def test_a_limit_that_nothing_meets_names_the_least() -> None:
     least = choose_strategies(GPT, 64, 4, MACHINE, memory=2**30).bytes
     with pytest.raises(
-        PlanError, match=r"memory: is 9\.537e-07 GiB a rank, but every choice takes .* GiB or more"
+        PlanError, match=r"memory: is 9\.537e-07 GiB a rank, but the least .* GiB or more"
     ) as e:
         choose_strategies(GPT, 64, 4, MACHINE, memory=1024.0)
     said = float(str(e.value).split("takes ")[1].split(" GiB")[0]) * 2**30

@@ -72,7 +72,7 @@ def test_a_plan_written_with_its_operators_is_read_back_and_kept(ask: Ask, tmp_p
 @pytest.mark.parametrize(
     "words, message",
     [
-        (["--memory", "1"], "--memory: is 1 GiB a rank, but every choice takes"),
+        (["--memory", "1"], "--memory: is 1 GiB a rank, but the least that was found takes"),
         (["--ranks", "11"], "--ranks: is 11, which"),
         (["--ranks", "x8"], "--ranks: is 'x8'; legal"),
         (["--ranks", "-1"], "--ranks: is '-1'"),

@@ -76,7 +76,7 @@ def test_a_limit_is_that_of_the_written_plans_estimate(
     found = json.loads(out)
     assert found["changes"] == changes and found["limit"] == limit * 2**30
     for field, value in changes.items():
-        assert f"with {field}: {value} these do" in found["reason"]
+        assert f"with {field}: {value} these are" in found["reason"]
     full = Plan.load(path).resolve()
     require(full, "run")
     assert full.strategy.tensor.ranks == ranks
@@ -86,8 +86,8 @@ def test_a_limit_is_that_of_the_written_plans_estimate(
 
 def test_where_nothing_fits_the_least_number_is_said(ask: Ask) -> None:
     code, _, err = ask("operators", *H100, "--strategy", "ddp", "--memory", 10, "--json")
-    (least,) = re.findall(r"is 10 GiB a rank, but every choice takes ([\d.]+) GiB", err)
-    assert code == 2 and "recompute full" in err
+    (least,) = re.findall(r"is 10 GiB a rank, but the least that was found takes ([\d.]+) GiB", err)
+    assert code == 2 and "with strategy.recompute: full" in err
     code, _, err = ask("operators", *H100, "--strategy", "ddp", "--memory", least, "--json")
     assert code == 0, err
 

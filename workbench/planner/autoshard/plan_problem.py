@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from workbench.costmodel.inputs.config import fixed_config
 from workbench.costmodel.memory.model_states import unsharded_state_bytes
@@ -23,11 +23,7 @@ from workbench.planner.autoshard.graph_pricing import GraphPricing
 from workbench.planner.autoshard.layers.feed_forward_operators import with_spread_experts
 from workbench.planner.autoshard.machine_model import MachineModel
 from workbench.planner.autoshard.operator_cost import TensorBytes
-from workbench.planner.autoshard.strategy_choice import (
-    GraphChoice,
-    pinned_model_graph,
-    search_mode,
-)
+from workbench.planner.autoshard.strategy_choice import GraphChoice, pinned_model_graph, search_mode
 
 PLAIN_RANKS = 64
 """Ranks of several nodes up to which they are split by their prime factors; beyond, by nodes and
@@ -62,17 +58,47 @@ def choose_for_plan(
     Raises:
         PlanError: No choice is legal, or fits.
     """
-    return limited_choice(plan, ranks, sequences, mode, graph)(memory)
+    return plan_choice(plan, ranks, sequences, mode, graph).within(memory)
 
 
-def limited_choice(
+@dataclass(frozen=True)
+class PlanChoice:
+    """The operator strategies of a plan, asked for under several limits."""
+
+    choice: GraphChoice
+    plan: ResolvedPlan
+    sequences: int
+    """Of one microbatch over the ranks of the operators."""
+
+    def within(self, memory: float | None) -> OperatorPlan:
+        """The strategies of least cost within `memory` bytes of a rank. Raises `PlanError`."""
+        found = self.choice.within(memory)
+        return replace(found.joined() if self.plan.code else found, sequences=self.sequences)
+
+    def least_state_bytes(self) -> float:
+        """Bytes of a rank that no strategies are below; 0 where stages of a pipeline, context ranks
+        or hosts have a share of the parameters' states.
+        """
+        sizes, offload = self.plan.sizes, self.plan.strategy.data.offload
+        if sizes["pipeline"] * sizes["context"] > 1 or offload != "none":
+            return 0.0
+        return self.choice.least_state_bytes()
+
+    def all_state_bytes(self) -> float:
+        """Bytes of all ranks that no plan on GPUs is below; 0 where hosts have a share of them."""
+        if self.plan.strategy.data.offload != "none":
+            return 0.0
+        return self.choice.num_parameters() * tensor_bytes(self.plan).state
+
+
+def plan_choice(
     plan: ResolvedPlan,
     ranks: int | Sequence[int] | None = None,
     sequences: int | None = None,
     mode: str = "dynamic_programming",
     graph: OperatorGraph | None = None,
-) -> Callable[[float | None], OperatorPlan]:
-    """`choose_for_plan` as a function of its limit, which prices strategies once for all limits.
+) -> PlanChoice:
+    """What `choose_for_plan` chooses in, priced once for all limits; arguments as there.
 
     Raises:
         PlanError: Sequences, ranks or pinned strategies are illegal.
@@ -90,12 +116,7 @@ def limited_choice(
     microbatches = max(1, plan.training.global_batch // (own * data))
     pricing = GraphPricing(logical_mesh(grid, machine), machine, sizes, microbatches, recomputed)
     choice = GraphChoice(graph, pricing, pins, search_mode(mode), exact=False)
-
-    def within(memory: float | None) -> OperatorPlan:
-        found = choice.within(memory)
-        return replace(found.joined() if plan.code else found, sequences=own)
-
-    return within
+    return PlanChoice(choice, plan, own)
 
 
 def _expert_ranks(plan: ResolvedPlan, data: int) -> int:

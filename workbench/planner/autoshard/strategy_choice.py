@@ -144,6 +144,27 @@ class GraphChoice:
     def _free(self) -> Choice:
         return choose(self.graph, self.pricing, self.fixed, self.mode)
 
+    def least_state_bytes(self) -> float:
+        """Bytes of a rank's parameters with their states that no choice is below: every operator by
+        the strategy that leaves it the least.
+        """
+        options = [self.pricing.options(operator) for operator in self.graph.operators]
+        pinned = pinned_strategies(self.graph, options, self.fixed)
+        priced = self.pricing.price(self.graph, _kept(self.graph, self.pricing, pinned))
+        return sum(
+            operator.num_layers * min(cost.parameter_bytes for cost in own)
+            for operator, own in zip(self.graph.operators, priced.costs)
+        )
+
+    def num_parameters(self) -> float:
+        """Of all operators, each once."""
+        return sum(
+            operator.num_layers * operator.size(tensor)
+            for operator in self.graph.operators
+            for tensor in operator.inputs
+            if tensor.kind == "parameter"
+        )
+
     def within(self, memory: float | None) -> OperatorPlan:
         """The strategies of least cost within `memory` bytes of a rank, or without a limit.
 

@@ -6,16 +6,18 @@ therefore is less by the rest, as the estimate of its last answer counts it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from workbench.errors import refuse
 from workbench.plan.operators.operator_graph import OperatorGraph
+from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.schema import Plan
 from workbench.planner.autoshard import OperatorPlan, choose_for_plan, plan_with
 from workbench.planner.autoshard.for_plans.memory_changes import first_that_fits
-from workbench.planner.autoshard.plan_problem import data_ranks, limited_choice
+from workbench.planner.autoshard.plan_problem import PlanChoice, data_ranks, plan_choice
 from workbench.planner.autoshard.strategy_search.memory_limit import (
     MemoryRefusal,
     too_little_memory,
@@ -66,20 +68,55 @@ def choose_within_memory(
     if not memory > 0:
         raise refuse("--memory", f"is {memory / GIB:g} GiB a rank; legal: more than 0")
 
-    def search(changes: Mapping[str, Any]) -> OperatorPlan:
-        own = full.with_fields(**changes)
-        choose = limited_choice(own, ranks, sequences, mode, graph)
+    def choice(changes: Mapping[str, Any]) -> PlanChoice:
+        return plan_choice(full.with_fields(**changes), ranks, sequences, mode, graph)
+
+    fitting = _Fitting(plan, memory, choice)
+    return first_that_fits(full, data_ranks(full, ranks), memory, fitting.search, fitting.bound)
+
+
+@dataclass(frozen=True)
+class _Fitting:
+    """Strategies of a plan within a limit, under changes of the plan."""
+
+    plan: Plan
+    memory: float
+    choice: Callable[[Mapping[str, Any]], PlanChoice]
+    _known: dict[tuple[tuple[str, Any], ...], PlanChoice] = field(default_factory=dict)
+    """What is priced for the bound is known to the search."""
+
+    def bound(self, changes: Mapping[str, Any]) -> float:
+        """Bytes of a rank that no strategies are below."""
+        return self._choice(changes).least_state_bytes()
+
+    def search(self, changes: Mapping[str, Any]) -> OperatorPlan:
+        """The fastest strategies whose peak is within the limit. Raises `PlanError`."""
+        choice = self._choice(changes)
+        if choice.plan.code:
+            return replace(choice.within(self.memory), changes=dict(changes))
 
         def weighed(limit: float | None) -> OperatorPlan:
-            found = replace(choose(limit), limit=memory, changes=dict(changes))
-            peak = plan_peak_bytes(plan_with(plan, found).resolve())
+            found = replace(choice.within(limit), limit=self.memory, changes=dict(changes))
+            peak = plan_peak_bytes(plan_with(self.plan, found).resolve())
             return replace(found, peak=float(peak))
 
-        if full.code:
-            return replace(choose(memory), changes=dict(changes))
-        return _that_fits(weighed, memory)
+        said = " and ".join(f"{name}: {value}" for name, value in changes.items())
+        beside = f" with {said}" if said else ""
+        return _that_fits(weighed, self.memory, beside + self._least_gpus(choice.plan))
 
-    return first_that_fits(full, data_ranks(full, ranks), memory, search)
+    def _choice(self, changes: Mapping[str, Any]) -> PlanChoice:
+        key = tuple(changes.items())
+        if key not in self._known:
+            self._known[key] = self.choice(changes)
+        return self._known[key]
+
+    def _least_gpus(self, plan: ResolvedPlan) -> str:
+        """How many GPUs the parameters with their states need, if these are more."""
+        gpus = math.ceil(self._choice({}).all_state_bytes() / self.memory)
+        if gpus <= plan.world_size:
+            return ""
+        what = "; parameters with their gradients and optimizer states alone need"
+        return f"{what} {gpus:,} such GPUs or more"
 
 
 def _with_capacity(found: OperatorPlan, gib: float) -> OperatorPlan:
@@ -90,8 +127,10 @@ def _with_capacity(found: OperatorPlan, gib: float) -> OperatorPlan:
     return replace(found, reason=f"{found.reason} {said}")
 
 
-def _that_fits(weighed: Weighed, memory: float) -> OperatorPlan:
-    """The fastest answer whose peak is within `memory`. Raises `PlanError` where none is."""
+def _that_fits(weighed: Weighed, memory: float, beside: str) -> OperatorPlan:
+    """The fastest answer whose peak is within `memory`. Raises `MemoryRefusal`, which says what is
+    `beside`, where none is.
+    """
     tried = [weighed(None)]
     for _ in range(ATTEMPTS):
         limit = _next_limit(tried, memory)
@@ -102,7 +141,8 @@ def _that_fits(weighed: Weighed, memory: float) -> OperatorPlan:
         except MemoryRefusal as error:
             tried += [weighed(error.least * part) for part in ABOVE_LEAST]
             if not any(one.fits for one in tried):
-                raise too_little_memory(memory, min(one.peak or 0.0 for one in tried)) from error
+                least = min(one.peak or 0.0 for one in tried)
+                raise too_little_memory(memory, least, beside) from error
     return min((one for one in tried if one.fits), key=lambda one: one.seconds)
 
 

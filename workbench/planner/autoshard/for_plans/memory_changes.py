@@ -8,17 +8,22 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from workbench.errors import PlanError, refuse
+from workbench.errors import PlanError
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.planner.autoshard.choice_result import OperatorPlan
 from workbench.planner.autoshard.operator_cost import TensorBytes
+from workbench.planner.autoshard.strategy_search.memory_limit import MemoryRefusal
 from workbench.units import GIB
 
 Search = Callable[[Mapping[str, Any]], OperatorPlan]
 """Fields that the plan changes -> the strategies within the limit."""
+Bound = Callable[[Mapping[str, Any]], float]
+"""Fields that the plan changes -> bytes that no strategies are below."""
 
 
-def first_that_fits(plan: ResolvedPlan, data: int, memory: float, search: Search) -> OperatorPlan:
+def first_that_fits(
+    plan: ResolvedPlan, data: int, memory: float, search: Search, bound: Bound
+) -> OperatorPlan:
     """The strategies with the smallest change to the plan that lets them fit.
 
     Args:
@@ -26,27 +31,28 @@ def first_that_fits(plan: ResolvedPlan, data: int, memory: float, search: Search
         data: Data-parallel ranks beside those of the operators.
         memory: Bytes of a rank.
         search: Finds strategies, or raises `PlanError`.
+        bound: Changes that it puts above the limit are not searched, but for the least memory where
+            it does so with all.
 
     Raises:
-        PlanError: Nothing fits; with the least number that something would fit in.
+        PlanError: Nothing fits; with the least that was found.
     """
     kept = plan.strategy.recompute == "full" or bool(plan.code)  # code recomputes nothing
-    last: PlanError | None = None
-    for changes in ({}, *_changes(plan.strategy.data.zero, kept, data)):
+    tried = [{}, *_changes(plan.strategy.data.zero, kept, data)]
+    errors: list[PlanError] = []
+    for changes in [each for each in tried if bound(each) <= memory] or tried[-1:]:
         try:
             found = search(changes)
         except PlanError as error:
-            if {problem.field for problem in error.problems} == {"--memory"}:
-                last = error
-            elif not changes:
+            errors.append(error)
+            if not changes and not isinstance(error, MemoryRefusal):
                 raise
             continue
         return _changed(found, memory) if changes else found
-    assert last is not None
-    tried = [] if plan.code else ["recompute full"]
-    tried += ["ZeRO-3"] if data > 1 else []
-    said = f"; that is with {' and '.join(tried)}" if tried else ""
-    raise refuse("--memory", f"{last.problems[0].message}{said}")
+    refusals = [error for error in errors if isinstance(error, MemoryRefusal)]
+    if not refusals:
+        raise errors[-1]
+    raise min(refusals, key=lambda error: error.least)
 
 
 def _changes(stage: int, kept: bool, data: int) -> Iterator[dict[str, Any]]:
@@ -62,7 +68,7 @@ def _changes(stage: int, kept: bool, data: int) -> Iterator[dict[str, Any]]:
 
 def _changed(found: OperatorPlan, memory: float) -> OperatorPlan:
     said = ", ".join(f"{field}: {value}" for field, value in found.changes.items())
-    least = f"No strategies alone fit {memory / GIB:.4g} GiB; with {said} these do."
+    least = f"No strategies alone were found within {memory / GIB:.4g} GiB; with {said} these are."
     return replace(found, reason=f"{least} {found.reason}")
 
 

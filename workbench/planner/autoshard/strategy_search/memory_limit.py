@@ -93,12 +93,18 @@ def _legality(costs: Array) -> Array:
     return np.where(np.isfinite(costs), 0.0, np.inf)
 
 
-def too_little_memory(limit: float, least: float) -> MemoryRefusal:
-    """The refusal of a limit, bytes, where every choice takes `least` or more."""
-    said = f"{_rounded_up(least / GIB):.4g} GiB or more"
+def too_little_memory(limit: float, least: float, beside: str = "") -> MemoryRefusal:
+    """The refusal of a limit, bytes, where the least choice that is found takes `least`.
+
+    Args:
+        limit: Bytes of a rank.
+        least: Likewise.
+        beside: What the plan has besides, and what else is known, in words.
+    """
+    said = f"{_rounded_up(least / GIB):.4g} GiB"
     return MemoryRefusal(
-        f"is {limit / GIB:.4g} GiB a rank, but every choice takes {said} (estimated); legal: "
-        f"{said}, more ranks, or fewer tokens",
+        f"is {limit / GIB:.4g} GiB a rank, but the least that was found takes {said} (estimated)"
+        f"{beside}; legal: {said} or more, more ranks, or fewer tokens",
         least,
     )
 
