@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from workbench.engine.python_model.trace_graph import main as trace_graph_main
 from workbench.engine.python_model.trace_graph import trace_graph
-from workbench.engine.python_model.user_files import user_files
 from workbench.plan.operators.traced.traced_json import model_to_json
 from workbench.plan.schema import Plan, parse_plan
 from workbench.runs.launch import child_process, traced_models
@@ -69,7 +69,7 @@ def test_a_trace_is_used_again_until_a_file_or_the_microbatch_changes(
 
 
 def test_files_that_a_module_imports_and_reads_are_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -79,8 +79,12 @@ def test_files_that_a_module_imports_and_reads_are_found(
         "times.txt": "2",
     }.items():
         Path(name).write_text(text)
-    with user_files() as files:
-        trace_graph(plan_of("a_users_model:model"), allow_code=True)
+    written = tmp_path / "plan.yaml"
+    written.write_text(plan_of("a_users_model:model").to_yaml())
+    monkeypatch.setattr("sys.argv", ["trace_graph", str(written), "--allow-code"])
+    assert trace_graph_main() == 0
+    files = json.loads(capsys.readouterr().out)["files"]
     names = {Path(path).name for path in files}
     assert {"a_users_model.py", "a_users_width.py", "times.txt"} <= names
+    assert "plan.yaml" not in names, "it is written anew for each trace"
     assert not any("torch" in Path(path).parts for path in files)

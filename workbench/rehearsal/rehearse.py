@@ -21,6 +21,7 @@ from workbench.models.torch_dispatch import (
     DataDependentOutputException,
     DynamicOutputShapeException,
 )
+from workbench.models.traced.export_trace import one_module
 from workbench.models.traced.value_dependence import place_and_error, value_dependent
 from workbench.parallel.mesh import Mesh, build_mesh
 from workbench.plan.rank_placement import representative_ranks
@@ -48,6 +49,7 @@ MOST_LIVING = 20
 """Rows of a rank that say what lives at its peak, and what leaks."""
 
 
+@one_module()
 def rehearse(
     plan: Plan,
     ranks: Sequence[int] | None = None,

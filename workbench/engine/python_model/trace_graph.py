@@ -55,8 +55,9 @@ def trace_graph(plan: Plan, allow_code: bool, sequences: int | None = None) -> T
 
 def _answer(given: argparse.Namespace) -> dict[str, Any]:
     """The model as plain data, and the files that its code has read."""
+    plan = Plan.load(given.plan)
     with user_files() as files:
-        model = trace_graph(Plan.load(given.plan), given.allow_code, given.sequences)
+        model = trace_graph(plan, given.allow_code, given.sequences)
     return {"model": model_to_json(model), "files": files}
 
 

@@ -14,7 +14,7 @@ from workbench.safe_io.files import file_states
 
 LIBRARIES = tuple({sysconfig.get_path(kind) for kind in ("stdlib", "purelib", "platlib")})
 """Folders of Python and of what is installed, which do not change while a process runs."""
-WORKBENCH = str(Path(__file__).parents[2])
+NOT_USERS = (*LIBRARIES, str(Path(__file__).parents[2]), "/proc/", "/sys/", "/dev/")
 
 
 @contextmanager
@@ -37,4 +37,4 @@ def user_files() -> Iterator[dict[str, list[int]]]:
         active = False
     imported = {getattr(module, "__file__", None) or "" for module in [*sys.modules.values()]}
     paths = sorted({os.path.abspath(path) for path in opened | imported - {""}})
-    found |= file_states([p for p in paths if not p.startswith((*LIBRARIES, WORKBENCH))])
+    found |= file_states([p for p in paths if not p.startswith(NOT_USERS)])

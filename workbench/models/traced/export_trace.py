@@ -7,6 +7,9 @@ are fake while it is traced: of the wanted dtype, on the CPU, without bytes.
 from __future__ import annotations
 
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 import torch
 from torch import Tensor, nn
@@ -20,10 +23,27 @@ from workbench.models.traced.users_frame import users_frame
 from workbench.models.traced.value_dependence import place_and_error, value_dependent
 from workbench.plan.operators.traced.traced_graph import TracedGraph
 
+_Trace = tuple[TracedGraph, dict[str, Tensor]]
+_kept: ContextVar[dict[tuple[int, int, torch.dtype, bool], _Trace] | None] = ContextVar(
+    "kept", default=None
+)
+
+
+@contextmanager
+def one_module() -> Iterator[None]:
+    """Within it all modules that are traced are alike, as those of all ranks of a plan: each shape
+    is traced once.
+    """
+    before = _kept.set({})
+    try:
+        yield
+    finally:
+        _kept.reset(before)
+
 
 def trace_module(
     model: nn.Module, sequences: int, length: int, dtype: torch.dtype, with_loss: bool
-) -> tuple[TracedGraph, dict[str, Tensor]]:
+) -> _Trace:
     """Trace a module in training mode.
 
     Args:
@@ -40,8 +60,15 @@ def trace_module(
     Raises:
         PlanError: It cannot be traced; names the line of the user's code.
     """
-    with without_dispatch_modes():  # a rehearsal's tensors are fake already, in another way
-        graph, constants = _traced(model, sequences, length, dtype, with_loss)
+    key, kept = (sequences, length, dtype, with_loss), _kept.get()
+    if kept is None or key not in kept:
+        with without_dispatch_modes():  # a rehearsal's tensors are fake already, in another way
+            traced = _traced(model, sequences, length, dtype, with_loss)
+        if kept is not None:
+            kept[key] = traced
+    else:
+        traced = kept[key]
+    graph, constants = traced
     return graph, {key: _of_this_mode(value) for key, value in constants.items()}
 
 
@@ -56,7 +83,7 @@ def _of_this_mode(constant: Tensor) -> Tensor:
 
 def _traced(
     model: nn.Module, sequences: int, length: int, dtype: torch.dtype, with_loss: bool
-) -> tuple[TracedGraph, dict[str, Tensor]]:
+) -> _Trace:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with mode:
         inputs = tuple(
