@@ -12,7 +12,6 @@ from workbench.costmodel.compute.kernel_benchmarks import kernel_cost_source
 from workbench.costmodel.compute.roofline import host_gbs
 from workbench.costmodel.cpu_seconds import cpu_seconds
 from workbench.costmodel.inputs.rank_workload import Workload
-from workbench.costmodel.inputs.traced_stages import TracedStages
 from workbench.costmodel.memory.near_full import near_full_slowdown
 from workbench.costmodel.memory.peak_memory import peak_memory
 from workbench.costmodel.memory.reported_memory import memory_requirement
@@ -30,8 +29,6 @@ from workbench.costmodel.step_time import (
 from workbench.plan.operators.traced.traced_json import TracedModel
 from workbench.plan.rank_placement import first_ranks_of_replicas, representative_ranks
 from workbench.plan.resolved_plan import ResolvedPlan
-from workbench.plan.rules.python_model_rules import untraced
-from workbench.plan.rules.supported import require
 from workbench.plan.schema import Plan
 from workbench.planner.assumed_hardware import assumed_hardware
 from workbench.planner.calibrated_plan import with_calibration
@@ -49,7 +46,7 @@ from workbench.planner.estimated_timeline import (
 from workbench.planner.framework_limits import broken_limits
 from workbench.planner.memory_advice import beside_capacity, first_fitting_change
 from workbench.planner.operator_plans.planned_workload import planned_workload
-from workbench.planner.operator_plans.traced_plan import traced_stages, with_stand_in
+from workbench.planner.operator_plans.traced_plan import with_traced
 from workbench.planner.profiled_models.estimate_on_profile import estimate_on_profile
 from workbench.planner.published_steps import beyond_published, published_beside
 from workbench.planner.step_interval import step_seconds_interval
@@ -76,7 +73,7 @@ def estimate(plan: Plan, model: TracedModel | None = None) -> Profile:
     full = plan.resolve()
     if full.profiled:
         return estimate_on_profile(plan, full)
-    full, traced = _with_shape(full, model)
+    full, traced = with_traced(full, model)
     full, k = with_calibration(full)
     w = planned_workload(full, traced=traced)
     time = step_time(w, k)
@@ -118,19 +115,6 @@ def estimate(plan: Plan, model: TracedModel | None = None) -> Profile:
         host_capacity_bytes=full.host_capacity_bytes,
         notes=notes,
     )
-
-
-def _with_shape(
-    full: ResolvedPlan, model: TracedModel | None
-) -> tuple[ResolvedPlan, TracedStages | None]:
-    """The plan, of code with a shape that stands in for it, and the stages of its module."""
-    if not full.code:
-        return full, None
-    if model is None:
-        raise untraced(full)
-    require(full, "estimate", allow_code=True)
-    traced = traced_stages(full, model)
-    return with_stand_in(full, traced), traced
 
 
 def _step_notes(full: ResolvedPlan, w: Workload, k: Constants, time: StepTime) -> dict[str, Any]:

@@ -8,12 +8,14 @@ from workbench.costmodel.memory.live_sets.stage_phases import total_bytes
 from workbench.costmodel.memory.peak_memory import PeakMemory, peak_memory
 from workbench.errors import PlanError
 from workbench.machine.hardware import GPU
+from workbench.plan.operators.traced.traced_json import TracedModel
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.rules.supported import unsupported
 from workbench.plan.schema import Plan, written_fields
 from workbench.planner.calibrated_plan import with_calibration
 from workbench.planner.framework_limits import stays_possible
 from workbench.planner.operator_plans.planned_workload import planned_workload
+from workbench.planner.operator_plans.traced_plan import with_traced
 from workbench.planner.plan_changes import (
     Change,
     combined_changes,
@@ -46,13 +48,16 @@ class PlannedMemory(NamedTuple):
         return self.peak_bytes <= self.capacity_bytes and not self.exceeds_host
 
 
-def planned_memory(full: ResolvedPlan) -> PlannedMemory:
-    """Memory of a resolved plan on device and host: the maximum over its ranks."""
+def planned_memory(full: ResolvedPlan, model: TracedModel | None = None) -> PlannedMemory:
+    """Memory of a resolved plan on device and host: the maximum over its ranks; `model` is its
+    module, traced, where it is code.
+    """
     if full.profiled:
         capacity = int(full.gpu.memory_gib * GIB)
         return PlannedMemory(round(max(planned_stages(full).peak_bytes)), capacity, 0, None)
-    here, constants = with_calibration(full)
-    return beside_capacity(peak_memory(planned_workload(here), constants), full)
+    shaped, traced = with_traced(full, model)
+    here, constants = with_calibration(shaped)
+    return beside_capacity(peak_memory(planned_workload(here, traced=traced), constants), full)
 
 
 def beside_capacity(found: PeakMemory, full: ResolvedPlan) -> PlannedMemory:
@@ -63,9 +68,9 @@ def beside_capacity(found: PeakMemory, full: ResolvedPlan) -> PlannedMemory:
     return PlannedMemory(peak, int(full.gpu.memory_gib * GIB), host, full.host_capacity_bytes)
 
 
-def plan_peak_bytes(full: ResolvedPlan) -> int:
-    """Peak memory of a resolved plan: the maximum over its ranks."""
-    return planned_memory(full).peak_bytes
+def plan_peak_bytes(full: ResolvedPlan, model: TracedModel | None = None) -> int:
+    """Peak memory of a resolved plan: the maximum over its ranks; arguments as `planned_memory`."""
+    return planned_memory(full, model).peak_bytes
 
 
 def first_fitting_change(plan: Plan, full: ResolvedPlan) -> dict[str, Any] | None:

@@ -12,7 +12,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from workbench.errors import refuse
-from workbench.plan.operators.operator_graph import OperatorGraph
+from workbench.plan.operators.traced.node_factors import factor_graph
+from workbench.plan.operators.traced.traced_json import TracedModel
+from workbench.plan.operators.traced.traced_operators import traced_operators
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.schema import Plan
 from workbench.planner.autoshard import OperatorPlan, choose_for_plan, plan_with
@@ -44,11 +46,11 @@ def choose_within_memory(
     ranks: int | Sequence[int] | None = None,
     sequences: int | None = None,
     mode: str = "dynamic_programming",
-    graph: OperatorGraph | None = None,
+    model: TracedModel | None = None,
 ) -> OperatorPlan:
     """The operator strategies of least cost whose plan fits `memory` by its estimate. Where none
     do, the plan's ZeRO stage and recompute are changed so that some do, which the answer's
-    `changes` say. A model that is code is fitted by the search's own count.
+    `changes` say. Code recomputes nothing.
 
     Args:
         plan: As written.
@@ -56,12 +58,13 @@ def choose_within_memory(
         ranks: As of `choose_for_plan`, and so are the others.
         sequences: Of one microbatch.
         mode: How strategies are searched.
-        graph: The operators of a model that is code.
+        model: The plan's module, where it is code, traced at `microbatch_sequences`.
 
     Raises:
         PlanError: No choice is legal, or none fits.
     """
     full = plan.resolve()
+    graph = None if model is None else traced_operators(factor_graph(model.graph))
     if memory is None:
         found = choose_for_plan(full, ranks, sequences, mode, graph)
         return _with_capacity(found, full.gpu.memory_gib)
@@ -71,7 +74,7 @@ def choose_within_memory(
     def choice(changes: Mapping[str, Any]) -> PlanChoice:
         return plan_choice(full.with_fields(**changes), ranks, sequences, mode, graph)
 
-    fitting = _Fitting(plan, memory, choice)
+    fitting = _Fitting(plan, memory, choice, model)
     return first_that_fits(full, data_ranks(full, ranks), memory, fitting.search, fitting.bound)
 
 
@@ -82,6 +85,7 @@ class _Fitting:
     plan: Plan
     memory: float
     choice: Callable[[Mapping[str, Any]], PlanChoice]
+    model: TracedModel | None
     _known: dict[tuple[tuple[str, Any], ...], PlanChoice] = field(default_factory=dict)
     """What is priced for the bound is known to the search."""
 
@@ -92,12 +96,10 @@ class _Fitting:
     def search(self, changes: Mapping[str, Any]) -> OperatorPlan:
         """The fastest strategies whose peak is within the limit. Raises `PlanError`."""
         choice = self._choice(changes)
-        if choice.plan.code:
-            return replace(choice.within(self.memory), changes=dict(changes))
 
         def weighed(limit: float | None) -> OperatorPlan:
             found = replace(choice.within(limit), limit=self.memory, changes=dict(changes))
-            peak = plan_peak_bytes(plan_with(self.plan, found).resolve())
+            peak = plan_peak_bytes(plan_with(self.plan, found).resolve(), self.model)
             return replace(found, peak=float(peak))
 
         said = " and ".join(f"{name}: {value}" for name, value in changes.items())

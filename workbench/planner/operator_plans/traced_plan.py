@@ -14,6 +14,8 @@ from workbench.plan.operators.traced.traced_graph import TracedGraph
 from workbench.plan.operators.traced.traced_json import TracedModel
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.rules.operator_rules import sides
+from workbench.plan.rules.python_model_rules import untraced
+from workbench.plan.rules.supported import require
 from workbench.planner.autoshard.for_plans.plan_machine import operator_mesh
 
 TORCH_NAMES = {"fp32": "float32", "tf32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -42,6 +44,23 @@ def traced_stages(plan: ResolvedPlan, model: TracedModel) -> TracedStages:
         model.buffer_bytes,
         operator_mesh(plan).redistribution,
     )
+
+
+def with_traced(
+    plan: ResolvedPlan, model: TracedModel | None
+) -> tuple[ResolvedPlan, TracedStages | None]:
+    """A complete plan, of code with a shape that stands in for it, and the stages of its module.
+
+    Raises:
+        PlanError: The plan's model is code, and was not traced or has no estimate.
+    """
+    if not plan.code:
+        return plan, None
+    if model is None:
+        raise untraced(plan)
+    require(plan, "estimate", allow_code=True)
+    traced = traced_stages(plan, model)
+    return with_stand_in(plan, traced), traced
 
 
 def with_stand_in(plan: ResolvedPlan, traced: TracedStages) -> ResolvedPlan:

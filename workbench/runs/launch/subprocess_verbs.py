@@ -19,7 +19,6 @@ from workbench.machine.gpu_catalog import local_constants
 from workbench.plan.model.parameter_count import parameters
 from workbench.plan.operators.traced.graph_placement import unruled
 from workbench.plan.operators.traced.node_factors import factor_graph
-from workbench.plan.operators.traced.traced_operators import traced_operators
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.rules.float8_rules import verified_precision
 from workbench.plan.rules.supported import require
@@ -94,12 +93,12 @@ def operators(
     from workbench.planner.autoshard import microbatch_sequences
     from workbench.planner.operator_plans.fitting_operators import choose_within_memory
 
-    full, graph, unsharded = plan.resolve(), None, list[str]()
+    full, model = plan.resolve(), None
     if full.code:
         count = microbatch_sequences(full, ranks, sequences)
-        factored = factor_graph(traced_model(full, allow_code, count, "run").graph)
-        graph, unsharded = traced_operators(factored), [*unruled(factored)]
-    chosen = choose_within_memory(plan, limit, ranks, sequences, mode, graph)
+        model = traced_model(full, allow_code, count, "run")
+    chosen = choose_within_memory(plan, limit, ranks, sequences, mode, model)
+    unsharded = [*unruled(factor_graph(model.graph))] if model else []
     return replace(chosen, reason=" ".join([chosen.reason, *unsharded])) if unsharded else chosen
 
 
