@@ -100,7 +100,9 @@ def run_backward(tape: AllocationTape, roots: list[tuple[SymbolicTensor, Symboli
         _add(tape, sums, root.output, gradient)
         del root, gradient
     waiting = _dependencies(arrived)
-    ready = [(-node.number, id(node), node) for node in arrived if not waiting[node]]
+    # Leaves have one number: the first that is ready is the first to run, as in torch's queue.
+    order = count()
+    ready = [(-node.number, next(order), node) for node in arrived if not waiting[node]]
     heapq.heapify(ready)
     while ready:
         node = heapq.heappop(ready)[2]
@@ -119,7 +121,7 @@ def run_backward(tape: AllocationTape, roots: list[tuple[SymbolicTensor, Symboli
             waiting[target] -= 1
             if not waiting[target]:
                 arrived.setdefault(target, [None] * target.outputs)
-                heapq.heappush(ready, (-target.number, id(target), target))
+                heapq.heappush(ready, (-target.number, next(order), target))
         del made, node
         each = None
 
