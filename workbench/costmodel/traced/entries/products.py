@@ -41,9 +41,9 @@ def mm(
             for other, shape, own in zip((of_x, of_y), shapes, strides)
         ]
         summed = None if of_bias is None else r.empty(of_bias, gradient.element_bytes)
-        return (*made, summed)
+        return (summed, *made)
 
-    return r.made(z, backward, x, y, bias)
+    return r.made(z, backward, bias, x, y)  # in the order of `addmm`, whose bias is ready first
 
 
 def _lying_as(
