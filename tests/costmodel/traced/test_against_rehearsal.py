@@ -36,11 +36,14 @@ from workbench.plan.operators.strategy_form import strategy_text
 from workbench.plan.operators.traced.traced_json import model_from_json, model_to_json
 from workbench.plan.schema import Plan
 from workbench.planner import estimate
-from workbench.planner.autoshard import ideal_machine
+from workbench.planner.autoshard import ideal_machine, plan_with
 from workbench.planner.autoshard.device_mesh import logical_mesh
 from workbench.planner.autoshard.operator_splits import legal_strategies
+from workbench.planner.autoshard.strategy_search.memory_limit import MemoryRefusal
+from workbench.planner.operator_plans.fitting_operators import choose_within_memory
 from workbench.profile import Profile
 from workbench.rehearsal.rehearse import rehearse
+from workbench.units import GIB
 
 
 def estimated(plan: Plan) -> Profile:
@@ -54,6 +57,17 @@ def agrees(plan: Plan) -> None:
     for rank in set(found.representative.values()):
         assert calls(found, 0, rank) == calls(rehearsed, 1, rank), rank
     assert peaks(found, 0) == pytest.approx(peaks(rehearsed, 1), rel=0.01)
+
+
+def test_a_memory_limit_is_held_by_the_estimate() -> None:
+    plan = on("tied_gpt", data=4).replace(**{"cluster.gpu": "h100-sxm-80gb"})
+    model = trace_graph(plan, allow_code=True, sequences=4)
+    with pytest.raises(MemoryRefusal, match="the least that was found takes") as it:
+        choose_within_memory(plan, 0.05 * GIB, 2, model=model)
+    found = choose_within_memory(plan, it.value.least, 2, model=model)
+    assert found.peak and found.peak <= it.value.least
+    assert found.peak == max(estimate(plan_with(plan, found), model).peak_bytes_by_rank.values())
+    assert found.changes  # no strategies alone are within it
 
 
 def zero(stage: int, reduce: str = "step") -> dict[str, Any]:
@@ -87,6 +101,7 @@ WIDER = {
     "tied in stages": pipelined("tied_gpt", 2, operators=GPT),
     "tied zero-3 in stages": pipelined("tied_gpt", data=2, changes=zero(3, "microbatch")),
     "zero-2 by microbatch": on("encoder_lm", data=2, changes=zero(2, "microbatch")),
+    "biases by microbatch": on("tied_gpt", 2, 2, GPT, zero(2, "microbatch"), width=256),
     "zero-3 by microbatch": on("encoder_lm", data=2, changes=zero(3, "microbatch")),
     "tensor and zero-3": on("encoder_lm", 2, 2, ENCODER, zero(3)),
     "parameters that nothing reads": users(data=2, factory="build_uncalled", changes=zero(2)),
