@@ -68,8 +68,9 @@ def choose_within_memory(
     if memory is None:
         found = choose_for_plan(full, ranks, sequences, mode, graph)
         return _with_capacity(found, full.gpu.memory_gib)
-    if not memory > 0:
-        raise refuse("--memory", f"is {memory / GIB:g} GiB a rank; legal: more than 0")
+    if not 1 <= memory < math.inf:
+        legal = "legal: more than 0 (a byte or more), or without it, for no limit"
+        raise refuse("--memory", f"is {memory / GIB:g} GiB a rank; {legal}")
 
     def choice(changes: Mapping[str, Any]) -> PlanChoice:
         return plan_choice(full.with_fields(**changes), ranks, sequences, mode, graph)
