@@ -9,7 +9,7 @@ import argparse
 import json
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
@@ -20,24 +20,27 @@ from workbench.models.python_model import build_python_model, returns_loss
 from workbench.models.traced.export_trace import trace_module
 from workbench.parallel.operators.traced_module import checked_graph
 from workbench.plan.operators.traced.traced_json import TracedModel, model_to_json
-from workbench.plan.rules.supported import require
+from workbench.plan.rules.supported import Verb, require
 from workbench.plan.schema import Plan
 
 
-def trace_graph(plan: Plan, allow_code: bool, sequences: int | None = None) -> TracedModel:
+def trace_graph(
+    plan: Plan, allow_code: bool, sequences: int | None = None, verb: Verb = "estimate"
+) -> TracedModel:
     """The graph of a plan's Python model. How the plan shards it does not matter.
 
     Args:
         plan: Its model is code.
         allow_code: Whether that code may run.
         sequences: Of the microbatch that it is traced at; None: the plan's micro-batch.
+        verb: What the plan must be legal for.
 
     Raises:
-        PlanError: The code is not allowed, builds no model, cannot be traced, or would not train
-            alike on every mesh.
+        PlanError: The code is not allowed, or the plan not legal for `verb`; the code builds no
+            model, cannot be traced, or would not train alike on every mesh.
     """
     full = plan.resolve()
-    require(full, "run", allow_code)
+    require(full, verb, allow_code)
     assert full.code is not None
     dtype, length = plan_dtypes(full)[0], full.training.sequence_length
     with torch.device("meta"):  # a graph has no values
@@ -57,7 +60,7 @@ def _answer(given: argparse.Namespace) -> dict[str, Any]:
     """The model as plain data, and the files that its code has read."""
     plan = Plan.load(given.plan)
     with user_files() as files:
-        model = trace_graph(plan, given.allow_code, given.sequences)
+        model = trace_graph(plan, given.allow_code, given.sequences, given.verb)
     return {"model": model_to_json(model), "files": files}
 
 
@@ -66,6 +69,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m workbench.engine.python_model.trace_graph")
     parser.add_argument("plan", type=Path)
     parser.add_argument("--sequences", type=int)
+    parser.add_argument("--verb", choices=get_args(Verb), default="estimate")
     parser.add_argument("--allow-code", action="store_true")
     given = parser.parse_args()
     return exit_status(lambda: print(json.dumps(_answer(given))))

@@ -46,7 +46,7 @@ def traced_model(
     key = _what_it_reads(full, count)
     answer = _kept.get(key)
     if answer is None or answer["files"] != file_states(answer["files"]):
-        _kept[key] = answer = _traced(full, count)
+        _kept[key] = answer = _traced(full, count, verb)
         while len(_kept) > MOST:
             _kept.pop(next(iter(_kept)))
     return model_from_json(answer["model"])
@@ -61,14 +61,14 @@ def _what_it_reads(plan: ResolvedPlan, sequences: int) -> str:
     return json.dumps([shape, TORCH_NAMES[precision], code])
 
 
-def _traced(plan: ResolvedPlan, sequences: int) -> dict[str, Any]:
+def _traced(plan: ResolvedPlan, sequences: int, verb: Verb) -> dict[str, Any]:
     lines: list[str] = []
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "plan.yaml")
         path.write_text(plan.to_yaml(), encoding="utf-8")
         child_process.python(
             "workbench.engine.python_model.trace_graph",
-            [str(path), "--sequences", str(sequences), "--allow-code"],
+            [str(path), "--sequences", str(sequences), "--verb", verb, "--allow-code"],
             lines.append,
         )
     return dict(json.loads(lines[-1]))
