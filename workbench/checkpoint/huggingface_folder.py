@@ -9,10 +9,9 @@ from typing import Any
 from workbench.checkpoint.resume_point import CONFIG, shape_problems
 from workbench.errors import PlanError, Problem, refuse
 from workbench.plan.catalog import huggingface_config
+from workbench.plan.catalog.families.table import FAMILIES
 from workbench.plan.model.model_shape import Shape
 
-FAMILIES = ("llama", "mistral", "qwen2")
-"""Values of model_type whose tensors have Llama's names."""
 FIELD = "checkpoint.load"
 
 
@@ -57,9 +56,10 @@ def check_config(folder: Path, shape: Shape) -> None:
     path = folder / CONFIG
     theirs = huggingface_config.read_huggingface_config(str(path))
     config = json.loads(path.read_text(encoding="utf-8"))
-    if (family := config.get("model_type")) not in FAMILIES:
+    if FAMILIES[config["model_type"]].names is None:
+        legal = ", ".join(name for name, family in FAMILIES.items() if family.names)
         raise refuse(
-            FIELD, f"'{path}' has model_type '{family}'; weights are read of {', '.join(FAMILIES)}"
+            FIELD, f"'{path}' has model_type '{config['model_type']}'; weights are read of {legal}"
         )
     if theirs.unmodelled:
         raise refuse(

@@ -1,8 +1,7 @@
-"""Mapping between parameter names here and those of Llama-style models in transformers.
+"""Weights under the names that a family has in transformers.
 
 A folder holds config.json and model.safetensors, or shards of it that model.safetensors.index.json
-lists. Query and key rows need no permutation: rotary embedding pairs the two halves of a head in
-both.
+lists.
 """
 
 from __future__ import annotations
@@ -16,43 +15,20 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from workbench.checkpoint.huggingface_folder import check_config
+from workbench.checkpoint.huggingface_folder import check_config, refuse_inexpressible
 from workbench.checkpoint.resume_point import CONFIG
 from workbench.checkpoint.safetensors_writer import TORCH_DTYPES
 from workbench.checkpoint.tensor_index import Box, StoredTensor, TensorSource
 from workbench.models import Transformer
+from workbench.plan.catalog.families.family import TensorNames
+from workbench.plan.catalog.families.table import family_of
 from workbench.plan.model.model_shape import Shape
 
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 WEIGHT_KINDS = ("parameter", "master")
 """Kinds of training state that weights alone can fill."""
-MODEL_MODULES = {
-    "embedding.tokens": "model.embed_tokens",
-    "final_norm": "model.norm",
-    "head": "lm_head",
-}
-BLOCK_MODULES = {
-    "attention_norm": "input_layernorm",
-    "attention.q": "self_attn.q_proj",
-    "attention.k": "self_attn.k_proj",
-    "attention.v": "self_attn.v_proj",
-    "attention.o": "self_attn.o_proj",
-    "mlp_norm": "post_attention_layernorm",
-    "mlp.gate": "mlp.gate_proj",
-    "mlp.up": "mlp.up_proj",
-    "mlp.down": "mlp.down_proj",
-}
-"""Module of blocks.N -> module of model.layers.N in transformers."""
 IGNORED_TENSORS = re.compile(r".*rotary_emb\.inv_freq")
 """Tensors that the configuration determines."""
-
-
-def huggingface_name(name: str) -> str:
-    """Name in transformers of the parameter `name`."""
-    module, _, leaf = name.rpartition(".")
-    if found := re.fullmatch(r"blocks\.(\d+)\.(.+)", module):
-        return f"model.layers.{found[1]}.{BLOCK_MODULES[found[2]]}.{leaf}"
-    return f"{MODEL_MODULES[module]}.{leaf}"
 
 
 def parameter_shapes(shape: Shape) -> dict[str, tuple[int, ...]]:
@@ -61,36 +37,26 @@ def parameter_shapes(shape: Shape) -> dict[str, tuple[int, ...]]:
         return {name: tuple(p.shape) for name, p in Transformer(shape).named_parameters()}
 
 
-def config_json(shape: Shape, dtype: torch.dtype) -> dict[str, Any]:
-    """Content of config.json: Qwen2's where only query, key and value have biases, else Llama's or
-    Mistral's.
+def huggingface_names(shape: Shape) -> TensorNames:
+    """Names in transformers of a model's parameters.
+
+    Raises:
+        PlanError: No family's names can express the model; names every field that they cannot.
     """
-    qwen = shape.biases == "qkv"
-    theta = {"rope_theta": shape.rope_theta}
+    refuse_inexpressible(shape)
+    names = family_of(shape).names
+    assert names is not None, "what can be expressed has names"
+    return names
+
+
+def config_json(shape: Shape, dtype: torch.dtype) -> dict[str, Any]:
+    """Content of config.json, as the family of the shape has it."""
+    family = family_of(shape)
+    assert family.write is not None, "what can be expressed has a configuration"
     return {
-        "architectures": ["Qwen2ForCausalLM" if qwen else "LlamaForCausalLM"],
-        "model_type": "qwen2" if qwen else "mistral" if shape.window else "llama",
-        "vocab_size": shape.vocab,
-        "hidden_size": shape.hidden,
-        "intermediate_size": shape.ffn,
-        "num_hidden_layers": shape.layers,
-        "num_attention_heads": shape.heads,
-        "num_key_value_heads": shape.kv_heads,
-        "head_dim": shape.head_dim,
-        "max_position_embeddings": shape.max_positions,
-        "hidden_act": "silu" if shape.mlp == "swiglu" else "gelu_pytorch_tanh",
-        "rms_norm_eps": shape.norm_epsilon,
-        **theta,
-        "rope_parameters": {"rope_type": "default", **theta},
-        "tie_word_embeddings": shape.tied,
-        "attention_dropout": 0.0,
-        "initializer_range": 0.02,
-        "use_cache": True,
-        **(
-            {}
-            if qwen
-            else {"attention_bias": shape.biases == "all", "mlp_bias": shape.biases == "all"}
-        ),
+        "architectures": [family.language_model],
+        "model_type": family.model_type,
+        **family.write(shape),
         "bos_token_id": None,
         "eos_token_id": None,
         "torch_dtype": str(dtype).removeprefix("torch."),
@@ -117,11 +83,12 @@ def huggingface_source(folder: Path, shape: Shape) -> TensorSource:
         for key, dtype, extent in _headers(folder / file):
             found[key] = Box(file, key, tuple((0, n) for n in extent), dtype)
     tensors: dict[tuple[str, str], StoredTensor] = {}
+    names = huggingface_names(shape)
     for name, needed in parameter_shapes(shape).items():
-        box = found.pop(huggingface_name(name), None)
+        box = found.pop(names.name(name), None)
         if box is None:
             raise ValueError(
-                f"{folder} has no {huggingface_name(name)}, which the plan's model needs; get the "
+                f"{folder} has no {names.name(name)}, which the plan's model needs; get the "
                 f"complete model"
             )
         has = tuple(stop for _, stop in box.slices)
@@ -135,7 +102,8 @@ def huggingface_source(folder: Path, shape: Shape) -> TensorSource:
                 f"{folder / box.file}: {box.key} is {box.dtype}; legal: {', '.join(TORCH_DTYPES)}"
             )
         tensors |= {(name, kind): StoredTensor(needed, [box]) for kind in WEIGHT_KINDS}
-    _refuse_rest(folder, set(found), shape)
+    tied = {names.name("head.weight")} if shape.tied else set()
+    _refuse_rest(folder, set(found) - tied)
     return TensorSource(folder, tensors, sizes, {}, exact=False)
 
 
@@ -168,10 +136,9 @@ def _headers(path: Path) -> Iterator[tuple[str, str, tuple[int, ...]]]:
         raise ValueError(f"{path} is damaged: {error}; get the file again") from None
 
 
-def _refuse_rest(folder: Path, rest: set[str], shape: Shape) -> None:
-    """Refuse tensors that the plan's model would not use; a tied head may be stored twice."""
-    tied = {huggingface_name("head.weight")} if shape.tied else set()
-    unused = sorted(key for key in rest - tied if not IGNORED_TENSORS.fullmatch(key))
+def _refuse_rest(folder: Path, rest: set[str]) -> None:
+    """Refuse tensors that the plan's model would not use."""
+    unused = sorted(key for key in rest if not IGNORED_TENSORS.fullmatch(key))
     if unused:
         others = f" and {len(unused) - 1} more" if unused[1:] else ""
         raise ValueError(

@@ -20,12 +20,11 @@ from torch import Tensor
 
 from workbench.checkpoint import read_tensors, safetensors_writer, tensor_integrity
 from workbench.checkpoint.checkpoint_format import Shard, write_atomically
-from workbench.checkpoint.huggingface_folder import refuse_inexpressible
 from workbench.checkpoint.huggingface_names import (
     INDEX_FILE,
     SINGLE_FILE,
     config_json,
-    huggingface_name,
+    huggingface_names,
     parameter_shapes,
 )
 from workbench.checkpoint.resume_point import CONFIG, checkpoint_shape
@@ -64,9 +63,9 @@ def export_checkpoint(
     """
     source = checkpoint_source(checkpoint)
     shape = checkpoint_shape(checkpoint, dict(source.meta))
-    refuse_inexpressible(shape)
+    names = huggingface_names(shape)
     shards = {
-        huggingface_name(name): _full_shard(source, name, extent)
+        names.name(name): _full_shard(source, name, extent)
         for name, extent in parameter_shapes(shape).items()
     }
     if to.exists() and (not to.is_dir() or any(to.iterdir())):

@@ -1,0 +1,107 @@
+"""Llama 1 to 3, and Mistral, which attends within a window."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from workbench.errors import refuse
+from workbench.plan.catalog.families.common_keys import GATED, activation, theta, window
+from workbench.plan.catalog.families.family import Config, Family, Fields, TensorNames
+from workbench.plan.catalog.huggingface_keys import MOST_LAYERS, Reading
+from workbench.plan.model.model_shape import Shape
+
+LLAMA_NAMES = TensorNames(
+    modules={
+        "embedding.tokens": "model.embed_tokens",
+        "final_norm": "model.norm",
+        "head": "lm_head",
+    },
+    block="model.layers.{}",
+    block_modules={
+        "attention_norm": "input_layernorm",
+        "attention.q": "self_attn.q_proj",
+        "attention.k": "self_attn.k_proj",
+        "attention.v": "self_attn.v_proj",
+        "attention.o": "self_attn.o_proj",
+        "mlp_norm": "post_attention_layernorm",
+        "mlp.gate": "mlp.gate_proj",
+        "mlp.up": "mlp.up_proj",
+        "mlp.down": "mlp.down_proj",
+    },
+)
+"""Query and key rows need no permutation: rotary embedding pairs the two parts of a head in
+both.
+"""
+
+
+def read_llama(reading: Reading, **usual: Any) -> Fields:
+    """Llama, Mistral: RMSNorm, rotary positions, gated feed-forward layer, grouped keys and
+    values.
+    """
+    attention, mlp = reading.flag("attention_bias", False), reading.flag("mlp_bias", False)
+    if mlp and not attention:
+        raise refuse(
+            "model", "mlp_bias is true and attention_bias is not; legal here: both, or neither"
+        )
+    if attention and not mlp:
+        reading.lacks("attention_bias", "attention_bias on the output projection too")
+    return {
+        "layers": reading.whole("num_hidden_layers", most=MOST_LAYERS),
+        "hidden": reading.whole("hidden_size"),
+        "ffn": reading.whole("intermediate_size"),
+        "heads": reading.whole("num_attention_heads"),
+        "kv_heads": reading.whole("num_key_value_heads", usual.get("kv_heads")),
+        "head_dim": reading.whole("head_dim", None),
+        "vocab": reading.whole("vocab_size"),
+        "max_positions": reading.whole("max_position_embeddings", usual.get("positions", 2048)),
+        "norm_epsilon": reading.number("rms_norm_eps", usual.get("epsilon", 1e-6)),
+        "mlp": activation(reading, "hidden_act", GATED, "silu"),
+        "positions": "rope",
+        "norm": "rmsnorm",
+        "biases": "all" if mlp else "qkv" if attention else "none",
+        "tied": reading.flag("tie_word_embeddings", False),
+        "rope_theta": theta(reading, usual.get("theta", 10000.0)),
+        "window": window(reading),
+    }
+
+
+def _mistral(reading: Reading) -> Fields:
+    fields = read_llama(reading, kv_heads=8, positions=131072)
+    absent = "sliding_window" not in reading.config
+    return fields | ({"window": 4096} if absent else {})
+
+
+def write_llama(shape: Shape) -> Config:
+    """The keys that Llama's descendants share."""
+    rotary = {"rope_theta": shape.rope_theta}
+    return {
+        "vocab_size": shape.vocab,
+        "hidden_size": shape.hidden,
+        "intermediate_size": shape.ffn,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_dim,
+        "max_position_embeddings": shape.max_positions,
+        "hidden_act": "silu" if shape.mlp == "swiglu" else "gelu_pytorch_tanh",
+        "rms_norm_eps": shape.norm_epsilon,
+        **rotary,
+        "rope_parameters": {"rope_type": "default", **rotary},
+        "tie_word_embeddings": shape.tied,
+        "attention_dropout": 0.0,
+        "initializer_range": 0.02,
+        "use_cache": True,
+    }
+
+
+def _write_with_biases(shape: Shape) -> Config:
+    biases = shape.biases == "all"
+    return {**write_llama(shape), "attention_bias": biases, "mlp_bias": biases}
+
+
+def _write_mistral(shape: Shape) -> Config:
+    return {**write_llama(shape), "sliding_window": shape.window}
+
+
+LLAMA = Family("llama", "Llama", read_llama, _write_with_biases, LLAMA_NAMES)
+MISTRAL = Family("mistral", "Mistral", _mistral, _write_mistral, LLAMA_NAMES)

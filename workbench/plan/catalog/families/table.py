@@ -1,0 +1,26 @@
+"""All families, by `model_type`, and the one that a shape is written as."""
+
+from __future__ import annotations
+
+from workbench.plan.catalog.families.bloom import BLOOM
+from workbench.plan.catalog.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
+from workbench.plan.catalog.families.family import Family
+from workbench.plan.catalog.families.gpt2 import GPT2
+from workbench.plan.catalog.families.llama import LLAMA, MISTRAL
+from workbench.plan.catalog.families.mixtral import MIXTRAL
+from workbench.plan.catalog.families.opt import OPT
+from workbench.plan.catalog.families.qwen import QWEN2
+from workbench.plan.model.model_shape import Shape
+
+FAMILIES: dict[str, Family] = {
+    family.model_type: family
+    for family in (LLAMA, MISTRAL, QWEN2, GPT2, OPT, BLOOM, MIXTRAL, DEEPSEEK_V2, DEEPSEEK_V3)
+}
+"""model_type -> its family."""
+
+
+def family_of(shape: Shape) -> Family:
+    """The family as which a shape is written."""
+    if shape.biases == "qkv":
+        return QWEN2
+    return MISTRAL if shape.window else LLAMA
