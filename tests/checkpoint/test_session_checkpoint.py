@@ -17,7 +17,7 @@ import torch
 from safetensors import safe_open
 
 from tests.parallel.small import GPT, LLAMA, plan
-from workbench.checkpoint import background_writer, read_tensors, tensor_integrity
+from workbench.checkpoint import background_writer, tensor_index, tensor_integrity
 from workbench.checkpoint.checksums import file_sha256
 from workbench.checkpoint.host_staging import start_copy_to_host
 from workbench.copy_stream import CopyStream
@@ -379,7 +379,7 @@ def test_a_rank_reads_only_its_own_boxes_and_files_are_verified_once(tmp_path: P
         read: list[int] = []
         hashed: list[str] = []
         opened, digest = safe_open, file_sha256
-        readers: Any = read_tensors
+        readers: Any = tensor_index
         readers.safe_open = lambda *given, **named: Counted(opened(*given, **named), read)
         integrity: Any = tensor_integrity
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from workbench.checkpoint.manifest import REMEDY, read_manifest
-from workbench.checkpoint.resume_point import is_huggingface_folder
+from workbench.checkpoint.resume_point import is_gguf, is_huggingface_folder
 from workbench.errors import refuse
 from workbench.units import GIB
 
@@ -30,13 +30,14 @@ def refuse_damaged(folder: Path, progress: CheckProgress = lambda words: None) -
     ranks, which verify what they read.
 
     Args:
-        folder: The checkpoint.
+        folder: The checkpoint, or weights.
         progress: Called with a description of the progress.
 
     Raises:
         PlanError: Names the first damaged file.
     """
-    files = [] if is_huggingface_folder(folder) else read_manifest(folder)["files"]
+    weights = is_huggingface_folder(folder) or is_gguf(folder)
+    files = [] if weights else read_manifest(folder)["files"]
     total, done = sum(file["bytes"] for file in files), 0
 
     def read(nbytes: int) -> None:

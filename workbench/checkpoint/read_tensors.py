@@ -11,10 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar
 
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 
 from workbench.checkpoint.checkpoint_format import Shard, Slices, num_entries
 from workbench.checkpoint.manifest import REMEDY
@@ -164,7 +163,7 @@ def copy_boxes(source: TensorSource, found: Sequence[tuple[Shard, Sequence[Box]]
     """
     files = sorted({box.file for _, boxes in found for box in boxes})
     with ExitStack() as stack:
-        opened = {file: stack.enter_context(_opened(source.folder / file)) for file in files}
+        opened = {file: stack.enter_context(_opened(source, file)) for file in files}
         for shard, boxes in found:
             for box in boxes:
                 try:
@@ -175,9 +174,10 @@ def copy_boxes(source: TensorSource, found: Sequence[tuple[Shard, Sequence[Box]]
                     ) from None
 
 
-def _opened(path: Path) -> Any:
+def _opened(source: TensorSource, file: str) -> Any:
+    path = source.folder / file
     try:
-        return safe_open(path, framework="pt")
+        return source.opened(path)
     except (OSError, SafetensorError) as error:
         raise ValueError(f"{path} is damaged: {error}; {REMEDY}") from None
 

@@ -11,6 +11,7 @@ from workbench.errors import PlanError, Problem, refuse
 from workbench.plan.model.model_shape import Shape, shape_from
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.schema import Plan, PythonModel
+from workbench.safe_io.gguf_files import SUFFIX
 from workbench.safe_io.json_field_checks import has, object_, text, whole
 
 CONFIG = "config.json"
@@ -86,6 +87,11 @@ def _origin(run: Path, field: str) -> Path:
 def is_huggingface_folder(folder: Path) -> bool:
     """Whether the folder holds Hugging Face weights instead of a checkpoint of the workbench."""
     return (folder / CONFIG).is_file() and not (folder / MANIFEST).is_file()
+
+
+def is_gguf(path: Path) -> bool:
+    """Whether the path is that of a GGUF file of weights."""
+    return path.suffix == SUFFIX and path.is_file()
 
 
 def checkpoint_meta(plan: Plan, step: int) -> dict[str, Any]:

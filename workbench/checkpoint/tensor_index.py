@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from safetensors import safe_open
 
 from workbench.checkpoint.checkpoint_format import Slices
 from workbench.checkpoint.manifest import REMEDY, read_manifest
@@ -30,6 +33,12 @@ class StoredTensor:
     boxes: Sequence[Box]
 
 
+def open_safetensors(path: Path) -> AbstractContextManager[Any]:
+    """An open safetensors file."""
+    opened: AbstractContextManager[Any] = safe_open(path, framework="pt")
+    return opened
+
+
 @dataclass(frozen=True)
 class TensorSource:
     """Index of a folder: tensors by (name, kind), and (bytes, sha256 or None) of each file."""
@@ -40,6 +49,8 @@ class TensorSource:
     meta: Mapping[str, Any]
     exact: bool = True
     """Whether a tensor of another dtype is refused instead of converted."""
+    opened: Callable[[Path], AbstractContextManager[Any]] = open_safetensors
+    """Opens a file: get_slice and get_tensor by key, as `safetensors.safe_open` has them."""
 
 
 def checkpoint_source(folder: Path) -> TensorSource:

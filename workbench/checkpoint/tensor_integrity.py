@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 
 from workbench.checkpoint.checksums import CHUNK_BYTES, file_sha256
 from workbench.checkpoint.manifest import REMEDY, check_size
@@ -39,7 +39,7 @@ def verify_file(
     check_size(path, size)
     try:
         if sha256 is None:
-            _refuse_non_finite(path, _keys(source, file))
+            _refuse_non_finite(source, path, _keys(source, file))
         elif file_sha256(path, read) != sha256:
             raise ValueError(
                 f"{path} is damaged: its content does not match its checksum; {REMEDY}"
@@ -56,8 +56,8 @@ def _keys(source: TensorSource, file: str) -> list[str]:
     )
 
 
-def _refuse_non_finite(path: Path, keys: Sequence[str]) -> None:
-    with safe_open(path, framework="pt") as opened:
+def _refuse_non_finite(source: TensorSource, path: Path, keys: Sequence[str]) -> None:
+    with source.opened(path) as opened:
         for key in keys:
             values = opened.get_tensor(key).flatten()
             bad = sum(int((~part.isfinite()).sum()) for part in values.split(CHUNK_BYTES))

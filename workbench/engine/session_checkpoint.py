@@ -10,12 +10,17 @@ from pathlib import Path
 
 from torch import Tensor
 
-from workbench.checkpoint import huggingface_names, read_tensors, tensor_index
+from workbench.checkpoint import gguf_tensors, huggingface_names, read_tensors, tensor_index
 from workbench.checkpoint.background_writer import CheckpointWriter
 from workbench.checkpoint.checkpoint_format import Shard
 from workbench.checkpoint.checkpoint_lock import lock_checkpoints
 from workbench.checkpoint.read_tensors import LoadingRanks
-from workbench.checkpoint.resume_point import checkpoint_meta, is_huggingface_folder, steps_done
+from workbench.checkpoint.resume_point import (
+    checkpoint_meta,
+    is_gguf,
+    is_huggingface_folder,
+    steps_done,
+)
 from workbench.copy_stream import CopyStream
 from workbench.engine.process_group.rendezvous import all_gather_json
 from workbench.engine.session import Session
@@ -131,8 +136,8 @@ class SessionCheckpointer:
     def load(self) -> int:
         """Load the plan's `checkpoint.load`, from whatever mesh wrote it.
 
-        From a folder of Hugging Face weights only parameters are loaded: the optimizer starts
-        afresh, at step 0.
+        From a folder of Hugging Face weights, or a GGUF file, only parameters are loaded: the
+        optimizer starts afresh, at step 0.
 
         Returns:
             Steps already done; 0 where there is nothing to load.
@@ -145,10 +150,13 @@ class SessionCheckpointer:
         if plan.checkpoint.load is None:
             return 0
         folder = Path(plan.checkpoint.load)
-        if is_huggingface_folder(folder):
-            source = read_tensors.raise_on_all_ranks(
-                ranks, lambda: huggingface_names.huggingface_source(folder, plan.shape)
+        if is_gguf(folder) or is_huggingface_folder(folder):
+            read = (
+                gguf_tensors.gguf_source
+                if is_gguf(folder)
+                else huggingface_names.huggingface_source
             )
+            source = read_tensors.raise_on_all_ranks(ranks, lambda: read(folder, plan.shape))
             steps, wanted = (
                 0,
                 [

@@ -14,7 +14,7 @@ from workbench.machine import calibration_file, gpu_catalog
 from workbench.machine.attached import attached, local_cluster
 from workbench.machine.hardware import GPU, Fabric
 from workbench.plan import corpus_files
-from workbench.plan.catalog import catalog, huggingface_config
+from workbench.plan.catalog import catalog, gguf_config, huggingface_config
 from workbench.plan.model import python_model_file
 from workbench.plan.model.attention_kernel import decided_attention
 from workbench.plan.model.layer_profile import LayerProfile
@@ -37,6 +37,7 @@ from workbench.plan.schema import (
     written_fields,
 )
 from workbench.plan.stage_partition import partition, profile_partition
+from workbench.safe_io.gguf_files import SUFFIX
 
 USUAL_LENGTH = 2048
 """Default tokens of a sequence, where the model takes as many."""
@@ -145,8 +146,8 @@ def _usual_length(model: Shape | PythonModel | ProfiledModel) -> int:
 
 
 def model_shape(model: str | Shape | PythonModel | ProfiledModel) -> Shape:
-    """The shape that a plan's `model` means: itself, a catalog entry, or a Hugging Face
-    config.json.
+    """The shape that a plan's `model` means: itself, a catalog entry, a Hugging Face
+    config.json, or a GGUF file.
     """
     if isinstance(model, Shape):
         return model
@@ -161,6 +162,8 @@ def model_shape(model: str | Shape | PythonModel | ProfiledModel) -> Shape:
     assert isinstance(model, str)
     if model in catalog.models():
         return catalog.models()[model].shape
+    if model.endswith(SUFFIX):
+        return gguf_config.read_gguf_config(model)
     if model.endswith(".json") or os.path.isdir(model):
         return huggingface_config.read_huggingface_config(model)
     raise errors.unknown_name("model", model, catalog.models())

@@ -17,6 +17,7 @@ from workbench.errors import refuse
 from workbench.plan.catalog import catalog, huggingface_config
 from workbench.plan.plan_diff import diff
 from workbench.plan.schema import Plan
+from workbench.safe_io.gguf_files import SUFFIX
 from workbench.units import counted
 from workbench.untrusted_text import shown
 
@@ -51,8 +52,9 @@ def plan(
     lines = [] if output else [text.rstrip()]
     if output is not None:
         data["path"] = str(output)
-    if isinstance(plan.model, str) and plan.model not in catalog.models() and not full.profiled:
-        made = huggingface_config.account(plan.model)
+    described = isinstance(plan.model, str) and plan.model not in catalog.models()
+    if described and not full.profiled and not str(plan.model).endswith(SUFFIX):
+        made = huggingface_config.account(str(plan.model))
         data["config"] = asdict(made)
         lines.append("\n".join([f"{plan.model}:", *(f"  {line}" for line in made.lines())]))
     if against is None:

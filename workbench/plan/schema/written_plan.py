@@ -36,7 +36,7 @@ class Plan(Frozen):
     version: Literal[1] = Field(1, description="Schema version.")
     name: str = Field("", description="What people call it; default: model, GPUs, strategy.")
     model: str | Shape | PythonModel | ProfiledModel = Field(
-        description="Catalog name, config.json, layer profile (CSV), inline shape, or Python."
+        description="Catalog name, config.json, GGUF, layer profile (CSV), inline shape, or Python."
     )
     cluster: Cluster = Field(description="GPUs and wiring.")
     strategy: Strategy = Field(default_factory=Strategy, description="How the work is split.")
@@ -70,7 +70,7 @@ class Plan(Frozen):
         """A plan from the four choices a person makes, checked for legality.
 
         Args:
-            model: Catalog name, or the path of a Hugging Face config.json.
+            model: Catalog name, or the path of a Hugging Face config.json or a GGUF file.
             gpu: Name from `workbench gpus`; `local` is what is attached.
             gpus: Ranks in the whole job.
             strategy: Preset from strategies.yaml.

@@ -9,9 +9,10 @@ import os
 import shutil
 from pathlib import Path
 
+from workbench.checkpoint.gguf_metadata import check_gguf
 from workbench.checkpoint.huggingface_folder import check_config
 from workbench.checkpoint.manifest import FINITE, MANIFEST, check_size, read_manifest
-from workbench.checkpoint.resume_point import CONFIG, is_huggingface_folder, steps_done
+from workbench.checkpoint.resume_point import CONFIG, is_gguf, is_huggingface_folder, steps_done
 from workbench.errors import PlanError, Problem, refuse
 from workbench.machine.attached import CPU_RANKS, Attached, attached, is_another_model
 from workbench.plan import corpus_files
@@ -138,14 +139,17 @@ def _checkpoint(plan: ResolvedPlan) -> list[Problem]:
     load = plan.checkpoint.load
     if load is None:
         return []
-    if not is_huggingface_folder(Path(load)) and not (Path(load) / MANIFEST).is_file():
+    weights = is_gguf(Path(load)) or is_huggingface_folder(Path(load))
+    if not weights and not (Path(load) / MANIFEST).is_file():
         legal = (
             f"legal: a folder that holds {MANIFEST}, one of Hugging Face weights with "
-            f"{CONFIG}, or null"
+            f"{CONFIG}, a GGUF file, or null"
         )
         return [Problem("checkpoint.load", f"'{load}' is no checkpoint; {legal}")]
     try:
-        if is_huggingface_folder(Path(load)):
+        if is_gguf(Path(load)):
+            check_gguf(Path(load), plan.shape)
+        elif is_huggingface_folder(Path(load)):
             check_config(Path(load), plan.shape)
         else:
             body = read_manifest(Path(load))

@@ -1,0 +1,171 @@
+"""GGUF files: the same weights on every mesh, and what does not fit is named."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("gguf", reason="the package gguf is not installed")
+
+from gguf import GGML_QUANT_SIZES, GGUFWriter, dequantize
+from gguf import GGMLQuantizationType as Kind
+from gguf.quants import _type_traits
+
+from tests.checkpoint.gguf_samples import SHAPE, write_sample
+from tests.checkpoint.test_huggingface import state
+from workbench.checkpoint.gguf_tensors import DequantizedSlice, gguf_source
+from workbench.engine.verify.forked_ranks import run_ranks
+from workbench.errors import PlanError
+from workbench.plan.model.model_shape import Shape
+from workbench.plan.resolved_plan import ResolvedPlan
+from workbench.plan.schema import Plan
+from workbench.runs.launch.preflight import preflight
+from workbench.safe_io.gguf_files import open_gguf
+
+
+def plan(path: Path, tensor: int = 1, pipeline: int = 1, data: int = 1, zero: int = 0) -> Plan:
+    return Plan.model_validate(
+        {
+            "model": str(path),
+            "cluster": {"gpu": "local", "gpus": tensor * pipeline * data},
+            "strategy": {
+                "tensor": {"size": tensor},
+                "pipeline": {"size": pipeline},
+                "data": {"zero": zero},
+                "precision": "fp32",
+            },
+            "training": {"sequence_length": 16, "global_batch": 8, "micro_batch": 2},
+            "checkpoint": {"load": str(path)},
+        }
+    )
+
+
+def resolved(*mesh: Any) -> ResolvedPlan:
+    return plan(*mesh).resolve()
+
+
+@pytest.mark.parametrize(
+    "kind, mesh",
+    [
+        (Kind.Q8_0, (1, 1, 1, 0)),
+        (Kind.Q4_1, (2, 1, 1, 0)),
+        (Kind.BF16, (1, 2, 1, 0)),
+        (Kind.F16, (1, 1, 2, 3)),
+        (Kind.F32, (4, 1, 1, 0)),
+    ],
+)
+def test_each_rank_reads_its_slices(
+    tmp_path: Path, kind: Kind, mesh: tuple[int, int, int, int]
+) -> None:
+    expected = write_sample(tmp_path / "a.gguf", kind)
+    made = resolved(tmp_path / "a.gguf", *mesh)
+    assert made.shape == SHAPE
+    assert preflight(made, root=tmp_path) == []
+    seen = dict.fromkeys(expected, 0)
+    for done, shards in run_ranks(made.world_size, partial(state, made)):
+        assert done == 0
+        for name, held, slices, tensor in shards:
+            if held == "parameter":
+                wanted = expected[name][tuple(slice(*s) for s in slices)]
+                assert np.array_equal(tensor, wanted), name
+                seen[name] += tensor.size
+    assert all(seen[name] >= value.size for name, value in expected.items())
+
+
+@pytest.mark.parametrize("kind", sorted(_type_traits), ids=lambda kind: kind.name)
+def test_every_type_that_gguf_dequantises_is_read_by_slices(tmp_path: Path, kind: Kind) -> None:
+    block, size = GGML_QUANT_SIZES[kind]
+    columns = 2 * max(block, 256)
+    random = np.random.default_rng(0)
+    raw = random.integers(0, 256, (8, columns // block * size), dtype=np.uint8)
+    writer = GGUFWriter(tmp_path / "a.gguf", "llama")
+    writer.add_tensor("blk.0.attn_v.weight", raw, raw_dtype=kind)
+    for write in (
+        writer.write_header_to_file,
+        writer.write_kv_data_to_file,
+        writer.write_tensors_to_file,
+        writer.close,
+    ):
+        write()
+    with np.errstate(all="ignore"):
+        complete = dequantize(raw, kind)
+        read = DequantizedSlice(open_gguf(tmp_path / "a.gguf"), "blk.0.attn_v.weight")
+        part = read[slice(3, 7), slice(33, columns - 5)].numpy()
+    assert read.get_shape() == [8, columns]
+    assert np.array_equal(part, complete[3:7, 33:-5], equal_nan=True)
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        ({"without": "blk.1.ffn_up.weight"}, r"has no blk\.1\.ffn_up\.weight"),
+        (
+            {"misshapen": "blk.1.ffn_up.weight"},
+            r"blk\.1\.ffn_up\.weight has shape \(95, 64\), its metadata say \(96, 64\)",
+        ),
+        ({"shape": SHAPE.model_copy(update={"layers": 3})}, r"has blk\.2\.attn_k\.weight and 8"),
+        ({"change": {"llama.rope.scaling.type": "yarn"}}, r"rope\.scaling\.type 'yarn'"),
+        ({"change": {"llama.expert_count": 4}}, r"expert_count 4"),
+        ({"change": {"llama.rope.freq_base": 3e4}}, r"model\.rope_theta: is 500000\.0.*30000\.0"),
+    ],
+)
+def test_files_that_do_not_fit_are_refused_by_name(
+    tmp_path: Path, change: dict[str, Any], words: str
+) -> None:
+    change = {"change": {"llama.block_count": 2}, **change}
+    write_sample(tmp_path / "a.gguf", **change)
+    with pytest.raises(ValueError, match=words):
+        gguf_source(tmp_path / "a.gguf", SHAPE)
+
+
+def test_truncated_files_are_refused_at_any_length(tmp_path: Path) -> None:
+    path = tmp_path / "a.gguf"
+    write_sample(path)
+    content = path.read_bytes()
+    for length in (0, 3, 4, 30, 200, 1000, len(content) // 2, len(content) - 100):
+        path.write_bytes(content[:length])
+        with pytest.raises(
+            PlanError, match=r"^model: '.*a\.gguf' is no intact GGUF file: "
+        ) as found:
+            plan(path).resolve()
+        assert len(found.value.problems) == 1 and "\n" not in str(found.value)
+
+
+def test_a_count_beyond_the_file_ends_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "a.gguf"
+    write_sample(path)
+    content = bytearray(path.read_bytes())
+    content[16:24] = (2**60).to_bytes(8, "little")  # entries of the metadata
+    path.write_bytes(content)
+    with pytest.raises(PlanError, match="is no intact GGUF file"):
+        plan(path).resolve()
+
+
+def test_architectures_and_values_out_of_range_are_refused(tmp_path: Path) -> None:
+    writer = GGUFWriter(tmp_path / "a.gguf", "mamba")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    with pytest.raises(PlanError, match=r"general\.architecture 'mamba'; legal: llama, qwen2"):
+        plan(tmp_path / "a.gguf").resolve()
+    write_sample(tmp_path / "b.gguf", change={"llama.embedding_length": 2**31})
+    with pytest.raises(PlanError, match="hidden"):
+        plan(tmp_path / "b.gguf").resolve()
+    with pytest.raises(PlanError, match=r"c\.gguf' cannot be read: No such file"):
+        plan(tmp_path / "c.gguf").resolve()
+
+
+def test_an_untied_head_is_read(tmp_path: Path) -> None:
+    shape = Shape.model_validate(SHAPE.model_dump() | {"tied": False})
+    expected = write_sample(tmp_path / "a.gguf", shape=shape)
+    made = resolved(tmp_path / "a.gguf", 2)
+    assert not made.shape.tied
+    for _, shards in run_ranks(2, partial(state, made)):
+        ((slices, tensor),) = [
+            (s, t) for name, k, s, t in shards if (name, k) == ("head.weight", "parameter")
+        ]
+        assert np.array_equal(tensor, expected["head.weight"][slice(*slices[0])])

@@ -1,0 +1,162 @@
+"""Weights of a GGUF file as stored tensors: a rank dequantises only the rows and blocks it needs.
+
+llama.cpp's converter permutes the rows of Llama's queries and keys, so that rotary pairs are
+adjacent (`LlamaModel.permute` of convert_hf_to_gguf.py); here, as in transformers, they are the two
+halves of a head. Reading undoes it.
+"""
+
+from __future__ import annotations
+
+import re
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from workbench.checkpoint.gguf_metadata import FIELD, check_gguf
+from workbench.checkpoint.huggingface_names import WEIGHT_KINDS, parameter_shapes
+from workbench.checkpoint.tensor_index import Box, StoredTensor, TensorSource
+from workbench.plan.model.model_shape import Shape
+from workbench.safe_io.gguf_files import GgufFile, open_gguf
+
+MODEL_MODULES = {"embedding.tokens": "token_embd", "final_norm": "output_norm", "head": "output"}
+BLOCK_MODULES = {
+    "attention_norm": "attn_norm",
+    "attention.q": "attn_q",
+    "attention.k": "attn_k",
+    "attention.v": "attn_v",
+    "attention.o": "attn_output",
+    "mlp_norm": "ffn_norm",
+    "mlp.gate": "ffn_gate",
+    "mlp.up": "ffn_up",
+    "mlp.down": "ffn_down",
+}
+"""Module of blocks.N -> module of blk.N in a GGUF file."""
+PERMUTED = {"llama": re.compile(r"blk\.\d+\.attn_([qk])\.(weight|bias)")}
+"""Architecture -> names of the tensors whose rows are permuted."""
+IGNORED_TENSORS = re.compile(r"rope_freqs\.weight|.*\.attn_rot_embd")
+"""Tensors that the metadata determine."""
+
+
+def gguf_name(name: str) -> str:
+    """Name in a GGUF file of the parameter `name`."""
+    module, _, leaf = name.rpartition(".")
+    if found := re.fullmatch(r"blocks\.(\d+)\.(.+)", module):
+        return f"blk.{found[1]}.{BLOCK_MODULES[found[2]]}.{leaf}"
+    return f"{MODEL_MODULES[module]}.{leaf}"
+
+
+def gguf_source(path: Path, shape: Shape) -> TensorSource:
+    """Index of the weights in a GGUF file.
+
+    Args:
+        path: The file.
+        shape: The plan's model.
+
+    Returns:
+        Each weight, as the source of the parameter and of its master weight.
+
+    Raises:
+        ValueError: The file is damaged, incomplete or of another model; names field or tensor.
+    """
+    file = check_gguf(path, shape)
+    rest = dict(file.tensors)
+    tensors: dict[tuple[str, str], StoredTensor] = {}
+    for name, needed in parameter_shapes(shape).items():
+        key = gguf_name(name)
+        tensor = rest.pop(key, None)
+        if tensor is None:
+            raise ValueError(f"{path} has no {key}, which its model needs; get the complete file")
+        if (has := _extent(tensor)) != needed:
+            raise ValueError(
+                f"{path}: {key} has shape {has}, its metadata say {needed}; get the file again"
+            )
+        box = Box(path.name, key, tuple((0, n) for n in needed), tensor.tensor_type.name)
+        tensors |= {(name, kind): StoredTensor(needed, [box]) for kind in WEIGHT_KINDS}
+    if unused := sorted(key for key in rest if not IGNORED_TENSORS.fullmatch(key)):
+        others = f" and {len(unused) - 1} more" if unused[1:] else ""
+        raise ValueError(f"{path} has {unused[0]}{others}, which the plan's model lacks")
+    sizes = {path.name: (path.stat().st_size, None)}
+    return TensorSource(path.parent, tensors, sizes, {}, exact=False, opened=_opened)
+
+
+def _extent(tensor: Any) -> tuple[int, ...]:
+    """A tensor's shape; the format lists the innermost dim first."""
+    return tuple(int(n) for n in reversed(tensor.shape))
+
+
+def _opened(path: Path) -> AbstractContextManager[GgufWeights]:
+    return nullcontext(GgufWeights(open_gguf(path, FIELD)))
+
+
+class GgufWeights:
+    """Dequantised tensors of a GGUF file, with the interface of `safetensors.safe_open`."""
+
+    def __init__(self, file: GgufFile) -> None:
+        self.file = file
+
+    def get_slice(self, key: str) -> DequantizedSlice:
+        """A tensor of which only a slice is read."""
+        return DequantizedSlice(self.file, key)
+
+    def get_tensor(self, key: str) -> Tensor:
+        """A complete tensor, fp32."""
+        whole = self.get_slice(key)
+        return whole[tuple(slice(0, n) for n in whole.get_shape())]
+
+
+class DequantizedSlice:
+    """A tensor of a GGUF file; indexing reads and dequantises what a slice needs."""
+
+    def __init__(self, file: GgufFile, key: str) -> None:
+        self.path, self.key, self.tensor = file.path, key, file.tensors[key]
+        architecture = file.get("general.architecture")
+        found = PERMUTED[architecture].fullmatch(key) if architecture in PERMUTED else None
+        self.permuted_heads: int | None = None
+        if found:
+            heads = file.get(f"{architecture}.attention.head_count")
+            groups = file.get(f"{architecture}.attention.head_count_kv", heads)
+            self.permuted_heads = heads if found[1] == "q" else groups
+
+    def get_shape(self) -> list[int]:
+        """The tensor's shape."""
+        return list(_extent(self.tensor))
+
+    def __getitem__(self, slices: tuple[slice, ...]) -> Tensor:
+        """The slice, dequantised to fp32.
+
+        Raises:
+            ValueError: `gguf` cannot dequantise the tensor's type.
+        """
+        from gguf import GGML_QUANT_SIZES, dequantize
+
+        data, kind, last = self.tensor.data, self.tensor.tensor_type, slices[-1]
+        if len(slices) > 1:
+            data = data[self._rows(slices[0])]
+        elif self.permuted_heads:
+            data, last = data[self._rows(last)], slice(0, last.stop - last.start)
+        # Quantised rows are bytes, in blocks of which each is dequantised alone.
+        block, size = GGML_QUANT_SIZES[kind] if data.dtype == np.uint8 else (1, 1)
+        first = last.start // block
+        part = data[..., first * size : -(-last.stop // block) * size]
+        try:
+            values = dequantize(np.ascontiguousarray(part), kind)
+        except NotImplementedError:
+            raise ValueError(
+                f"{self.path}: {self.key} is {kind.name}, which the package gguf cannot "
+                "dequantise; get the model in another quantisation, such as Q8_0"
+            ) from None
+        values = values[..., last.start - first * block : last.stop - first * block]
+        return torch.from_numpy(np.ascontiguousarray(values, dtype=np.float32))
+
+    def _rows(self, rows: slice) -> slice | np.ndarray:
+        """Rows of the file that hold `rows`."""
+        if self.permuted_heads is None:
+            return rows
+        head = self.get_shape()[0] // self.permuted_heads
+        row = np.arange(rows.start, rows.stop)
+        half, index = np.divmod(row % head, head // 2)
+        return np.asarray(row - row % head + 2 * index + half)
