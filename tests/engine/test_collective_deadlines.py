@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from tests.parallel.small import plan
+from workbench.corpora import tokenized_corpus
 from workbench.engine import loop
-from workbench.engine.data import tokenized_corpus
 from workbench.engine.process_group.collective_deadlines import extend_deadlines, restore_deadlines
 from workbench.engine.verify.forked_ranks import run_ranks
 from workbench.parallel.mesh import CPU, build_mesh

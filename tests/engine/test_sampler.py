@@ -8,20 +8,19 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workbench.engine.data.batch_sampler import BatchSampler, permute
-from workbench.engine.data.tokenized_corpus import Tokens
+from workbench.corpora.sample_order import permute
+from workbench.corpora.tokenized_corpus import SourceTokens, TokenizedCorpus
+from workbench.engine.data.batch_sampler import BatchSampler
 from workbench.plan.stage_replicas import data_share
 
 
-def tokens(train: int = 1000, holdout: int = 200) -> Tokens:
-    return Tokens(
-        np.arange(train, dtype=np.uint16),
-        np.arange(holdout, dtype=np.uint16),
-        1000,
-        "",
-        "bytes",
-        None,
-    )
+def tokens(train: int = 1000, holdout: int = 200) -> TokenizedCorpus:
+    texts = np.arange(train, dtype=np.uint16), np.arange(holdout, dtype=np.uint16)
+    return TokenizedCorpus((SourceTokens("text", *texts, 1.0, 1, 0, ""),), "bytes", None, 1000)
+
+
+def order(sampler: BatchSampler, samples: np.ndarray) -> np.ndarray:
+    return sampler.train.locate(samples).sequence
 
 
 @given(st.integers(1, 3000), st.integers(0, 2**40))
@@ -58,16 +57,14 @@ def test_targets_are_the_next_tokens() -> None:
 
 def test_epochs_cover_the_text_in_other_orders() -> None:
     sampler = BatchSampler(tokens(), 10, 3, data_share(3, 1), seed=1)
-    assert sampler.num_sequences == 99
-    orders = [sampler.order(np.arange(e * 99, (e + 1) * 99)).tolist() for e in range(2)]
+    assert sampler.train.sequences == [99]
+    orders = [order(sampler, np.arange(e * 99, (e + 1) * 99)).tolist() for e in range(2)]
     assert sorted(orders[0]) == sorted(orders[1]) == list(range(99))
     assert orders[0] != orders[1]
-    across = sampler.order(np.arange(90, 110)).tolist()
+    across = order(sampler, np.arange(90, 110)).tolist()
     assert across == orders[0][90:] + orders[1][:11]
-    assert (
-        BatchSampler(tokens(), 10, 3, data_share(3, 1), seed=2).order(np.arange(99)).tolist()
-        != orders[0]
-    )
+    other = BatchSampler(tokens(), 10, 3, data_share(3, 1), seed=2)
+    assert order(other, np.arange(99)).tolist() != orders[0]
 
 
 def test_resumes_by_sample_index_under_another_batch() -> None:

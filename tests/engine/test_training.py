@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from workbench.engine.data import tokenized_corpus
+from workbench.corpora import tokenized_corpus
 from workbench.engine.data.batch_sampler import BatchSampler
 from workbench.engine.optimizer import learning_rate
 from workbench.interop.export import export

@@ -16,7 +16,7 @@ from workbench.plan import corpus_files
 from workbench.plan.catalog.catalog import models
 from workbench.plan.rules.check import check
 from workbench.plan.rules.supported import ENGINE_LIMITS, RUN_LIMITS
-from workbench.plan.schema import Plan
+from workbench.plan.schema import Corpus, Plan
 from workbench.plan.stage_partition import balanced, costs
 
 
@@ -363,9 +363,10 @@ def test_corpus_of_a_folder_is_stable_and_hashed_by_content(tmp_path: Path) -> N
     (tmp_path / "empty.txt").write_text("")
     (tmp_path / "picture.png").write_bytes(b"\x89")
     assert [path.name for path in corpus_files.files(str(tmp_path))] == ["a.md", "b.txt"]
-    before = corpus_files.corpus_sha256(str(tmp_path))
+    (text,) = corpus_files.source_files(Corpus(source=str(tmp_path)))
+    before = corpus_files.corpus_sha256(text)
     (tmp_path / "b.txt").write_text("three")
-    assert corpus_files.corpus_sha256(str(tmp_path)) != before
+    assert corpus_files.corpus_sha256(text) != before
 
 
 @pytest.mark.parametrize("source", ["no/such/text", "{empty}"])

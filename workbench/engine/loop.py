@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 
-from workbench.engine.data import tokenized_corpus
+from workbench.corpora import tokenized_corpus
 from workbench.engine.data.batch_feed import BatchFeed
 from workbench.engine.data.batch_sampler import BatchSampler as TextSampler
 from workbench.engine.garbage_collection import collected_on_common_steps

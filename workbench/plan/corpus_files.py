@@ -5,9 +5,12 @@ from __future__ import annotations
 import hashlib
 import os
 import sysconfig
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from workbench.errors import refuse
+from workbench.plan import schema
 from workbench.safe_io.files import unread
 
 TEXT = frozenset(
@@ -35,10 +38,109 @@ SKIPPED = frozenset(
 """
 
 
-def files(source: str) -> list[Path]:
-    """Files of the corpus `source` (`stdlib`, a file or a folder), in a stable order.
+SUFFIXES: dict[str, schema.CorpusFormat] = {
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".parquet": "parquet",
+    ".npy": "npy",
+    ".idx": "megatron",
+}
+"""Suffix of a file that is named by itself -> its format, where that is not text."""
+RAW: dict[str, schema.TokenDtype] = {
+    ".u8": "uint8",
+    ".u16": "uint16",
+    ".u32": "uint32",
+    ".i32": "int32",
+    ".i64": "int64",
+}
+"""Suffix of a file of raw tokens -> their type."""
+TOKENIZED = frozenset({"npy", "raw", "megatron"})
+"""Formats that hold tokens, which no tokenizer reads."""
+FOLDERS = {"jsonl": (".jsonl", ".ndjson"), "parquet": (".parquet",)}
+"""Format -> suffixes that a folder is searched for; other folders hold text."""
 
-    Raises `PlanError` naming `corpus.source` where there is none.
+
+@dataclass(frozen=True)
+class SourceFiles:
+    """The files of one source, and how they are read."""
+
+    where: str
+    """The plan's field that names the source's, in messages: corpus, or corpus.mix.N."""
+    source: str
+    format: schema.CorpusFormat
+    column: str
+    """Field of a JSONL row, or column of a Parquet file."""
+    dtype: schema.TokenDtype | None
+    """Type of raw tokens."""
+    paths: tuple[Path, ...]
+    """In a stable order; of Megatron's format the .bin and its .idx."""
+
+
+def source_files(corpus: schema.Corpus) -> list[SourceFiles]:
+    """The files of each source of `corpus`, in the order of `mix`.
+
+    Raises:
+        PlanError: A source does not exist, is empty or is of no known format; names the field.
+    """
+    if corpus.mix is None:
+        return [_source_files(corpus, "corpus")]
+    return [_source_files(part, f"corpus.mix.{i}") for i, part in enumerate(corpus.mix)]
+
+
+def _source_files(of: schema.TextSource, where: str) -> SourceFiles:
+    path, kind = Path(of.source).expanduser(), source_format(of)
+    if of.field is not None and kind not in FOLDERS:
+        raise refuse(f"{where}.field", f"is '{of.field}', and {kind} has no fields; legal: none")
+    if of.dtype is not None and kind != "raw":
+        raise refuse(f"{where}.dtype", f"is {of.dtype}, and {kind} is not raw tokens; legal: none")
+    dtype = of.dtype or RAW.get(path.suffix)
+    if kind == "raw" and dtype is None:
+        legal = ", ".join(RAW.values())
+        raise refuse(f"{where}.dtype", f"is needed to read raw tokens; legal: {legal}")
+    if kind in TOKENIZED:
+        paths = _token_files(path, kind, f"{where}.source")
+    else:
+        paths = files(of.source, kind, f"{where}.source")
+    return SourceFiles(where, of.source, kind, of.field or "text", dtype, tuple(paths))
+
+
+def source_format(of: schema.TextSource) -> schema.CorpusFormat:
+    """The format of a source: the plan's, else what the file's name says, else text."""
+    if of.format is not None or of.source == "stdlib":
+        return of.format or "text"
+    path = Path(of.source).expanduser()
+    if path.suffix in RAW:
+        return "raw"
+    if path.suffix == ".bin":
+        return "megatron" if os.path.exists(path.with_suffix(".idx")) else "raw"
+    if not os.path.exists(path) and os.path.exists(_megatron(path)[1]):
+        return "megatron"
+    return "text" if os.path.isdir(path) else SUFFIXES.get(path.suffix, "text")
+
+
+def _megatron(path: Path) -> tuple[Path, Path]:
+    """The .bin and .idx that either of them, or their common prefix, names."""
+    stem = path.with_suffix("") if path.suffix in (".bin", ".idx") else path
+    return stem.with_name(stem.name + ".bin"), stem.with_name(stem.name + ".idx")
+
+
+def _token_files(path: Path, kind: str, field: str) -> list[Path]:
+    paths = list(_megatron(path)) if kind == "megatron" else [path]
+    for one in paths:
+        if not os.path.isfile(one):
+            why = (
+                "is a folder, and tokens are read from one file"
+                if os.path.isdir(one)
+                else "is missing"
+            )
+            raise refuse(field, f"{one} {why}; several sources are mixed by corpus.mix")
+    return paths
+
+
+def files(source: str, kind: str = "text", field: str = "corpus.source") -> list[Path]:
+    """Files of text of `source` (`stdlib`, a file or a folder), in a stable order.
+
+    Raises `PlanError` naming `field` where there is none.
     """
     if source == "stdlib":
         found = _python(Path(sysconfig.get_paths()["stdlib"]))
@@ -48,24 +150,53 @@ def files(source: str) -> list[Path]:
             path
         ):  # unlike `Path.exists`, False also below a folder that may not be entered
             legal = "legal: stdlib, or a text file or folder"
-            raise refuse("corpus.source", f"'{source}' does not exist, or may not be read; {legal}")
-        found = [path] if path.is_file() else _walk(path, TEXT, frozenset({"__pycache__"}))
+            raise refuse(field, f"'{source}' does not exist, or may not be read; {legal}")
+        suffixes = frozenset(FOLDERS.get(kind, TEXT))
+        found = [path] if path.is_file() else _walk(path, suffixes, frozenset({"__pycache__"}))
     found = [path for path in found if path.stat().st_size > 0]
     if not found:
-        kinds = " ".join(sorted(TEXT))
-        raise refuse("corpus.source", f"'{source}' holds no text; a folder is searched for {kinds}")
+        kinds = " ".join(sorted(FOLDERS.get(kind, TEXT)))
+        raise refuse(field, f"'{source}' holds no text; a folder is searched for {kinds}")
     return found
 
 
-def corpus_sha256(source: str) -> str:
-    """Hash over the contents of the corpus, in order; names of files do not enter it."""
+def corpus_sha256(of: SourceFiles) -> str:
+    """Hash over the contents of a source, in order; names of files do not enter it."""
     total = hashlib.sha256()
-    for path in files(source):
-        try:
-            total.update(hashlib.sha256(path.read_bytes()).digest())
-        except OSError as error:
-            raise refuse("corpus.source", f"{path} cannot be read: {unread(error)}") from None
+    for path in of.paths:
+        total.update(file_sha256(path, f"{of.where}.source"))
     return total.hexdigest()
+
+
+def file_sha256(path: Path, field: str) -> bytes:
+    """Hash of a file's content. Raises `PlanError` naming `field` where it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").digest()
+    except OSError as error:
+        raise refuse(field, f"{path} cannot be read: {unread(error)}") from None
+
+
+def mixed_sha256(hashes: Sequence[str]) -> str:
+    """Hash that names a mixture's sources, in order."""
+    return hashlib.sha256("".join(hashes).encode()).hexdigest()
+
+
+def tokenizer_path(corpus: schema.Corpus) -> Path | None:
+    """The tokenizer.json that `corpus.tokenizer` names, itself or by its folder; None for bytes and
+    bpe.
+
+    Raises:
+        PlanError: There is no such file; names the field.
+    """
+    if corpus.tokenizer in ("bytes", "bpe"):
+        return None
+    path = Path(corpus.tokenizer).expanduser()
+    path = path / "tokenizer.json" if os.path.isdir(path) else path
+    if not os.path.isfile(path):
+        legal = "legal: bytes, bpe, or a tokenizer.json"
+        raise refuse("corpus.tokenizer", f"'{corpus.tokenizer}' is no file; {legal}")
+    return path
 
 
 def _python(root: Path) -> list[Path]:

@@ -13,7 +13,7 @@ from workbench.errors import PlanError, refuse
 from workbench.machine import calibration_file, gpu_catalog
 from workbench.machine.attached import attached, local_cluster
 from workbench.machine.hardware import GPU, Fabric
-from workbench.plan import corpus_files
+from workbench.plan import corpus_files, schema
 from workbench.plan.catalog import catalog, gguf_config, huggingface_config
 from workbench.plan.model import python_model_file
 from workbench.plan.model.attention_kernel import decided_attention
@@ -100,18 +100,8 @@ def pin(plan: Plan) -> ResolvedPlan:
     with.
     """
     full = plan.resolve()
-    source, load, measured = full.corpus.source, full.checkpoint.load, full.cluster.calibration
-    found = corpus_files.corpus_sha256(source)
-    if full.corpus.sha256 not in (None, found):
-        raise refuse(
-            "corpus.sha256",
-            f"the plan was resolved with text {full.corpus.sha256}, '{source}' "
-            f"now holds {found}; remove the field to train on what is there",
-        )
-    changes: dict[str, Any] = {
-        "corpus.sha256": found,
-        "corpus.source": source if source == "stdlib" else _absolute(source),
-    }
+    load, measured = full.checkpoint.load, full.cluster.calibration
+    changes = _pinned_corpus(full.corpus)
     if measured is not None:
         changes |= {"cluster.calibration": _absolute(measured)}
         changes |= {"cluster.calibration_sha256": calibration_file.calibration_sha256(measured)}
@@ -124,6 +114,43 @@ def pin(plan: Plan) -> ResolvedPlan:
         changes |= {"model.layer_profile": _absolute(full.profiled.layer_profile)}
     changes |= {"checkpoint.load": load and _absolute(load)}
     return full.with_fields(**changes, **pinned)
+
+
+def _pinned_corpus(corpus: schema.Corpus) -> dict[str, Any]:
+    """Changes that name the corpus's files by absolute path and hash."""
+    hashes = [corpus_files.corpus_sha256(one) for one in corpus_files.source_files(corpus)]
+    found = hashes[0]
+    changes: dict[str, Any] = {}
+    if corpus.mix is None:
+        changes["corpus.source"] = _absolute_source(corpus.source)
+    else:
+        found = corpus_files.mixed_sha256(hashes)
+        changes["corpus.mix"] = [
+            {**part.model_dump(), "source": _absolute_source(part.source), "sha256": sha256}
+            for part, sha256 in zip(corpus.mix, hashes, strict=True)
+        ]
+    _expect("corpus.sha256", corpus.sha256, found, f"text {corpus.sha256}, '{corpus.source}'")
+    changes["corpus.sha256"] = found
+    if tokenizer := corpus_files.tokenizer_path(corpus):
+        sha256 = corpus_files.file_sha256(tokenizer, "corpus.tokenizer").hex()
+        named = f"tokenizer {corpus.tokenizer_sha256}, '{tokenizer}'"
+        _expect("corpus.tokenizer_sha256", corpus.tokenizer_sha256, sha256, named)
+        changes["corpus.tokenizer"] = _absolute(str(tokenizer))
+        changes["corpus.tokenizer_sha256"] = sha256
+    return changes
+
+
+def _expect(field: str, pinned: str | None, found: str, named: str) -> None:
+    if pinned not in (None, found):
+        raise refuse(
+            field,
+            f"the plan was resolved with {named} now holds {found}; remove the field to train on "
+            "what is there",
+        )
+
+
+def _absolute_source(source: str) -> str:
+    return source if source == "stdlib" else _absolute(source)
 
 
 def _absolute(path: str) -> str:

@@ -1,10 +1,9 @@
 """Deterministic sampling of batches, which resumes by sample index on any mesh.
 
-Training text is cut into sequences of `sequence_length` inputs (and one more token, the last
-target). Sample g of the run is element g mod n of a pseudo-random permutation of the n sequences,
-with another permutation every epoch. A step takes the next `global_batch` samples, of which each
-rank takes its share (`plan.stage_replicas`): all data coordinates, or all replicas of a stage, have
-together the batch of one device.
+Training text of each source is cut into sequences of `sequence_length` inputs (and one more token,
+the last target); `corpora.sample_order` says which of them sample g of the run is. A step takes the
+next `global_batch` samples, of which each rank takes its share (`plan.stage_replicas`): all data
+coordinates, or all replicas of a stage, have together the batch of one device.
 """
 
 from __future__ import annotations
@@ -14,88 +13,59 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from workbench.corpora.sample_order import Places, SampleOrder
+
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from workbench.engine.data.tokenized_corpus import Tokens
+    from workbench.corpora.tokenized_corpus import SourceTokens, TokenizedCorpus
     from workbench.plan.stage_replicas import BatchShare
-
-ROUNDS = 6
-
-
-def permute(index: np.ndarray, size: int, key: int) -> np.ndarray:
-    """Images of `index` under a pseudo-random permutation of range(size), without storing it.
-
-    A Feistel network on the smallest even number of bits that holds `size`, applied again to images
-    outside the range (cycle walking; Black and Rogaway 2002).
-
-    Args:
-        index: Integers below `size`.
-        size: Size of the permutation.
-        key: Selects the permutation.
-
-    Returns:
-        int64, of the shape of `index`.
-    """
-    half = np.uint64(max(1, ((size - 1).bit_length() + 1) // 2))
-    mask = np.uint64((1 << int(half)) - 1)
-    keys = np.random.SeedSequence(key).generate_state(ROUNDS, np.uint64)
-    value = _feistel(index.astype(np.uint64), half, mask, keys)
-    while (outside := value >= size).any():
-        value[outside] = _feistel(value[outside], half, mask, keys)
-    return value.astype(np.int64)
-
-
-def _feistel(value: np.ndarray, half: np.uint64, mask: np.uint64, keys: np.ndarray) -> np.ndarray:
-    left, right = value >> half, value & mask
-    for key in keys:
-        left, right = right, left ^ (_mix(right + key) & mask)
-    return (left << half) | right
-
-
-def _mix(value: np.ndarray) -> np.ndarray:
-    """splitmix64's finaliser (Steele et al. 2014): every output bit depends on every input bit."""
-    value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    mixed: np.ndarray = value ^ (value >> np.uint64(31))
-    return mixed
 
 
 class BatchSampler:
     """Batches of one rank.
 
     Args:
-        tokens: As `tokenized_corpus.load` returns them.
+        corpus: As `tokenized_corpus.load_corpus` returns it.
         sequence_length: Inputs per sequence.
         global_batch: Sequences per step, over all ranks.
         share: Which of them are this rank's, by microbatch.
         seed: Selects the permutations.
 
     Raises:
-        ValueError: The text is shorter than one sequence; names the field.
+        ValueError: The text of a source is shorter than one sequence; names the field.
     """
 
     def __init__(
         self,
-        tokens: Tokens,
+        corpus: TokenizedCorpus,
         sequence_length: int,
         global_batch: int,
         share: BatchShare,
         seed: int = 0,
     ) -> None:
-        self.tokens = tokens
+        # A source without weight has no samples, and may be shorter than one.
+        self.sources = [one for one in corpus.sources if one.weight > 0]
         self.sequence_length = sequence_length
         self.global_batch = global_batch
         self.seed = seed
         self.samples = np.array(share.samples())
-        self.num_sequences = self._sequences(tokens.train, "training text")
+        self.train = self._order("train")
+        self._holdout: SampleOrder | None = None
 
-    def _sequences(self, text: np.ndarray, what: str) -> int:
+    def _order(self, part: str) -> SampleOrder:
+        counts = [self._sequences(one, part) for one in self.sources]
+        return SampleOrder(counts, [one.weight for one in self.sources], self.seed)
+
+    def _sequences(self, source: SourceTokens, part: str) -> int:
+        text = getattr(source, part)
         count = (len(text) - 1) // self.sequence_length
         if count < 1:
+            what = "training text" if part == "train" else "held-out text"
+            of = f" of {source.source}" if len(self.sources) > 1 else ""
             raise ValueError(
                 f"training.sequence_length: {self.sequence_length} needs "
-                f"{self.sequence_length + 1} tokens, the {what} "
+                f"{self.sequence_length + 1} tokens, the {what}{of} "
                 f"has {len(text)}; take a larger corpus.source, another corpus.holdout or shorter "
                 f"sequences"
             )
@@ -115,34 +85,25 @@ class BatchSampler:
 
     def take(self, sample: int) -> tuple[Tensor, Tensor]:
         """This rank's part of the global batch from sample index `sample`, as `batch`."""
-        return self._gather(self.tokens.train, self.order(sample + self.samples))
-
-    def order(self, samples: np.ndarray) -> np.ndarray:
-        """Sequence number of each global sample index."""
-        epochs = samples // self.num_sequences
-        order = np.empty_like(samples)
-        for epoch in np.unique(epochs):
-            here = epochs == epoch
-            order[here] = permute(
-                samples[here] % self.num_sequences,
-                self.num_sequences,
-                self.seed * 2**32 + int(epoch),
-            )
-        return order
+        return self._gather("train", self.train.locate(sample + self.samples))
 
     def evaluation(self, batch: int) -> tuple[Tensor, Tensor]:
         """The `batch`-th global batch of the held-out text, unshuffled; shapes as in `batch`.
 
         Held-out text that is too short wraps around.
         """
-        count = self._sequences(self.tokens.holdout, "held-out text")
+        self._holdout = self._holdout or self._order("holdout")
         samples = batch * self.global_batch + self.samples
-        return self._gather(self.tokens.holdout, samples % count)
+        return self._gather("holdout", self._holdout.locate_unshuffled(samples))
 
-    def _gather(self, text: np.ndarray, sequences: np.ndarray) -> tuple[Tensor, Tensor]:
+    def _gather(self, part: str, places: Places) -> tuple[Tensor, Tensor]:
         length = self.sequence_length
-        flat = [text[s * length : s * length + length + 1] for s in sequences.flat]
-        rows = np.stack(flat).astype(np.int64).reshape(*sequences.shape, length + 1)
+        texts = [getattr(source, part) for source in self.sources]
+        flat = [
+            texts[source][sequence * length : sequence * length + length + 1].astype(np.int64)
+            for source, sequence in zip(places.source.flat, places.sequence.flat, strict=True)
+        ]
+        rows = np.stack(flat).reshape(*places.sequence.shape, length + 1)
         # torch.tensor copies into torch's own memory, where an allocator count sees it; from_numpy
         # would not.
         return torch.tensor(rows[..., :-1]), torch.tensor(rows[..., 1:])

@@ -22,6 +22,7 @@ from workbench.plan.rules import (
     recompute_rules,
 )
 from workbench.plan.schema import NARROW, STORED, Plan
+from workbench.untrusted_text import shown
 
 BYTES = 256
 """Vocabulary that byte-level tokens need."""
@@ -229,3 +230,15 @@ def _training(plan: Plan) -> Iterator[Problem]:
 def _corpus(plan: ResolvedPlan) -> Iterator[Problem]:
     if plan.vocab < BYTES:
         yield Problem("model.vocab", f"is {plan.vocab}, too few for bytes; legal: at least {BYTES}")
+    name = plan.corpus.tokenizer
+    if name not in ("bytes", "bpe") and not name.endswith(".json") and "/" not in name:
+        yield Problem(
+            "corpus.tokenizer",
+            f"is {shown(name)}; legal: bytes, bpe, or the path of a tokenizer.json",
+        )
+    if name in ("bytes", "bpe") and plan.corpus.end_of_text is not None:
+        yield Problem(
+            "corpus.end_of_text",
+            f"is {shown(plan.corpus.end_of_text)}, and {name} has one end of text, token 0; legal: "
+            "none, or corpus.tokenizer = a tokenizer.json",
+        )

@@ -5,7 +5,15 @@ here.
 from workbench.plan.schema.cluster import Cluster
 from workbench.plan.schema.profiled_model import ProfiledModel
 from workbench.plan.schema.python_model import PythonModel
-from workbench.plan.schema.run_settings import Checkpoint, Corpus, Telemetry
+from workbench.plan.schema.run_settings import (
+    Checkpoint,
+    Corpus,
+    CorpusFormat,
+    Telemetry,
+    TextSource,
+    TokenDtype,
+    WeightedSource,
+)
 from workbench.plan.schema.strategy import (
     AXES,
     NARROW,
@@ -34,6 +42,7 @@ __all__ = [
     "Cluster",
     "Context",
     "Corpus",
+    "CorpusFormat",
     "Data",
     "Evaluation",
     "Expert",
@@ -50,7 +59,10 @@ __all__ = [
     "Task",
     "Telemetry",
     "Tensor",
+    "TextSource",
+    "TokenDtype",
     "Training",
+    "WeightedSource",
     "axis_sizes",
     "build_plan",
     "parse_plan",

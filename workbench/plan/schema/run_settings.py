@@ -2,29 +2,94 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, PositiveInt
+from pydantic import (
+    Field,
+    PositiveInt,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+    model_validator,
+)
 
 from workbench.fields.bounds import KEPT, SECONDS, StepsOrNever
 from workbench.fields.frozen import Frozen
 
+CorpusFormat = Literal["text", "jsonl", "parquet", "npy", "raw", "megatron"]
+TokenDtype = Literal["uint8", "uint16", "uint32", "int32", "int64"]
+WRITTEN_IF_SET = frozenset({"format", "field", "dtype", "end_of_text", "mix", "tokenizer_sha256"})
+"""Fields of a corpus that a written plan leaves out where they are null."""
 
-class Corpus(Frozen):
-    """The text that is trained on."""
+
+class TextSource(Frozen):
+    """Where text or tokens are read."""
 
     source: str = Field(
         "stdlib", description="stdlib = the Python standard library's sources, or a file or folder."
     )
-    tokenizer: Literal["bytes", "bpe"] = Field(
-        "bytes", description="Bytes, or a BPE of the model's vocabulary."
+    format: CorpusFormat | None = Field(
+        None, description="How the source is read; by its suffix where left out, a folder as text."
+    )
+    field: str | None = Field(
+        None, description="Field of each JSONL row, or column of a Parquet file; default text."
+    )
+    dtype: TokenDtype | None = Field(
+        None, description="Type of raw tokens, where the suffix does not say it (.u16, .u32, ..)."
+    )
+
+    @model_serializer(mode="wrap")
+    def _without_unset(self, written: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Without the fields that only some sources have, so that other plans do not list them."""
+        found: dict[str, Any] = written(self)
+        left_out = {"source"} if found.get("mix") else set()
+        left_out |= {name for name in WRITTEN_IF_SET if found.get(name) is None}
+        return {name: value for name, value in found.items() if name not in left_out}
+
+
+class WeightedSource(TextSource):
+    """One source of a mixture."""
+
+    source: str = Field(description="A file or folder, or stdlib.")
+    weight: float = Field(ge=0, description="Its share of the samples, relative to the others.")
+    sha256: str | None = Field(
+        None, description="Hash of its content; filled when a plan is resolved."
+    )
+
+
+class Corpus(TextSource):
+    """The text that is trained on."""
+
+    tokenizer: str = Field(
+        "bytes",
+        description="bytes, bpe = a BPE of the model's vocabulary trained on the text, or a "
+        "tokenizer.json.",
+    )
+    end_of_text: str | None = Field(
+        None, description="Token after each document; default the one that the tokenizer names."
     )
     holdout: float = Field(
         0.05, ge=0, lt=1, description="Last share of the text, kept for evaluation."
     )
+    mix: Annotated[list[WeightedSource], Field(min_length=1)] | None = Field(
+        None, description="Sources by weight, in place of `source`."
+    )
     sha256: str | None = Field(
         None, description="Hash of the text; filled when a plan is resolved."
     )
+    tokenizer_sha256: str | None = Field(
+        None, description="Hash of a tokenizer.json; filled when a plan is resolved."
+    )
+
+    @model_validator(mode="after")
+    def _one_way_to_name_text(self) -> Corpus:
+        if self.mix is None:
+            return self
+        alone = sorted({"source", "format", "field", "dtype"} & self.model_fields_set)
+        if alone:
+            raise ValueError(f"has mix and {', '.join(alone)}; legal: mix, or one source")
+        if not sum(part.weight for part in self.mix) > 0:
+            raise ValueError("has a mix whose weights sum to 0; legal: a weight above 0")
+        return self
 
 
 class Checkpoint(Frozen):

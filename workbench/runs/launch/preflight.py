@@ -108,25 +108,29 @@ def gpu_problems(plan: ResolvedPlan, found: Attached) -> list[Problem]:
 
 
 def _corpus(plan: Plan) -> list[Problem]:
-    """Text there is, and enough of it for one sequence: a token is a byte or more, and each file
-    has an end token.
+    """Text there is, and enough of it for one sequence: a token is a byte or more, and each
+    document has an end token. What a Parquet file holds is not known before it is read.
     """
     try:
-        paths = corpus_files.files(plan.corpus.source)
+        sources = corpus_files.source_files(plan.corpus)
     except PlanError as error:
         return error.problems
-    tokens = sum(path.stat().st_size + 1 for path in paths)
-    tokens -= int(tokens * plan.corpus.holdout)
+    problems = []
     length = plan.training.sequence_length
-    if tokens > length:
-        return []
-    has = (
-        f"'{plan.corpus.source}' has at most {tokens} tokens to train on, a sequence of "
-        f"{length} needs {length + 1}"
-    )
-    return [
-        Problem("corpus.source", f"{has}; take a larger one, or lower training.sequence_length")
-    ]
+    for one in sources:
+        tokens = sum(path.stat().st_size + 1 for path in one.paths)
+        tokens -= int(tokens * plan.corpus.holdout)
+        if one.format == "parquet" or tokens > length:
+            continue
+        problems.append(
+            Problem(
+                f"{one.where}.source",
+                f"'{one.source}' has at most {tokens} tokens to train on, a sequence of "
+                f"{length} needs {length + 1}; take a larger one, or lower "
+                "training.sequence_length",
+            )
+        )
+    return problems
 
 
 def _checkpoint(plan: ResolvedPlan) -> list[Problem]:

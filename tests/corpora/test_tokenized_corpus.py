@@ -11,9 +11,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from workbench.engine.data import tokenized_corpus as corpora
-from workbench.plan import schema
-from workbench.plan.corpus_files import corpus_sha256, files
+from workbench.corpora import encoder, token_cache
+from workbench.corpora import tokenized_corpus as corpora
+from workbench.corpora.pieces import Piece
+from workbench.plan import corpus_files, schema
+from workbench.plan.corpus_files import corpus_sha256, files, source_files
 
 TEXTS = {
     "a.txt": "the quick brown fox jumps over the lazy dog. " * 40,
@@ -31,17 +33,24 @@ def source(tmp_path: Path) -> Path:
     return folder
 
 
-def whole(tokens: corpora.Tokens) -> list[int]:
+def whole(corpus: corpora.TokenizedCorpus) -> list[int]:
+    (tokens,) = corpus.sources
     return [*tokens.train.tolist(), *tokens.holdout.tolist()]
 
 
+def pinned(source: Path) -> schema.Corpus:
+    found = schema.Corpus(source=str(source))
+    return schema.Corpus(source=str(source), sha256=corpus_sha256(*source_files(found)))
+
+
 def test_bytes_are_the_files(source: Path, tmp_path: Path) -> None:
-    tokens = corpora.load_corpus(
+    corpus = corpora.load_corpus(
         schema.Corpus(source=str(source), holdout=0.25), 300, folder=tmp_path / "cache"
     )
+    (tokens,) = corpus.sources
     paths = files(str(source))
-    assert bytes(whole(tokens)) == b"".join(p.read_bytes() + b"\0" for p in paths)
-    assert len(tokens.holdout) == len(whole(tokens)) // 4
+    assert bytes(whole(corpus)) == b"".join(p.read_bytes() + b"\0" for p in paths)
+    assert len(tokens.holdout) == len(whole(corpus)) // 4
     assert isinstance(tokens.train, np.memmap)
     assert tokens.train.dtype == np.uint16
     assert not tokens.train.flags.writeable
@@ -65,14 +74,14 @@ def test_bpe_round_trips_and_is_deterministic(source: Path, tmp_path: Path) -> N
 def test_cache_is_used_without_reading_the_text(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    setting = schema.Corpus(source=str(source), sha256=corpus_sha256(str(source)))
+    setting = pinned(source)
     before = whole(corpora.load_corpus(setting, 256, folder=tmp_path))
 
     def fail(*_: object) -> None:
         raise AssertionError("read the text again")
 
-    monkeypatch.setattr(corpora, "corpus_sha256", fail)
-    monkeypatch.setattr(corpora, "files", fail)
+    monkeypatch.setattr(corpus_files, "corpus_sha256", fail)
+    monkeypatch.setattr(corpora, "source_files", fail)
     assert whole(corpora.load_corpus(setting, 256, folder=tmp_path)) == before
 
 
@@ -99,10 +108,10 @@ def test_damaged_tokens_are_encoded_again(
 def test_a_cache_that_was_copied_is_used(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    setting = schema.Corpus(source=str(source), sha256=corpus_sha256(str(source)))
+    setting = pinned(source)
     before = whole(corpora.load_corpus(setting, 256, folder=tmp_path / "cache"))
     shutil.copytree(tmp_path / "cache", tmp_path / "copy", copy_function=shutil.copyfile)
-    monkeypatch.setattr(corpora, "_build", None)
+    monkeypatch.setattr(corpora._Work, "_encode", None)
     assert whole(corpora.load_corpus(setting, 256, folder=tmp_path / "copy")) == before
 
 
@@ -140,7 +149,7 @@ def test_waiting_ends_at_the_deadline(tmp_path: Path) -> None:
         fcntl.flock(held, fcntl.LOCK_EX)
         with (
             pytest.raises(ValueError, match="another process has been encoding it"),
-            corpora._only_one(tmp_path / "lock", 0.1),
+            token_cache.locked(tmp_path / "lock", 0.1),
         ):
             pass
 
@@ -158,18 +167,18 @@ def test_a_file_system_without_locks_lets_every_rank_encode(
 
     setting = schema.Corpus(source=str(source))
     expected = whole(corpora.load_corpus(setting, 256, folder=tmp_path / "locks"))
-    encode, inodes = corpora._bytes_of, list[int]()
+    encode, inodes = encoder.Encoder.encode, list[int]()
 
-    def encode_last(path: Path) -> np.ndarray:
+    def encode_last(self: encoder.Encoder, piece: Piece) -> encoder.Encoded:
         """Encode a file; another rank starts and is through while this one encodes its first."""
         if not inodes:
             inodes.append(0)
             assert whole(corpora.load_corpus(setting, 256, folder=tmp_path / "none")) == expected
             inodes[0] = next((tmp_path / "none").glob("*.bin")).stat().st_ino
-        return encode(path)
+        return encode(self, piece)
 
     monkeypatch.setattr(fcntl, "flock", no_locks)
-    monkeypatch.setattr(corpora, "_bytes_of", encode_last)
+    monkeypatch.setattr(encoder.Encoder, "encode", encode_last)
     assert whole(corpora.load_corpus(setting, 256, folder=tmp_path / "none")) == expected
     assert [path.stat().st_ino for path in (tmp_path / "none").glob("*.bin*")] == inodes
     assert "no lock on" in capsys.readouterr().err
@@ -177,14 +186,14 @@ def test_a_file_system_without_locks_lets_every_rank_encode(
 
 def test_several_processes_build_once(source: Path, tmp_path: Path) -> None:
     code = (
-        "import sys; from pathlib import Path; from workbench.engine.data import tokenized_corpus "
-        "as c\n"
+        "import sys\nfrom pathlib import Path\n"
+        "from workbench.corpora import tokenized_corpus as c\n"
         "from workbench.plan import schema\n"
-        "build = c._build\n"
-        "def count(*a):\n    open(sys.argv[3], 'a').write('x'); build(*a)\n"
-        "c._build = count\n"
+        "build = c._Work._encode\n"
+        "def count(*a):\n    open(sys.argv[3], 'a').write('x'); return build(*a)\n"
+        "c._Work._encode = count\n"
         "t = c.load_corpus(schema.Corpus(source=sys.argv[1]), 256, folder=Path(sys.argv[2])); "
-        "print(len(t.train))"
+        "print(len(t.sources[0].train))"
     )
     arguments = [
         sys.executable,

@@ -1,0 +1,1 @@
+"""Text and tokens on disk: read, tokenized once, cached, mixed and ordered."""
