@@ -269,7 +269,11 @@ def other_base(weights: Weights, config: dict[str, Any]) -> None:
 
 
 def scaled(weights: Weights, config: dict[str, Any]) -> None:
-    config["rope_scaling"] = {"rope_type": "llama3", "factor": 8.0}
+    config["rope_scaling"] = {"rope_type": "linear", "factor": 8.0}
+
+
+def longrope(weights: Weights, config: dict[str, Any]) -> None:
+    config["rope_scaling"] = {"rope_type": "longrope", "factor": 8.0}
 
 
 def other_family(weights: Weights, config: dict[str, Any]) -> None:
@@ -287,7 +291,8 @@ def other_family(weights: Weights, config: dict[str, Any]) -> None:
             r"has model\.layers\.0\.self_attn\.q_norm\.weight, which the plan's model lacks",
         ),
         (other_base, r"model\.rope_theta: is 10000\.0; in .*config\.json it is 500000\.0"),
-        (scaled, r"rope_scaling of type 'llama3'"),
+        (scaled, r"model\.rope_scaling\.type: is None; in .*config\.json it is 'linear'"),
+        (longrope, r"rope_scaling of type 'longrope'"),
         (other_family, r"model_type 'mixtral'"),
     ],
 )

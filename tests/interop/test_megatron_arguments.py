@@ -73,7 +73,6 @@ def test_where_checkpoints_go_is_told(load: str) -> None:
     "words",
     [
         "--rotary-percent 0.25",
-        "--use-rope-scaling",
         "--qk-layernorm",
         "--apply-layernorm-1p",
         "--rotary-interleaved",
@@ -92,6 +91,25 @@ def test_what_the_model_computes_beyond_a_shape_is_unmodelled(words: str) -> Non
     why = {note.field: note.why for note in beside.untranslated}
     assert beside.plan.model == "tiny" and "the model given stands" in why[words.split()[0]]
     assert read("--train-iters 10 --rotary-percent 1.0").plan.resolve().shape.unmodelled is None
+
+
+@pytest.mark.parametrize(
+    "words, kind, factor",
+    [
+        ("--use-rope-scaling", "llama3", 8.0),
+        ("--use-rope-scaling --rope-scaling-factor 32", "llama3", 32.0),
+        ("--rotary-seq-len-interpolation-factor 4", "linear", 4.0),
+    ],
+)
+def test_stretched_rotary_positions_are_read_and_written(
+    words: str, kind: str, factor: float
+) -> None:
+    found = read("--train-iters 10 --position-embedding-type rope " + words)
+    scaling = found.plan.resolve().shape.rope_scaling
+    assert scaling is not None and (scaling.type, scaling.factor) == (kind, factor)
+    text = interop.write(found.plan, "megatron").text
+    again = read_megatron.read(text, ImportOptions(None, GPU_NAME)).plan.resolve()
+    assert again.shape.rope_scaling == scaling
 
 
 def test_layers_that_predict_further_tokens_are_the_plans_last() -> None:

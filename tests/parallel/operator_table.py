@@ -62,6 +62,8 @@ def shrunk(shape: Shape) -> dict[str, Any]:
         "vocab": 258 - shape.vocab % 2,
         "max_positions": 64,
     }
+    if shape.rope_scaling is not None:
+        small["rope_scaling"] = {**shape.rope_scaling.model_dump(), "original_positions": 32}
     if shape.moe is None:
         return small
     own = shape.moe

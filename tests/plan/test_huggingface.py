@@ -45,7 +45,7 @@ QWEN2 = {
 }
 MISTRAL = {**LLAMA, "model_type": "mistral", "sliding_window": None}
 ALL = [LLAMA, GPT2, DEEPSEEK, BLOOM, OPT, MIXTRAL, QWEN2, MISTRAL]
-SCALED = {"type": "linear", "factor": 4.0}, {"rope_type": "llama3", "factor": 8.0}
+SCALED = {"type": "su", "factor": 4.0}, {"rope_type": "longrope", "factor": 8.0}
 VALUES = [
     None,
     0,
@@ -145,11 +145,11 @@ def test_any_key_may_hold_anything(config: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "more, words",
     [
-        ({"rope_scaling": SCALED[0]}, "rope_scaling of type 'linear'"),
-        ({"rope_scaling": SCALED[1]}, "rope_scaling of type 'llama3'"),
+        ({"rope_scaling": SCALED[0]}, "rope_scaling of type 'su'"),
+        ({"rope_scaling": SCALED[1]}, "rope_scaling of type 'longrope'"),
         (
-            {"rope_theta": None, "rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}},
-            "rope_parameters of type 'yarn'",
+            {"rope_theta": None, "rope_parameters": {"rope_type": "3d", "rope_theta": 1e4}},
+            "rope_parameters of type '3d'",
         ),
         (
             {
@@ -195,21 +195,14 @@ def test_what_a_shape_cannot_say_is_planned_told_and_refused_where_it_would_run(
 
 
 def test_the_catalog_says_the_same_of_a_model_as_its_configuration() -> None:
-    config = {
-        **LLAMA,
-        "num_hidden_layers": 16,
-        "hidden_size": 2048,
-        "intermediate_size": 8192,
-        "head_dim": 64,
-        "rope_scaling": {"rope_type": "llama3", "factor": 32.0},
-    }
-    told = huggingface_config.shape_of(config).unmodelled
-    for name in ("llama-3.1-405b", "llama-3.2-1b", "llama-3.2-3b"):
+    llama3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    llama3 |= {"original_max_position_embeddings": 8192}
+    for name, factor in (("llama-3.1-405b", 8.0), ("llama-3.2-1b", 32.0), ("llama-3.2-3b", 32.0)):
         full = Plan.of(name, gpu="h100-sxm-80gb", gpus=1).resolve()
-        assert full.shape.unmodelled == told and "model.unmodelled" in {
-            p.field for p in unsupported(full, "run")
-        }
-    assert Plan.of("llama-3-8b", gpu="h100-sxm-80gb", gpus=1).resolve().shape.unmodelled is None
+        config = {**LLAMA, "max_position_embeddings": 131072}
+        config |= {"rope_scaling": {**llama3, "factor": factor}}
+        assert full.shape.rope_scaling == huggingface_config.shape_of(config).rope_scaling
+        assert unsupported(full, "run") == []
 
 
 @pytest.mark.parametrize(
@@ -320,7 +313,7 @@ def test_a_rehearsal_is_that_of_the_model_without_what_is_not_modelled_and_says_
         (tmp_path / "config.json").write_text(json.dumps({**config, **more}))
         found.append(rehearse(Plan.of(str(tmp_path), gpu="h100-sxm-80gb", gpus=1)))
     plain, scaled = found
-    assert scaled.summary()["not_modelled"] == "rope_scaling of type 'llama3'"
+    assert scaled.summary()["not_modelled"] == "rope_scaling of type 'longrope'"
     assert "not_modelled" not in plain.summary() and scaled.memory.equals(plain.memory)
 
 
@@ -333,13 +326,15 @@ def test_plan_lists_every_key_estimate_says_what_it_leaves_out_and_verify_refuse
     choice = ["--model", tmp_path, "--gpu", "h100-sxm-80gb", "--gpus", "1"]
     code, out, _ = ask("plan", *choice, "--json")
     config = json.loads(out)["config"]
-    assert code == 0 and config["not_modelled"] == {"rope_scaling": "rope_scaling of type 'llama3'"}
+    assert code == 0 and config["not_modelled"] == {
+        "rope_scaling": "rope_scaling of type 'longrope'"
+    }
     assert config["unknown"] == {"house_style": 1} and "rope_theta" in config["used"]
     code, out, _ = ask("plan", *choice)
     assert "unknown: house_style = 1" in out and "planned without, and refused by run" in " ".join(
         out.split()
     )
     code, out, _ = ask("estimate", *choice, "--json")
-    assert json.loads(out)["not_modelled"] == "rope_scaling of type 'llama3'"
+    assert json.loads(out)["not_modelled"] == "rope_scaling of type 'longrope'"
     code, _, err = ask("verify", *choice)
-    assert code == 2 and "rope_scaling of type 'llama3'" in err
+    assert code == 2 and "rope_scaling of type 'longrope'" in err

@@ -38,9 +38,26 @@ class Positions(NamedTuple):
 
 def rotary_positions(indices: Tensor, rope_dim: int, theta: float, dtype: torch.dtype) -> Positions:
     """Rotary tables for the positions `indices` [T] (Su et al. 2021, arXiv 2104.09864)."""
-    exponent = torch.arange(0, rope_dim, 2, device=indices.device, dtype=torch.float64) / rope_dim
-    angles = indices.to(torch.float64)[:, None] * (theta**-exponent)[None, :]
-    return Positions(indices, angles.cos().to(dtype), angles.sin().to(dtype))
+    frequencies_K = theta ** -rotary_exponent(rope_dim, indices.device)
+    return rotary_tables(indices, frequencies_K, dtype)
+
+
+def rotary_exponent(rope_dim: int, device: torch.device) -> Tensor:
+    """Share of the head before each pair [rope_dim / 2], in fp64."""
+    return torch.arange(0, rope_dim, 2, device=device, dtype=torch.float64) / rope_dim
+
+
+def rotary_tables(
+    indices: Tensor, frequencies_K: Tensor, dtype: torch.dtype, factor: float = 1.0
+) -> Positions:
+    """Tables of the cosine and sine of positions `indices` [T] at `frequencies_K` [rope_dim / 2],
+    in radians a token, times `factor`.
+    """
+    angles = indices.to(torch.float64)[:, None] * frequencies_K[None, :]
+    cos, sin = angles.cos(), angles.sin()
+    if factor != 1.0:
+        cos, sin = cos.mul_(factor), sin.mul_(factor)
+    return Positions(indices, cos.to(dtype), sin.to(dtype))
 
 
 class AddNorm(nn.Module):

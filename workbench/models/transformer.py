@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from workbench.models.counter_dropout import Dropout, SampleIndices
 from workbench.models.moe import MoE
+from workbench.models.rotary.rotary_frequencies import scaled_frequencies
 from workbench.models.seams import (
     Activate,
     AddNorm,
@@ -22,7 +23,9 @@ from workbench.models.seams import (
     NoRope,
     Positions,
     Rope,
+    rotary_exponent,
     rotary_positions,
+    rotary_tables,
 )
 from workbench.models.weight_init import seed_of
 from workbench.plan.model.model_shape import Shape
@@ -139,6 +142,7 @@ class Transformer(nn.Module):
 
     Attributes, which parallel strategies replace:
         indices: Input of a stage -> the positions in the sequence [T] of its tokens.
+        length: Tokens of the sequence, where `indices` are some of them; None: up to the last.
         local_part_of: [B, T] of all tokens -> of those in this rank's residual stream.
         attach_aux_loss: Takes the output and the aux loss of a stage without the head.
 
@@ -154,6 +158,7 @@ class Transformer(nn.Module):
         self.shape = shape
         self.dropout, self.samples = dropout, SampleIndices()
         self.indices: Callable[[Tensor], Tensor] = whole_sequence
+        self.length: int | None = None
         self.local_part_of: Callable[[Tensor], Tensor] = _all_tokens
         self.attach_aux_loss: Callable[[Tensor, Tensor], Tensor] = _needs_head
         self.embedding: Embedding | None = Embedding(shape, _dropout("embedding", dropout, seed))
@@ -197,11 +202,20 @@ class Transformer(nn.Module):
         """
         dtype = next(self.parameters()).dtype
         indices = self.indices(x)
-        rope_dim = int(self.shape.head_dim or 0) if self.shape.positions == "rope" else 0
-        positions = rotary_positions(indices, rope_dim, self.shape.rope_theta, dtype)
+        positions = self._rotary_positions(indices, dtype)
         if not self.dropout or not self.training:
             return positions
         return positions._replace(rows=self.local_part_of(self.samples.rows(x.shape[0], indices)))
+
+    def _rotary_positions(self, indices: Tensor, dtype: torch.dtype) -> Positions:
+        shape = self.shape
+        rope_dim = int(shape.head_dim or 0) if shape.positions == "rope" else 0
+        if shape.rope_scaling is None:
+            return rotary_positions(indices, rope_dim, shape.rope_theta, dtype)
+        length = indices.max() + 1 if self.length is None else indices.new_full((), self.length)
+        exponent = rotary_exponent(rope_dim, indices.device)
+        scaled = scaled_frequencies(exponent, shape, length)
+        return rotary_tables(indices, scaled, dtype, shape.rope_scaling.table_factor)
 
 
 def _feed_forward(shape: Shape, index: int) -> Mlp | MoE:

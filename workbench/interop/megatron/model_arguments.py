@@ -83,7 +83,6 @@ def _agrees(said: Any, ours: Any) -> bool:
 
 
 _COMPUTED = (
-    "use-rope-scaling",
     "qk-layernorm",
     "qk-l2-norm",
     "apply-layernorm-1p",
@@ -118,6 +117,13 @@ _NEAREST = {
     "glu-activation": "a plan's gated layers are swiglu or geglu; geglu was taken",
 }
 """Switch -> what a shape has in its place."""
+_LLAMA3 = {
+    "type": "llama3",
+    "original_positions": 8192,
+    "low_frequency_factor": 1.0,
+    "high_frequency_factor": 4.0,
+}
+"""What --use-rope-scaling computes beside its factor (Megatron-core's rotary_pos_embedding.py)."""
 _FLAGS = {
     "layers": "num-layers",
     "mtp_layers": "mtp-num-layers",
@@ -136,6 +142,7 @@ _FLAGS = {
     "tied": "untie-embeddings-and-output-weights",
     "window": "window-size",
     "rope_theta": "rotary-base",
+    "rope_scaling": "use-rope-scaling",
     "moe": "num-experts",
     "mla": "multi-latent-attention",
 }
@@ -184,6 +191,7 @@ def _read(
         "window": _window(keys),
         "full_attention_every": keys.integer("window-attn-skip-freq"),
         "rope_theta": keys.number("rotary-base", 1e-9),
+        "rope_scaling": _rope_scaling(keys),
         "embedding_norm": keys.flag("embed-layernorm"),
         "moe": read_experts(keys, layers, ffn, score),
         "mla": _mla(keys),
@@ -207,9 +215,6 @@ def _beyond(keys: ForeignKeys, computed: Collection[str], score: str, required: 
     found += _stretched(keys)
     if (share := keys.number("rotary-percent", 0, 1)) not in (None, 1):
         found.append(f"--rotary-percent {share:g}")
-    factor = keys.number("rotary-seq-len-interpolation-factor", 0)
-    if factor not in (None, 1):
-        found.append(f"--rotary-seq-len-interpolation-factor {factor:g}")
     stands = "the model given stands"
     if required:
         stands = "named in model.unmodelled: estimated without, refused where it would run"
@@ -218,6 +223,15 @@ def _beyond(keys: ForeignKeys, computed: Collection[str], score: str, required: 
             key, _NEAREST.get(key, "no field of a plan's model says it") + f"; {stands}"
         )
     return found
+
+
+def _rope_scaling(keys: ForeignKeys) -> dict[str, Any] | None:
+    """Llama 3's stretch, whose other numbers Megatron-core fixes, or linear interpolation."""
+    stretch = keys.number("rope-scaling-factor", 1)
+    if keys.flag("use-rope-scaling"):
+        return {**_LLAMA3, "factor": stretch or 8.0}
+    factor = keys.number("rotary-seq-len-interpolation-factor", 1)
+    return None if factor in (None, 1) else {"type": "linear", "factor": factor}
 
 
 def _stretched(keys: ForeignKeys) -> list[str]:
@@ -354,6 +368,13 @@ def write_model(plan: ResolvedPlan) -> dict[str, Any]:
             found |= {"group-query-attention": True, "num-query-groups": s.kv_heads}
     if s.positions == "rope":
         found["rotary-base"] = int(s.rope_theta) if s.rope_theta.is_integer() else s.rope_theta
+    if s.rope_scaling is not None:
+        said = s.rope_scaling.model_dump()
+        factor = said.pop("factor")
+        if said == _LLAMA3:
+            found |= {"use-rope-scaling": True, "rope-scaling-factor": factor}
+        elif said == {"type": "linear"}:
+            found["rotary-seq-len-interpolation-factor"] = factor
     if s.biases != "all":
         found["disable-bias-linear"] = True
     flags = {

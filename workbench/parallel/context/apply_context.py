@@ -37,7 +37,7 @@ def apply_context_parallel(
             if ulysses.size > 1:
                 attend = UlyssesAttend(attend, ulysses)
             setattr(module, "attend", attend)  # noqa: B010 (a seam takes any module of its signature)
-    model.indices = partial(_indices_like, ring, ulysses, length)
+    model.indices, model.length = partial(_indices_like, ring, ulysses, length), length
 
 
 def _indices_like(ring: MeshAxis, ulysses: MeshAxis, length: int, x: Tensor) -> Tensor:

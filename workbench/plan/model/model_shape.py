@@ -5,7 +5,14 @@ from __future__ import annotations
 import math
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, NonNegativeInt, ValidationError, model_validator
+from pydantic import (
+    Field,
+    NonNegativeInt,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    model_serializer,
+    model_validator,
+)
 
 from workbench.fields.bounds import (
     WIDTH,
@@ -21,6 +28,12 @@ from workbench.fields.bounds import (
 )
 from workbench.fields.frozen import Frozen
 from workbench.fields.validation_messages import plan_error
+from workbench.plan.model.rope_scaling import RopeScaling
+
+WRITTEN_IF_SET = ("rope_scaling",)
+"""Fields that a written shape lacks where they are null, so that plans from before they existed
+stay as they were written.
+"""
 
 
 class Moe(Frozen):
@@ -121,6 +134,9 @@ class Shape(Frozen):
         "null: none.",
     )
     rope_theta: Frequency = Field(10000.0, description="Rotary base frequency.")
+    rope_scaling: RopeScaling | None = Field(
+        None, description="Rotary frequencies stretched to longer sequences; null: as they are."
+    )
     moe: Moe | None = Field(None, description="Mixture of experts; null: dense.")
     mtp_layers: LayerIndex = Field(
         0,
@@ -160,6 +176,14 @@ class Shape(Frozen):
         if data.get("full_attention_every") is not None and data.get("window") is None:
             raise ValueError("full_attention_every says which layers have no window; give window")
         return data
+
+    @model_serializer(mode="wrap")
+    def _written(self, fields: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        written: dict[str, Any] = fields(self)
+        for name in WRITTEN_IF_SET:
+            if name in written and written[name] is None:
+                del written[name]
+        return written
 
     def attended_keys(self, length: int) -> float:
         """Keys that a window leaves a query of the last of `length` tokens, as the mean of layers.

@@ -69,6 +69,7 @@ def problems(plan: ResolvedPlan) -> list[Problem]:
 def _shape(plan: ResolvedPlan) -> Iterator[Problem]:
     shape = plan.shape
     yield from _heads(shape)
+    yield from _rope_scaling(shape)
     if shape.moe and shape.moe.top_k > shape.moe.experts:
         yield Problem(
             "model.moe.top_k",
@@ -104,6 +105,26 @@ def _heads(shape: Shape) -> Iterator[Problem]:
     if shape.positions == "rope" and width % 2:
         yield Problem(
             field, f"is {width}, and rotary positions turn pairs; legal: {width - 1}, {width + 1}"
+        )
+
+
+def _rope_scaling(shape: Shape) -> Iterator[Problem]:
+    if shape.rope_scaling is None:
+        return
+    kind = shape.rope_scaling.type
+    if shape.positions != "rope":
+        yield Problem(
+            "model.rope_scaling", f"is set with positions '{shape.positions}'; legal: null"
+        )
+    if kind == "dynamic" and int(shape.head_dim or 0) <= 2:
+        yield Problem(
+            "model.head_dim",
+            f"is {shape.head_dim}, too few for rope_scaling of type 'dynamic'; legal: 4 or more",
+        )
+    if kind == "yarn" and shape.rope_theta <= 1:
+        yield Problem(
+            "model.rope_theta",
+            f"is {shape.rope_theta:g} with rope_scaling of type 'yarn'; legal: above 1",
         )
 
 

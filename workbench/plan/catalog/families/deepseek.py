@@ -31,7 +31,13 @@ def _deepseek(reading: Reading) -> Fields:
         "value_dim": reading.whole("v_head_dim"),
     }
     reading.whole("topk_group", None)
-    fields = {**read_llama(reading), "kv_heads": None, "head_dim": None, "moe": moe, "mla": mla}
+    fields = {
+        **read_llama(reading, scaled=False),
+        "kv_heads": None,
+        "head_dim": None,
+        "moe": moe,
+        "mla": mla,
+    }
     further = reading.whole("num_nextn_predict_layers", 0, least=0, most=MOST_LAYERS)
     return fields | {"layers": fields["layers"] + further, "mtp_layers": further or None}
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from workbench.errors import refuse
-from workbench.plan.catalog.families.common_keys import GATED, activation, theta, window
+from workbench.plan.catalog.families.common_keys import GATED, activation, window
 from workbench.plan.catalog.families.family import Config, Family, Fields, TensorNames
+from workbench.plan.catalog.families.rotary_keys import read_rotary, write_rotary
 from workbench.plan.catalog.huggingface_keys import MOST_LAYERS, Reading
 from workbench.plan.model.model_shape import Shape
 
@@ -60,7 +61,7 @@ def read_llama(reading: Reading, **usual: Any) -> Fields:
         "norm": "rmsnorm",
         "biases": "all" if mlp else "qkv" if attention else "none",
         "tied": reading.flag("tie_word_embeddings", False),
-        "rope_theta": theta(reading, usual.get("theta", 10000.0)),
+        **read_rotary(reading, usual.get("theta", 10000.0), usual.get("scaled", True)),
         "window": window(reading),
     }
 
@@ -73,7 +74,6 @@ def _mistral(reading: Reading) -> Fields:
 
 def write_llama(shape: Shape) -> Config:
     """The keys that Llama's descendants share."""
-    rotary = {"rope_theta": shape.rope_theta}
     return {
         "vocab_size": shape.vocab,
         "hidden_size": shape.hidden,
@@ -85,8 +85,7 @@ def write_llama(shape: Shape) -> Config:
         "max_position_embeddings": shape.max_positions,
         "hidden_act": "silu" if shape.mlp == "swiglu" else "gelu_pytorch_tanh",
         "rms_norm_eps": shape.norm_epsilon,
-        **rotary,
-        "rope_parameters": {"rope_type": "default", **rotary},
+        **write_rotary(shape),
         "tie_word_embeddings": shape.tied,
         "attention_dropout": 0.0,
         "initializer_range": 0.02,
