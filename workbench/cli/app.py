@@ -73,6 +73,7 @@ COMMANDS: dict[str, dict[str, Command]] = {
         "compare": Command("compare"),
     },
     "Runs": {
+        "tokenize": Command("weights"),
         "run": Command("runs"),
         "attach": Command(
             "runs",

@@ -7,6 +7,7 @@ and no verb loads torch, which works in child processes.
 
 from __future__ import annotations
 
+from workbench.verbs.data import tokenize
 from workbench.verbs.planning import (
     check_order,
     estimate,
@@ -48,6 +49,7 @@ __all__ = [
     "run",
     "search",
     "states",
+    "tokenize",
     "translate",
     "validate",
     "verify",

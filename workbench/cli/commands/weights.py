@@ -1,11 +1,12 @@
-"""The command about weights alone: for other software, and to start from."""
+"""Commands about files beside plans: weights of a checkpoint, text as tokens."""
 
 from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -13,6 +14,9 @@ from workbench import verbs
 from workbench.cli.options import Json, emit
 from workbench.cli.progress import LINE_SECONDS, Status
 from workbench.units import bytes_text
+
+if TYPE_CHECKING:
+    from workbench.cli.terminal import Grid
 
 
 def weights(
@@ -22,17 +26,79 @@ def weights(
     to: Annotated[Path, typer.Option("--to", help="New folder to write into.")],
     json: Json = False,
 ) -> None:
-    last_line = 0.0
     with Status("reading") as status:
-
-        def progress(done: int, of: int, what: str) -> None:
-            nonlocal last_line
-            if sys.stderr.isatty() or time.monotonic() - last_line > LINE_SECONDS:
-                last_line = time.monotonic()
-                status(f"{what}, {done / max(1, of):.0%} of {bytes_text(of)}")
-
-        found = verbs.weights(source, to, progress)
+        found = verbs.weights(source, to, _progress(status))
     words = f"{found['parameters']:,} parameters in {found['tensors']} tensors of {found['dtype']}"
     use = f"a plan starts from them with --set model={to} --set checkpoint.load={to}"
     size = bytes_text(found["bytes"])
     emit(json, found, lambda: [f"{words}, {size}, written to {to}; {use}"])
+
+
+def tokenize(
+    what: Annotated[
+        list[str], typer.Argument(metavar="PLAN|SOURCE...", help="A plan file, or files of text.")
+    ],
+    tokenizer: Annotated[
+        str | None, typer.Option("--tokenizer", help="bytes, bpe, or a tokenizer.json.")
+    ] = None,
+    field: Annotated[
+        str | None, typer.Option("--field", help="Field of a JSONL row, or Parquet column.")
+    ] = None,
+    format: Annotated[
+        str | None, typer.Option("--format", help="In place of what the suffix says.")
+    ] = None,
+    dtype: Annotated[str | None, typer.Option("--dtype", help="Type of raw tokens.")] = None,
+    end_of_text: Annotated[
+        str | None, typer.Option("--end-of-text", help="Token after each document.")
+    ] = None,
+    vocab: Annotated[
+        int | None, typer.Option("--vocab", help="Vocabulary of a BPE that is trained.")
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="Prefix of a Megatron-LM .bin and .idx.")
+    ] = None,
+    processes: Annotated[
+        int | None, typer.Option("--processes", help="Processes; default one a core.")
+    ] = None,
+    json: Json = False,
+) -> None:
+    with Status("reading") as status:
+        found = verbs.tokenize(
+            what,
+            tokenizer=tokenizer,
+            field=field,
+            format=format,
+            dtype=dtype,
+            end_of_text=end_of_text,
+            vocab=vocab,
+            output=output,
+            processes=processes,
+            progress=_progress(status),
+        )
+    emit(json, found, lambda: _lines(found))
+
+
+def _lines(found: dict[str, Any]) -> Iterator[Grid | str | None]:
+    for one in found["sources"]:
+        skipped = f", {one['skipped']:,} empty ones left out" if one["skipped"] else ""
+        took = "were tokenized already"
+        if (seconds := one["seconds"]) is not None:
+            took = f"in {seconds:.1f} s, {one['bytes'] / max(seconds, 1e-9) / 1e6:,.1f} MB/s"
+        words = f"{one['tokens']:,} tokens in {one['documents']:,} documents{skipped}, {took}"
+        yield f"{one['source']}: {words}; {one['path']}"
+    yield f"{found['tokens']:,} tokens below {found['vocabulary']:,}, by {found['tokenizer']}"
+    if found["output"]:
+        yield f"written to {found['output']}"
+
+
+def _progress(status: Status) -> Callable[[int, int, str], None]:
+    """Shows bytes done of those in all, at most a line in some seconds where nothing redraws it."""
+    last_line = 0.0
+
+    def show(done: int, of: int, what: str) -> None:
+        nonlocal last_line
+        if sys.stderr.isatty() or time.monotonic() - last_line > LINE_SECONDS:
+            last_line = time.monotonic()
+            status(f"{what}, {min(1.0, done / max(1, of)):.0%} of {bytes_text(of)}")
+
+    return show

@@ -31,7 +31,13 @@ from workbench.plan.schema.strategy import (
     axis_sizes,
 )
 from workbench.plan.schema.tasks import Evaluation, Lora, Optimizer, Task, Training
-from workbench.plan.schema.written_plan import Plan, build_plan, parse_plan, written_fields
+from workbench.plan.schema.written_plan import (
+    Plan,
+    build_corpus,
+    build_plan,
+    parse_plan,
+    written_fields,
+)
 
 __all__ = [
     "AXES",
@@ -64,6 +70,7 @@ __all__ = [
     "Training",
     "WeightedSource",
     "axis_sizes",
+    "build_corpus",
     "build_plan",
     "parse_plan",
     "written_fields",

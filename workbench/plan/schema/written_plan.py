@@ -168,6 +168,14 @@ def build_plan(written: Mapping[str, Any]) -> Plan:
         raise plan_error(error, written, Plan) from None
 
 
+def build_corpus(written: Mapping[str, Any]) -> Corpus:
+    """A corpus from plain data. Raises `PlanError` as `build_plan` does."""
+    try:
+        return Corpus.model_validate(dict(written))
+    except ValidationError as error:
+        raise plan_error(error, written, Corpus) from None
+
+
 def parse_plan(text: str, where: str = "plan") -> Plan:
     """The plan that YAML `text` says; `where` names it in errors."""
     return build_plan(parse_data(text, where))
