@@ -213,10 +213,10 @@ def test_a_foreign_reader_computes_the_same_loss(tmp_path: Path, more: dict[str,
 @pytest.mark.parametrize(
     "shape, words",
     [
-        (GPT, r"model\.positions: is 'learned'"),
+        ({**GPT, "norm": "rmsnorm"}, r"model\.norm: is 'rmsnorm', which GPT2"),
         ({**LLAMA, "norm": "layernorm"}, r"model\.norm: is 'layernorm'"),
         ({**LLAMA, "mlp": "gelu"}, r"model\.mlp: is 'gelu'.*swiglu"),
-        ({**LLAMA, "moe": {"experts": 2, "top_k": 1, "ffn": 8}}, r"model\.moe"),
+        ({**LLAMA, "moe": {"experts": 2, "top_k": 1, "ffn": 8}}, r"model\.moe: is set"),
     ],
 )
 def test_models_without_such_names_are_refused(
@@ -278,6 +278,7 @@ def longrope(weights: Weights, config: dict[str, Any]) -> None:
 
 def other_family(weights: Weights, config: dict[str, Any]) -> None:
     config |= {"model_type": "mixtral", "num_local_experts": 2, "num_experts_per_tok": 1}
+    config["architectures"] = ["MixtralForCausalLM"]
 
 
 @pytest.mark.parametrize(
@@ -293,7 +294,7 @@ def other_family(weights: Weights, config: dict[str, Any]) -> None:
         (other_base, r"model\.rope_theta: is 10000\.0; in .*config\.json it is 500000\.0"),
         (scaled, r"model\.rope_scaling\.type: is None; in .*config\.json it is 'linear'"),
         (longrope, r"rope_scaling of type 'longrope'"),
-        (other_family, r"model_type 'mixtral'"),
+        (other_family, r"model\.moe\.experts: is None; in .*config\.json it is 2"),
     ],
 )
 def test_foreign_folders_that_do_not_fit_are_refused(

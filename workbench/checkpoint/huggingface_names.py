@@ -20,15 +20,14 @@ from workbench.checkpoint.resume_point import CONFIG
 from workbench.checkpoint.safetensors_writer import TORCH_DTYPES
 from workbench.checkpoint.tensor_index import Box, StoredTensor, TensorSource
 from workbench.models import Transformer
-from workbench.plan.catalog.families.family import TensorNames
+from workbench.plan.catalog.families.family import Family
+from workbench.plan.catalog.families.stored_parts import StoredPart, TensorNames, stored_extents
 from workbench.plan.catalog.families.table import family_of
 from workbench.plan.model.model_shape import Shape
 
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 WEIGHT_KINDS = ("parameter", "master")
 """Kinds of training state that weights alone can fill."""
-IGNORED_TENSORS = re.compile(r".*rotary_emb\.inv_freq")
-"""Tensors that the configuration determines."""
 
 
 def parameter_shapes(shape: Shape) -> dict[str, tuple[int, ...]]:
@@ -37,21 +36,29 @@ def parameter_shapes(shape: Shape) -> dict[str, tuple[int, ...]]:
         return {name: tuple(p.shape) for name, p in Transformer(shape).named_parameters()}
 
 
-def huggingface_names(shape: Shape) -> TensorNames:
-    """Names in transformers of a model's parameters.
+def writing_family(shape: Shape) -> Family:
+    """The family whose names and config.json express a model.
 
     Raises:
-        PlanError: No family's names can express the model; names every field that they cannot.
+        PlanError: None does; names every field that the nearest cannot express.
     """
-    refuse_inexpressible(shape)
-    names = family_of(shape).names
-    assert names is not None, "what can be expressed has names"
-    return names
+    family = family_of(shape)
+    refuse_inexpressible(shape, family)
+    return family
+
+
+def stored_parts(family: Family, shape: Shape) -> dict[str, list[StoredPart]]:
+    """Each parameter of a model -> its parts in the family's files."""
+    assert family.names is not None, "only families that have names store tensors"
+    return {
+        name: family.names.parts(name, extent, shape)
+        for name, extent in parameter_shapes(shape).items()
+    }
 
 
 def config_json(shape: Shape, dtype: torch.dtype) -> dict[str, Any]:
     """Content of config.json, as the family of the shape has it."""
-    family = family_of(shape)
+    family = writing_family(shape)
     assert family.write is not None, "what can be expressed has a configuration"
     return {
         "architectures": [family.language_model],
@@ -76,35 +83,59 @@ def huggingface_source(folder: Path, shape: Shape) -> TensorSource:
     Raises:
         ValueError: Weights are incomplete or of another model; names the file, field or tensor.
     """
-    check_config(folder, shape)
+    family = check_config(folder, shape)
     sizes, found = {}, {}
     for file in _files(folder):
         sizes[file] = ((folder / file).stat().st_size, None)
         for key, dtype, extent in _headers(folder / file):
             found[key] = Box(file, key, tuple((0, n) for n in extent), dtype)
+    assert family.names is not None
+    found = _with_prefix(found, family.names)
+    parts = stored_parts(family, shape)
+    for key, needed in stored_extents(parts).items():
+        _check(folder, key, found.get(key), needed)
     tensors: dict[tuple[str, str], StoredTensor] = {}
-    names = huggingface_names(shape)
-    for name, needed in parameter_shapes(shape).items():
-        box = found.pop(names.name(name), None)
-        if box is None:
-            raise ValueError(
-                f"{folder} has no {names.name(name)}, which the plan's model needs; get the "
-                f"complete model"
-            )
-        has = tuple(stop for _, stop in box.slices)
-        if has != needed:
-            raise ValueError(
-                f"{folder / box.file}: {box.key} has shape {has}, the plan's model needs {needed}; "
-                f"{CONFIG} and tensors are of different models"
-            )
-        if box.dtype not in TORCH_DTYPES:
-            raise ValueError(
-                f"{folder / box.file}: {box.key} is {box.dtype}; legal: {', '.join(TORCH_DTYPES)}"
-            )
-        tensors |= {(name, kind): StoredTensor(needed, [box]) for kind in WEIGHT_KINDS}
-    tied = {names.name("head.weight")} if shape.tied else set()
-    _refuse_rest(folder, set(found) - tied)
+    for name, extent in parameter_shapes(shape).items():
+        boxes = [_box(found[part.key], part) for part in parts[name]]
+        tensors |= {(name, kind): StoredTensor(extent, boxes) for kind in WEIGHT_KINDS}
+    used = {part.key for own in parts.values() for part in own}
+    if shape.tied:
+        head = (shape.vocab, shape.hidden)
+        used |= {part.key for part in family.names.parts("head.weight", head, shape)}
+    _refuse_rest(folder, [box.key for key, box in found.items() if key not in used], family.names)
     return TensorSource(folder, tensors, sizes, {}, exact=False)
+
+
+def _with_prefix(found: dict[str, Box], names: TensorNames) -> dict[str, Box]:
+    """The same by the names that they have in a file with a head."""
+    prefix = names.optional_prefix
+    head = (names.modules["head"], prefix)
+    if any(key.startswith(head) for key in found):  # type: ignore[arg-type]
+        return found
+    return {prefix + key: box for key, box in found.items()}
+
+
+def _check(folder: Path, key: str, box: Box | None, needed: tuple[int, ...]) -> None:
+    """Check that a stored tensor is there, and is what the model needs."""
+    if box is None:
+        raise ValueError(
+            f"{folder} has no {key}, which the plan's model needs; get the complete model"
+        )
+    if (has := tuple(stop for _, stop in box.slices)) != needed:
+        raise ValueError(
+            f"{folder / box.file}: {box.key} has shape {has}, the plan's model needs {needed}; "
+            f"{CONFIG} and tensors are of different models"
+        )
+    if box.dtype not in TORCH_DTYPES:
+        raise ValueError(
+            f"{folder / box.file}: {box.key} is {box.dtype}; legal: {', '.join(TORCH_DTYPES)}"
+        )
+
+
+def _box(stored: Box, part: StoredPart) -> Box:
+    """The part of a parameter that a stored tensor holds."""
+    origin = tuple(start for start, _ in part.theirs)
+    return Box(stored.file, stored.key, part.ours, stored.dtype, origin, part.transposed)
 
 
 def _files(folder: Path) -> list[str]:
@@ -136,9 +167,10 @@ def _headers(path: Path) -> Iterator[tuple[str, str, tuple[int, ...]]]:
         raise ValueError(f"{path} is damaged: {error}; get the file again") from None
 
 
-def _refuse_rest(folder: Path, rest: set[str]) -> None:
+def _refuse_rest(folder: Path, rest: list[str], names: TensorNames) -> None:
     """Refuse tensors that the plan's model would not use."""
-    unused = sorted(key for key in rest if not IGNORED_TENSORS.fullmatch(key))
+    ignored = re.compile(f"(.*\\.)?{names.ignored}")
+    unused = sorted(key for key in rest if not ignored.fullmatch(key))
     if unused:
         others = f" and {len(unused) - 1} more" if unused[1:] else ""
         raise ValueError(

@@ -184,7 +184,8 @@ def _opened(source: TensorSource, file: str) -> Any:
 
 def _copy(file: Any, box: Box, shard: Shard) -> None:
     target, extent = shard.tensor.detach(), [stop - start for start, stop in box.slices]
-    if (has := file.get_slice(box.key).get_shape()) != extent:
+    stored = file.get_slice(box.key)
+    if box.origin is None and (has := stored.get_shape()) != extent:
         raise ValueError(
             f"{box.file}: {box.key} has shape {has}, its manifest says {extent}; {REMEDY}"
         )
@@ -194,4 +195,10 @@ def _copy(file: Any, box: Box, shard: Shard) -> None:
     common = intersect(box.slices, shard.slices)
     theirs = tuple(slice(s - first, e - first) for (s, e), (first, _) in zip(common, box.slices))
     ours = tuple(slice(s - first, e - first) for (s, e), (first, _) in zip(common, shard.slices))
-    target[ours].copy_(file.get_slice(box.key)[theirs])
+    if box.origin is None:
+        target[ours].copy_(stored[theirs])
+        return
+    lacking = len(theirs) - len(box.origin)
+    wanted = theirs[lacking:][::-1] if box.transposed else theirs[lacking:]
+    part = stored[tuple(slice(o + s.start, o + s.stop) for o, s in zip(box.origin, wanted))]
+    target[ours].copy_(part.t() if box.transposed else part)

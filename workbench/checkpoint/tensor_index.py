@@ -23,6 +23,10 @@ class Box:
     key: str
     slices: Slices
     dtype: str
+    origin: tuple[int, ...] | None = None
+    """Where in the stored tensor the box begins, dim by dim; None: it is the stored tensor."""
+    transposed: bool = False
+    """Whether the stored tensor's last two dims are swapped."""
 
 
 @dataclass(frozen=True)

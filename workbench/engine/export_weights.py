@@ -12,6 +12,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,19 +20,22 @@ import torch
 from torch import Tensor
 
 from workbench.checkpoint import read_tensors, safetensors_writer, tensor_integrity
-from workbench.checkpoint.checkpoint_format import Shard, write_atomically
+from workbench.checkpoint.checkpoint_format import Shard, Slices, write_atomically
 from workbench.checkpoint.huggingface_names import (
     INDEX_FILE,
     SINGLE_FILE,
     config_json,
-    huggingface_names,
     parameter_shapes,
+    stored_parts,
+    writing_family,
 )
 from workbench.checkpoint.resume_point import CONFIG, checkpoint_shape
 from workbench.checkpoint.safetensors_writer import TORCH_DTYPES, TensorEntry
 from workbench.checkpoint.tensor_index import TensorSource, checkpoint_source
 from workbench.engine.exit_codes import exit_status
 from workbench.errors import refuse
+from workbench.plan.catalog.families.family import Family
+from workbench.plan.catalog.families.stored_parts import StoredPart, stored_extents
 from workbench.plan.model.model_shape import Shape
 
 SHARD_BYTES = 5 * 10**9
@@ -58,20 +62,17 @@ def export_checkpoint(
         Files, tensors, parameters, bytes and dtype written.
 
     Raises:
-        ValueError: The checkpoint is damaged, Llama's names cannot express the model, or `to`
+        ValueError: The checkpoint is damaged, no family's names express the model, or `to`
             exists or cannot be written.
     """
     source = checkpoint_source(checkpoint)
     shape = checkpoint_shape(checkpoint, dict(source.meta))
-    names = huggingface_names(shape)
-    shards = {
-        names.name(name): _full_shard(source, name, extent)
-        for name, extent in parameter_shapes(shape).items()
-    }
+    family = writing_family(shape)
+    stored = _stored_tensors(source, family, shape)
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
         raise refuse("--to", f"'{to}' is there already; legal: a new folder, or an empty one")
     total = sum(size for size, _ in source.files.values()) + sum(
-        _entry(*item).nbytes for item in shards.items()
+        tensor.entry.nbytes for tensor in stored
     )
     count = _ByteCounter(total, progress)
     for file in source.files:
@@ -80,7 +81,7 @@ def export_checkpoint(
     writing = to.with_name(f".{to.name}.writing-{os.getpid()}")
     try:
         writing.mkdir(parents=True)
-        answer = _write(source, shape, shards, writing, count, shard_bytes)
+        answer = _write(source, shape, stored, writing, count, shard_bytes)
         if to.exists():
             to.rmdir()
         writing.rename(to)
@@ -106,46 +107,65 @@ class _ByteCounter:
         self.progress(min(self.done, self.total), self.total, self.what)
 
 
-def _full_shard(source: TensorSource, name: str, shape: tuple[int, ...]) -> Shard:
-    """The unsharded parameter as a shard to load; it has no storage yet."""
+@dataclass(frozen=True)
+class _StoredTensor:
+    """A tensor to write, and the shards that it is made of; they have no storage yet."""
+
+    entry: TensorEntry
+    parts: list[tuple[StoredPart, Shard]]
+
+
+def _stored_tensors(source: TensorSource, family: Family, shape: Shape) -> list[_StoredTensor]:
+    """The family's tensors, in the order of the model's parameters."""
+    extents, parts = parameter_shapes(shape), stored_parts(family, shape)
+    of_key: dict[str, list[tuple[StoredPart, Shard]]] = {}
+    for name, own in parts.items():
+        for part in own:
+            shard = _shard(source, name, extents[name], part.ours)
+            of_key.setdefault(part.key, []).append((part, shard))
+    sizes = stored_extents(parts)
+    return [
+        _StoredTensor(TensorEntry(key, found[0][1].tensor.dtype, sizes[key]), found)
+        for key, found in of_key.items()
+    ]
+
+
+def _shard(source: TensorSource, name: str, shape: tuple[int, ...], slices: Slices) -> Shard:
+    """A box of an unsharded parameter as a shard to load."""
     stored = source.tensors.get((name, "parameter"))
     dtype = TORCH_DTYPES[stored.boxes[0].dtype] if stored else torch.float32
-    return Shard(
-        name,
-        "parameter",
-        torch.empty(shape, dtype=dtype, device="meta"),
-        shape,
-        tuple((0, n) for n in shape),
-    )
-
-
-def _entry(key: str, shard: Shard) -> TensorEntry:
-    return TensorEntry(key, shard.tensor.dtype, shard.shape)
+    extent = [stop - start for start, stop in slices]
+    return Shard(name, "parameter", torch.empty(extent, dtype=dtype, device="meta"), shape, slices)
 
 
 def _write(
     source: TensorSource,
     shape: Shape,
-    shards: dict[str, Shard],
+    stored: list[_StoredTensor],
     folder: Path,
     count: _ByteCounter,
     shard_bytes: int,
 ) -> dict[str, Any]:
+    by_key = {tensor.entry.key: tensor for tensor in stored}
+    boxes = {
+        (shard.name, shard.slices): read_tensors.overlapping_boxes(source, shard)
+        for tensor in stored
+        for _, shard in tensor.parts
+    }
+
     def read(key: str) -> Tensor:
         count.what = f"writing {key}"
-        wanted = shards[key]
-        target = Shard(
-            wanted.name,
-            wanted.kind,
-            torch.empty_like(wanted.tensor, device="cpu"),
-            wanted.shape,
-            wanted.slices,
-        )
-        read_tensors.copy_boxes(source, [(target, boxes[key])])
-        return target.tensor
+        entry = by_key[key].entry
+        made = torch.zeros(entry.shape, dtype=entry.dtype)
+        for part, shard in by_key[key].parts:
+            target = replace(shard, tensor=torch.empty_like(shard.tensor, device="cpu"))
+            read_tensors.copy_boxes(source, [(target, boxes[shard.name, shard.slices])])
+            value = target.tensor.transpose(-1, -2) if part.transposed else target.tensor
+            theirs = made[tuple(slice(*its) for its in part.theirs)]
+            theirs.copy_(value.reshape(theirs.shape))
+        return made
 
-    boxes = {key: read_tensors.overlapping_boxes(source, shard) for key, shard in shards.items()}
-    entries = [_entry(key, shard) for key, shard in shards.items()]
+    entries = [tensor.entry for tensor in stored]
     groups = list(_grouped(entries, shard_bytes))
     files = [
         SINGLE_FILE if len(groups) == 1 else f"model-{i + 1:05d}-of-{len(groups):05d}.safetensors"
@@ -155,7 +175,7 @@ def _write(
         safetensors_writer.write_safetensors(folder / file, group, read, count)
     nbytes, numbers = (
         sum(entry.nbytes for entry in entries),
-        sum(shard.tensor.numel() for shard in shards.values()),
+        sum(shard.tensor.numel() for tensor in stored for _, shard in tensor.parts),
     )
     if len(groups) > 1:
         place = {entry.key: file for file, group in zip(files, groups) for entry in group}

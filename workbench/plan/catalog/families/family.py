@@ -4,11 +4,11 @@ tensors are called.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from workbench.plan.catalog.families.stored_parts import TensorNames
 from workbench.plan.catalog.huggingface_keys import Reading
 from workbench.plan.model.model_shape import Shape
 
@@ -16,25 +16,12 @@ Config = dict[str, Any]
 """Content of a config.json."""
 Fields = dict[str, Any]
 """Fields of a shape."""
+ANY = "any"
+"""In place of the values of a field that may have any but null."""
 
 
-@dataclass(frozen=True)
-class TensorNames:
-    """Modules of a model here -> modules of the family's language model in transformers."""
-
-    modules: Mapping[str, str]
-    """Those outside blocks."""
-    block: str
-    """Of block {}."""
-    block_modules: Mapping[str, str]
-    """Those of `blocks.N`, relative to it on both sides."""
-
-    def name(self, parameter: str) -> str:
-        """Name in transformers of a parameter here."""
-        module, _, leaf = parameter.rpartition(".")
-        if found := re.fullmatch(r"blocks\.(\d+)\.(.+)", module):
-            return f"{self.block.format(found[1])}.{self.block_modules[found[2]]}.{leaf}"
-        return f"{self.modules[module]}.{leaf}"
+Legal = tuple[Any, ...] | Callable[[Shape], tuple[Any, ...]]
+"""Values of a field; or what they are beside the other fields of a shape."""
 
 
 @dataclass(frozen=True)
@@ -50,10 +37,24 @@ class Family:
     """A shape as its configuration; None: weights are neither read nor written."""
     names: TensorNames | None = None
     """Names of its tensors; None likewise."""
+    expresses: Mapping[str, Legal] = field(default_factory=dict)
+    """Dotted field of a shape -> its values that the family can express; a field not named: all."""
     model_class: str = "ForCausalLM"
     """How the name of its language model in transformers ends."""
     published: bool = False
     """Whether transformers' classes were made from its authors' own files."""
+
+    def unmet(self, shape: Shape) -> dict[str, tuple[Any, tuple[Any, ...]]]:
+        """Field -> (its value in `shape`, what the family can express), where it is not that."""
+        found = {}
+        for name, legal in self.expresses.items():
+            value: Any = shape
+            for part in name.split("."):
+                value = None if value is None else getattr(value, part)
+            can = legal(shape) if callable(legal) else legal
+            if value not in can and (value is None or ANY not in can):
+                found[name] = value, can
+        return found
 
     @property
     def language_model(self) -> str:

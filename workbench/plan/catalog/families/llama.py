@@ -6,8 +6,9 @@ from typing import Any
 
 from workbench.errors import refuse
 from workbench.plan.catalog.families.common_keys import GATED, activation, window
-from workbench.plan.catalog.families.family import Config, Family, Fields, TensorNames
+from workbench.plan.catalog.families.family import ANY, Config, Family, Fields
 from workbench.plan.catalog.families.rotary_keys import read_rotary, write_rotary
+from workbench.plan.catalog.families.stored_parts import TensorNames
 from workbench.plan.catalog.huggingface_keys import MOST_LAYERS, Reading
 from workbench.plan.model.model_shape import Shape
 
@@ -102,5 +103,23 @@ def _write_mistral(shape: Shape) -> Config:
     return {**write_llama(shape), "sliding_window": shape.window}
 
 
-LLAMA = Family("llama", "Llama", read_llama, _write_with_biases, LLAMA_NAMES)
-MISTRAL = Family("mistral", "Mistral", _mistral, _write_mistral, LLAMA_NAMES)
+LLAMA_STYLE = {
+    "positions": ("rope",),
+    "norm": ("rmsnorm",),
+    "mlp": ("swiglu", "geglu"),
+    "embedding_norm": (False,),
+    "moe": (None,),
+    "mla": (None,),
+    "window": (None,),
+    "biases": ("none", "all"),
+}
+"""What Llama expresses; its descendants differ in a field or two."""
+LLAMA = Family("llama", "Llama", read_llama, _write_with_biases, LLAMA_NAMES, LLAMA_STYLE)
+MISTRAL = Family(
+    "mistral",
+    "Mistral",
+    _mistral,
+    _write_mistral,
+    LLAMA_NAMES,
+    {**LLAMA_STYLE, "window": (ANY,), "biases": ("none",)},
+)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from workbench.plan.catalog.families.family import Family, Fields
-from workbench.plan.catalog.families.llama import read_llama
+from workbench.plan.catalog.families.family import ANY, Config, Family, Fields
+from workbench.plan.catalog.families.llama import LLAMA_NAMES, LLAMA_STYLE, read_llama, write_llama
+from workbench.plan.catalog.families.stored_parts import PerExpert, TensorNames
 from workbench.plan.catalog.huggingface_keys import Reading
+from workbench.plan.model.model_shape import Shape
 
 
 def _mixtral(reading: Reading) -> Fields:
@@ -19,4 +21,38 @@ def _mixtral(reading: Reading) -> Fields:
     }
 
 
-MIXTRAL = Family("mixtral", "Mixtral", _mixtral)
+def _write(shape: Shape) -> Config:
+    moe = shape.moe
+    assert moe is not None
+    return {
+        **write_llama(shape),
+        "intermediate_size": moe.ffn,
+        "num_local_experts": moe.experts,
+        "num_experts_per_tok": moe.top_k,
+        "router_aux_loss_coef": moe.auxiliary_loss,
+        "sliding_window": shape.window,
+    }
+
+
+NAMES = TensorNames(
+    modules=LLAMA_NAMES.modules,
+    block=LLAMA_NAMES.block,
+    block_modules={
+        **LLAMA_NAMES.block_modules,
+        "mlp.route": "block_sparse_moe.gate",
+        "mlp.experts.gate": PerExpert("block_sparse_moe.experts.{}.w1"),
+        "mlp.experts.up": PerExpert("block_sparse_moe.experts.{}.w3"),
+        "mlp.experts.down": PerExpert("block_sparse_moe.experts.{}.w2"),
+    },
+)
+STYLE = {
+    **LLAMA_STYLE,
+    "moe": (ANY,),
+    "moe.shared": (0,),
+    "moe.first_dense": (0,),
+    "moe.renormalise": (True,),
+    "moe.capacity": (None,),
+    "window": (None, ANY),
+    "biases": ("none",),
+}
+MIXTRAL = Family("mixtral", "Mixtral", _mixtral, _write, NAMES, STYLE)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from workbench.errors import refuse
 from workbench.plan.catalog.families.common_keys import ACTIVATIONS, activation
-from workbench.plan.catalog.families.family import Family, Fields
+from workbench.plan.catalog.families.family import Config, Family, Fields
+from workbench.plan.catalog.families.gpt2 import GPT2_STYLE
+from workbench.plan.catalog.families.stored_parts import Alone, TensorNames
 from workbench.plan.catalog.huggingface_keys import MOST_LAYERS, Reading
+from workbench.plan.model.model_shape import Shape
 
 
 def _opt(reading: Reading) -> Fields:
@@ -29,4 +32,43 @@ def _opt(reading: Reading) -> Fields:
     }
 
 
-OPT = Family("opt", "OPT", _opt)
+def _write(shape: Shape) -> Config:
+    return {
+        "vocab_size": shape.vocab,
+        "hidden_size": shape.hidden,
+        "word_embed_proj_dim": shape.hidden,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "ffn_dim": shape.ffn,
+        "max_position_embeddings": shape.max_positions,
+        "activation_function": shape.mlp,
+        "do_layer_norm_before": True,
+        "enable_bias": shape.biases == "all",
+        "tie_word_embeddings": shape.tied,
+        "dropout": 0.0,
+    }
+
+
+NAMES = TensorNames(
+    modules={
+        "embedding.tokens": "model.decoder.embed_tokens",
+        "embedding.positions": Alone("model.decoder.embed_positions", first=2),
+        "final_norm": "model.decoder.final_layer_norm",
+        "head": "lm_head",
+    },
+    block="model.decoder.layers.{}",
+    block_modules={
+        "attention_norm": "self_attn_layer_norm",
+        "attention.q": "self_attn.q_proj",
+        "attention.k": "self_attn.k_proj",
+        "attention.v": "self_attn.v_proj",
+        "attention.o": "self_attn.out_proj",
+        "mlp_norm": "final_layer_norm",
+        "mlp.up": "fc1",
+        "mlp.down": "fc2",
+    },
+    optional_prefix="model.",
+)
+"""Its position table begins with two rows that are not read."""
+OPT_STYLE = {**GPT2_STYLE, "mlp": ("relu",), "biases": ("all", "none")}
+OPT = Family("opt", "OPT", _opt, _write, NAMES, OPT_STYLE | {"norm_epsilon": (1e-5,)})

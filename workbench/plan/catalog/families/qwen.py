@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from workbench.plan.catalog.families.family import Family, Fields
-from workbench.plan.catalog.families.llama import LLAMA_NAMES, read_llama, write_llama
+from workbench.plan.catalog.families.llama import LLAMA_NAMES, LLAMA_STYLE, read_llama, write_llama
 from workbench.plan.catalog.huggingface_keys import Reading
 
 
@@ -23,4 +23,6 @@ def _qwen2(reading: Reading) -> Fields:
     return fields
 
 
-QWEN2 = Family("qwen2", "Qwen2", _qwen2, write_llama, LLAMA_NAMES)
+QWEN2 = Family(
+    "qwen2", "Qwen2", _qwen2, write_llama, LLAMA_NAMES, {**LLAMA_STYLE, "biases": ("qkv",)}
+)

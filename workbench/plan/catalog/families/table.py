@@ -20,7 +20,6 @@ FAMILIES: dict[str, Family] = {
 
 
 def family_of(shape: Shape) -> Family:
-    """The family as which a shape is written."""
-    if shape.biases == "qkv":
-        return QWEN2
-    return MISTRAL if shape.window else LLAMA
+    """The family as which a shape is written: the one that misses the fewest of its fields."""
+    written = [family for family in FAMILIES.values() if family.names is not None]
+    return min(written, key=lambda family: len(family.unmet(shape)))

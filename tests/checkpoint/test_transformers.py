@@ -1,0 +1,101 @@
+"""Families beside transformers itself, where it is installed: the same logits from the weights
+written here, and the same weights from those written there.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from tests.parallel.family_table import CONFIGS, shape
+from workbench.checkpoint import read_tensors
+from workbench.checkpoint.checkpoint_format import Shard
+from workbench.checkpoint.huggingface_names import config_json, huggingface_source, stored_parts
+from workbench.models import Transformer
+from workbench.plan.catalog.families.stored_parts import stored_extents
+from workbench.plan.catalog.families.table import FAMILIES, family_of
+from workbench.plan.catalog.huggingface_config import read_huggingface_config
+from workbench.plan.model.model_shape import Shape
+from workbench.plan.rules.supported import unsupported
+from workbench.plan.schema import Plan
+
+
+def runs(family: str) -> bool:
+    """Whether models of the family are built here, and their weights are written."""
+    written = {"model": shape(family).model_dump(), "cluster": {"gpu": "local", "gpus": 1}}
+    legal = not unsupported(Plan.model_validate(written).resolve(), "run")
+    return legal and FAMILIES[family].names is not None
+
+
+def test_every_family_is_in_the_table() -> None:
+    assert FAMILIES.keys() == CONFIGS.keys()
+
+
+@pytest.mark.parametrize("family", [name for name in CONFIGS if runs(name)])
+def test_logits_and_weights_equal_those_of_transformers(family: str, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers", reason="compares with transformers")
+    small = shape(family)
+    model = random_model(small)
+    write(model, small, tmp_path / "ours")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "ours", dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+    tokens_BT = torch.randint(small.vocab, (2, 16), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        found, expected = logits(model, tokens_BT), theirs(tokens_BT).logits
+    assert float((found - expected).abs().max() / expected.abs().max()) <= 1e-5
+    theirs.save_pretrained(tmp_path / "theirs")
+    for name, value in read(tmp_path / "theirs").items():
+        assert torch.equal(value, model.get_parameter(name)), name
+
+
+def random_model(small: Shape) -> Transformer:
+    """A model all of whose parameters count: norms near one, biases near zero."""
+    model, random = Transformer(small), torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, value in model.named_parameters():
+            scale = 0.3 if value.dim() > 1 else 0.1
+            value.copy_(torch.randn(value.shape, generator=random) * scale)
+            value.add_("norm" in name and name.endswith("weight"))
+    return model.eval()
+
+
+def logits(model: Transformer, tokens_BT: Tensor) -> Tensor:
+    """Logits [B, T, V] in place of the loss."""
+    head: Any = model.head
+    weight = head.weight
+    head.forward = lambda x_BTD, _: x_BTD @ weight.t()
+    found: Tensor = model(tokens_BT, tokens_BT)
+    return found
+
+
+def write(model: Transformer, small: Shape, folder: Path) -> None:
+    """The model's weights in one file under its family's names."""
+    parts, values = stored_parts(family_of(small), small), dict(model.named_parameters())
+    tensors = {key: torch.zeros(extent) for key, extent in stored_extents(parts).items()}
+    for name, own in parts.items():
+        for part in own:
+            value = values[name].detach()[tuple(slice(*its) for its in part.ours)]
+            target = tensors[part.key][tuple(slice(*its) for its in part.theirs)]
+            target.copy_((value.t() if part.transposed else value).reshape(target.shape))
+    folder.mkdir()
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config_json(small, torch.float32)))
+
+
+def read(folder: Path) -> dict[str, Tensor]:
+    """All parameters that a folder holds."""
+    source = huggingface_source(folder, read_huggingface_config(str(folder)))
+    wanted = [
+        Shard(name, kind, torch.empty(it.shape), it.shape, tuple((0, n) for n in it.shape))
+        for (name, kind), it in source.tensors.items()
+        if kind == "parameter"
+    ]
+    read_tensors.load_shards(source, wanted)
+    return {shard.name: shard.tensor for shard in wanted}
