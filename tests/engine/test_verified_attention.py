@@ -16,7 +16,7 @@ from workbench.engine.verify.equivalence import (
 )
 from workbench.engine.verify.single_device import train_on_one_device
 from workbench.engine.verify.verified_attention import attention_of_reference
-from workbench.models import attention_kernels as kernels_of_models
+from workbench.models.attention import attention_kernels as kernels_of_models
 from workbench.plan.model.attention_kernel import attention_kernels
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.schema import Plan
@@ -85,9 +85,9 @@ def test_the_one_device_calls_the_kernel_that_it_was_given(
     called: set[tuple[str, torch.dtype]] = set()
     forward = kernels_of_models.attention
 
-    def attention(kernel: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attention(kernel: str, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
         called.add((kernel, q.dtype))
-        return forward("math", q, k, v)
+        return forward("math", q, k, v, scale)
 
     monkeypatch.setattr("workbench.models.seams.attention", attention)
     kernel = attention_of_reference(full, dtype, GPU)

@@ -23,7 +23,7 @@ MLA = Mla(kv_rank=8, rope_dim=4, nope_dim=8, value_dim=8)
 
 
 def buildable(shape: Shape) -> bool:
-    return shape.mla is None and shape.window is None and shape.positions != "alibi"
+    return shape.mla is None
 
 
 BUILDABLE = [name for name, entry in catalog.models().items() if buildable(entry.shape)]
@@ -55,6 +55,8 @@ def test_most_of_the_catalog_is_buildable() -> None:
         "qwen2-7b",
         "tiny-moe",
         "mixtral-8x7b",
+        "mistral-7b",
+        "bloom-176b",
     } <= {*BUILDABLE}
 
 
@@ -78,17 +80,13 @@ def test_an_embedding_norm_is_built_and_counts() -> None:
     assert count(normed) == count(plain) + plain.hidden
 
 
-@pytest.mark.parametrize("field, value", [("mla", MLA), ("positions", "alibi"), ("window", 16)])
-def test_models_that_cannot_be_built_are_refused_by_field(field: str, value: object) -> None:
-    shape = Shape.model_validate({**SHAPE, "name": "odd", field: value})
-    with pytest.raises(ValueError, match=rf"model\.{field}.*odd"):
+def test_a_model_that_cannot_be_built_is_refused_by_field() -> None:
+    shape = Shape.model_validate({**SHAPE, "name": "odd", "mla": MLA})
+    with pytest.raises(ValueError, match=r"model\.mla.*odd"):
         Transformer(shape)
 
 
 @pytest.mark.parametrize("name", sorted(set(catalog.models()) - set(BUILDABLE)))
 def test_catalog_models_that_cannot_be_built_say_why(name: str) -> None:
-    with (
-        pytest.raises(ValueError, match=rf"model\.(mla|window|positions) .*{name}"),
-        torch.device("meta"),
-    ):
+    with pytest.raises(ValueError, match=rf"model\.mla .*{name}"), torch.device("meta"):
         Transformer(catalog.models()[name].shape)

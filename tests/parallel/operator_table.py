@@ -41,9 +41,12 @@ def catalog_shapes() -> dict[str, Shape]:
     return {name: _plan({"model": name}).resolve().shape for name in catalog.models()}
 
 
-def refusals(name: str) -> list[str]:
-    """Why a catalog model does not run at all, operators or not."""
-    problems = unsupported(_plan({"model": name}).resolve(), "run")
+def refusals(name: str, column: str | None = None) -> list[str]:
+    """Why a catalog model does not run at all, operators or not; or in a `column`, in small."""
+    plan = _plan({"model": name})
+    if column is not None:
+        plan = small_plan(shrunk(plan.resolve().shape), column)
+    problems = unsupported(plan.resolve(), "run")
     return [f"{p.field} {p.message.partition(';')[0]}" for p in problems]
 
 
@@ -108,7 +111,11 @@ def proportions() -> dict[str, dict[str, Any]]:
     rows: dict[str, tuple[list[str], dict[str, Any]]] = {}
     for name, shape in catalog_shapes().items():
         small = shrunk(shape)
-        if shape.mla is None and not unsupported(_plan({"model": small}).resolve(), "run"):
+        if (
+            shape.mla is None
+            and shape.positions != "alibi"
+            and not unsupported(_plan({"model": small}).resolve(), "run")
+        ):
             names, _ = rows.setdefault(str(small), ([], small))
             names.append(name + MARK * bool(refusals(name)))
     return {", ".join(names): small for names, small in rows.values()}
@@ -134,7 +141,8 @@ def table() -> Iterator[str]:
         yield f"| {names} | {' | '.join(cell(small, column) for column in COLUMNS)} |"
     idle: dict[str, list[str]] = {}
     for name in catalog.models():
-        if fields := refusals(name):
+        alibi = catalog_shapes()[name].positions == "alibi"
+        if fields := refusals(name, "operators" if alibi else None):
             idle.setdefault(", ".join(fields), []).append(name)
     yield ""
     for why, idlers in idle.items():

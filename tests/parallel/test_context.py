@@ -15,7 +15,11 @@ from tests.parallel.test_equality import assert_equal_to_one_device
 from tests.parallel.test_mutations import failure_of
 from workbench.engine.verify.equivalence import verify
 from workbench.engine.verify.forked_ranks import run_ranks
-from workbench.models.attention_kernels import AttentionBlock, attend_block, attend_block_backward
+from workbench.models.attention.attention_kernels import (
+    AttentionBlock,
+    attend_block,
+    attend_block_backward,
+)
 from workbench.models.seams import Attend, Positions
 from workbench.parallel.context import ring_attention, ulysses_attention
 from workbench.parallel.context.apply_context import token_indices
@@ -176,7 +180,7 @@ def test_keys_of_later_tokens_that_are_not_masked(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(
         ring_attention,
         "attend_block",
-        lambda kernel, q, k, v, causal: original(kernel, q, k, v, causal=False),
+        lambda kernel, q, k, v, causal, **more: original(kernel, q, k, v, False, **more),
     )
     assert failure_of(verify(context_plan(2, "ring")))["tensor"]
 

@@ -123,6 +123,7 @@ Coefficient = Annotated[
 Epsilon = Annotated[PositiveFloat, Most(1, "it is added to keep a division finite")]
 Norm = Annotated[PositiveFloat, Most(10**9, "gradients beyond it are no longer finite in 16 bits")]
 Frequency = Annotated[PositiveFloat, Most(10**12, "ten times the largest rotary base published")]
+ScoreBound = Annotated[PositiveFloat, Most(10**6, "a softmax of larger logits picks one")]
 Load = Annotated[NonNegativeFloat, Most(10**6, "more processes than a kernel runs")]
 FreeGibibytes = Annotated[NonNegativeFloat, Most(2**20, "1 PiB")]
 EvenShares = Annotated[PositiveFloat, RANKS]

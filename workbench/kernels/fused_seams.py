@@ -84,7 +84,11 @@ class FusedHeadLoss(HeadLoss):
     def forward(self, x_BTD: Tensor, targets_BT: Tensor) -> Tensor:
         """Sum over valid tokens of the negative log-likelihood; a scalar."""
         return linear_cross_entropy(
-            x_BTD.flatten(0, -2), self.weight, targets_BT.flatten(), kernels=self.kernels
+            x_BTD.flatten(0, -2),
+            self.weight,
+            targets_BT.flatten(),
+            kernels=self.kernels,
+            softcap=self.softcap,
         )
 
 

@@ -25,6 +25,7 @@ from workbench.kernels.backends.operator_registration import fused_operator, reg
 from workbench.kernels.backends.triton_compat import accumulation_type, jit, runs_triton, tl
 from workbench.kernels.cross_entropy import check_tokens, statistics_of, tile_shape, write_gradient
 from workbench.kernels.input_checks import accumulation_dtype, check_tensors
+from workbench.models.attention.soft_cap import soft_cap_
 from workbench.models.gemm_into import multiply_into
 from workbench.models.seams import IGNORE_INDEX
 from workbench.runtime_facts.loss_chunks import loss_chunk_columns, loss_chunk_tokens
@@ -110,7 +111,9 @@ def cross_entropy_both(  # type: ignore[no-untyped-def]
 # ---- a run of tokens -----------------------------------------------------------------------------
 
 
-@fused_operator("linear_cross_entropy_run", mutates_args=("logits_buffer", "dx_ND", "dw_VD"))
+@fused_operator(
+    "linear_cross_entropy_run", mutates_args=("logits_buffer", "dx_ND", "dw_VD", "derivative")
+)
 def chunk_op(
     x_ND: Tensor,
     weight_VD: Tensor,
@@ -122,19 +125,26 @@ def chunk_op(
     smoothing: float,
     z: float,
     kernels: str,
+    softcap: float = 0.0,
+    derivative: Tensor | None = None,
 ) -> Tensor:
     """Loss per token [N] of one chunk.
 
     The logits are computed in the buffer `logits_buffer`; from their gradient, if requested, the
     input gradient is written, and the weight gradient written by the `first` chunk and added by
-    others.
+    others. `softcap` bounds the logits, whose buffer `derivative` it needs; 0: none.
     """
     num_real = len(weight_VD)
     logits_NV = logits_buffer[: len(x_ND)]
     torch.mm(x_ND, weight_VD.t(), out=logits_NV[:, :num_real])
+    if derivative is not None:
+        derivative = derivative[: len(x_ND)]
+        soft_cap_(logits_NV[:, :num_real], softcap, derivative)
     if dx_ND is None and dw_VD is None:
         return _losses(logits_NV, targets_N, num_real, smoothing, z, kernels)[0]
     loss_N = _both(logits_NV, targets_N, num_real, smoothing, z, kernels)
+    if derivative is not None:
+        logits_NV[:, :num_real].mul_(derivative)
     if dx_ND is not None:
         multiply_into(dx_ND, logits_NV[:, :num_real], weight_VD, True)
     if dw_VD is not None:
@@ -154,6 +164,8 @@ def _(
     smoothing: float,
     z: float,
     kernels: str,
+    softcap: float = 0.0,
+    derivative: Tensor | None = None,
 ) -> Tensor:
     return torch.empty(len(x_ND), dtype=accumulation_dtype(x_ND), device=x_ND.device)
 
@@ -207,9 +219,11 @@ def linear_cross_entropy(
     smoothing: float = 0.0,
     z: float = 0.0,
     kernels: str = "fused",
+    softcap: float | None = None,
 ) -> Tensor:
     """Cross entropy of x W^T, summed over valid tokens, in fp32 or better: a scalar.
 
+    `softcap` bounds the logits by softcap tanh(logit / softcap).
     Gradients are computed in forward only where `x_ND` [N, D] or `weight_VD` [V, D] require them.
     Backward can run once, because it overwrites them; a second time autograd raises. A target
     outside the vocabulary makes the loss and the gradients NaN. Does not synchronise with the
@@ -233,6 +247,7 @@ def linear_cross_entropy(
         smoothing,
         z,
         kernels,
+        softcap or 0.0,
         torch.is_grad_enabled(),
     )
     return loss
@@ -250,6 +265,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         smoothing: float,
         z: float,
         kernels: str,
+        softcap: float,
         backward: bool,
     ) -> Tensor:
         (n, d), v = x_ND.shape, len(weight_VD)
@@ -265,6 +281,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             x_ND.new_empty(step, loss_chunk_columns(v)),
             torch.zeros((), dtype=accumulation_dtype(x_ND), device=x_ND.device),
         )
+        derivative = x_ND.new_empty(step, v) if softcap else None
         for at in range(0, n, max(1, step)):
             here = slice(at, at + step)
             total += chunk_op(
@@ -278,6 +295,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 smoothing,
                 z,
                 kernels,
+                softcap,
+                derivative,
             ).sum()
         if dw_VD is not None and not n:  # the first chunk writes it, but there was none
             dw_VD.zero_()
@@ -292,7 +311,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         made = (
             _scaled(kept, gradient / ctx.gradient_scale, ctx.dtype) for kept in ctx.saved_tensors
         )
-        return *made, *[None] * 5
+        return *made, *[None] * 6
 
 
 def _scaled(kept: Tensor | None, factor: Tensor, dtype: torch.dtype) -> Tensor | None:

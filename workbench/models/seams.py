@@ -14,7 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from workbench.models.attention_kernels import attention, repeat_heads
+from workbench.models.attention.attention_kernels import attention, repeat_heads
+from workbench.models.attention.blockwise_attention import blockwise_attention, math_attention
+from workbench.models.attention.score_rule import ScoreRule
+from workbench.models.attention.soft_cap import soft_cap
 
 IGNORE_INDEX = -100
 """Target that the loss ignores, as in `F.cross_entropy`."""
@@ -132,22 +135,37 @@ def _rotate(x_BTHK: Tensor, positions: Positions) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
+CAUSAL = ScoreRule()
+
+
 class Attend(nn.Module):
-    """`attend(q, k, v, positions)`: causal attention (MHA or GQA)."""
+    """`attend(q, k, v, positions)`: causal attention (MHA or GQA).
+
+    Args:
+        rule: What is done to scores, for the query heads of this rank.
+    """
 
     kernel = "flash"
-    """The plan's `strategy.attention`. All but flash need key-value heads repeated, one for each
-    query head.
+    """The plan's `strategy.attention`. Efficient and math need key-value heads repeated, one for
+    each query head.
     """
+
+    def __init__(self, rule: ScoreRule = CAUSAL) -> None:
+        super().__init__()
+        self.rule = rule
 
     def forward(
         self, q_BTHK: Tensor, k_BTHK: Tensor, v_BTHK: Tensor, positions: Positions
     ) -> Tensor:
         """Attention output [B, T, heads, head_dim]."""
         q, k, v = (x.transpose(1, 2) for x in (q_BTHK, k_BTHK, v_BTHK))
-        if self.kernel != "flash":
+        if self.kernel in ("efficient", "math"):
             k, v = (repeat_heads(x, q.shape[1]) for x in (k, v))
-        return attention(self.kernel, q, k, v).transpose(1, 2)
+        if self.rule.is_causal_only(q.shape[2]) and self.kernel != "blockwise":
+            return attention(self.kernel, q, k, v, self.rule.scale).transpose(1, 2)
+        if self.kernel == "math":
+            return math_attention(self.rule, q, k, v).transpose(1, 2)
+        return blockwise_attention(self.kernel, self.rule, q, k, v).transpose(1, 2)
 
 
 NONLINEARITIES: dict[str, Callable[[Tensor], Tensor]] = {
@@ -175,16 +193,23 @@ class Activate(nn.Module):
 
 
 class HeadLoss(nn.Module):
-    """`head_loss(x, targets)`: output projection and summed cross entropy, in fp32 or better."""
+    """`head_loss(x, targets)`: output projection and summed cross entropy, in fp32 or better.
 
-    def __init__(self, width: int, vocab: int) -> None:
+    Args:
+        width: Of the residual stream.
+        vocab: Entries of the vocabulary.
+        softcap: Bound of the logits; None: none.
+    """
+
+    def __init__(self, width: int, vocab: int, softcap: float | None = None) -> None:
         super().__init__()
+        self.softcap = softcap
         self.weight = nn.Parameter(torch.empty(vocab, width))
 
     def forward(self, x_BTD: Tensor, targets_BT: Tensor) -> Tensor:
         """Sum over valid tokens of the negative log-likelihood; a scalar."""
         return F.cross_entropy(
-            at_least_fp32(F.linear(x_BTD, self.weight).flatten(0, -2)),
+            at_least_fp32(soft_cap(F.linear(x_BTD, self.weight), self.softcap).flatten(0, -2)),
             targets_BT.flatten(),
             reduction="sum",
             ignore_index=IGNORE_INDEX,

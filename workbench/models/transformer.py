@@ -12,6 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from workbench.models.attention.score_rule import ScoreRule
 from workbench.models.counter_dropout import Dropout, SampleIndices
 from workbench.models.moe import MoE
 from workbench.models.rotary.rotary_frequencies import scaled_frequencies
@@ -58,7 +59,7 @@ class Attention(nn.Module):
     Head counts follow from the width of the projections, so that narrower ones are a rank's heads.
     """
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: Shape, layer: int = 0) -> None:
         super().__init__()
         self.head_dim = int(shape.head_dim or 0)
         qkv_bias = shape.biases in ("qkv", "all")
@@ -67,7 +68,7 @@ class Attention(nn.Module):
         self.v = nn.Linear(shape.hidden, shape.kv_width, bias=qkv_bias)
         self.o = nn.Linear(shape.q_width, shape.hidden, bias=shape.biases == "all")
         self.rope = Rope() if shape.positions == "rope" else NoRope()
-        self.attend = Attend()
+        self.attend = Attend(ScoreRule.of_layer(shape, layer))
 
     def forward(self, x_BTD: Tensor, positions: Positions) -> Tensor:
         """Attention branch [B, T, D]."""
@@ -110,7 +111,7 @@ class Block(nn.Module):
     def __init__(self, shape: Shape, index: int, rate: float, seed: int) -> None:
         super().__init__()
         self.attention_norm = _norm(shape)
-        self.attention = Attention(shape)
+        self.attention = Attention(shape, index)
         self.mlp_norm = _norm(shape)
         self.mlp = _feed_forward(shape, index)
         self.attention_dropout = _dropout(f"blocks.{index}.attention", rate, seed)
@@ -165,7 +166,7 @@ class Transformer(nn.Module):
         own = range(shape.layers) if layers is None else layers
         self.blocks = nn.ModuleDict({str(i): Block(shape, i, dropout, seed) for i in own})
         self.final_norm: AddNorm | None = _norm(shape)
-        self.head: HeadLoss | None = HeadLoss(shape.hidden, shape.vocab)
+        self.head: HeadLoss | None = HeadLoss(shape.hidden, shape.vocab, shape.logit_softcap)
         if shape.tied:
             self.head.weight = self.embedding.tokens.weight  # type: ignore[assignment]
 
@@ -247,11 +248,7 @@ def _norm(shape: Shape) -> AddNorm:
 
 
 def _refuse_unbuilt(shape: Shape) -> None:
-    for field, unbuilt in (
-        ("mla", shape.mla is not None),
-        ("window", shape.window is not None),
-        ("positions", shape.positions == "alibi"),
-    ):
+    for field, unbuilt in (("mla", shape.mla is not None),):
         if unbuilt:
             raise ValueError(
                 f"model.{field} = {getattr(shape, field)!r} of {shape.name} may be planned, not "

@@ -33,6 +33,7 @@ from workbench.models.seams import Attend
 from workbench.models.weight_init import WeightInit
 from workbench.parallel.activation_checkpointing import apply_activation_checkpointing
 from workbench.parallel.activation_offload import ActivationOffload
+from workbench.parallel.attention_heads import apply_head_rules
 from workbench.parallel.context.apply_context import apply_context_parallel
 from workbench.parallel.data.sharded_params import ParamInit
 from workbench.parallel.data.tiled_linear import apply_tiling
@@ -199,6 +200,7 @@ def _build_stage(
         apply_operator_strategies(model, layouts, own, mesh, least, boundary)
     else:
         apply_tensor_parallel(model, layouts, plan, mesh)
+        apply_head_rules(model, mesh)
     if plan.strategy.precision == "fp8":
         # Imported only here: torchao takes seconds.
         from workbench.parallel.float8.apply_float8 import apply_float8

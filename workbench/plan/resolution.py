@@ -285,12 +285,12 @@ def _decided(plan: Plan, model: Shape | PythonModel | ProfiledModel, gpu: GPU) -
     profile = layer_profile(model) if isinstance(model, ProfiledModel) else None
     data, asked = plan.model_dump(), plan.strategy
     strategy, pipeline = data["strategy"], data["strategy"]["pipeline"]
+    length = plan.task.sequence_length
     strategy["precision"] = _precision(asked.precision, gpu, profile)
     strategy["gradient_dtype"] = _gradient_dtype(plan, strategy["precision"])
     if shape and asked.attention == "auto" and asked.stack == "workbench":
-        strategy["attention"] = decided_attention(gpu, strategy["precision"], shape)
+        strategy["attention"] = decided_attention(gpu, strategy["precision"], shape, length)
     stages = asked.pipeline.size * asked.pipeline.chunks
-    length = plan.task.sequence_length
     rule = pipeline["partition"]
     found: str | list[int] = [1] * stages  # a model that is code is cut where it is traced
     if shape:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.gpu.checks import Check, Evidence, relative_gap
-from workbench.models.attention_kernels import (
+from workbench.models.attention.attention_kernels import (
     AttentionBlock,
     attend_block,
     attend_block_backward,

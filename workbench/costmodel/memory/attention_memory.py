@@ -1,6 +1,6 @@
 """Memory of one layer's attention: what each kernel saves for backward, and its temporaries.
 
-Counted as `models/attention_kernels.py` allocates, whose rehearsals count the same.
+Counted as `models/attention/` allocates, whose rehearsals count the same.
 """
 
 from __future__ import annotations

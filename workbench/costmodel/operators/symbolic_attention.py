@@ -1,4 +1,4 @@
-"""Rotary positions and attention on shapes (`models/seams.py`, `models/attention_kernels.py`)."""
+"""Rotary positions and attention on shapes (`models/seams.py`, `models/attention/`)."""
 
 from __future__ import annotations
 

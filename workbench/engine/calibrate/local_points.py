@@ -17,7 +17,7 @@ from torch import Tensor
 from workbench.engine.calibrate.measured_sizes import CalibrationSurvey
 from workbench.engine.precision import DTYPES
 from workbench.machine.calibration_file import AttentionKernel, Dtype
-from workbench.models.attention_kernels import attention
+from workbench.models.attention.attention_kernels import attention
 from workbench.plan.schema import STORED
 
 NUM_CHAINED_OPERATORS = 50

@@ -20,7 +20,7 @@ from workbench.engine.calibrate.local_points import Point
 from workbench.engine.calibrate.measured_sizes import CalibrationSurvey
 from workbench.kernels.fused_seams import replace_seams
 from workbench.machine.calibration_file import OperatorKind
-from workbench.models.attention_kernels import (
+from workbench.models.attention.attention_kernels import (
     AttentionBlock,
     attend_block,
     attend_block_backward,
@@ -29,7 +29,7 @@ from workbench.models.attention_kernels import (
 from workbench.models.grouped_gemm import GroupedLinear
 from workbench.models.moe import ExpertRun, GroupedExperts, MoE, TokenDispatcher, equal_groups
 from workbench.models.seams import Activate, AddNorm, HeadLoss, Rope, rotary_positions
-from workbench.parallel.context.ring_attention import merge_blocks
+from workbench.parallel.context.block_merging import merge_blocks
 from workbench.plan.model.model_shape import Moe, Shape
 
 Sizes = tuple[int, int, int]
@@ -259,7 +259,8 @@ def _attention(kind: str, code: str, shape: Sizes, copies: int) -> Passes:
         made = [_leaf(1, length, heads, head_dim) for _ in range(3)]
 
         def run() -> list[Tensor]:
-            return [attention("flash", *(x.transpose(1, 2) for x in made)).transpose(1, 2)]
+            q, k, v = (x.transpose(1, 2) for x in made)
+            return [attention("flash", q, k, v).transpose(1, 2)]
 
         return Instance(run, made)
 

@@ -60,7 +60,8 @@ def _advancing(function: Callable[..., Any], mutated: tuple[str, ...]) -> Callab
     def call(*args: Any) -> Any:
         result = function(*args)
         for place in places:
-            if args[place] is not None:
+            # The dispatcher leaves out trailing arguments that have their default.
+            if place < len(args) and args[place] is not None:
                 torch.autograd.graph.increment_version(args[place])
         return result
 

@@ -33,7 +33,7 @@ def apply_context_parallel(
         if isinstance(module, Attention):
             attend: nn.Module = module.attend
             if ring.size > 1:
-                attend = RingAttend(ring, module.attend.kernel)
+                attend = RingAttend(ring, module.attend.kernel, module.attend.rule)
             if ulysses.size > 1:
                 attend = UlyssesAttend(attend, ulysses)
             setattr(module, "attend", attend)  # noqa: B010 (a seam takes any module of its signature)

@@ -15,18 +15,31 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from workbench.models.attention_kernels import AttentionBlock, attend_block, attend_block_backward
-from workbench.models.seams import Positions, at_least_fp32
+from workbench.models.attention.attention_kernels import (
+    AttentionBlock,
+    attend_block,
+    attend_block_backward,
+)
+from workbench.models.attention.score_rule import ScoreRule
+from workbench.models.seams import CAUSAL, Positions, at_least_fp32
+from workbench.parallel.context.block_merging import merge_blocks
+from workbench.parallel.context.blockwise_ring import blockwise_ring_attention
 from workbench.parallel.context.context_collectives import start_ring_transfer, wait_ring_transfer
 from workbench.parallel.mesh import MeshAxis
 
 
 class RingAttend(nn.Module):
-    """The attend seam by ring attention, over a sequence that is sharded over `axis`."""
+    """The attend seam by ring attention, over a sequence that is sharded over `axis`.
 
-    def __init__(self, axis: MeshAxis, kernel: str = "flash") -> None:
+    Args:
+        axis: The ring.
+        kernel: flash, efficient or blockwise.
+        rule: What is done to scores, for the query heads of this rank.
+    """
+
+    def __init__(self, axis: MeshAxis, kernel: str = "flash", rule: ScoreRule = CAUSAL) -> None:
         super().__init__()
-        self.axis, self.kernel = axis, kernel
+        self.axis, self.kernel, self.rule = axis, kernel, rule
 
     def forward(
         self, q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, positions: Positions
@@ -41,18 +54,28 @@ class RingAttend(nn.Module):
         Returns:
             [B, T / ranks, heads, head_dim].
         """
-        heads_first = (x.transpose(1, 2) for x in (q_BTHK, k_BTGK, v_BTGK))
-        out: Tensor = _RingAttention.apply(*heads_first, self.axis, self.kernel)
+        q, k, v = (x.transpose(1, 2) for x in (q_BTHK, k_BTGK, v_BTGK))
+        length, rule = q.shape[2] * self.axis.size, self.rule
+        if rule.is_causal_only(length) and self.kernel != "blockwise":
+            out: Tensor = _RingAttention.apply(q, k, v, self.axis, self.kernel, rule.scale)
+        else:
+            out = blockwise_ring_attention(self.kernel, rule, q, k, v, self.axis)
         return out.transpose(1, 2)
 
 
 class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor, axis: MeshAxis, kernel: str
+        ctx: Any,
+        q_BHTK: Tensor,
+        k_BGTK: Tensor,
+        v_BGTK: Tensor,
+        axis: MeshAxis,
+        kernel: str,
+        scale: float | None,
     ) -> Tensor:
         transfer = start_ring_transfer([torch.stack((k_BGTK, v_BGTK))], axis)
-        full = _upcast(attend_block(kernel, q_BHTK, k_BGTK, v_BGTK, causal=True))
+        full = _upcast(attend_block(kernel, q_BHTK, k_BGTK, v_BGTK, True, scale=scale))
         for step in range(1, axis.size):
             (keys,) = wait_ring_transfer(transfer)
             # Sent on before attention to them, which the next transfer overlaps with.
@@ -60,20 +83,21 @@ class _RingAttention(torch.autograd.Function):
                 transfer = start_ring_transfer([keys], axis)
             queries, visible = _visible_slices(q_BHTK, step, axis)
             k, v = keys[..., visible, :]
-            block = attend_block(kernel, q_BHTK[:, :, queries], k, v, causal=False)
+            block = attend_block(kernel, q_BHTK[:, :, queries], k, v, False, scale=scale)
             _merge_into(full, _upcast(block), queries)
         out = full.out.to(q_BHTK.dtype)
         # Only this rank's keys and values are kept: backward sends them around the ring again.
         ctx.save_for_backward(q_BHTK, k_BGTK, v_BGTK, out, full.lse)
-        ctx.axis, ctx.kernel = axis, kernel
+        ctx.axis, ctx.kernel, ctx.scale = axis, kernel, scale
         return out
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, None]:
         q_BHTK, k_BGTK, v_BGTK, out_BHTK, lse_BHT = ctx.saved_tensors
         axis, kernel, full = ctx.axis, ctx.kernel, AttentionBlock(out_BHTK, lse_BHT)
         key_transfer = start_ring_transfer([torch.stack((k_BGTK, v_BGTK))], axis)
-        dq, dk, dv = attend_block_backward(kernel, gradient, q_BHTK, k_BGTK, v_BGTK, full, True)
+        own, scale = (q_BHTK, k_BGTK, v_BGTK), ctx.scale
+        dq, dk, dv = attend_block_backward(kernel, gradient, *own, full, True, scale=scale)
         dq, own_dkv = at_least_fp32(dq), at_least_fp32(torch.stack((dk, dv)))
         gradient_transfer = None
         for step in range(1, axis.size):
@@ -83,9 +107,8 @@ class _RingAttention(torch.autograd.Function):
             queries, visible = _visible_slices(q_BHTK, step, axis)
             k, v = keys[..., visible, :]
             part = AttentionBlock(*(x[:, :, queries] for x in full))
-            dq_part, dk, dv = attend_block_backward(
-                kernel, gradient[:, :, queries], q_BHTK[:, :, queries], k, v, part, False
-            )
+            seeing = gradient[:, :, queries], q_BHTK[:, :, queries]
+            dq_part, dk, dv = attend_block_backward(kernel, *seeing, k, v, part, False, scale=scale)
             dq[:, :, queries] += dq_part
             # The gradients of travelling keys and values travel a step behind them, so that they
             # arrive during attention. Every rank adds its part, and one transfer after the last
@@ -100,7 +123,7 @@ class _RingAttention(torch.autograd.Function):
         assert gradient_transfer is not None, "a ring has two ranks or more"
         own_dkv += wait_ring_transfer(gradient_transfer)[0]
         dk, dv = own_dkv[0].to(k_BGTK.dtype), own_dkv[1].to(v_BGTK.dtype)
-        return dq.to(q_BHTK.dtype), dk, dv, None, None
+        return dq.to(q_BHTK.dtype), dk, dv, None, None, None
 
 
 def _visible_slices(q_BHTK: Tensor, step: int, axis: MeshAxis) -> tuple[slice, slice]:
@@ -120,16 +143,3 @@ def _merge_into(full: AttentionBlock, block: AttentionBlock, queries: slice) -> 
     merged = merge_blocks(AttentionBlock(*(x[:, :, queries] for x in full)), block)
     for into, value in zip(full, merged):
         into[:, :, queries] = value
-
-
-def merge_blocks(first: AttentionBlock, second: AttentionBlock) -> AttentionBlock:
-    """Attention to both blocks of keys, from the attention to each.
-
-    With L = logaddexp(L1, L2) the output is o1 exp(L1 - L) + o2 exp(L2 - L): each block's softmax,
-    rescaled to the common denominator (online softmax, as in FlashAttention).
-    """
-    lse = torch.logaddexp(first.lse, second.lse)
-    parts = (block.out * (block.lse - lse).exp()[..., None] for block in (first, second))
-    return AttentionBlock(
-        sum(parts, torch.zeros((), dtype=first.out.dtype, device=first.out.device)), lse
-    )

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from workbench.models import Transformer
+from workbench.models.seams import HeadLoss
 from workbench.models.transformer import Attention
 from workbench.parallel.layout import Layout
 from workbench.parallel.mesh import GRADIENT_GROUP_SUFFIX, GRID_AXES, Mesh, MeshAxis
@@ -186,7 +187,8 @@ def _parallel_module(
     assert isinstance(weight, nn.Parameter)
     if kind == "row":
         return RowParallelLinear(weight, module.bias, axis, shard.num_real, sequence)  # type: ignore[arg-type]
-    vocabulary = (
-        VocabParallelEmbedding if isinstance(module, nn.Embedding) else VocabParallelHeadLoss
-    )
-    return vocabulary(weight, (shard.start, shard.stop), axis, sequence)
+    rows = shard.start, shard.stop
+    if isinstance(module, nn.Embedding):
+        return VocabParallelEmbedding(weight, rows, axis, sequence)
+    assert isinstance(module, HeadLoss)
+    return VocabParallelHeadLoss(weight, rows, axis, sequence, module.softcap)

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from workbench.kernels import cross_entropy as fused
+from workbench.models.attention.soft_cap import soft_cap
 from workbench.models.seams import IGNORE_INDEX, at_least_fp32
 from workbench.parallel.mesh import MeshAxis
 from workbench.parallel.tensor.column_parallel import column_parallel_linear
@@ -78,6 +79,7 @@ class VocabParallelHeadLoss(nn.Module):
         rows: [start, stop) of the vocabulary that this rank holds.
         axis: The tensor axis.
         sequence: Whether the input is sharded by tokens; targets are those of all tokens.
+        softcap: Bound of the logits; None: none.
     """
 
     kernels = "eager"
@@ -86,16 +88,23 @@ class VocabParallelHeadLoss(nn.Module):
     """Minimum number of logits for these kernels; below it the loss runs in eager mode."""
 
     def __init__(
-        self, weight: nn.Parameter, rows: tuple[int, int], axis: MeshAxis, sequence: bool = False
+        self,
+        weight: nn.Parameter,
+        rows: tuple[int, int],
+        axis: MeshAxis,
+        sequence: bool = False,
+        softcap: float | None = None,
     ) -> None:
         super().__init__()
         self.weight, self.rows, self.axis, self.sequence = weight, rows, axis, sequence
+        self.softcap = softcap
 
     def forward(self, x_BTD: Tensor, targets_BT: Tensor) -> Tensor:
         """Sum over valid tokens of the negative log-likelihood; a scalar, equal on every rank."""
         (logits_BTV,) = column_parallel_linear(
             x_BTD, [(self.weight, None)], self.axis, self.sequence
         )
+        logits_BTV = soft_cap(logits_BTV, self.softcap)
         return vocab_parallel_cross_entropy(
             logits_BTV.flatten(0, -2),
             targets_BT.flatten(),

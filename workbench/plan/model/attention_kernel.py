@@ -28,19 +28,31 @@ def attention_kernels(gpu: GPU, precision: str, head_dim: int) -> tuple[str, ...
     return (*(("flash",) if flash else ()), *(("efficient",) if efficient else ()), "math")
 
 
+def kernels_of_shape(gpu: GPU, precision: str, shape: Shape, length: int) -> tuple[str, ...]:
+    """The same for attention of `shape` over `length` tokens.
+
+    Of torch's fused kernels only the CPU's is given the mask of a window or of ALiBi's biases, and
+    none knows soft-caps: what they lack, blockwise attention computes by plain operators.
+    """
+    if not shape.changes_scores(length):
+        return attention_kernels(gpu, precision, int(shape.head_dim or 0))
+    masked = gpu.device == "cpu" and shape.attention_softcap is None
+    return (*(("flash",) if masked else ()), "blockwise", "math")
+
+
 def is_aligned(precision: str, head_dim: int) -> bool:
     """Whether CUDA's fused kernels take heads as they are."""
     sixteen = STORED.get(precision, precision) in FLASH_DTYPES
     return head_dim * (2 if sixteen else 4) % ALIGNED_BYTES == 0
 
 
-def decided_attention(gpu: GPU, precision: str, shape: Shape) -> str:
+def decided_attention(gpu: GPU, precision: str, shape: Shape, length: int) -> str:
     """What `auto` is."""
-    return attention_kernels(gpu, precision, int(shape.head_dim or 0))[0]
+    return kernels_of_shape(gpu, precision, shape, length)[0]
 
 
 def repeats_heads(attention: str, shape: Shape) -> bool:
-    """Whether key-value heads are repeated, one for every query head, before attention: all kernels
-    but flash need that in torch 2.11 to 2.13.
+    """Whether key-value heads are repeated, one for every query head, before attention: torch's
+    kernels but flash need that in 2.11 to 2.13.
     """
     return attention in ("efficient", "math") and num_kv_heads(shape) != shape.heads

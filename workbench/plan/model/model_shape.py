@@ -22,6 +22,7 @@ from workbench.fields.bounds import (
     Frequency,
     LayerIndex,
     Layers,
+    ScoreBound,
     Tokens,
     Vocabulary,
     Width,
@@ -30,7 +31,7 @@ from workbench.fields.frozen import Frozen
 from workbench.fields.validation_messages import plan_error
 from workbench.plan.model.rope_scaling import RopeScaling
 
-WRITTEN_IF_SET = ("rope_scaling",)
+WRITTEN_IF_SET = ("rope_scaling", "attention_softcap", "logit_softcap", "attention_scale")
 """Fields that a written shape lacks where they are null, so that plans from before they existed
 stay as they were written.
 """
@@ -113,7 +114,7 @@ class Shape(Frozen):
         2048, description="Longest sequence, tokens; rows of a learned position table."
     )
     positions: Literal["learned", "rope", "alibi"] = Field(
-        "rope", description="How positions enter; alibi: estimated only."
+        "rope", description="How positions enter; alibi: scores fall with distance (2108.12409)."
     )
     norm: Literal["rmsnorm", "layernorm"] = Field("rmsnorm", description="Normalisation.")
     norm_epsilon: Epsilon = Field(1e-5, description="Added to the variance.")
@@ -126,12 +127,22 @@ class Shape(Frozen):
     )
     tied: bool = Field(False, description="The output head shares the embedding's weight.")
     window: Tokens | None = Field(
-        None, description="Sliding attention window, tokens; null: full; estimated only."
+        None, description="Sliding attention window, tokens, a query's own included; null: full."
     )
     full_attention_every: Layers | None = Field(
         None,
         description="Of so many layers the last attends to all, the others within the window; "
         "null: none.",
+    )
+    attention_softcap: ScoreBound | None = Field(
+        None,
+        description="Bound of attention scores: cap tanh(score / cap) (2408.00118); null: none.",
+    )
+    logit_softcap: ScoreBound | None = Field(
+        None, description="Bound of the output's logits, likewise; null: none."
+    )
+    attention_scale: ScoreBound | None = Field(
+        None, description="Factor of attention scores; null: head_dim^-1/2."
     )
     rope_theta: Frequency = Field(10000.0, description="Rotary base frequency.")
     rope_scaling: RopeScaling | None = Field(
@@ -194,6 +205,13 @@ class Shape(Frozen):
         seen = min(length, self.window or length)
         full = self.layers // self.full_attention_every if self.full_attention_every else 0
         return seen + (length - seen) * full / self.layers if full else seen
+
+    def changes_scores(self, length: int) -> bool:
+        """Whether attention over `length` tokens does more to scores than scale them and mask
+        later keys.
+        """
+        windowed = self.window is not None and self.window < length
+        return windowed or self.positions == "alibi" or self.attention_softcap is not None
 
     @property
     def gated(self) -> bool:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from workbench.errors import PlanError, Problem
 from workbench.machine import gpu_catalog
-from workbench.plan.model.attention_kernel import attention_kernels, is_aligned
+from workbench.plan.model.attention_kernel import is_aligned, kernels_of_shape
 from workbench.plan.model.model_shape import Shape
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.rules import (
@@ -218,18 +218,33 @@ def _attention(plan: ResolvedPlan) -> Iterator[Problem]:
             why = f"and attention under {s.stack} is as its framework profile says"
             yield Problem("strategy.attention", f"is {s.attention}, {why}; legal: auto")
         return
-    runs = legal = attention_kernels(plan.gpu, s.precision, head_dim)
+    length = plan.task.sequence_length
+    runs = legal = kernels_of_shape(plan.gpu, s.precision, plan.shape, length)
     if s.context.size > s.context.num_ulysses_ranks:
         aligned = plan.gpu.device == "cpu" or is_aligned(s.precision, head_dim)
-        legal = tuple(kernel for kernel in runs if kernel != "math" and aligned)
+        legal = tuple(
+            kernel for kernel in runs if kernel != "math" and (aligned or kernel == "blockwise")
+        )
     if s.attention not in legal:
         why = f"{plan.gpu.name} does not have for {s.precision} and head_dim {head_dim}"
+        if plan.shape.changes_scores(length):
+            why += f" with {_changed_scores(plan.shape)}"
+        elif s.attention == "blockwise":
+            why = "is for a window shorter than the sequence, ALiBi or a soft-cap"
         if s.attention == "math":
             why = "ring attention cannot use: blocks are merged by their log-sum-exp"
         elif s.attention in runs:
             why = f"ring attention cannot use with {s.precision} and head_dim {head_dim}"
         fit = ", ".join(("auto", *legal)) if legal else "none; a head_dim that 8 divides has flash"
         yield Problem("strategy.attention", f"is {s.attention}, which {why}; legal: {fit}")
+
+
+def _changed_scores(shape: Shape) -> str:
+    """What attention does to scores, by field."""
+    fields = "window", "attention_softcap"
+    found = [f"model.{name} {value}" for name in fields if (value := getattr(shape, name))]
+    alibi = ["model.positions 'alibi'"] if shape.positions == "alibi" else []
+    return " and ".join(alibi + found)
 
 
 def _training(plan: Plan) -> Iterator[Problem]:

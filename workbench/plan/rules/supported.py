@@ -71,6 +71,33 @@ def _experts_on_grid(plan: ResolvedPlan) -> list[Problem]:
     return [Problem("strategy.tensor.algorithm", what)]
 
 
+SCORE_FIELDS: tuple[tuple[str, Callable[[ResolvedPlan], Any]], ...] = (
+    ("model.positions", lambda p: "alibi" if p.shape.positions == "alibi" else None),
+    ("model.logit_softcap", lambda p: p.shape.logit_softcap),
+)
+"""Fields that neither a tensor grid nor an operator strategy knows: slopes of a rank's heads, and
+logits that are capped.
+"""
+
+
+def _scores_of_shards(plan: ResolvedPlan, verb: Verb) -> list[Problem]:
+    """ALiBi and capped logits where modules have strategies of their own or a grid."""
+    sharded = operator_rules.sides(plan) or plan.strategy.tensor.algorithm != "1d"
+    if plan.code or not sharded:
+        return []
+    beside = "strategy.operators"
+    if not operator_rules.sides(plan):
+        beside = f"strategy.tensor.algorithm '{plan.strategy.tensor.algorithm}'"
+    why = (
+        f"which this version cannot {verb} beside {beside}; legal: strategy.tensor of '1d' without"
+    )
+    return [
+        Problem(field, f"is {value!r}, {why} strategy.operators, or a model without it")
+        for field, read in SCORE_FIELDS
+        if (value := read(plan)) is not None
+    ]
+
+
 def _kernels_of_code(plan: Plan) -> list[Problem]:
     """Kernels replace the seams of our own models."""
     if not plan.code or plan.strategy.kernels == "eager":
@@ -96,8 +123,6 @@ ENGINE_LIMITS: tuple[tuple[str, Callable[[ResolvedPlan], Any], tuple[Any, ...]],
     ("strategy.expert.tensor", _split_of_an_expert, (None,)),
     ("model.mtp_layers", lambda p: p.shape.mtp_layers, (0,)),
     ("model.mla", lambda p: "set" if p.shape.mla else None, (None,)),
-    ("model.positions", lambda p: p.shape.positions, ("rope", "learned")),
-    ("model.window", lambda p: p.shape.window, (None,)),
 )
 """(field, how a complete plan says it, what the engine can do): for `rehearse` and `run`, which
 share the engine.
@@ -139,6 +164,7 @@ OPERATOR_ESTIMATE_LIMITS: tuple[tuple[str, Callable[[ResolvedPlan], Any], tuple[
     ("training.lora", lambda p: "set" if p.training.lora else None, (None,)),
     ("model.mla", lambda p: "set" if p.shape.mla else None, (None,)),
     ("model.mtp_layers", lambda p: p.shape.mtp_layers, (0,)),
+    ("model.logit_softcap", lambda p: p.shape.logit_softcap, (None,)),
 )
 """The same for `estimate` where strategy.operators say how each module is sharded: the operators of
 what is left out do not run on shapes yet (`costmodel/operators`).
@@ -203,7 +229,7 @@ def _lacking(plan: ResolvedPlan, verb: Verb) -> list[Problem]:
     unfit = operator_rules.problems(plan)
     unfit += _kernels_of_code(plan)
     if verb != "estimate":
-        unfit += _experts_on_grid(plan)
+        unfit += _experts_on_grid(plan) + _scores_of_shards(plan, verb)
         unfit += [*float8_rules.problems(plan), *_stage_without_layers(plan, verb)]
     return unfit + [
         Problem(field, f"is {value!r}{beside}; this version can {verb} {_legal(can)}")

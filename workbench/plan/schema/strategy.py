@@ -198,9 +198,10 @@ class Strategy(Frozen):
         description="Gradients add up and are reduced in it; parameters: as they are; auto: fp32 "
         "if several add up.",
     )
-    attention: Literal["auto", "flash", "efficient", "math"] = Field(
+    attention: Literal["auto", "flash", "efficient", "blockwise", "math"] = Field(
         "auto",
-        description="Attention kernel; auto: the best that the GPU has; math keeps [T, T] scores.",
+        description="Attention kernel; auto: the best of this GPU and model; math keeps [T, T] "
+        "scores.",
     )
     kernels: Literal["eager", "compiled", "fused"] = Field(
         "eager", description="What runs memory-bound operators."

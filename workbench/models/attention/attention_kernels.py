@@ -22,7 +22,7 @@ from workbench.planned_device import REHEARSED_GPU, on_gpu
 
 if not "2.11" <= torch.__version__ < "2.14":
     raise ImportError(
-        f"workbench.models.attention_kernels uses attention of torch 2.11 to 2.13, not "
+        f"workbench.models.attention.attention_kernels uses attention of torch 2.11 to 2.13, not "
         f"{torch.__version__}"
     )
 
@@ -40,7 +40,9 @@ class AttentionBlock(NamedTuple):
     lse: Tensor
 
 
-def attention(kernel: str, q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor) -> Tensor:
+def attention(
+    kernel: str, q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor, scale: float | None = None
+) -> Tensor:
     """Causal attention, differentiable.
 
     Args:
@@ -48,21 +50,23 @@ def attention(kernel: str, q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor) -> Te
         q_BHTK: [B, H, T, head_dim].
         k_BGTK: [B, G, T, head_dim]; G key-value heads that divide H for flash, else H.
         v_BGTK: The same shape.
+        scale: Factor of scores; None: head_dim^-1/2.
 
     Returns:
         [B, H, T, head_dim].
     """
     if kernel == "math":
         out: Tensor = aten._scaled_dot_product_attention_math(
-            q_BHTK, k_BGTK, v_BGTK, is_causal=True
+            q_BHTK, k_BGTK, v_BGTK, is_causal=True, scale=scale
         )[0]
         return out
     if not on_gpu(q_BHTK):
         grouped = q_BHTK.shape[1] != k_BGTK.shape[1]
         return F.scaled_dot_product_attention(
-            q_BHTK, k_BGTK, v_BGTK, is_causal=True, enable_gqa=grouped
+            q_BHTK, k_BGTK, v_BGTK, is_causal=True, scale=scale, enable_gqa=grouped
         )
-    head_dim, scale = q_BHTK.shape[-1], q_BHTK.shape[-1] ** -0.5
+    head_dim = q_BHTK.shape[-1]
+    scale = head_dim**-0.5 if scale is None else scale
     if kernel == "flash" and head_dim % FLASH_MULTIPLE:
         rest = -head_dim % FLASH_MULTIPLE
         q_BHTK, k_BGTK, v_BGTK = (F.pad(x, (0, rest)) for x in (q_BHTK, k_BGTK, v_BGTK))
@@ -86,7 +90,13 @@ class _GpuAttention(torch.autograd.Function):
 
 
 def attend_block(
-    kernel: str, q_BHTK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, causal: bool
+    kernel: str,
+    q_BHTK: Tensor,
+    k_BGSK: Tensor,
+    v_BGSK: Tensor,
+    causal: bool,
+    mask: Tensor | None = None,
+    scale: float | None = None,
 ) -> AttentionBlock:
     """Attention of queries to one block of keys, with its LSE so that blocks can be merged.
 
@@ -96,10 +106,13 @@ def attend_block(
         k_BGSK: [B, G, S, head_dim]; GQA: G key-value heads, which divide H.
         v_BGSK: The same shape.
         causal: Mask keys after each query; needs S = T.
+        mask: Added to scores, [1, H or 1, T, S]; on CPU only.
+        scale: Factor of scores; None: head_dim^-1/2.
     """
+    scale = q_BHTK.shape[-1] ** -0.5 if scale is None else scale
     repeats = kernel == "efficient" and on_gpu(q_BHTK)
     k, v = (repeat_heads(x, q_BHTK.shape[1]) if repeats else x for x in (k_BGSK, v_BGSK))
-    out, lse = _forward(kernel, q_BHTK, k, v, causal, q_BHTK.shape[-1] ** -0.5)
+    out, lse = _forward(kernel, q_BHTK, k, v, causal, scale, mask)
     return AttentionBlock(out, lse[..., : q_BHTK.shape[2]])
 
 
@@ -111,6 +124,8 @@ def attend_block_backward(
     v_BGSK: Tensor,
     full: AttentionBlock,
     causal: bool,
+    mask: Tensor | None = None,
+    scale: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of queries, keys and values through one block of keys.
 
@@ -126,6 +141,8 @@ def attend_block_backward(
         v_BGSK: As in forward.
         full: Output and LSE of the queries' attention to all keys, not to this block alone.
         causal: As in forward.
+        mask: As in forward.
+        scale: As in forward.
     """
     groups, repeats = k_BGSK.shape[1], kernel == "efficient" and on_gpu(q_BHTK)
     k, v = (repeat_heads(x, q_BHTK.shape[1]) if repeats else x for x in (k_BGSK, v_BGSK))
@@ -133,8 +150,8 @@ def attend_block_backward(
     if repeats:
         lse = F.pad(lse, (0, -lse.shape[-1] % LSE_ROWS), value=torch.inf)
     block = AttentionBlock(full.out, lse)
-    scale = q_BHTK.shape[-1] ** -0.5
-    dq, dk, dv = _backward(kernel, gradient_BHTK, q_BHTK, k, v, block, causal, scale)
+    scale = q_BHTK.shape[-1] ** -0.5 if scale is None else scale
+    dq, dk, dv = _backward(kernel, gradient_BHTK, q_BHTK, k, v, block, causal, scale, mask)
     return dq, _summed(dk, groups), _summed(dv, groups)
 
 
@@ -154,15 +171,22 @@ def _summed(gradient_BHSK: Tensor, groups: int) -> Tensor:
 
 
 def _forward(
-    kernel: str, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
+    kernel: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool,
+    scale: float,
+    mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(output, LSE), the LSE as the kernel's backward reads it."""
     _assert_layout(kernel, q, k, v)
+    assert mask is None or not on_gpu(q), "CUDA's kernels are given no mask"
     out: Tensor
     lse: Tensor
     if not on_gpu(q):
         out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
-            q, k, v, 0.0, causal, scale=scale
+            q, k, v, 0.0, causal, attn_mask=mask, scale=scale
         )
     elif kernel == "flash":
         out, lse, *_ = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scale)
@@ -182,6 +206,7 @@ def _backward(
     full: AttentionBlock,
     causal: bool,
     scale: float,
+    mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     _assert_layout(kernel, q, k, v, gradient, full.out)
     # CUDA reads the LSE by pointer as packed [B, H, T], whatever its strides: a slice's would be
@@ -189,7 +214,7 @@ def _backward(
     assert full.lse.is_contiguous(), f"the LSE has strides {full.lse.stride()}"
     if not on_gpu(q):
         dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            gradient, q, k, v, full.out, full.lse, 0.0, causal, scale=scale
+            gradient, q, k, v, full.out, full.lse, 0.0, causal, attn_mask=mask, scale=scale
         )
         return dq, dk, dv
     no_seed = torch.zeros(2, dtype=torch.int64, device=q.device)
