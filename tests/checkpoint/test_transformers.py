@@ -18,8 +18,9 @@ from workbench.checkpoint import read_tensors
 from workbench.checkpoint.checkpoint_format import Shard
 from workbench.checkpoint.huggingface_names import config_json, huggingface_source, stored_parts
 from workbench.models import Transformer
+from workbench.plan.catalog.families.family import Family
 from workbench.plan.catalog.families.stored_parts import stored_extents
-from workbench.plan.catalog.families.table import FAMILIES, family_of
+from workbench.plan.catalog.families.table import FAMILIES
 from workbench.plan.catalog.huggingface_config import read_huggingface_config
 from workbench.plan.model.model_shape import Shape
 from workbench.plan.rules.supported import unsupported
@@ -42,7 +43,7 @@ def test_logits_and_weights_equal_those_of_transformers(family: str, tmp_path: P
     transformers = pytest.importorskip("transformers", reason="compares with transformers")
     small = shape(family)
     model = random_model(small)
-    write(model, small, tmp_path / "ours")
+    write(model, small, FAMILIES[family], tmp_path / "ours")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "ours", dtype=torch.float32, attn_implementation="eager"
     ).eval()
@@ -75,9 +76,9 @@ def logits(model: Transformer, tokens_BT: Tensor) -> Tensor:
     return found
 
 
-def write(model: Transformer, small: Shape, folder: Path) -> None:
-    """The model's weights in one file under its family's names."""
-    parts, values = stored_parts(family_of(small), small), dict(model.named_parameters())
+def write(model: Transformer, small: Shape, family: Family, folder: Path) -> None:
+    """The model's weights in one file under a family's names."""
+    parts, values = stored_parts(family, small), dict(model.named_parameters())
     tensors = {key: torch.zeros(extent) for key, extent in stored_extents(parts).items()}
     for name, own in parts.items():
         for part in own:
@@ -86,7 +87,7 @@ def write(model: Transformer, small: Shape, folder: Path) -> None:
             target.copy_((value.t() if part.transposed else value).reshape(target.shape))
     folder.mkdir()
     save_file(tensors, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(config_json(small, torch.float32)))
+    (folder / "config.json").write_text(json.dumps(config_json(small, torch.float32, family)))
 
 
 def read(folder: Path) -> dict[str, Tensor]:

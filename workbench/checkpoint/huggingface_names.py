@@ -56,9 +56,15 @@ def stored_parts(family: Family, shape: Shape) -> dict[str, list[StoredPart]]:
     }
 
 
-def config_json(shape: Shape, dtype: torch.dtype) -> dict[str, Any]:
-    """Content of config.json, as the family of the shape has it."""
-    family = writing_family(shape)
+def config_json(shape: Shape, dtype: torch.dtype, family: Family | None = None) -> dict[str, Any]:
+    """Content of config.json.
+
+    Args:
+        shape: The model.
+        dtype: Of its weights.
+        family: As which it is written; None: the one that expresses it.
+    """
+    family = family or writing_family(shape)
     assert family.write is not None, "what can be expressed has a configuration"
     return {
         "architectures": [family.language_model],
