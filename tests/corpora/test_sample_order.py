@@ -69,7 +69,9 @@ def test_a_mixture_goes_on_by_sample_index_on_another_mesh() -> None:
     assert torch.equal(torch.cat([read(2, 3, range(5)), read(4, 2, range(5, 12))]), throughout)
     from_source = torch.bincount(throughout[:, 0] // 10_000, minlength=3).tolist()
     assert from_source[1] == 0 and min(from_source[0], from_source[2]) > 60
-    held = BatchSampler(corpus, 8, 24, data_share(24, 24), seed=4).evaluation(0)[0]
+    one = BatchSampler(corpus, 8, 24, data_share(24, 24), seed=4)
+    assert (one.evaluation(1, source=1)[0] // 10_000).unique().tolist() == [2]
+    held = one.evaluation(0)[0]
     assert {0, 2} == set((held[0, :, 0] // 10_000).tolist())
 
 

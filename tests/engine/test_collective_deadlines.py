@@ -122,7 +122,7 @@ def test_an_evaluation_has_it_too(calls: list[str]) -> None:
     training.mesh = build_mesh(plan().resolve(), 0)
     training.session.device = CPU
     training.session.evaluate = lambda *_: calls.append("evaluate")
-    training.feed.load_evaluation = lambda _: ()
+    training.feed.load_evaluation = lambda *_: ()
     training.trackers.log = lambda *_: None
     training._evaluate()
     assert calls == ["extend_deadlines", "evaluate", "restore_deadlines"]

@@ -287,18 +287,27 @@ class TrainingLoop:
         self._end_window()
         self._phase("evaluating")
         self._extend_deadlines()
-        total = torch.zeros((), dtype=torch.float64, device=self.session.device)
-        for i in range(e.batches):
-            loss = self.session.evaluate(*self.feed.load_evaluation(i))
-            total += loss.double() if loss is not None and counts_own_loss(self.mesh) else 0.0
-        if self.mesh.world_size > 1:
-            dist.all_reduce(total)
-        tokens = e.batches * self.plan.training.global_batch * self.plan.training.sequence_length
-        record = {"step": self.index, "loss": total.item() / tokens}
+        record: dict[str, Any] = {"step": self.index, "loss": self._held_out_loss()}
+        if len(self.plan.corpus.mix or []) > 1:
+            record["by_source"] = [
+                {"source": one.source, "loss": self._held_out_loss(i)}
+                for i, one in enumerate(self.text.sources)
+            ]
         self.telemetry.record("evaluation", **record)
         self.trackers.log({"held_out_loss": record["loss"]}, self.index)
         self._restore_deadlines()
         self._phase("training")
+
+    def _held_out_loss(self, source: int | None = None) -> float:
+        """Loss a token of the held-out text: of the mixture, or of one source."""
+        t = self.plan.training
+        total = torch.zeros((), dtype=torch.float64, device=self.session.device)
+        for i in range(t.evaluation.batches):
+            loss = self.session.evaluate(*self.feed.load_evaluation(i, source))
+            total += loss.double() if loss is not None and counts_own_loss(self.mesh) else 0.0
+        if self.mesh.world_size > 1:
+            dist.all_reduce(total)
+        return total.item() / (t.evaluation.batches * t.global_batch * t.sequence_length)
 
     def _save(self, asked: bool) -> None:
         """Start writing a checkpoint, every `checkpoint.every` steps and where `asked`.

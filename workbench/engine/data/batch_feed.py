@@ -57,9 +57,9 @@ class BatchFeed:
         self._next = step + 1, self._thread.submit(self._prepare, step + 1)
         return self._fill(batch)
 
-    def load_evaluation(self, batch: int) -> Batch:
-        """The `batch`-th batch of the held-out text, in the same tensors."""
-        return self._fill(self.text.evaluation(batch))
+    def load_evaluation(self, batch: int, source: int | None = None) -> Batch:
+        """The `batch`-th batch of the held-out text, or of one source's, in the same tensors."""
+        return self._fill(self.text.evaluation(batch, source))
 
     def close(self) -> None:
         """End the thread; what it is preparing is dropped."""

@@ -87,14 +87,21 @@ class BatchSampler:
         """This rank's part of the global batch from sample index `sample`, as `batch`."""
         return self._gather("train", self.train.locate(sample + self.samples))
 
-    def evaluation(self, batch: int) -> tuple[Tensor, Tensor]:
+    def evaluation(self, batch: int, source: int | None = None) -> tuple[Tensor, Tensor]:
         """The `batch`-th global batch of the held-out text, unshuffled; shapes as in `batch`.
 
         Held-out text that is too short wraps around.
+
+        Args:
+            batch: From 0.
+            source: Index in `sources`; None: all of them by their weights.
         """
         self._holdout = self._holdout or self._order("holdout")
         samples = batch * self.global_batch + self.samples
-        return self._gather("holdout", self._holdout.locate_unshuffled(samples))
+        if source is None:
+            return self._gather("holdout", self._holdout.locate_unshuffled(samples))
+        sequences = samples % self._holdout.sequences[source]
+        return self._gather("holdout", Places(np.full_like(samples, source), sequences))
 
     def _gather(self, part: str, places: Places) -> tuple[Tensor, Tensor]:
         length = self.sequence_length

@@ -38,6 +38,8 @@ class MeasuredFrames:
         self.hello: dict[int, dict[str, Any]] = {}
         self.phase: dict[int, str] = {}
         self.evaluation: dict[int, float] = {}
+        self.evaluation_by_source: dict[int, list[dict[str, Any]]] = {}
+        """Step -> held-out loss of each source of a mixture."""
         self.checkpoints: dict[int, str] = {}
         self.left_out: list[str] = []
         """What of the telemetry is not here, in words; see `Reader.left_out`."""
@@ -91,7 +93,8 @@ class MeasuredFrames:
         """Everything added so far. Frames are built anew: for deltas use what `add` returns."""
         notes: dict[str, Any] = {
             "evaluation": [
-                {"step": step, "loss": loss} for step, loss in sorted(self.evaluation.items())
+                {"step": step, "loss": loss} | self._by_source(step)
+                for step, loss in sorted(self.evaluation.items())
             ],
             "checkpoints": [self.checkpoints[step] for step in sorted(self.checkpoints)],
             **({"left_out": self.left_out} if self.left_out else {}),
@@ -106,6 +109,10 @@ class MeasuredFrames:
             notes=notes,
             **frames,
         )
+
+    def _by_source(self, step: int) -> dict[str, Any]:
+        found = self.evaluation_by_source.get(step)
+        return {"by_source": found} if found else {}
 
     def _known(self, records: list[dict[str, Any]]) -> list[dict[str, Any]]:
         return [record for record in records if record["rank"] < self.world_size]
@@ -122,6 +129,8 @@ class MeasuredFrames:
             self.phase[rank] = record["phase"]
         elif kind == "evaluation":
             self.evaluation[record["step"]] = record["loss"]
+            if record.get("by_source"):
+                self.evaluation_by_source[record["step"]] = record["by_source"]
         elif kind == "checkpoint":
             self.checkpoints[record["step"]] = record["path"]
         return ()

@@ -96,7 +96,11 @@ FIELDS: dict[str, dict[str, Check]] = {
             }
         ),
     },
-    "evaluation": {"step": whole, "loss": or_null(number)},
+    "evaluation": {
+        "step": whole,
+        "loss": or_null(number),
+        "by_source": or_null(rows({"source": text, "loss": or_null(number)})),
+    },
     "checkpoint": {"step": whole, "path": text, "seconds": or_null(number)},
     "unsaved": {"step": whole, "message": text},
     "bye": {"step": or_null(whole)},
