@@ -1,0 +1,19 @@
+"""Every public family equals one device under every axis, or is refused by field."""
+
+import pytest
+
+from tests.parallel.family_table import AXES, CONFIGS, EVERYWHERE, cell, shape
+
+
+@pytest.mark.slow
+@pytest.mark.drawn(10)
+@pytest.mark.parametrize("axis", AXES)
+@pytest.mark.parametrize("family", CONFIGS)
+def test_a_family_equals_one_device(family: str, axis: str) -> None:
+    found = cell(family, axis)
+    if found == "dense" or (found.startswith("refused") and axis not in EVERYWHERE):
+        return
+    if shape(family).mla is not None:
+        assert found == "refused: model.mla"
+        return
+    assert float(found) <= 1e-10
