@@ -55,8 +55,8 @@ def test_weights_go_out_and_start_a_plan(
 def test_models_without_such_names_and_no_checkpoint_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = checkpoint(tmp_path, GPT)
-    with pytest.raises(ValueError, match=r"model\.positions: is 'learned'"):
+    path = checkpoint(tmp_path, {**GPT, "norm": "rmsnorm"})
+    with pytest.raises(ValueError, match=r"model\.norm: is 'rmsnorm', which GPT2"):
         verbs.weights(path, tmp_path / "weights")
     assert answer(["weights", str(tmp_path), "--to", str(tmp_path / "weights")]) == 2
     assert "SOURCE" in capsys.readouterr().err and not (tmp_path / "weights").exists()

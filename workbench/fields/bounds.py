@@ -116,6 +116,7 @@ Watts = Annotated[NonNegativeFloat, Most(10**6, "1 MW, ten times the hungriest w
 PRICE = Most(10**6, "a million USD an hour")
 Price = Annotated[NonNegativeFloat, PRICE]
 TRAINED = Most(10**18, "ten thousand times the most tokens that any published model was trained on")
+SourceWeight = Annotated[NonNegativeFloat, TRAINED]
 LearningRate = Annotated[PositiveFloat, Most(10**3, "SGD's largest published rates are below 100")]
 Coefficient = Annotated[
     NonNegativeFloat, Most(10**3, "it weighs a term of the loss or of the update")

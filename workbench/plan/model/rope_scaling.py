@@ -29,8 +29,7 @@ class RopeScaling(Frozen):
     """As `rope_parameters` of transformers, by whose names its types are known."""
 
     type: Literal["linear", "dynamic", "yarn", "llama3"] = Field(
-        description="linear: all frequencies divided; dynamic: the base grows with the sequence "
-        "(NTK); yarn: by rotations (2309.00071); llama3: by wavelength (2407.21783)."
+        description="Frequencies divided alike, by length, by rotations (2309.00071), by wavelength."
     )
     factor: Stretch = Field(description="How many times longer sequences become.")
     original_positions: Tokens | None = Field(

@@ -12,7 +12,7 @@ from pydantic import (
     model_validator,
 )
 
-from workbench.fields.bounds import KEPT, SECONDS, StepsOrNever
+from workbench.fields.bounds import KEPT, SECONDS, SourceWeight, StepsOrNever
 from workbench.fields.frozen import Frozen
 
 CorpusFormat = Literal["text", "jsonl", "parquet", "npy", "raw", "megatron"]
@@ -50,7 +50,7 @@ class WeightedSource(TextSource):
     """One source of a mixture."""
 
     source: str = Field(description="A file or folder, or stdlib.")
-    weight: float = Field(ge=0, description="Its share of the samples, relative to the others.")
+    weight: SourceWeight = Field(description="Its share of the samples, relative to the others.")
     sha256: str | None = Field(
         None, description="Hash of its content; filled when a plan is resolved."
     )
