@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from gguf import GGMLQuantizationType as Kind
 from gguf import GGUFWriter, dequantize, quantize
+from tokenizers.pre_tokenizers import ByteLevel
 
 from workbench.plan.model.model_shape import Shape
 
@@ -60,6 +61,7 @@ def write_sample(
     change: dict[str, Any] | None = None,
     without: str = "",
     misshapen: str = "",
+    tokenizer: bool = False,
 ) -> Weights:
     """Write a Llama; parameter -> value that a reader should find.
 
@@ -70,6 +72,7 @@ def write_sample(
         change: Metadata that replace or add to the model's.
         without: Tensor to leave out.
         misshapen: Tensor to write with a row less.
+        tokenizer: Whether it has one, of bytes and three control tokens.
     """
     random, expected = np.random.default_rng(1), {}
     writer = GGUFWriter(path, "llama")
@@ -89,6 +92,12 @@ def write_sample(
     for key, value in meta.items():
         add = {str: writer.add_string, float: writer.add_float32, int: writer.add_uint32}
         add[type(value)](key, value)
+    if tokenizer:
+        letters = sorted(ByteLevel.alphabet())
+        writer.add_tokenizer_model("gpt2")
+        writer.add_token_list(["<|end|>", "<|im_start|>", "<|im_end|>", *letters])
+        writer.add_token_types([3] * 3 + [1] * len(letters))
+        writer.add_eos_token_id(0)
     for name, (key, extent) in names(shape).items():
         value = random.normal(0, 0.2, extent).astype(np.float32)
         here = kind if value.ndim == 2 else Kind.F32

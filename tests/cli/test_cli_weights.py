@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.checkpoint.test_session_checkpoint import save
+from tests.conftest import Ask
 from tests.parallel.small import GPT, LLAMA, plan
 from workbench import verbs
 from workbench.cli.app import answer
@@ -80,3 +81,26 @@ def test_a_checkpoint_is_held_to_the_plan_before_launch(tmp_path: Path) -> None:
     )
     (found,) = problems(made, tmp_path)
     assert found.startswith("checkpoint.load:") and "manifest.json is damaged" in found
+
+
+def test_a_gguf_file_generates_and_has_a_perplexity_on_any_mesh(tmp_path: Path, ask: Ask) -> None:
+    pytest.importorskip("gguf", reason="the package gguf is not installed")
+    from tests.checkpoint.gguf_samples import write_sample
+
+    path, text = tmp_path / "a.gguf", tmp_path / "text.txt"
+    write_sample(path, tokenizer=True)
+    text.write_text("a text of bytes, " * 20)
+    one, two = (verbs.generate(path, "ab", tokens=6, tensor=ranks) for ranks in (1, 2))
+    assert one["tokens"] == two["tokens"] and one["prompt_tokens"] == 2
+    assert len(one["tokens"]) == 6 or one["tokens"][-1] == 0
+    assert verbs.perplexity(path, text, length=32)["tokens"] == 340 - 11
+    refused = {
+        ("generate", path, "ab", "--tokens", 3000): "tokens: is 3000, after 2 of the prompt; the",
+        ("generate", path, ""): "prompt: is empty",
+        ("generate", path, "ab", "--chat"): "has no tokenizer.chat_template",
+        ("generate", text, "ab"): "is no intact GGUF file",
+        ("perplexity", path, tmp_path / "none"): "none' cannot be read: No such file",
+    }
+    for words, expected in refused.items():
+        code, _, said = ask(*words)
+        assert code == 2 and expected in said, (words, said)

@@ -150,7 +150,7 @@ class DequantizedSlice:
                 "dequantise; get the model in another quantisation, such as Q8_0"
             ) from None
         values = values[..., last.start - first * block : last.stop - first * block]
-        return torch.from_numpy(np.ascontiguousarray(values, dtype=np.float32))
+        return torch.from_numpy(np.require(values, np.float32, ["C", "W"]))
 
     def _rows(self, rows: slice) -> slice | np.ndarray:
         """Rows of the file that hold `rows`."""

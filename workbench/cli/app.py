@@ -83,6 +83,7 @@ COMMANDS: dict[str, dict[str, Command]] = {
         "runs": Command("runs", "List the runs of this machine, latest first."),
         "weights": Command("weights"),
     },
+    "Models": {"generate": Command("weights"), "perplexity": Command("weights")},
     "This machine": {
         "doctor": Command("doctor", "Check what is attached, installed and missing."),
         "lab": Command(

@@ -8,6 +8,7 @@ and no verb loads torch, which works in child processes.
 from __future__ import annotations
 
 from workbench.verbs.data import tokenize
+from workbench.verbs.model_weights import generate, perplexity
 from workbench.verbs.planning import (
     check_order,
     estimate,
@@ -40,9 +41,11 @@ __all__ = [
     "estimate",
     "explain",
     "export",
+    "generate",
     "import_config",
     "list_runs",
     "operators",
+    "perplexity",
     "profile_layers",
     "rehearse",
     "report",

@@ -1,4 +1,4 @@
-"""Commands about files beside plans: weights of a checkpoint, text as tokens."""
+"""Commands about files beside plans: weights and what they predict, text as tokens."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from workbench import verbs
 from workbench.cli.options import Json, emit
 from workbench.cli.progress import LINE_SECONDS, Status
 from workbench.units import bytes_text
+from workbench.untrusted_text import visible
 
 if TYPE_CHECKING:
     from workbench.cli.terminal import Grid
@@ -102,3 +103,44 @@ def _progress(status: Status) -> Callable[[int, int, str], None]:
             status(f"{what}, {min(1.0, done / max(1, of)):.0%} of {bytes_text(of)}")
 
     return show
+
+
+Model = Annotated[Path, typer.Argument(metavar="MODEL", help="A GGUF file.")]
+Tensor = Annotated[int, typer.Option("--tensor", min=1, help="Tensor-parallel ranks.")]
+
+
+def generate(
+    model: Model,
+    prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="What the text follows.")],
+    tokens: Annotated[int, typer.Option("--tokens", min=1, help="Most tokens to generate.")] = 64,
+    tensor: Tensor = 1,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="The prompt is a user's message to a chat model.")
+    ] = False,
+    json: Json = False,
+) -> None:
+    def show(text: str) -> None:
+        sys.stdout.write(visible(text))
+        sys.stdout.flush()
+
+    live = None if json else show
+    found = verbs.generate(model, prompt, tokens=tokens, tensor=tensor, chat=chat, progress=live)
+    rate = len(found["tokens"]) / found["seconds"]
+    said = f"{len(found['tokens'])} tokens after {found['prompt_tokens']}, {rate:.1f} a second"
+    emit(json, found, lambda: ["", said])
+
+
+def perplexity(
+    model: Model,
+    texts: Annotated[list[Path], typer.Argument(metavar="TEXT...", help="UTF-8 files.")],
+    tensor: Tensor = 1,
+    pipeline: Annotated[int, typer.Option("--pipeline", min=1, help="Pipeline ranks.")] = 1,
+    data: Annotated[int, typer.Option("--data", min=1, help="Data-parallel ranks.")] = 1,
+    length: Annotated[int, typer.Option("--length", min=1, help="Tokens of a window.")] = 256,
+    json: Json = False,
+) -> None:
+    found = verbs.perplexity(
+        model, texts, tensor=tensor, pipeline=pipeline, data=data, length=length
+    )
+    said = f"perplexity {found['perplexity']:.2f} on {found['tokens']:,} tokens"
+    emit(json, found, lambda: [said])

@@ -1,4 +1,4 @@
-"""The verbs that need torch, in a child process: rehearse, verify, export weights.
+"""The verbs that need torch, in a child process: rehearse, verify, export weights, generate.
 
 Shells, notebooks and widgets that ask for it load no torch and hold no CUDA context.
 """
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 ORDER_FILE = "order.json"
 """What a check of the order of calls writes."""
+GENERATION = "workbench.engine.generation"
 GPU_CHECK = "workbench.engine.gpu_check"
 GPU_CHECK_SECONDS = 90.0
 """When a child that asks the GPUs is ended; it starts torch, and waits for drivers."""
@@ -276,3 +277,49 @@ def _refuse_what_is_too_large(plan: ResolvedPlan) -> None:
             f"verifying {plan.shape.name} takes about {need / GIB:.1f} GiB, this machine has "
             f"{have / GIB:.1f} GiB; legal: a smaller model with the same strategy, e.g. tiny",
         )
+
+
+def generate(
+    model: str | Path,
+    prompt: str,
+    tokens: int,
+    tensor: int,
+    chat: bool,
+    progress: Callable[[str], None] | None = None,
+) -> dict[str, Any]:
+    """Generate in a child process; see `workbench.generate`."""
+    if tokens < 1:
+        raise refuse("tokens", f"is {tokens}; legal: 1 or more")
+    options = ["--tokens", str(tokens), "--tensor", str(tensor), *["--chat"] * chat]
+    return _generated(["generate", str(model), *options, "--", prompt], progress)
+
+
+def perplexity(
+    model: str | Path,
+    texts: Sequence[str | Path],
+    tensor: int,
+    pipeline: int,
+    data: int,
+    length: int,
+) -> dict[str, Any]:
+    """Measure perplexity in a child process; see `workbench.perplexity`."""
+    if not texts:
+        raise refuse("texts", "are none; give at least one file")
+    sizes = {"tensor": tensor, "pipeline": pipeline, "data": data, "length": length}
+    options = [word for name, size in sizes.items() for word in (f"--{name}", str(size))]
+    return _generated(["perplexity", str(model), *options, "--", *map(str, texts)], None)
+
+
+def _generated(words: list[str], progress: Callable[[str], None] | None) -> dict[str, Any]:
+    """The answer of `GENERATION`; the text of its other lines goes to `progress`."""
+    record: dict[str, Any] = {}
+
+    def on_line(text: str) -> None:
+        nonlocal record
+        if text.startswith("{"):
+            record = json.loads(text)
+            if progress and "more" in record:
+                progress(record["more"])
+
+    child_process.python(GENERATION, words, on_line)
+    return record
