@@ -29,7 +29,7 @@ class RopeScaling(Frozen):
     """As `rope_parameters` of transformers, by whose names its types are known."""
 
     type: Literal["linear", "dynamic", "yarn", "llama3"] = Field(
-        description="Frequencies divided alike, by length, by rotations (2309.00071), by wavelength."
+        description="Frequencies divided alike, by length, by rotations (2309.00071) or wavelength."
     )
     factor: Stretch = Field(description="How many times longer sequences become.")
     original_positions: Tokens | None = Field(
