@@ -36,6 +36,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "llama": LLAMA,
     "mistral": LLAMA | {"sliding_window": 6},
     "qwen2": LLAMA,
+    "qwen3": LLAMA | {"head_dim": 16},
+    "qwen3_moe": LLAMA | EXPERTS | {"head_dim": 16, "num_experts": 4},
     "phi3": LLAMA | {"sliding_window": 6},
     "mixtral": LLAMA | {"num_local_experts": 4},
     "gpt2": {"n_embd": 32, "n_layer": 4, "n_head": 4, "vocab_size": 258, "n_positions": 64},

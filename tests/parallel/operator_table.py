@@ -50,12 +50,17 @@ def refusals(name: str, column: str | None = None) -> list[str]:
     return [f"{p.field} {p.message.partition(';')[0]}" for p in problems]
 
 
+def refused_beside(shape: Shape) -> bool:
+    """Whether operators alone refuse a model that runs without them."""
+    return shape.positions == "alibi" or shape.qk_norm is not None
+
+
 def shrunk(shape: Shape) -> dict[str, Any]:
     """A model of two layers with the proportions of `shape`."""
     kv_heads = _few(int(shape.kv_heads or shape.heads))
     heads = kv_heads * min(4, shape.heads // int(shape.kv_heads or shape.heads))
     hidden = HEAD_WIDTH * heads
-    kept = ("norm", "mlp", "biases", "positions", "tied", "embedding_norm")
+    kept = ("norm", "mlp", "biases", "positions", "tied", "embedding_norm", "qk_norm")
     small = {name: getattr(shape, name) for name in kept} | {
         "layers": 2,
         "hidden": hidden,
@@ -113,7 +118,7 @@ def proportions() -> dict[str, dict[str, Any]]:
         small = shrunk(shape)
         if (
             shape.mla is None
-            and shape.positions != "alibi"
+            and not refused_beside(shape)
             and not unsupported(_plan({"model": small}).resolve(), "run")
         ):
             names, _ = rows.setdefault(str(small), ([], small))
@@ -141,8 +146,8 @@ def table() -> Iterator[str]:
         yield f"| {names} | {' | '.join(cell(small, column) for column in COLUMNS)} |"
     idle: dict[str, list[str]] = {}
     for name in catalog.models():
-        alibi = catalog_shapes()[name].positions == "alibi"
-        if fields := refusals(name, "operators" if alibi else None):
+        beside = refused_beside(catalog_shapes()[name])
+        if fields := refusals(name, "operators" if beside else None):
             idle.setdefault(", ".join(fields), []).append(name)
     yield ""
     for why, idlers in idle.items():

@@ -2,7 +2,15 @@
 
 import pytest
 
-from tests.parallel.operator_table import COLUMNS, MARK, catalog_shapes, cell, proportions, refusals
+from tests.parallel.operator_table import (
+    COLUMNS,
+    MARK,
+    catalog_shapes,
+    cell,
+    proportions,
+    refusals,
+    refused_beside,
+)
 
 ROWS = proportions()
 
@@ -18,7 +26,8 @@ def test_a_catalog_model_equals_one_device(names: str, column: str) -> None:
 def test_every_catalog_model_is_in_the_table_or_does_not_run() -> None:
     named = {name.removesuffix(MARK) for names in ROWS for name in names.split(", ")}
     others = catalog_shapes().keys() - named
-    dense = {name for name in others if catalog_shapes()[name].moe is None}
-    assert all(refusals(name) for name in others - dense)
-    assert all("'alibi'" in refusals(name, "operators")[0] for name in dense), dense
+    beside = {name for name in others if refused_beside(catalog_shapes()[name])}
+    assert all(refusals(name) for name in others - beside)
+    fields = {refusals(name, "operators")[0].partition(" ")[0] for name in beside}
+    assert fields == {"model.positions", "model.qk_norm"}
     assert "mixtral-8x7b" in named

@@ -67,6 +67,7 @@ class Attention(nn.Module):
         self.k = nn.Linear(shape.hidden, shape.kv_width, bias=qkv_bias)
         self.v = nn.Linear(shape.hidden, shape.kv_width, bias=qkv_bias)
         self.o = nn.Linear(shape.q_width, shape.hidden, bias=shape.biases == "all")
+        self.q_norm, self.k_norm = (_head_norm(shape) for _ in "qk")
         self.rope = Rope() if shape.positions == "rope" else NoRope()
         self.attend = Attend(ScoreRule.of_layer(shape, layer))
 
@@ -76,6 +77,8 @@ class Attention(nn.Module):
             project(x_BTD).unflatten(-1, (-1, self.head_dim))
             for project in (self.q, self.k, self.v)
         )
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q, None)[0], self.k_norm(k, None)[0]
         q, k = self.rope(q, k, positions)
         output: Tensor = self.o(self.attend(q, k, v, positions).flatten(-2))
         return output
@@ -245,6 +248,13 @@ def _dropout(name: str, rate: float, seed: int) -> Dropout:
 
 def _norm(shape: Shape) -> AddNorm:
     return AddNorm(shape.norm, shape.hidden, shape.norm_epsilon, bias=shape.norm == "layernorm")
+
+
+def _head_norm(shape: Shape) -> AddNorm | None:
+    """A norm of each head, whose weight all heads share."""
+    if shape.qk_norm is None:
+        return None
+    return AddNorm("rmsnorm", int(shape.head_dim or 0), shape.norm_epsilon, bias=False)
 
 
 def _refuse_unbuilt(shape: Shape) -> None:

@@ -73,10 +73,12 @@ def _of_parameters(w: Workload, grid: RankGrid) -> Iterator[PartialGradients]:
 
 
 def _of_tensor_ranks(w: Workload) -> Iterator[PartialGradients]:
-    """Of vectors under sequence parallelism, and of what an MoE layer's ranks hold alike."""
+    """Of vectors under sequence parallelism, and of what ranks of an MoE layer, or of attention's
+    heads, hold alike.
+    """
     if np.any(w.searched.sequence):
         yield "tensor", "", w.tensor, w.searched.sequence * _elements(w, "hidden")
-    if w.shape.moe is not None:
+    if w.shape.moe is not None or w.shape.qk_norm:
         yield "tensor", "", w.tensor, _elements(w, "partial")
 
 

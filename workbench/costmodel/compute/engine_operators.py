@@ -65,8 +65,9 @@ def layer_kernels(w: Workload, is_moe: bool, gemms: int) -> tuple[Number, Number
     blocks = (w.ring - 1) * 1.0 if w.fixed.has_context_parallel else 0.0
     counted += MovedBytes(0.0, 0.0, 8 * blocks, 2 * blocks)
     # An eager RMSNorm adds epsilon and takes a root of each row, and casts its weight's gradient.
-    rows = 2 * (w.shape.norm == "rmsnorm" and not w.uses_fused_kernels)
-    norms = 2 * (1 + (w.shape.norm == "layernorm"))
+    of_heads = 2 * bool(w.shape.qk_norm)
+    rows = (2 * (w.shape.norm == "rmsnorm") + of_heads) * (not w.uses_fused_kernels)
+    norms = 2 * (1 + (w.shape.norm == "layernorm")) + of_heads
     biases = {"qkv": 3, "all": gemms}.get(w.shape.biases, 0)
     shared = (
         SHARED_HEAD_KERNELS
@@ -125,24 +126,39 @@ def norm_bytes(w: Workload, in_layer: bool) -> MovedBytes:
         w: Per-rank problem sizes.
         in_layer: Whether the sum goes on as residual, so that backward adds its two gradients.
     """
-    e, u = w.element_bytes, w.upcast_bytes
+    e = w.element_bytes
     if w.uses_fused_kernels:
         return moved_by([4 * e], [(3 + in_layer) * e])
     joined: list[Number] = [3 * e] if in_layer else []
     if w.shape.norm == "layernorm":
         # Two kernels of backward read gradient and input (`layer_norm_kernel.cu`).
         return moved_by([3 * e, 2 * e], [5 * e, *joined])
+    return moved_by([3 * e], joined) + _eager_rmsnorm_bytes(w)
+
+
+def _eager_rmsnorm_bytes(w: Workload) -> MovedBytes:
+    """Bytes an element of an RMSNorm by plain operators."""
+    e, u = w.element_bytes, w.upcast_bytes
     cast = (e + u) * (e < u)
     return moved_by(
-        [3 * e, cast, 2 * u, u, 2 * u, cast, 2 * e],
-        [cast, cast, 2 * u, 3 * u, u, 2 * u, 3 * u, u, 2 * u, 3 * u, 2 * u, cast, *joined],
+        [cast, 2 * u, u, 2 * u, cast, 2 * e],
+        [cast, cast, 2 * u, 3 * u, u, 2 * u, 3 * u, u, 2 * u, 3 * u, 2 * u, cast],
     )
+
+
+def _head_norm_bytes(w: Workload) -> MovedBytes:
+    """Bytes of norms of queries' and keys' heads, which add no residual."""
+    if not w.shape.qk_norm:
+        return MovedBytes()
+    e = w.element_bytes
+    each = moved_by([2 * e], [3 * e]) if w.uses_fused_kernels else _eager_rmsnorm_bytes(w)
+    return each.wide(w.tokens * w.q_width) + each.wide(w.tokens * w.k_width)
 
 
 def _attention_bytes(w: Workload) -> MovedBytes:
     """Rotary positions, biases, and what context parallelism does around attention."""
     e, t = w.element_bytes, w.tokens
-    found = MovedBytes()
+    found = _head_norm_bytes(w)
     if w.shape.positions == "rope":
         found += rope_bytes(w, t * w.q_width, t * w.k_width)
     if w.shape.biases in ("qkv", "all"):

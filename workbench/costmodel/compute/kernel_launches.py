@@ -24,6 +24,10 @@ transformer/multi_latent_attention.py with rotary positions of its own operators
 values' down- and up-projection and the norm between, queries' and keys' positions apart (nine
 operators each, rope_utils.py), and three copies that join the parts of a head.
 """
+HEAD_NORM_KERNELS = 2, 4
+"""Kernels (forward, backward) of the norms of queries' and of keys' heads, each one kernel, in
+backward one more for its weight.
+"""
 ROUTING_KERNELS = 24, 30
 """Kernels (forward, backward) of a router, of dispatch and combine, beside those of experts."""
 HOST_DISPATCH_KERNELS = 130, 180
@@ -53,8 +57,8 @@ def kernel_launches(w: Workload, is_moe: bool) -> tuple[Number, Number]:
     if counts_operators(w):
         return layer_kernels(w, is_moe, len(layer_gemms(w, is_moe)))
     routed = routing_launches(w) if is_moe and w.shape.moe else (0.0, 0.0)
-    latent = _latent_launches(w)
-    more = routed[0] + latent[0], routed[1] + latent[1]
+    further = (routed, _latent_launches(w), HEAD_NORM_KERNELS if w.shape.qk_norm else (0, 0))
+    more = sum(each[0] for each in further), sum(each[1] for each in further)
     if not w.uses_fused_kernels:
         plain = KERNELS_PER_LAYER[w.fixed.kernels]
         return plain[0] + more[0], plain[1] + more[1]

@@ -130,7 +130,7 @@ def _linears(w: Workload, o: MeasuredOperators, is_moe: bool) -> PassTimes:
 
 
 def _seams(w: Workload, o: MeasuredOperators, is_moe: bool) -> list[OperatorTimes]:
-    """Two norms with their residuals, the rotation and the activation."""
+    """Two norms with their residuals, norms of heads, the rotation and the activation."""
     shape, wide = w.shape, w.ffn
     if is_moe and shape.moe:
         wide = w.routed_rows_per_token * w.expert_ffn + w.shared_ffn
@@ -139,15 +139,14 @@ def _seams(w: Workload, o: MeasuredOperators, is_moe: bool) -> list[OperatorTime
     activation = measured_seam(
         w, o, "swiglu" if shape.gated else "gelu", w.tokens, wide, w.tokens * wide
     )
-    if shape.positions != "rope":
-        return [norm, norm, activation]
     heads = w.q_width + w.k_width
-    return [
-        norm,
-        norm,
-        activation,
-        measured_seam(w, o, "rope", w.tokens, heads, w.tokens * w.q_width),
-    ]
+    found = [norm, norm, activation]
+    if shape.qk_norm:
+        entries, wide = w.tokens * heads, int(shape.head_dim or 1)
+        found.append(measured_seam(w, o, "rmsnorm", entries / wide, wide, entries))
+    if shape.positions != "rope":
+        return found
+    return [*found, measured_seam(w, o, "rope", w.tokens, heads, w.tokens * w.q_width)]
 
 
 def _head(w: Workload, o: MeasuredOperators) -> PassTimes:

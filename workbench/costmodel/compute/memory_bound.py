@@ -44,8 +44,9 @@ def memory_bound_pass(w: Workload, m: DeviceRates, is_moe: bool) -> PassTimes:
     copies = other * (drop + 8 * routed)
     biases = [other * routed * adds_expert_biases(w, is_moe) * bias for bias in EXPERT_BIAS_BYTES]
     rotated = w.q_width + w.k_width if w.shape.positions == "rope" else 0.0
+    normed = 2 * h + (w.q_width + w.k_width) * bool(w.shape.qk_norm)
     forward, backward = (
-        2 * h * norm + rotated * rope + wide * activation + copies + bias
+        normed * norm + rotated * rope + wide * activation + copies + bias
         for (norm, rope, activation), bias in zip(seam_passes(w, m.constants, is_moe), biases)
     )
     if w.quantized_format is not None:

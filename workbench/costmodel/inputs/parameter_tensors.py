@@ -19,8 +19,8 @@ class ParameterTensor:
 
     elements: Number
     role: str
-    """matrix | hidden (a vector of hidden size) | vector (of another) | partial, complete: of an
-    MoE layer, with a gradient that is a partial sum over the tensor ranks or not.
+    """matrix | hidden (a vector of hidden size) | vector (of another) | partial: with a gradient
+    that is a partial sum over the tensor ranks | complete: of an MoE layer, with one that is not.
     """
     experts: bool = False
     """Whether it belongs to experts that other ranks do not hold."""
@@ -87,6 +87,8 @@ def _attention_tensors(w: RankShapes) -> Iterator[ParameterTensor]:
     yield ParameterTensor(h * w.o_width, "matrix")
     if biases == "all":
         yield ParameterTensor(w.hidden_per_rank, "hidden")
+    for _ in range(2 if w.shape.qk_norm else 0):
+        yield ParameterTensor(int(w.shape.head_dim or 0), "partial")
 
 
 def _mlp_tensors(

@@ -133,7 +133,7 @@ def _saved_and_needed(
     attention = (
         w.q_width + w.k_width + w.v_width + w.o_width
     ) * w.tokens * w.element_bytes + _ulysses_saved(w)
-    saved = 2 * norm_saved(w) + _mla_latents(w) + attention + ffn
+    saved = 2 * norm_saved(w) + _mla_latents(w) + head_norms_saved(w) + attention + ffn
     recompute = w.fixed.framework.recompute
     saved = saved + _fp8_saved_delta(w, is_moe) - _frozen_inputs(w, wide)
     saved = (
@@ -400,6 +400,14 @@ def _kept_choices(w: Workload) -> Number:
     if moe is None or not w.fixed.framework.recompute.keeps_expert_choices:
         return 0.0
     return CHOICE_BYTES * moe.top_k * w.tokens
+
+
+def head_norms_saved(w: Workload) -> Number:
+    """Bytes that norms of queries' and keys' heads save: their inputs, and a statistic a head."""
+    if not w.shape.qk_norm:
+        return 0.0
+    statistics = w.upcast_bytes / int(w.shape.head_dim or 1)
+    return (w.q_width + w.k_width) * w.tokens * (w.element_bytes + statistics)
 
 
 def _mla_latents(w: Workload) -> Number:

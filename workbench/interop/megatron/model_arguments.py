@@ -143,6 +143,7 @@ _FLAGS = {
     "window": "window-size",
     "rope_theta": "rotary-base",
     "rope_scaling": "use-rope-scaling",
+    "qk_norm": "qk-layernorm",
     "moe": "num-experts",
     "mla": "multi-latent-attention",
 }
@@ -164,6 +165,12 @@ def _read(
         "glu-activation", {"swiglu": "swiglu", "geglu": "geglu", "liglu": "", "reglu": ""}
     )
     computed = [key for key in _COMPUTED if keys.flag(key)] + ["glu-activation"] * (unit == "")
+    norm = keys.choice("normalization", {"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"})
+    # Megatron norms heads as it norms the residual stream.
+    heads_normed = norm == "rmsnorm" and "qk-layernorm" in computed
+    heads_normed = heads_normed and not keys.has_key("multi-latent-attention")
+    if heads_normed:
+        computed.remove("qk-layernorm")
     score = str(keys.take("moe-router-score-function") or "softmax")
     gated, positions = bool(keys.flag("swiglu")) or unit is not None, _positions(keys)
     ffn = keys.integer("ffn-hidden-size")
@@ -184,14 +191,14 @@ def _read(
         "positions": positions,
         "mlp": _mlp(computed, gated, unit),
         "biases": _biases(keys),
-        "norm": keys.choice("normalization", {"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"})
-        or "layernorm",
+        "norm": norm or "layernorm",
         "norm_epsilon": keys.number("norm-epsilon", 0) or keys.number("layernorm-epsilon", 0),
         "tied": not keys.flag("untie-embeddings-and-output-weights"),
         "window": _window(keys),
         "full_attention_every": keys.integer("window-attn-skip-freq"),
         "rope_theta": keys.number("rotary-base", 1e-9),
         "rope_scaling": _rope_scaling(keys),
+        "qk_norm": "head" if heads_normed else None,
         "embedding_norm": keys.flag("embed-layernorm"),
         "moe": read_experts(keys, layers, ffn, score),
         "mla": _mla(keys),
@@ -379,6 +386,7 @@ def write_model(plan: ResolvedPlan) -> dict[str, Any]:
         found["disable-bias-linear"] = True
     flags = {
         "swiglu": s.mlp == "swiglu",
+        "qk-layernorm": s.qk_norm == "head",
         "add-qkv-bias": s.biases == "qkv",
         "untie-embeddings-and-output-weights": not s.tied,
     }

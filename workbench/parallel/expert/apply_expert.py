@@ -35,6 +35,17 @@ EXPERT_SPLIT_DIMS = {
 row-parallel, arXiv 1909.08053); stacked experts have one dim more in front.
 """
 
+PARTIAL_GRADIENTS = (
+    ".route.weight",
+    ".experts.down.bias",
+    ".shared.down.bias",
+    ".q_norm.weight",
+    ".k_norm.weight",
+)
+"""Ends of the names of parameters that every tensor rank has, and whose gradient is a sum over
+them.
+"""
+
 
 def apply_expert_parallel(
     model: Transformer,
@@ -79,8 +90,8 @@ def gradient_reduction_axes(
     """Local parameter name -> the axes over which its gradient is summed, data parallelism last.
 
     An expert has seen the tokens of all expert ranks already, so that only ranks with the same
-    experts sum its gradient. The gradients of a router, and of a bias that every tensor rank adds a
-    share of, are partial on the tensor ranks.
+    experts sum its gradient. The gradients of a router, of a bias that every tensor rank adds a
+    share of, and of norms of a rank's heads, are partial on the tensor ranks.
 
     Args:
         tensor: The tensor axes over which a parameter's gradient is summed.
@@ -93,7 +104,7 @@ def gradient_reduction_axes(
             if "expert_replicas" in layout.replicated_over
             else mesh["replicas"]
         )
-        partial = name.endswith((".route.weight", ".experts.down.bias", ".shared.down.bias"))
+        partial = name.endswith(PARTIAL_GRADIENTS)
         partial = partial and mesh.operators is None and tensor_axis.size > 1
         sums[name] = (tensor_axis, data) if partial else (*tensor[name], data)
     return sums

@@ -31,7 +31,13 @@ from workbench.fields.frozen import Frozen
 from workbench.fields.validation_messages import plan_error
 from workbench.plan.model.rope_scaling import RopeScaling
 
-WRITTEN_IF_SET = ("rope_scaling", "attention_softcap", "logit_softcap", "attention_scale")
+WRITTEN_IF_SET = (
+    "rope_scaling",
+    "qk_norm",
+    "attention_softcap",
+    "logit_softcap",
+    "attention_scale",
+)
 """Fields that a written shape lacks where they are null, so that plans from before they existed
 stay as they were written.
 """
@@ -147,6 +153,11 @@ class Shape(Frozen):
     rope_theta: Frequency = Field(10000.0, description="Rotary base frequency.")
     rope_scaling: RopeScaling | None = Field(
         None, description="Rotary frequencies stretched to longer sequences; null: as they are."
+    )
+    qk_norm: Literal["head"] | None = Field(
+        None,
+        description="RMSNorm of each head of queries and keys before rotary positions (Qwen3); "
+        "null: none.",
     )
     moe: Moe | None = Field(None, description="Mixture of experts; null: dense.")
     mtp_layers: LayerIndex = Field(

@@ -142,11 +142,16 @@ def feed_forward_parameters(shape: Shape, widths: BlockWidths, width: Number) ->
 
 
 def block_norms(shape: Shape) -> int:
-    """Parameters of one block's norms: before attention, before the feed-forward layer, and MLA's
-    on its latents.
+    """Parameters of one block's norms: before attention, before the feed-forward layer, MLA's on
+    its latents, and of heads.
     """
     inner = norm(shape, shape.mla.kv_rank) + norm(shape, shape.mla.q_rank or 0) if shape.mla else 0
-    return 2 * norm(shape, shape.hidden) + inner
+    return 2 * norm(shape, shape.hidden) + inner + head_norms(shape)
+
+
+def head_norms(shape: Shape) -> int:
+    """Parameters of one block's norms of queries' and keys' heads, which every tensor rank has."""
+    return 2 * int(shape.head_dim or 0) if shape.qk_norm else 0
 
 
 def norm(shape: Shape, width: int) -> int:

@@ -108,6 +108,15 @@ def _kernels_of_code(plan: Plan) -> list[Problem]:
     return [Problem("strategy.kernels", f"is '{plan.strategy.kernels}', {why}")]
 
 
+def _head_norms_beside(plan: ResolvedPlan) -> str | None:
+    """Norms of heads, where heads are not those of a rank of 1-D tensor parallelism."""
+    tensor = plan.strategy.tensor
+    beside = "operators" if plan.strategy.operators else f"a {tensor.algorithm} grid"
+    if not plan.shape.qk_norm or (tensor.algorithm == "1d" and not plan.strategy.operators):
+        return None
+    return f"{plan.shape.qk_norm}, beside {beside}"
+
+
 ENGINE_LIMITS: tuple[tuple[str, Callable[[ResolvedPlan], Any], tuple[Any, ...]], ...] = (
     ("strategy.data.overlap", lambda p: p.strategy.data.overlap, (True,)),
     ("strategy.data.offload_tier", lambda p: p.strategy.data.offload_tier, ("host",)),
@@ -123,6 +132,7 @@ ENGINE_LIMITS: tuple[tuple[str, Callable[[ResolvedPlan], Any], tuple[Any, ...]],
     ("strategy.expert.tensor", _split_of_an_expert, (None,)),
     ("model.mtp_layers", lambda p: p.shape.mtp_layers, (0,)),
     ("model.mla", lambda p: "set" if p.shape.mla else None, (None,)),
+    ("model.qk_norm", _head_norms_beside, (None,)),
 )
 """(field, how a complete plan says it, what the engine can do): for `rehearse` and `run`, which
 share the engine.
@@ -163,6 +173,7 @@ OPERATOR_ESTIMATE_LIMITS: tuple[tuple[str, Callable[[ResolvedPlan], Any], tuple[
     ("strategy.precision", lambda p: p.strategy.precision, ("fp32", "tf32", "bf16", "fp16", "fp8")),
     ("training.lora", lambda p: "set" if p.training.lora else None, (None,)),
     ("model.mla", lambda p: "set" if p.shape.mla else None, (None,)),
+    ("model.qk_norm", lambda p: p.shape.qk_norm, (None,)),
     ("model.mtp_layers", lambda p: p.shape.mtp_layers, (0,)),
     ("model.logit_softcap", lambda p: p.shape.logit_softcap, (None,)),
 )

@@ -22,6 +22,13 @@ ANY = "any"
 
 Legal = tuple[Any, ...] | Callable[[Shape], tuple[Any, ...]]
 """Values of a field; or what they are beside the other fields of a shape."""
+PLAIN_ATTENTION: dict[str, Legal] = {
+    "qk_norm": (None,),
+    "attention_softcap": (None,),
+    "logit_softcap": (None,),
+    "attention_scale": (None,),
+}
+"""Fields that most families have not."""
 
 
 @dataclass(frozen=True)

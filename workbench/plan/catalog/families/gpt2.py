@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from workbench.plan.catalog.families.common_keys import ACTIVATIONS, activation
-from workbench.plan.catalog.families.family import Config, Family, Fields, Legal
+from workbench.plan.catalog.families.family import PLAIN_ATTENTION, Config, Family, Fields, Legal
 from workbench.plan.catalog.families.stored_parts import Alone, FusedRows, TensorNames
 from workbench.plan.catalog.huggingface_keys import MOST_LAYERS, Reading
 from workbench.plan.model.model_shape import Shape
@@ -65,6 +65,7 @@ NAMES = TensorNames(
 )
 """Its linear layers are `Conv1D`, stored [in, out]; files of OpenAI's weights hold causal masks."""
 GPT2_STYLE: dict[str, Legal] = {
+    **PLAIN_ATTENTION,
     "positions": ("learned",),
     "norm": ("layernorm",),
     "mlp": ("gelu",),

@@ -6,7 +6,14 @@ from typing import Any
 
 from workbench.errors import refuse
 from workbench.plan.catalog.families.common_keys import GATED, activation, window
-from workbench.plan.catalog.families.family import ANY, Config, Family, Fields
+from workbench.plan.catalog.families.family import (
+    ANY,
+    PLAIN_ATTENTION,
+    Config,
+    Family,
+    Fields,
+    Legal,
+)
 from workbench.plan.catalog.families.rotary_keys import read_rotary, write_rotary
 from workbench.plan.catalog.families.stored_parts import TensorNames
 from workbench.plan.catalog.huggingface_keys import MOST_LAYERS, Reading
@@ -103,7 +110,8 @@ def _write_mistral(shape: Shape) -> Config:
     return {**write_llama(shape), "sliding_window": shape.window}
 
 
-LLAMA_STYLE = {
+LLAMA_STYLE: dict[str, Legal] = {
+    **PLAIN_ATTENTION,
     "positions": ("rope",),
     "norm": ("rmsnorm",),
     "mlp": ("swiglu", "geglu"),

@@ -10,12 +10,25 @@ from workbench.plan.catalog.families.llama import LLAMA, MISTRAL
 from workbench.plan.catalog.families.mixtral import MIXTRAL
 from workbench.plan.catalog.families.opt import OPT
 from workbench.plan.catalog.families.phi3 import PHI3
-from workbench.plan.catalog.families.qwen import QWEN2
+from workbench.plan.catalog.families.qwen import QWEN2, QWEN3, QWEN3_MOE
 from workbench.plan.model.model_shape import Shape
 
 FAMILIES: dict[str, Family] = {
     family.model_type: family
-    for family in (LLAMA, MISTRAL, QWEN2, GPT2, OPT, BLOOM, MIXTRAL, PHI3, DEEPSEEK_V2, DEEPSEEK_V3)
+    for family in (
+        LLAMA,
+        MISTRAL,
+        QWEN2,
+        QWEN3,
+        QWEN3_MOE,
+        GPT2,
+        OPT,
+        BLOOM,
+        MIXTRAL,
+        PHI3,
+        DEEPSEEK_V2,
+        DEEPSEEK_V3,
+    )
 }
 """model_type -> its family."""
 
