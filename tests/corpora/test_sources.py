@@ -135,3 +135,6 @@ def test_text_without_lines_is_cut_between_characters(
     content = text.encode()
     assert len(found) > 20
     assert "".join(content[p.start : p.stop].decode() for p in found) == text
+    found_tokens = loaded(tmp_path, source=str(tmp_path / "a.txt"))
+    assert found_tokens.documents == 1
+    assert bytes(found_tokens.train.tolist()) == content + b"\0"

@@ -4,6 +4,7 @@ import errno
 import fcntl
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -130,6 +131,22 @@ def test_an_unfinished_cache_entry_is_encoded_again(
     else:
         meta.write_text(meta.read_text()[:5])
     assert whole(corpora.load_corpus(setting, 256, folder=tmp_path / "cache")) == before
+
+
+def test_drafts_of_killed_processes_are_removed(source: Path, tmp_path: Path) -> None:
+    corpora.load_corpus(schema.Corpus(source=str(source)), 256, folder=tmp_path)
+    (entry,) = tmp_path.glob("*.json")
+    entry.unlink()
+    host, ended = socket.gethostname(), subprocess.Popen(["true"])
+    ended.wait()
+    abandoned, living, elsewhere = (
+        entry.with_suffix(f".bin.{name}")
+        for name in (f"{host}.{ended.pid}", f"{host}.{os.getppid()}", f"x{host}.{ended.pid}")
+    )
+    for path in (abandoned, living, elsewhere):
+        path.touch()
+    corpora.load_corpus(schema.Corpus(source=str(source)), 256, folder=tmp_path)
+    assert not abandoned.exists() and living.exists() and elsewhere.exists()
 
 
 def test_errors_name_the_field(source: Path, tmp_path: Path) -> None:

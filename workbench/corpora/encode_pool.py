@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections import deque
@@ -151,4 +152,8 @@ def serve(requests: BinaryIO, answers: BinaryIO) -> None:
 
 
 if __name__ == "__main__":
+    # Ctrl-C reaches the whole group of processes; the parent ends this one.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # A parent that was killed reads no more: end without a word.
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     serve(sys.stdin.buffer, sys.stdout.buffer)

@@ -88,6 +88,14 @@ def draft_of(path: Path) -> Path:
     return path.with_name(f"{path.name}.{socket.gethostname()}.{os.getpid()}")
 
 
+def remove_abandoned(folder: Path, key: str) -> None:
+    """Remove drafts of an entry that processes of this machine left when they were killed."""
+    for path in folder.glob(f"{key}.*.{socket.gethostname()}.*"):
+        number = path.name.rpartition(".")[2]
+        if number.isdecimal() and not os.path.exists(f"/proc/{number}"):
+            path.unlink(missing_ok=True)
+
+
 @contextmanager
 def locked(path: Path, deadline: float) -> Iterator[None]:
     """Hold the lock file, which the kernel releases when its holder dies.

@@ -25,6 +25,7 @@ from workbench.corpora.token_cache import (
     draft_of,
     locked,
     read_entry,
+    remove_abandoned,
     write_entry,
     write_whole,
 )
@@ -223,6 +224,7 @@ class _Work:
     def _encode(self, files: SourceFiles, encoding: Encoding, key: str) -> dict[str, Any]:
         data, index = self.folder / f"{key}.bin", self.folder / f"{key}.idx"
         drafts = draft_of(data), draft_of(index)
+        remove_abandoned(self.folder, key)
         encoding = Encoding(encoding.tokenizer, encoding.end, encoding.vocab, files.column)
         try:
             writer = IndexedWriter(*drafts, encoding.dtype)
