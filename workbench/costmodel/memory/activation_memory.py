@@ -475,9 +475,9 @@ def boundary_bytes(w: Workload) -> tuple[Array, Array]:
     """Bytes a microbatch needs besides its layers, by pipeline rank.
 
     Returns:
-        (saved, on the way to the next stage). Saved: position tables and the embedding's masks;
-        the received input is what the first norm saves. On the way: an output until its send
-        completes, however many microbatches are in flight.
+        (saved, on the way to the next stage). Saved: position tables, the embedding's masks and
+        its norm's input; the received input is what the first norm saves. On the way: an output
+        until its send completes, however many microbatches are in flight.
     """
     length = w.fixed.sequence_length / w.searched.context
     rotary = length * (
@@ -486,6 +486,7 @@ def boundary_bytes(w: Workload) -> tuple[Array, Array]:
     saved = (
         w.zeros
         + (rotary + TOKEN_ID_BYTES * length) * w.fixed.chunks
+        + w.has_embedding * w.shape.embedding_norm * norm_saved(w, own_input=False)
         + (w.tensor > 1) * w.has_embedding * (TOKEN_ID_BYTES + 1) * w.tokens
     )
     boundary = w.residual_bytes

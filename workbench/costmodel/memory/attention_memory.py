@@ -9,6 +9,7 @@ import numpy as np
 
 from workbench.costmodel.inputs.config import Array, Number
 from workbench.costmodel.inputs.rank_workload import Workload
+from workbench.costmodel.memory.attention_tile_memory import runs_tiles, tiled_backward_bytes
 from workbench.plan.model.attention_kernel import is_aligned, repeats_heads
 
 FP32 = 4
@@ -27,7 +28,7 @@ def saved_attention_bytes(w: Workload) -> Number:
         element = w.fixed.framework.saved_tensors.score_bytes
         statistics = element * w.heads * w.tokens * w.fixed.sequence_length
     if _is_math(w):
-        statistics = probability_bytes(w)
+        statistics = saved_probability_bytes(w)
     return statistics + copied_operand_bytes(w)
 
 
@@ -79,6 +80,12 @@ def probability_bytes(w: Workload) -> Number:
     return FP32 * w.heads * w.tokens * w.fixed.sequence_length
 
 
+def saved_probability_bytes(w: Workload) -> Number:
+    """Bytes of math attention's probabilities, and of the tanh of a soft-cap beside them."""
+    capped = w.shape.attention_softcap is not None
+    return (1 + capped) * probability_bytes(w)
+
+
 def attention_backward_bytes(w: Workload) -> Number:
     """Temporaries of attention's backward, at the most.
 
@@ -89,6 +96,8 @@ def attention_backward_bytes(w: Workload) -> Number:
     s = w.fixed
     if _is_math(w):
         return 2 * probability_bytes(w) + FP32 * w.o_width * w.tokens
+    if runs_tiles(w):
+        return tiled_backward_bytes(w)
     widths = w.q_width + w.k_width + w.v_width + w.o_width
     gradients = widths * w.tokens * w.element_bytes
     if s.gpu.device != "cuda":
@@ -113,4 +122,4 @@ def _is_math(w: Workload) -> bool:
 def restored_attention_bytes(w: Workload) -> Array:
     """Bytes that selective recompute of attention restores before backward."""
     operands = (2 * w.q_width + w.o_width) * w.tokens * max(FP32, float(w.element_bytes))
-    return np.asarray(_is_math(w) * (probability_bytes(w) + operands))
+    return np.asarray(_is_math(w) * (saved_probability_bytes(w) + operands))

@@ -6,7 +6,7 @@ losses exist to avoid them.
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 
 import numpy as np
 
@@ -47,7 +47,26 @@ class HeadMemory:
 
 
 def head_memory(w: Workload) -> HeadMemory:
-    """Activation memory of the final norm, the head and the loss that the plan's kernels run."""
+    """Activation memory of the final norm, the head and the loss that the plan's kernels run.
+
+    Capped logits save their derivative, but where the loss is computed in chunks of tokens, which
+    need it until the chunk's gradient.
+    """
+    head = _uncapped(w)
+    if w.shape.logit_softcap is None or _framework_logit_bytes(w) is not None:
+        return head
+    chunked = w.uses_fused_kernels * (w.tensor == 1)
+    derivative = w.element_bytes * w.vocab_rows * w.tokens
+    chunk = loss_chunk_tokens(w.tokens, w.hidden_per_rank, w.vocab_rows) * w.vocab_rows
+    saved = np.where(chunked, 0.0, derivative)
+    return replace(
+        head,
+        logits=head.logits + saved,
+        forward=head.forward + np.where(chunked, chunk * w.element_bytes, derivative),
+    )
+
+
+def _uncapped(w: Workload) -> HeadMemory:
     if not w.uses_fused_kernels:
         return _eager_loss(w)
     fused, split = _fused_loss(w), w.tensor > 1

@@ -230,5 +230,8 @@ def math_attention(rule: ScoreRule, q_BHTK: Tensor, k_BHTK: Tensor, v_BHTK: Tens
     if rule.softcap is not None:
         scores = (scores / rule.softcap).tanh() * rule.softcap
     positions = range(q.shape[2])
-    out: Tensor = rule.add_to(scores, positions, positions).softmax(-1).matmul(v)
+    # Biases need no gradient, and that of a masked score is zero without autograd's mask.
+    with torch.no_grad():
+        rule.add_to(scores, positions, positions)
+    out: Tensor = scores.softmax(-1).matmul(v)
     return out.to(q_BHTK.dtype)

@@ -176,7 +176,8 @@ def _last_layer_backward(
         phases["attention"] = {
             "activations": before - freed * ~recomputed,
             "logits": logits,
-            "temporary": np.asarray(np.maximum(0.0, restored - freed * recomputed) + backward),
+            "temporary": np.asarray(np.maximum(0.0, restored - freed * recomputed) + backward)
+            + (1 - w.has_head) * gradient,
         }
     return {name: add_categories(live, incoming) for name, live in phases.items()}
 
