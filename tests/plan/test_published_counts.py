@@ -132,6 +132,26 @@ PUBLISHED: dict[str, tuple[Config, int]] = {
     "Qwen/Qwen2.5-14B": (family("qwen2", 48, 5120, 13824, 40, 8, 152064), 14_770_033_664),
     "Qwen/Qwen2.5-32B": (family("qwen2", 64, 5120, 27648, 40, 8, 152064), 32_763_876_352),
     "Qwen/Qwen2.5-72B": (family("qwen2", 80, 8192, 29568, 64, 8, 152064), 72_706_203_648),
+    "Qwen/Qwen3-0.6B": (
+        family("qwen3", 28, 1024, 3072, 16, 8, 151936, head_dim=128, tie_word_embeddings=True),
+        596_049_920,
+    ),
+    "Qwen/Qwen3-8B": (
+        family("qwen3", 36, 4096, 12288, 32, 8, 151936, head_dim=128),
+        8_190_735_360,
+    ),
+    "Qwen/Qwen3-14B": (
+        family("qwen3", 40, 5120, 17408, 40, 8, 151936, head_dim=128),
+        14_768_307_200,
+    ),
+    "Qwen/Qwen3-32B": (
+        family("qwen3", 64, 5120, 25600, 64, 8, 151936, head_dim=128),
+        32_762_123_264,
+    ),
+    "Qwen/Qwen3-30B-A3B": (
+        family("qwen3_moe", 48, 2048, 6144, 32, 4, 151936, head_dim=128, num_experts=128),
+        30_532_122_624,
+    ),
     "microsoft/Phi-3-mini-4k-instruct": (
         family("phi3", 32, 3072, 8192, 32, 32, 32064),
         3_821_079_552,
