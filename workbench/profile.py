@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-from workbench.units import interval_text
+from workbench.units import interval_text, percent_text
 from workbench.untrusted_text import escaped
 from workbench.vocabulary import ALLOCATED as ALLOCATED
 from workbench.vocabulary import CATEGORIES as CATEGORIES
@@ -232,6 +232,22 @@ class Profile:
         return float(median(sums)) if sums else None
 
     @property
+    def data_share(self) -> float | None:
+        """Share of the step time that steps waited for their batch, after the first two, on the
+        rank that waited most; null where that is unknown.
+        """
+        by_rank: dict[int, list[tuple[float, float]]] = {}
+        for rank, waited, seconds in self.rows("steps", "rank", "data_seconds", "seconds"):
+            if not (_is_null(waited) or _is_null(seconds)):
+                by_rank.setdefault(int(rank), []).append((waited, seconds))
+        shares = []
+        for steps in by_rank.values():
+            steps = steps[2:] if len(steps) > 4 else steps
+            if whole := sum(seconds for _, seconds in steps):
+                shares.append(sum(waited for waited, _ in steps) / whole)
+        return max(shares, default=None)
+
+    @property
     def step_interval(self) -> tuple[float, float] | None:
         """Seconds between which nine of ten steps lie, of an estimate; null elsewhere."""
         ends = self.notes.get("step_seconds_90")
@@ -306,6 +322,7 @@ class Profile:
             "cpu_seconds": self.cpu_seconds,
             "tokens_per_second": self.tokens_per_second,
             "fits": self.fits,
+            **({} if self.data_share is None else {"data_share": self.data_share}),
             **self.notes,
             "memory": memory,
         }
@@ -329,6 +346,8 @@ class Profile:
             facts["step time, 90 % interval"] = interval_text(self.step_interval)
         if self.cpu_seconds is not None:
             facts["CPU seconds of a step"] = f"{self.cpu_seconds:.4g} (all ranks)"
+        if self.data_share is not None:
+            facts["waiting for data"] = f"{percent_text(self.data_share)} of the step time"
         if self.tokens_per_second is not None:
             facts["tokens/s"] = f"{self.tokens_per_second:,.0f}"
         if assumed := self.notes.get("uncalibrated"):

@@ -81,6 +81,7 @@ COLUMNS: dict[str, tuple[str, ...]] = {
         "loss",
         "seconds",
         "cpu_seconds",
+        "data_seconds",
         "tokens",
         "gradient_norm",
         "learning_rate",

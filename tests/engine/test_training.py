@@ -215,6 +215,9 @@ def test_the_profile_shows_them(run: Run, expected: tuple[list[float], dict[int,
     used = [seconds for (seconds,) in profile.rows("steps", "cpu_seconds")]
     assert len(used) == 4 * len(profile.loss) and min(used) > 0
     assert profile.cpu_seconds is not None and profile.cpu_seconds > 4 * min(used)
+    waited = list(profile.rows("steps", "data_seconds", "seconds"))
+    assert len(waited) == len(used) and all(0 < data < whole for data, whole in waited)
+    assert profile.data_share is not None and 0 < profile.data_share < 1
 
 
 def test_tensorboard_has_its_file(run: Run) -> None:

@@ -136,10 +136,7 @@ PUBLISHED: dict[str, tuple[Config, int]] = {
         family("qwen3", 28, 1024, 3072, 16, 8, 151936, head_dim=128, tie_word_embeddings=True),
         596_049_920,
     ),
-    "Qwen/Qwen3-8B": (
-        family("qwen3", 36, 4096, 12288, 32, 8, 151936, head_dim=128),
-        8_190_735_360,
-    ),
+    "Qwen/Qwen3-8B": (family("qwen3", 36, 4096, 12288, 32, 8, 151936, head_dim=128), 8_190_735_360),
     "Qwen/Qwen3-14B": (
         family("qwen3", 40, 5120, 17408, 40, 8, 151936, head_dim=128),
         14_768_307_200,

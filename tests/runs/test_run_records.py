@@ -10,6 +10,7 @@ from typing import Any
 import psutil
 import pytest
 
+from workbench.lab.live.run_status import RunProgress, pace_line
 from workbench.runs.run import Run
 from workbench.runs.store.process_identity import is_process
 from workbench.runs.store.run_liveness import read_state
@@ -24,6 +25,7 @@ from workbench.runs.store.run_state import (
 from workbench.runs.store.stop_request import Stop, read_stop, request_stop
 from workbench.runs.store.telemetry_frames import MeasuredFrames
 from workbench.runs.store.telemetry_reader import Reader
+from workbench.runs.store.telemetry_records import NULLS
 
 
 @pytest.fixture
@@ -150,6 +152,27 @@ def test_sampled_rows_carry_run_rank_and_step() -> None:
         "0F1",
         0.25,
     ]
+
+
+def test_waiting_for_data_is_a_share_of_the_rank_that_waits_most() -> None:
+    """The first two steps, which warm up, do not count; nor does a run without the field."""
+    measured, progress = MeasuredFrames("a", 2), RunProgress(6, 2)
+    for rank, waits in ((0, (9, 9, 1, 1, 1, 1)), (1, (9, 9, 0, 1, 2, 3))):
+        records = [
+            {**NULLS["step"], "kind": "step", "rank": rank, "step": n, "seconds": 10.0}
+            | {"loss": 1.0, "tokens": 8, "data_seconds": wait}
+            for n, wait in enumerate(waits)
+        ]
+        measured.add(records)
+        progress.add_records(records)
+    profile = measured.profile()
+    assert profile.data_share == profile.summary()["data_share"] == 0.15
+    assert profile.facts()["waiting for data"] == "15 % of the step time"
+    assert " · 37 % of it waiting for data" in pace_line(first_state(2, 6), progress)
+    before = MeasuredFrames("b", 1)
+    before.add([{**NULLS["step"], "kind": "step", "rank": 0, "step": 0, "seconds": 10.0}])
+    assert before.profile().data_share is None
+    assert "data_share" not in before.profile().summary()
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING, Any
 from workbench.cli.terminal import Grid, as_text
 from workbench.lab.palette import key_label
 from workbench.profile import ALLOCATED, MEANINGS
-from workbench.units import bytes_text, count_text, counted, digits, interval_text, seconds_text
+from workbench.units import (
+    bytes_text,
+    count_text,
+    counted,
+    digits,
+    interval_text,
+    percent_text,
+    seconds_text,
+)
 from workbench.untrusted_text import visible
 
 if TYPE_CHECKING:
@@ -225,6 +233,8 @@ def _allocator_rows(found: Profile) -> Iterator[tuple[str, ...]]:
 def _time_rows(found: Profile) -> Iterator[tuple[str, ...]]:
     if found.step_seconds is not None:
         yield "step time", seconds_text(found.step_seconds)
+    if found.data_share is not None:
+        yield "  waiting for data", percent_text(found.data_share)
     if kernels := found.notes.get("kernels"):
         yield "kernel costs", kernels
     if found.tokens_per_second is not None:

@@ -75,6 +75,7 @@ class TrainingLoop:
         self.trackers = Trackers(accelerator, plan)
         self._phase("building")
         self._extend_deadlines()
+        self._encoded: dict[str, int] = {}
         self.text = self._text()
         self._samples: list[SampledStep] = []
         self._window_open = False
@@ -92,12 +93,21 @@ class TrainingLoop:
     def _text(self) -> TextSampler:
         t, share = self.plan.training, rank_share(self.plan, self.mesh)
         deadline = SLOW_FACTOR * self.plan.telemetry.timeout_seconds
-        tokens = tokenized_corpus.load_corpus(self.plan.corpus, self.plan.vocab, deadline=deadline)
-        text = TextSampler(tokens, t.sequence_length, t.global_batch, share, t.seed)
+        corpus = tokenized_corpus.load_corpus(
+            self.plan.corpus, self.plan.vocab, deadline=deadline, progress=self._tokenizing
+        )
+        text = TextSampler(corpus, t.sequence_length, t.global_batch, share, t.seed)
         if t.evaluation.every:
             # Refuse held-out text that is too short now, not at the first evaluation.
             text.evaluation(0)
         return text
+
+    def _tokenizing(self, done: int, of: int, source: str) -> None:
+        """Record how much of a source is encoded, at every percent."""
+        share = int(100 * done / max(1, of))
+        if share > self._encoded.get(source, 0):
+            self._encoded[source] = share
+            self._phase("building", f"tokenizing {source}, {min(share, 100)} %")
 
     def run(self) -> None:
         """Train from the checkpoint's step, or from 0, to the last step or a stop request."""
@@ -150,6 +160,7 @@ class TrainingLoop:
         observed = self._observed()
         began, cpu_began = time.perf_counter(), time.process_time()
         batch = self.feed.load(self.index)
+        data_seconds = time.perf_counter() - began
         asked = self._asked_to_stop()
         self.meter.begin_step()
         timeline = None
@@ -172,7 +183,15 @@ class TrainingLoop:
         bytes_now = self.meter.now()
         self._under_way.append(
             StepUnderWay(
-                self.index, began, cpu_began, scalars, bytes_now, counters, action, timeline
+                index=self.index,
+                began=began,
+                cpu_began=cpu_began,
+                data_seconds=data_seconds,
+                scalars=scalars,
+                bytes=bytes_now,
+                counters=counters,
+                action=action,
+                timeline=timeline,
             )
         )
         self.index += 1
@@ -210,6 +229,7 @@ class TrainingLoop:
             "seconds": seconds,
             # On a GPU steps overlap on the host, and what it does beside them is no measure of one.
             "cpu_seconds": cpu_ended - step.cpu_began if on_cpu else None,
+            "data_seconds": step.data_seconds,
             "tokens": t.global_batch * t.sequence_length,
             "gradient_norm": norm,
             "learning_rate": learning_rate(scheduled, t.optimizer, t.steps),

@@ -7,8 +7,6 @@ and no verb loads torch, which works in child processes.
 
 from __future__ import annotations
 
-from workbench.verbs.data import tokenize
-from workbench.verbs.model_weights import generate, perplexity
 from workbench.verbs.planning import (
     check_order,
     estimate,
@@ -31,6 +29,7 @@ from workbench.verbs.running import (
     watch,
     weights,
 )
+from workbench.verbs.text import generate, perplexity, tokenize
 from workbench.verbs.translation import export, import_config, translate
 
 __all__ = [

@@ -47,6 +47,8 @@ class StepUnderWay:
     """time.perf_counter() when the host began with it."""
     cpu_began: float
     """time.process_time() then."""
+    data_seconds: float
+    """How long the step waited for its batch."""
     scalars: HostCopy
     bytes: int | None
     counters: StepCounters

@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from workbench.units import count_text, seconds_text
+from workbench.units import count_text, percent_text, seconds_text
 
 if TYPE_CHECKING:
     from workbench.runs.store.run_state import State
@@ -45,6 +45,8 @@ class RunProgress:
     loss: float | None = None
     tokens_per_second: float | None = None
     seconds: list[float] = field(default_factory=list)
+    data_seconds: list[float] = field(default_factory=list)
+    """How long the recent steps waited for their batch."""
     left_out: list[str] = field(default_factory=list)
     """Telemetry that could not be read, in words."""
 
@@ -62,6 +64,8 @@ class RunProgress:
         if record["step"] + 1 > self.steps_done:
             self.steps_done = record["step"] + 1
             self.seconds = [*self.seconds[1 - RECENT_STEPS :], record["seconds"]]
+            waited = record.get("data_seconds") or 0.0
+            self.data_seconds = [*self.data_seconds[1 - RECENT_STEPS :], waited]
             self.loss = record["loss"] if record["loss"] is not None else self.loss
             self.tokens_per_second = (
                 record["tokens"] / statistics.median(self.seconds) if record["seconds"] else None
@@ -136,6 +140,9 @@ def pace_line(state: State, progress: RunProgress) -> str:
         words.append(f"{count_text(progress.tokens_per_second)} tokens/s")
     if progress.seconds:
         words.append(f"step time {seconds_text(statistics.median(progress.seconds))}")
+    if sum(progress.data_seconds) and sum(progress.seconds):
+        share = sum(progress.data_seconds) / sum(progress.seconds)
+        words.append(f"{percent_text(share)} of it waiting for data")
     if state.started:
         words.append(
             f"{seconds_text(int(max(0.0, (state.ended or time.time()) - state.started)))} elapsed"

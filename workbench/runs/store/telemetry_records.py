@@ -47,6 +47,7 @@ FIELDS: dict[str, dict[str, Check]] = {
         "loss": or_null(number),
         "seconds": number,
         "cpu_seconds": or_null(number),
+        "data_seconds": or_null(number),
         "tokens": number,
         "gradient_norm": or_null(number),
         "learning_rate": or_null(number),
