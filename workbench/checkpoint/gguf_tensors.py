@@ -83,6 +83,16 @@ def gguf_source(path: Path, shape: Shape) -> TensorSource:
     return TensorSource(path.parent, tensors, sizes, {}, exact=False, opened=_opened)
 
 
+def permuted_rows(value: np.ndarray, name: str, shape: Shape, architecture: str) -> np.ndarray:
+    """A parameter as a file of the architecture has it: rotary pairs of a head adjacent."""
+    found = PERMUTED[architecture].fullmatch(gguf_name(name)) if architecture in PERMUTED else None
+    if found is None:
+        return value
+    heads = shape.heads if found[1] == "q" else int(shape.kv_heads or shape.heads)
+    halves = value.reshape(heads, 2, -1, *value.shape[1:])
+    return np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(value.shape)
+
+
 def _extent(tensor: Any) -> tuple[int, ...]:
     """A tensor's shape; the format lists the innermost dim first."""
     return tuple(int(n) for n in reversed(tensor.shape))

@@ -74,10 +74,8 @@ def export_checkpoint(
     total = sum(size for size, _ in source.files.values()) + sum(
         tensor.entry.nbytes for tensor in stored
     )
-    count = _ByteCounter(total, progress)
-    for file in source.files:
-        count.what = f"checking {file}"
-        tensor_integrity.verify_file(source, file, count)
+    count = ByteCounter(total, progress)
+    check_files(source, count)
     writing = to.with_name(f".{to.name}.writing-{os.getpid()}")
     try:
         writing.mkdir(parents=True)
@@ -96,7 +94,7 @@ def export_checkpoint(
     return {"folder": str(to), **answer}
 
 
-class _ByteCounter:
+class ByteCounter:
     """Adds up bytes and reports them."""
 
     def __init__(self, total: int, progress: Progress) -> None:
@@ -105,6 +103,13 @@ class _ByteCounter:
     def __call__(self, nbytes: int) -> None:
         self.done += nbytes
         self.progress(min(self.done, self.total), self.total, self.what)
+
+
+def check_files(source: TensorSource, count: ByteCounter) -> None:
+    """Verify the checksums of all files. Raises ValueError naming one that is damaged."""
+    for file in source.files:
+        count.what = f"checking {file}"
+        tensor_integrity.verify_file(source, file, count)
 
 
 @dataclass(frozen=True)
@@ -121,7 +126,7 @@ def _stored_tensors(source: TensorSource, family: Family, shape: Shape) -> list[
     of_key: dict[str, list[tuple[StoredPart, Shard]]] = {}
     for name, own in parts.items():
         for part in own:
-            shard = _shard(source, name, extents[name], part.ours)
+            shard = shard_of(source, name, extents[name], part.ours)
             of_key.setdefault(part.key, []).append((part, shard))
     sizes = stored_extents(parts)
     return [
@@ -130,12 +135,14 @@ def _stored_tensors(source: TensorSource, family: Family, shape: Shape) -> list[
     ]
 
 
-def _shard(source: TensorSource, name: str, shape: tuple[int, ...], slices: Slices) -> Shard:
-    """A box of an unsharded parameter as a shard to load."""
+def shard_of(
+    source: TensorSource, name: str, shape: tuple[int, ...], slices: Slices, device: str = "meta"
+) -> Shard:
+    """A box of an unsharded parameter as a shard to load; on 'meta' it has no storage yet."""
     stored = source.tensors.get((name, "parameter"))
     dtype = TORCH_DTYPES[stored.boxes[0].dtype] if stored else torch.float32
     extent = [stop - start for start, stop in slices]
-    return Shard(name, "parameter", torch.empty(extent, dtype=dtype, device="meta"), shape, slices)
+    return Shard(name, "parameter", torch.empty(extent, dtype=dtype, device=device), shape, slices)
 
 
 def _write(
@@ -143,7 +150,7 @@ def _write(
     shape: Shape,
     stored: list[_StoredTensor],
     folder: Path,
-    count: _ByteCounter,
+    count: ByteCounter,
     shard_bytes: int,
 ) -> dict[str, Any]:
     by_key = {tensor.entry.key: tensor for tensor in stored}
@@ -213,14 +220,18 @@ def main() -> int:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
 
-    def progress(done: int, of: int, what: str) -> None:
-        print(json.dumps({"done": done, "of": of, "what": what}), flush=True)
+    given = arguments.checkpoint, arguments.to
+    return answered(lambda: export_checkpoint(*given, as_json))
 
-    return exit_status(
-        lambda: print(
-            json.dumps(export_checkpoint(arguments.checkpoint, arguments.to, progress)), flush=True
-        )
-    )
+
+def as_json(done: int, of: int, what: str) -> None:
+    """Print progress as a line of JSON."""
+    print(json.dumps({"done": done, "of": of, "what": what}), flush=True)
+
+
+def answered(work: Callable[[], dict[str, Any]]) -> int:
+    """Print the answer of `work` as a line of JSON; exit status 2 where it is refused."""
+    return exit_status(lambda: print(json.dumps(work()), flush=True))
 
 
 if __name__ == "__main__":

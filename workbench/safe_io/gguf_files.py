@@ -36,6 +36,10 @@ class GgufFile:
         except UnicodeDecodeError:
             raise refuse("", f"{self.path}: {key} is no UTF-8 text; get the file again") from None
 
+    def fields(self, prefix: str) -> dict[str, Any]:
+        """Metadata keys that begin with `prefix` -> their `gguf.ReaderField`."""
+        return {key: field for key, field in self._fields.items() if key.startswith(prefix)}
+
     def keys(self) -> list[str]:
         """The metadata keys."""
         return list(self._fields)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from workbench.errors import refuse
 from workbench.verbs.planning import given_plan
 
 if TYPE_CHECKING:
@@ -92,16 +93,21 @@ def weights(
     source: Run | str | Path,
     to: str | Path,
     progress: Callable[[int, int, str], None] | None = None,
+    *,
+    type: Literal["f32", "f16", "bf16", "q8_0"] | None = None,
+    tokenizer: str | Path | None = None,
 ) -> dict[str, Any]:
-    """Export a checkpoint's weights under Hugging Face's names.
+    """Export a checkpoint's weights under Hugging Face's names, or as a GGUF file.
 
-    Bit for bit. For Llama-style models; works in a child process, tensor by tensor. A plan starts
-    from the folder where its `model` and `checkpoint.load` name it.
+    Under Hugging Face's names bit for bit. Works in a child process, tensor by tensor. A plan
+    starts from what is written where its `model` and `checkpoint.load` name it.
 
     Args:
         source: A checkpoint, or a run: its latest checkpoint.
-        to: New folder to write into.
+        to: New folder to write into, or new file that ends in .gguf.
         progress: Called with (bytes done, bytes in all, what).
+        type: Of a GGUF file's matrices; default f16.
+        tokenizer: A GGUF file whose tokenizer and chat template a GGUF file gets.
 
     Returns:
         What was written: parameters, tensors, dtype, bytes.
@@ -112,7 +118,11 @@ def weights(
     from workbench.runs.launch import subprocess_verbs
 
     folder = source if isinstance(source, str | Path) else source.dir
-    return subprocess_verbs.export_weights(folder, to, progress)
+    given = {"--type": type, "--tokenizer": tokenizer}
+    options = [word for name, it in given.items() if it is not None for word in (name, str(it))]
+    if options and Path(to).suffix != ".gguf":
+        raise refuse(options[0], f"is for a GGUF file; '{to}' is to end in .gguf")
+    return subprocess_verbs.export_weights(folder, to, progress, *options)
 
 
 def watch(run: Run | str | Path) -> Dashboard:

@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -16,6 +16,8 @@ from workbench.cli.progress import LINE_SECONDS, Status
 from workbench.units import bytes_text
 from workbench.untrusted_text import visible
 
+GgufType = Literal["f32", "f16", "bf16", "q8_0"]
+
 if TYPE_CHECKING:
     from workbench.cli.terminal import Grid
 
@@ -24,11 +26,19 @@ def weights(
     source: Annotated[
         Path, typer.Argument(metavar="SOURCE", help="A checkpoint, or a run: its latest one.")
     ],
-    to: Annotated[Path, typer.Option("--to", help="New folder to write into.")],
+    to: Annotated[
+        Path, typer.Option("--to", help="New folder to write into, or new file that ends in .gguf.")
+    ],
+    type: Annotated[
+        GgufType | None, typer.Option("--type", help="Of a GGUF file's matrices; default f16.")
+    ] = None,
+    tokenizer: Annotated[
+        Path | None, typer.Option("--tokenizer", help="GGUF file whose tokenizer a GGUF file gets.")
+    ] = None,
     json: Json = False,
 ) -> None:
     with Status("reading") as status:
-        found = verbs.weights(source, to, _progress(status))
+        found = verbs.weights(source, to, _progress(status), type=type, tokenizer=tokenizer)
     words = f"{found['parameters']:,} parameters in {found['tensors']} tensors of {found['dtype']}"
     use = f"a plan starts from them with --set model={to} --set checkpoint.load={to}"
     size = bytes_text(found["bytes"])

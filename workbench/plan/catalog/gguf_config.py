@@ -68,6 +68,25 @@ def gguf_shape(file: GgufFile, field: str = "model") -> Shape:
         raise plan_error(error, fields, Shape) from None
 
 
+def metadata_of(shape: Shape, architecture: str) -> dict[str, str | int | float]:
+    """The metadata of a shape in a file of `architecture`; the inverse of `gguf_shape`."""
+    of = {
+        "block_count": shape.layers,
+        "context_length": shape.max_positions,
+        "embedding_length": shape.hidden,
+        "feed_forward_length": shape.ffn,
+        "attention.head_count": shape.heads,
+        "attention.head_count_kv": int(shape.kv_heads or shape.heads),
+        "attention.key_length": int(shape.head_dim or 0),
+        "attention.value_length": int(shape.head_dim or 0),
+        "attention.layer_norm_rms_epsilon": shape.norm_epsilon,
+        "rope.dimension_count": int(shape.head_dim or 0),
+        "rope.freq_base": shape.rope_theta,
+        "vocab_size": shape.vocab,
+    }
+    return {"general.name": shape.name, **{f"{architecture}.{key}": n for key, n in of.items()}}
+
+
 def _decimal(value: Any) -> Any:
     """A fp32 number as the shortest decimal that is the same in fp32: 1e-05, not 9.9999997e-06."""
     if not isinstance(value, float):

@@ -28,6 +28,7 @@ from workbench.runs.launch import child_process
 from workbench.runs.launch.kernel_compilers import missing_compiler, missing_torchao
 from workbench.runs.launch.preflight import gpu_problems
 from workbench.runs.launch.traced_models import traced_model
+from workbench.safe_io.gguf_files import SUFFIX
 from workbench.units import GIB
 
 if TYPE_CHECKING:
@@ -188,7 +189,10 @@ def _refuse_other_gpus(plan: ResolvedPlan) -> None:
 
 
 def export_weights(
-    source: str | Path, to: str | Path, progress: Callable[[int, int, str], None] | None = None
+    source: str | Path,
+    to: str | Path,
+    progress: Callable[[int, int, str], None] | None = None,
+    *options: str,
 ) -> dict[str, Any]:
     """Export the weights of a checkpoint in a child process; see `workbench.weights`."""
     record: dict[str, Any] = {}
@@ -201,9 +205,9 @@ def export_weights(
                 progress(record["done"], record["of"], record["what"])
 
     checkpoint, folder = checkpoint_of(source, "SOURCE"), Path(to).absolute()
-    child_process.python(
-        "workbench.engine.export_weights", [str(checkpoint), "--to", str(folder)], on_line
-    )
+    module = "export_gguf" if folder.suffix == SUFFIX else "export_weights"
+    command = [str(checkpoint), "--to", str(folder), *options]
+    child_process.python(f"workbench.engine.{module}", command, on_line)
     return {"source": str(checkpoint), **record}
 
 

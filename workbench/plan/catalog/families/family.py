@@ -27,8 +27,26 @@ PLAIN_ATTENTION: dict[str, Legal] = {
     "attention_softcap": (None,),
     "logit_softcap": (None,),
     "attention_scale": (None,),
+    "full_attention_every": (None,),
 }
 """Fields that most families have not."""
+
+
+Unmet = dict[str, tuple[Any, tuple[Any, ...]]]
+"""Field -> (its value, what can be expressed)."""
+
+
+def unmet(expresses: Mapping[str, Legal], shape: Shape) -> Unmet:
+    """The fields of `shape` whose value `expresses` does not have."""
+    found = {}
+    for name, legal in expresses.items():
+        value: Any = shape
+        for part in name.split("."):
+            value = None if value is None else getattr(value, part)
+        can = legal(shape) if callable(legal) else legal
+        if value not in can and (value is None or ANY not in can):
+            found[name] = value, can
+    return found
 
 
 @dataclass(frozen=True)
@@ -51,17 +69,9 @@ class Family:
     published: bool = False
     """Whether transformers' classes were made from its authors' own files."""
 
-    def unmet(self, shape: Shape) -> dict[str, tuple[Any, tuple[Any, ...]]]:
-        """Field -> (its value in `shape`, what the family can express), where it is not that."""
-        found = {}
-        for name, legal in self.expresses.items():
-            value: Any = shape
-            for part in name.split("."):
-                value = None if value is None else getattr(value, part)
-            can = legal(shape) if callable(legal) else legal
-            if value not in can and (value is None or ANY not in can):
-                found[name] = value, can
-        return found
+    def unmet(self, shape: Shape) -> Unmet:
+        """What the family cannot express of `shape`."""
+        return unmet(self.expresses, shape)
 
     @property
     def language_model(self) -> str:
