@@ -308,7 +308,7 @@ def test_a_sum_forgotten_in_the_price_shows(monkeypatch: pytest.MonkeyPatch, fau
 RUN = [
     name
     for name, entry in sorted(catalog.models().items())
-    if entry.shape.moe and not any((entry.shape.mla, entry.shape.window, entry.shape.unmodelled))
+    if entry.shape.moe and not any((entry.shape.mla, entry.shape.qk_norm, entry.shape.unmodelled))
 ]
 """Models of the catalog with experts that run."""
 

@@ -26,7 +26,7 @@ H100 = ["--model", "llama-3-8b", "--gpu", "h100-sxm-80gb", "--gpus", 8]
 RUN = [
     name
     for name, entry in sorted(catalog.models().items())
-    if not any((entry.shape.moe, entry.shape.mla, entry.shape.window, entry.shape.unmodelled))
+    if not any((entry.shape.moe, entry.shape.mla, entry.shape.qk_norm, entry.shape.unmodelled))
     and entry.shape.positions != "alibi"
 ]
 """Models of the catalog that run, with dense layers."""

@@ -71,17 +71,18 @@ def _experts_on_grid(plan: ResolvedPlan) -> list[Problem]:
     return [Problem("strategy.tensor.algorithm", what)]
 
 
-SCORE_FIELDS: tuple[tuple[str, Callable[[ResolvedPlan], Any]], ...] = (
+ONLY_1D_FIELDS: tuple[tuple[str, Callable[[ResolvedPlan], Any]], ...] = (
     ("model.positions", lambda p: "alibi" if p.shape.positions == "alibi" else None),
     ("model.logit_softcap", lambda p: p.shape.logit_softcap),
+    ("model.qk_norm", lambda p: p.shape.qk_norm),
 )
-"""Fields that neither a tensor grid nor an operator strategy knows: slopes of a rank's heads, and
-logits that are capped.
+"""Fields that neither a tensor grid nor an operator strategy knows: slopes and norms of a rank's
+heads, and logits that are capped.
 """
 
 
-def _scores_of_shards(plan: ResolvedPlan, verb: Verb) -> list[Problem]:
-    """ALiBi and capped logits where modules have strategies of their own or a grid."""
+def _beside_grid_or_operators(plan: ResolvedPlan, verb: Verb) -> list[Problem]:
+    """What is legal neither where modules have strategies of their own nor on a grid."""
     sharded = operator_rules.sides(plan) or plan.strategy.tensor.algorithm != "1d"
     if plan.code or not sharded:
         return []
@@ -93,7 +94,7 @@ def _scores_of_shards(plan: ResolvedPlan, verb: Verb) -> list[Problem]:
     )
     return [
         Problem(field, f"is {value!r}, {why} strategy.operators, or a model without it")
-        for field, read in SCORE_FIELDS
+        for field, read in ONLY_1D_FIELDS
         if (value := read(plan)) is not None
     ]
 
@@ -106,15 +107,6 @@ def _kernels_of_code(plan: Plan) -> list[Problem]:
         f"and '{plan.code.python}' is code, without the seams that kernels replace; legal: 'eager'"
     )
     return [Problem("strategy.kernels", f"is '{plan.strategy.kernels}', {why}")]
-
-
-def _head_norms_beside(plan: ResolvedPlan) -> str | None:
-    """Norms of heads, where heads are not those of a rank of 1-D tensor parallelism."""
-    tensor = plan.strategy.tensor
-    beside = "operators" if plan.strategy.operators else f"a {tensor.algorithm} grid"
-    if not plan.shape.qk_norm or (tensor.algorithm == "1d" and not plan.strategy.operators):
-        return None
-    return f"{plan.shape.qk_norm}, beside {beside}"
 
 
 ENGINE_LIMITS: tuple[tuple[str, Callable[[ResolvedPlan], Any], tuple[Any, ...]], ...] = (
@@ -132,7 +124,6 @@ ENGINE_LIMITS: tuple[tuple[str, Callable[[ResolvedPlan], Any], tuple[Any, ...]],
     ("strategy.expert.tensor", _split_of_an_expert, (None,)),
     ("model.mtp_layers", lambda p: p.shape.mtp_layers, (0,)),
     ("model.mla", lambda p: "set" if p.shape.mla else None, (None,)),
-    ("model.qk_norm", _head_norms_beside, (None,)),
 )
 """(field, how a complete plan says it, what the engine can do): for `rehearse` and `run`, which
 share the engine.
@@ -240,7 +231,7 @@ def _lacking(plan: ResolvedPlan, verb: Verb) -> list[Problem]:
     unfit = operator_rules.problems(plan)
     unfit += _kernels_of_code(plan)
     if verb != "estimate":
-        unfit += _experts_on_grid(plan) + _scores_of_shards(plan, verb)
+        unfit += _experts_on_grid(plan) + _beside_grid_or_operators(plan, verb)
         unfit += [*float8_rules.problems(plan), *_stage_without_layers(plan, verb)]
     return unfit + [
         Problem(field, f"is {value!r}{beside}; this version can {verb} {_legal(can)}")

@@ -55,6 +55,9 @@ def block_operators(
     if shape.mla is not None:
         what = f"{shape.name} has it, which this version does not run; legal for operator "
         raise refuse("model.mla", f"{what}strategies: multi-head or grouped-query attention")
+    if shape.qk_norm is not None:
+        what = f"is '{shape.qk_norm}' of {shape.name}, which this version does not run beside "
+        raise refuse("model.qk_norm", f"{what}operator strategies; legal: a model without it")
     rows = token_rows(sequences, length)
     if has_experts and shape.moe is not None:
         branch: tuple[Operator, ...] = (moe_operator(shape, shape.moe, rows),)
