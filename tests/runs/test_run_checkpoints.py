@@ -90,6 +90,17 @@ def test_a_run_that_died_before_its_first_checkpoint_leads_back_to_the_one_it_we
         checkpoint_of(run)
 
 
+def test_a_run_that_started_from_weights_says_that_it_holds_no_checkpoint(
+    run: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "weights").mkdir()
+    (tmp_path / "weights/config.json").write_text("{}")
+    plan = Plan.load(run / "plan.yaml").replace(**{"checkpoint.load": str(tmp_path / "weights")})
+    (run / "plan.yaml").write_text(plan.to_yaml())
+    with pytest.raises(PlanError, match=r"holds no checkpoint; set checkpoint\.every"):
+        checkpoint_of(run)
+
+
 def test_a_run_whose_plan_is_damaged_says_so(run: Path) -> None:
     (run / "plan.yaml").write_text("model: [")
     with pytest.raises(PlanError, match="holds no checkpoint, and its plan cannot be read"):

@@ -72,7 +72,7 @@ def _origin(run: Path, field: str) -> Path:
         raise refuse(
             field, f"{run} holds no checkpoint, and its plan cannot be read: {error}"
         ) from None
-    if load is None:
+    if load is None or is_gguf(Path(load)) or is_huggingface_folder(Path(load)):
         raise refuse(
             field,
             f"{run} holds no checkpoint; set checkpoint.every, or stop a run with a checkpoint",
