@@ -28,7 +28,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from workbench.checkpoint.huggingface_names import config_json
-from workbench.engine.export_weights import export_checkpoint
+from workbench.engine.export.export_weights import export_checkpoint
 from workbench.engine.session import Session
 from workbench.engine.session_checkpoint import SessionCheckpointer
 from workbench.engine.verify.forked_ranks import run_ranks

@@ -17,7 +17,7 @@ from gguf.quants import _type_traits
 
 from tests.checkpoint.gguf_samples import SHAPE, write_sample
 from tests.checkpoint.test_huggingface import state
-from workbench.checkpoint.gguf_tensors import DequantizedSlice, gguf_source
+from workbench.checkpoint.gguf.gguf_tensors import DequantizedSlice, gguf_source
 from workbench.engine.verify.forked_ranks import run_ranks
 from workbench.errors import PlanError
 from workbench.plan.model.model_shape import Shape

@@ -18,7 +18,7 @@ from tests.checkpoint.gguf_samples import SHAPE, write_sample
 from tests.checkpoint.test_huggingface import BATCH, whole
 from tests.checkpoint.test_session_checkpoint import save
 from tests.parallel.small import LLAMA, plan
-from workbench.engine.export_gguf import export_gguf
+from workbench.engine.export.export_gguf import export_gguf
 from workbench.engine.verify.forked_ranks import run_ranks
 from workbench.errors import PlanError
 from workbench.plan.catalog.gguf_config import read_gguf_config

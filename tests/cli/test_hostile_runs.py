@@ -20,7 +20,7 @@ import pytest
 from tests.golden.cases import HERE, RUN
 from workbench.checkpoint.manifest import manifest_text
 from workbench.cli import answer
-from workbench.engine import export_weights as engine_weights
+from workbench.engine.export import export_weights as engine_weights
 from workbench.lab.live.run_status import RunProgress, run_banner
 from workbench.runs.launch import child_process
 from workbench.runs.store.telemetry_reader import Reader
@@ -227,7 +227,7 @@ def asked(*words: object) -> tuple[int, str]:
 
 def in_this_process(module: str, words: list[str], line: Callable[[str], None]) -> None:
     """A child that exports weights, without the seconds that it takes to load torch."""
-    assert module == "workbench.engine.export_weights"
+    assert module == "workbench.engine.export.export_weights"
     line(json.dumps(engine_weights.export_checkpoint(Path(words[0]), Path(words[2]))))
 
 

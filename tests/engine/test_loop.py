@@ -17,7 +17,7 @@ from accelerate import Accelerator
 
 from workbench.checkpoint import checkpoint_format
 from workbench.checkpoint.resume_point import finished_checkpoints
-from workbench.engine.export_weights import export_checkpoint
+from workbench.engine.export.export_weights import export_checkpoint
 from workbench.engine.worker_lifecycle import train
 from workbench.models.counter_normal import NormalDrawer
 from workbench.plan.schema import Plan

@@ -10,10 +10,11 @@ from pathlib import Path
 
 from torch import Tensor
 
-from workbench.checkpoint import gguf_tensors, huggingface_names, read_tensors, tensor_index
+from workbench.checkpoint import huggingface_names, read_tensors, tensor_index
 from workbench.checkpoint.background_writer import CheckpointWriter
 from workbench.checkpoint.checkpoint_format import Shard
 from workbench.checkpoint.checkpoint_lock import lock_checkpoints
+from workbench.checkpoint.gguf import gguf_tensors
 from workbench.checkpoint.read_tensors import LoadingRanks
 from workbench.checkpoint.resume_point import (
     checkpoint_meta,

@@ -207,7 +207,7 @@ def export_weights(
     checkpoint, folder = checkpoint_of(source, "SOURCE"), Path(to).absolute()
     module = "export_gguf" if folder.suffix == SUFFIX else "export_weights"
     command = [str(checkpoint), "--to", str(folder), *options]
-    child_process.python(f"workbench.engine.{module}", command, on_line)
+    child_process.python(f"workbench.engine.export.{module}", command, on_line)
     return {"source": str(checkpoint), **record}
 
 

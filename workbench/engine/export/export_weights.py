@@ -1,7 +1,7 @@
 """Export of a checkpoint's parameters as Hugging Face safetensors.
 
-`python -m workbench.engine.export_weights CHECKPOINT --to FOLDER` prints its progress as lines of
-JSON, the answer last. Tensors are read and written one at a time.
+`python -m workbench.engine.export.export_weights CHECKPOINT --to FOLDER` prints its progress as
+JSON lines, the answer last. Tensors are read and written one at a time.
 """
 
 from __future__ import annotations
@@ -214,7 +214,7 @@ def _grouped(entries: list[TensorEntry], most: int) -> Iterator[list[TensorEntry
 
 def main() -> int:
     """Export; 2 with one line on stderr where it is refused."""
-    parser = argparse.ArgumentParser(prog="python -m workbench.engine.export_weights")
+    parser = argparse.ArgumentParser(prog="python -m workbench.engine.export.export_weights")
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("--to", type=Path, required=True)
     arguments = parser.parse_args()

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from workbench.checkpoint.gguf_metadata import FIELD, check_gguf
+from workbench.checkpoint.gguf.gguf_metadata import FIELD, check_gguf
 from workbench.checkpoint.huggingface_names import WEIGHT_KINDS, parameter_shapes
 from workbench.checkpoint.tensor_index import Box, StoredTensor, TensorSource
 from workbench.plan.model.model_shape import Shape

@@ -1,0 +1,1 @@
+"""GGUF files of weights: read onto any mesh, written from a checkpoint."""

@@ -1,0 +1,1 @@
+"""Export of weights: under names of Hugging Face, or as one GGUF file."""
