@@ -255,11 +255,13 @@ def weight_gradient_peak(
 
 def _ulysses_saved(w: Workload) -> Number:
     """Bytes that Ulysses (2309.14509) saves besides: repeated key-value heads, and attention's
-    output both by heads and by tokens, unless backward exchanges it again.
+    output both by heads and by tokens, unless backward exchanges it again; math attention saves
+    its probabilities in place of its output.
     """
     if not w.fixed.has_context_parallel:
         return 0.0
-    twice = w.fixed.framework.model_parallel.keeps_exchanged_output * (1 - w.searched.selective)
+    keeps = w.fixed.framework.model_parallel.keeps_exchanged_output and w.fixed.attention != "math"
+    twice = keeps * (1 - w.searched.selective)
     extra_width = (w.kv_head_repeats - 1) * (w.k_width + w.v_width) + w.o_width * twice
     return (w.ulysses > 1) * extra_width * w.tokens * w.element_bytes
 

@@ -44,12 +44,12 @@ def repeated_kv_bytes(w: Workload) -> Number:
     (`plan/model/attention_kernel.py`).
 
     The unrepeated heads are freed, except those that Ulysses has exchanged together with the
-    queries. Ring attention does not use the attention seam.
+    queries, which math attention saves scaled. Ring attention does not use the attention seam.
     """
     s = w.fixed
     if not repeats_heads(s.attention, w.shape):
         return 0.0
-    exchanged = np.asarray(w.ulysses > 1)
+    exchanged = np.asarray((w.ulysses > 1) & np.logical_not(_is_math(w)))
     repeats = w.k_width * np.where(exchanged, w.kv_head_repeats, 1.0) < w.q_width
     extra_width = w.q_width + w.o_width - np.where(exchanged, 0.0, w.k_width + w.v_width)
     applies = repeats & np.asarray(w.ring == 1)
