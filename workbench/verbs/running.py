@@ -97,7 +97,7 @@ def weights(
     type: Literal["f32", "f16", "bf16", "q8_0"] | None = None,
     tokenizer: str | Path | None = None,
 ) -> dict[str, Any]:
-    """Export a checkpoint's weights under Hugging Face's names, or as a GGUF file.
+    """Export a checkpoint's weights for Hugging Face, or as GGUF.
 
     Under Hugging Face's names bit for bit. Works in a child process, tensor by tensor. A plan
     starts from what is written where its `model` and `checkpoint.load` name it.
