@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from workbench.checkpoint.resume_point import CONFIG, shape_problems
+from workbench.checkpoint.resume_point import CONFIG, refuse_other_model
 from workbench.errors import PlanError, Problem, refuse
 from workbench.plan.catalog import huggingface_config
 from workbench.plan.catalog.families.family import Family
@@ -56,12 +56,5 @@ def check_config(folder: Path, shape: Shape) -> Family:
         raise refuse(
             FIELD, f"'{path}' has model_type '{family.model_type}'; weights are read of {legal}"
         )
-    if theirs.unmodelled:
-        raise refuse(
-            FIELD,
-            f"'{path}' has {theirs.unmodelled}; weights are read only of models that the fields "
-            "of a plan's model describe completely",
-        )
-    if problems := shape_problems(f"in {path} it", theirs, shape):
-        raise PlanError(problems)
+    refuse_other_model(FIELD, path, theirs, shape)
     return family

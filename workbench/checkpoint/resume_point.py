@@ -200,6 +200,28 @@ def _model_problems(folder: Path, theirs: dict[str, Any], plan: ResolvedPlan) ->
     )
 
 
+def refuse_other_model(field: str, path: Path, theirs: Shape, shape: Shape) -> None:
+    """Check that weights are of the plan's model.
+
+    Args:
+        field: Field of the plan that errors name.
+        path: The file that describes theirs.
+        theirs: The model of the weights.
+        shape: The plan's model.
+
+    Raises:
+        PlanError: A shape does not describe their model, or names every field that differs.
+    """
+    if theirs.unmodelled:
+        raise refuse(
+            field,
+            f"'{path}' has {theirs.unmodelled}; weights are read only of models that the fields "
+            "of a plan's model describe completely",
+        )
+    if problems := shape_problems(f"in {path} it", theirs, shape):
+        raise PlanError(problems)
+
+
 def shape_problems(where: str, theirs: Shape, mine: Shape) -> list[Problem]:
     """Problems of a plan's shape that is not the weights'; `where` starts the text on theirs."""
     ours, others = _flat(mine), _flat(theirs)

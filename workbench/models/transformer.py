@@ -258,9 +258,5 @@ def _head_norm(shape: Shape) -> AddNorm | None:
 
 
 def _refuse_unbuilt(shape: Shape) -> None:
-    for field, unbuilt in (("mla", shape.mla is not None),):
-        if unbuilt:
-            raise ValueError(
-                f"model.{field} = {getattr(shape, field)!r} of {shape.name} may be planned, not "
-                f"built yet"
-            )
+    if shape.mla is not None:
+        raise ValueError(f"model.mla = {shape.mla!r} of {shape.name} may be planned, not built yet")

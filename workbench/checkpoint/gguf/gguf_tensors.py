@@ -1,8 +1,8 @@
 """Weights of a GGUF file as stored tensors: a rank dequantises only the rows and blocks it needs.
 
 llama.cpp's converter permutes the rows of Llama's queries and keys, so that rotary pairs are
-adjacent (`LlamaModel.permute` of convert_hf_to_gguf.py); here, as in transformers, they are the two
-halves of a head. Reading undoes it.
+adjacent (`LlamaModel.permute` of convert_hf_to_gguf.py); here, as in transformers, an entry is
+paired with the one half a head further. Reading undoes it.
 """
 
 from __future__ import annotations
@@ -89,8 +89,8 @@ def permuted_rows(value: np.ndarray, name: str, shape: Shape, architecture: str)
     if found is None:
         return value
     heads = shape.heads if found[1] == "q" else int(shape.kv_heads or shape.heads)
-    halves = value.reshape(heads, 2, -1, *value.shape[1:])
-    return np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(value.shape)
+    pairs = value.reshape(heads, 2, -1, *value.shape[1:]).swapaxes(1, 2)
+    return np.ascontiguousarray(pairs).reshape(value.shape)
 
 
 def _extent(tensor: Any) -> tuple[int, ...]:

@@ -33,6 +33,7 @@ from workbench.engine.export.export_weights import (
     as_json,
     check_files,
     shard_of,
+    unwritable,
 )
 from workbench.errors import refuse
 
@@ -85,11 +86,7 @@ def export_gguf(
         coarser = write_gguf(writing, shape, kind, fields, read)
         writing.rename(to)
     except OSError as error:
-        raise refuse(
-            "--to",
-            f"'{to}' cannot be written: {error.strerror or error}; free space there, or choose "
-            "another folder",
-        ) from None
+        raise unwritable(to, error) from None
     finally:
         writing.unlink(missing_ok=True)
     return {

@@ -33,7 +33,7 @@ from workbench.checkpoint.resume_point import CONFIG, checkpoint_shape
 from workbench.checkpoint.safetensors_writer import TORCH_DTYPES, TensorEntry
 from workbench.checkpoint.tensor_index import TensorSource, checkpoint_source
 from workbench.engine.exit_codes import exit_status
-from workbench.errors import refuse
+from workbench.errors import PlanError, refuse
 from workbench.plan.catalog.families.family import Family
 from workbench.plan.catalog.families.stored_parts import StoredPart, stored_extents
 from workbench.plan.model.model_shape import Shape
@@ -84,11 +84,7 @@ def export_checkpoint(
             to.rmdir()
         writing.rename(to)
     except OSError as error:
-        raise refuse(
-            "--to",
-            f"'{to}' cannot be written: {error.strerror or error}; free space there, or choose "
-            "another folder",
-        ) from None
+        raise unwritable(to, error) from None
     finally:
         shutil.rmtree(writing, ignore_errors=True)
     return {"folder": str(to), **answer}
@@ -103,6 +99,15 @@ class ByteCounter:
     def __call__(self, nbytes: int) -> None:
         self.done += nbytes
         self.progress(min(self.done, self.total), self.total, self.what)
+
+
+def unwritable(to: Path, error: OSError) -> PlanError:
+    """What says that `to` cannot be written, and why."""
+    return refuse(
+        "--to",
+        f"'{to}' cannot be written: {error.strerror or error}; free space there, or choose "
+        "another folder",
+    )
 
 
 def check_files(source: TensorSource, count: ByteCounter) -> None:
