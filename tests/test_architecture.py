@@ -57,7 +57,7 @@ OUTSIDE = {
     "schedules": set(),
     "machine": {"pynvml", *PYDANTIC},
     "plan": PYDANTIC,
-    "corpora": {"numpy", "orjson", "tokenizers", "pyarrow"},
+    "corpora": {"jinja2", "numpy", "orjson", "tokenizers", "pyarrow"},
     "interop": {"yaml", "tree_sitter", "tree_sitter_bash", *PYDANTIC},
     "runtime_facts": {"numpy"},
     "costmodel": {"numpy", "scipy", "pandas"},
@@ -69,7 +69,7 @@ OUTSIDE = {
     "runs": {"psutil", "orjson", "pynvml", "pandas"},
     "kernels": {"torch", "triton"},
     "parallel": {"torch", "torchao"},
-    "engine": {"torch", "torchao", "accelerate", "safetensors", "tokenizers", "numpy", "jinja2"},
+    "engine": {"torch", "torchao", "accelerate", "safetensors", "numpy"},
     "rehearsal": {"torch"},
     "lab": {
         "ipywidgets",

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.engine.smollm2 import model_file, recorded_ids
-from workbench.engine.generation.gguf_tokenizer import read_gguf_tokenizer
+from workbench.corpora.tokenizers.gguf_tokenizer import read_gguf_tokenizer
 from workbench.engine.generation.greedy import generate_greedily
 from workbench.engine.generation.loaded_model import load_session, only_stage, weights_plan
 from workbench.engine.generation.logits_head import LogitsHead

@@ -97,15 +97,15 @@ class Encoder:
         return [np.frombuffer(array("I", one.ids), np.uint32).astype(dtype) for one in found]
 
 
-def load_tokenizer(path: Path) -> Tokenizer:
-    """The tokenizer of a tokenizer.json. Raises `PlanError` where it is none."""
+def load_tokenizer(path: Path, field: str = "corpus.tokenizer") -> Tokenizer:
+    """The tokenizer of a tokenizer.json. Raises `PlanError` naming `field` where it is none."""
     from tokenizers import Tokenizer
 
     try:
         return Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises nothing narrower
         raise refuse(
-            "corpus.tokenizer", f"{path} is no tokenizer of the `tokenizers` library: {error}"
+            field, f"{path} is no tokenizer of the `tokenizers` library: {error}"
         ) from None
 
 

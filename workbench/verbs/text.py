@@ -80,16 +80,16 @@ def generate(
     chat: bool = False,
     progress: Callable[[str], None] | None = None,
 ) -> dict[str, Any]:
-    """Generate text greedily from a GGUF file.
+    """Generate text greedily from a model's weights.
 
     In fp32 on CPU through a key-value cache, in a child process of each tensor-parallel rank.
 
     Args:
-        model: A GGUF file of weights with its tokenizer.
+        model: A GGUF file, or a folder of Hugging Face weights, with its tokenizer.
         prompt: What the text follows.
         tokens: Most tokens to generate; the model's end-of-text token ends it earlier.
         tensor: Tensor-parallel ranks.
-        chat: Render the prompt by the file's chat template, as a user's message.
+        chat: Render the prompt by the model's chat template, as a user's message.
         progress: Called with each piece of text.
 
     Returns:
@@ -113,13 +113,13 @@ def perplexity(
     data: int = 1,
     length: int = 256,
 ) -> dict[str, Any]:
-    """Measure the perplexity of a GGUF file on texts, on any mesh.
+    """Measure the perplexity of a model on texts, on any mesh.
 
-    In fp32 on CPU, in child processes. Texts are tokenized by the file's own tokenizer and cut into
-    windows, each read by itself: of its `length` + 1 tokens the first is predicted by none.
+    In fp32 on CPU, in child processes. Texts are tokenized by the model's own tokenizer and cut
+    into windows, each read by itself: of its `length` + 1 tokens the first is predicted by none.
 
     Args:
-        model: A GGUF file of weights with its tokenizer.
+        model: A GGUF file, or a folder of Hugging Face weights, with its tokenizer.
         texts: UTF-8 files, read one after the other.
         tensor: Tensor-parallel ranks.
         pipeline: Pipeline ranks.

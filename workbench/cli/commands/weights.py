@@ -115,7 +115,7 @@ def _progress(status: Status) -> Callable[[int, int, str], None]:
     return show
 
 
-Model = Annotated[Path, typer.Argument(metavar="MODEL", help="A GGUF file.")]
+Model = Annotated[Path, typer.Argument(metavar="MODEL", help="GGUF file, or Hugging Face folder.")]
 Tensor = Annotated[int, typer.Option("--tensor", min=1, help="Tensor-parallel ranks.")]
 
 

@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 
+from workbench.corpora.tokenizers.model_tokenizer import ModelTokenizer
+from workbench.corpora.tokenizers.read_tokenizer import read_tokenizer
 from workbench.engine.exit_codes import exit_status
-from workbench.engine.generation.gguf_tokenizer import ModelTokenizer, read_gguf_tokenizer
 from workbench.engine.generation.greedy import generate_greedily
 from workbench.engine.generation.loaded_model import load_session, weights_plan
 from workbench.engine.generation.perplexity import measure_perplexity
@@ -22,11 +23,6 @@ from workbench.errors import refuse
 from workbench.plan.resolved_plan import ResolvedPlan
 
 DAY_SECONDS = 86_400.0
-
-
-def _tokenizer(arguments: argparse.Namespace) -> ModelTokenizer:
-    """The tokenizer of the model's file."""
-    return read_gguf_tokenizer(arguments.model)
 
 
 def _checked(ids: list[int], tokenizer: ModelTokenizer, plan: ResolvedPlan) -> list[int]:
@@ -46,7 +42,7 @@ def _checked(ids: list[int], tokenizer: ModelTokenizer, plan: ResolvedPlan) -> l
 
 def generate(arguments: argparse.Namespace) -> dict[str, Any]:
     """Tokens that follow a prompt, printed as they come."""
-    tokenizer = _tokenizer(arguments)
+    tokenizer = read_tokenizer(arguments.model)
     messages = [{"role": "user", "content": arguments.prompt}]
     text = tokenizer.chat(messages) if arguments.chat else arguments.prompt
     prompt = tokenizer.encode(text, control=arguments.chat)
@@ -87,13 +83,13 @@ def _generate(
         if rank == 0 and not more.endswith("\ufffd"):
             print(json.dumps({"more": more.removeprefix(before)}), flush=True)
 
-    found = generate_greedily(session, prompt, most, tokenizer.eos, show)
+    found = generate_greedily(session, prompt, most, tokenizer.ends, show)
     return found, time.monotonic() - began
 
 
 def perplexity(arguments: argparse.Namespace) -> dict[str, Any]:
     """Perplexity of the texts, one after the other."""
-    tokenizer = _tokenizer(arguments)
+    tokenizer = read_tokenizer(arguments.model)
     plan = weights_plan(
         arguments.model,
         tensor=arguments.tensor,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 
@@ -16,7 +16,7 @@ def generate_greedily(
     session: Session,
     prompt: Sequence[int],
     most: int,
-    end: int | None = None,
+    ends: Collection[int] = (),
     on_token: Callable[[int], None] = lambda token: None,
 ) -> list[int]:
     """Tokens that follow a prompt, each the most probable one; called by all ranks together.
@@ -27,7 +27,7 @@ def generate_greedily(
         session: The model, without pipeline stages; its plan's sequence length is the cache's.
         prompt: Token ids.
         most: Number of tokens to generate.
-        end: Token after which generation ends; it is the last one.
+        ends: Tokens after any of which generation ends; it is the last one.
         on_token: Called with each token.
 
     Raises:
@@ -45,7 +45,7 @@ def generate_greedily(
     model.head = LogitsHead(model.head, model.shape.vocab, last=1)  # type: ignore[assignment]
     given, found = torch.tensor([list(prompt)]), list[int]()
     with torch.no_grad():
-        while len(found) < most and (not found or found[-1] != end):
+        while len(found) < most and (not found or found[-1] not in ends):
             logits_B1V = model(given, given)
             cache.advance(given.shape[1])
             found.append(int(logits_B1V[0, -1].argmax()))

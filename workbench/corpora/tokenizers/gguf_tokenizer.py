@@ -1,4 +1,4 @@
-"""The tokenizer and chat template of a GGUF file.
+"""The tokenizer and chat template of a GGUF file (byte-level BPE).
 
 How text is split before merges is no list in the file but a name, `tokenizer.ggml.pre`, of which
 llama.cpp knows the regular expressions (`llm_tokenizer_bpe` of llama-vocab.cpp). transformers' GGUF
@@ -7,11 +7,10 @@ reader ignores it, and so gives other ids for numbers.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from workbench.corpora.tokenizers.model_tokenizer import ModelTokenizer
 from workbench.errors import refuse
 from workbench.safe_io.gguf_files import GgufFile, open_gguf
 from workbench.untrusted_text import shown
@@ -34,79 +33,13 @@ SPLITS = {
 """tokenizer.ggml.pre -> the regular expressions that split text, one after the other."""
 IGNORES_MERGES = ("llama-bpe",)
 """Those in which a piece that is a token is not merged from its bytes."""
+KEYS = {"bos_token": "bos", "eos_token": "eos", "eot_token": "eot", "pad_token": "padding"}
+"""Name that templates use -> the part of the file's key."""
+ENDS = ("eos_token", "eot_token")
 CONTROL, USER_DEFINED = 3, 4
 """Values of tokenizer.ggml.token_type: tokens that text does not contain, and tokens that it does
 contain, unsplit.
 """
-
-
-@dataclass(frozen=True)
-class ModelTokenizer:
-    """A model's tokenizer, its special tokens and its chat template."""
-
-    tokenizer: Tokenizer
-    source: Path
-    bos: int | None = None
-    """Token at the beginning of a text, where `add_bos`."""
-    eos: int | None = None
-    """Token that ends an answer."""
-    add_bos: bool = False
-    template: str | None = None
-    special: Mapping[str, str] = field(default_factory=dict)
-    """Name that templates use (bos_token) -> the token's text."""
-
-    @property
-    def vocab(self) -> int:
-        """Number of tokens."""
-        return int(self.tokenizer.get_vocab_size(with_added_tokens=True))
-
-    def encode(self, text: str, control: bool = False) -> list[int]:
-        """Token ids of a text.
-
-        Args:
-            text: The text.
-            control: Whether the text of a control token, such as <|im_end|>, means that token: in a
-                rendered template, not in what somebody wrote.
-        """
-        self.tokenizer.encode_special_tokens = not control
-        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False).ids
-        return [self.bos, *ids] if self.add_bos and self.bos is not None and not control else ids
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """Text of token ids, control tokens left out."""
-        text: str = self.tokenizer.decode(list(ids), skip_special_tokens=True)
-        return text
-
-    def chat(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """Messages as the file's chat template renders them, with the beginning of an answer.
-
-        The template is code of whoever made the file: it runs in jinja2's sandbox, which reaches
-        neither attributes of Python nor files.
-
-        Args:
-            messages: Mappings with role and content.
-
-        Raises:
-            PlanError: The file has no template, or it fails.
-        """
-        from jinja2 import TemplateError
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-        if self.template is None:
-            raise refuse("chat", f"'{self.source}' has no tokenizer.chat_template; give plain text")
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-        environment.globals["raise_exception"] = _raise
-        try:
-            return environment.from_string(self.template).render(
-                messages=list(messages), add_generation_prompt=True, **self.special
-            )
-        except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError) as error:
-            why = str(error) or type(error).__name__
-            raise refuse("chat", f"the chat template of '{self.source}' fails: {why}") from None
-
-
-def _raise(message: str) -> None:
-    raise ValueError(message)
 
 
 def read_gguf_tokenizer(path: str | Path) -> ModelTokenizer:
@@ -127,10 +60,7 @@ def read_gguf_tokenizer(path: str | Path) -> ModelTokenizer:
             f"'{path}' has tokenizer.ggml.pre {shown(split)}; legal: {', '.join(SPLITS)}",
         )
     tokens: list[str] = file.get("tokenizer.ggml.tokens", [])
-    ids = {
-        name: file.get(f"tokenizer.ggml.{key}_token_id")
-        for name, key in (("bos_token", "bos"), ("eos_token", "eos"), ("pad_token", "padding"))
-    }
+    ids = {name: file.get(f"tokenizer.ggml.{key}_token_id") for name, key in KEYS.items()}
     for name, index in ids.items():
         if index is not None and index >= len(tokens):
             raise refuse(
@@ -141,7 +71,7 @@ def read_gguf_tokenizer(path: str | Path) -> ModelTokenizer:
         _bpe(file, tokens, split),
         Path(path),
         ids["bos_token"],
-        ids["eos_token"],
+        frozenset(ids[name] for name in ENDS if ids[name] is not None),
         bool(file.get("tokenizer.ggml.add_bos_token", False)),
         file.get("tokenizer.chat_template"),
         {name: tokens[index] for name, index in ids.items() if index is not None},
