@@ -99,6 +99,8 @@ def test_states_of_all_tensor_ranks_add_up_to_the_model(
     vectors = (
         whole.norms + whole.positions + whole.total - bare.total
     )  # alike along all sides but one
+    if (moe := plan.shape.moe) and moe.score_bias:
+        vectors += (plan.shape.layers - moe.first_dense) * moe.experts
     ranks = plan.sizes["tensor"] / copies
     expected = whole.total + padding + vectors * (ranks / size[0] - 1)
     assert float(w.param_counts.total.sum()) * ranks == pytest.approx(expected, rel=1e-12)

@@ -64,14 +64,28 @@ def visit(shape: Shape, part: nn.Module, expert: int | None, x: Tensor) -> Tenso
     return linear("down", nn.functional.silu(linear("gate", x)) * up if shape.gated else gelu)
 
 
+def choices(moe: Moe, moe_layer: MoE, scores_E: Tensor) -> list[int]:
+    """Experts of a token, best first."""
+    bias = moe_layer.route.bias
+    wanted = (scores_E if bias is None else scores_E + bias).tolist()
+    legal = list(range(moe.experts))
+    if moe.groups and moe.top_groups:
+        size, best = moe.experts // moe.groups, 1 if bias is None else 2
+        groups = [range(i, i + size) for i in range(0, moe.experts, size)]
+        groups.sort(key=lambda own: -sum(sorted(wanted[e] for e in own)[-best:]))
+        legal = [e for own in groups[: moe.top_groups] for e in own]
+    return sorted(legal, key=lambda e: -wanted[e])[: moe.top_k]
+
+
 def oracle(shape: Shape, moe_layer: MoE, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
     """(branch, auxiliary loss), token by token."""
     moe = shape.moe
     assert moe is not None
     branch, balance = torch.zeros_like(x_BTD), torch.zeros((), dtype=x_BTD.dtype)
     for b in range(BATCH):
-        scores = torch.stack([(moe_layer.route.weight @ x).softmax(0) for x in x_BTD[b]])
-        chosen = scores.topk(moe.top_k).indices.tolist()
+        logits = x_BTD[b] @ moe_layer.route.weight.T
+        scores = logits.softmax(1) if moe.scores == "softmax" else logits.sigmoid()
+        chosen = [choices(moe, moe_layer, own) for own in scores]
         room = dict.fromkeys(
             range(moe.experts), rows_of_an_expert(TIME, moe) if moe.capacity else TIME * moe.top_k
         )
@@ -81,9 +95,11 @@ def oracle(shape: Shape, moe_layer: MoE, x_BTD: Tensor) -> tuple[Tensor, Tensor]
                 gate = scores[t, expert] / (
                     sum(scores[t, e] for e in chosen[t]) if moe.renormalise else 1
                 )
+                gate = gate * moe.scale
                 if room[expert]:
                     room[expert] -= 1
                     branch[b, t] += gate * visit(shape, moe_layer.experts, expert, x_BTD[b, t])
+        scores = scores / scores.sum(1, keepdim=True)
         for expert in range(moe.experts):
             share = sum(expert in own for own in chosen) / (moe.top_k * TIME) * moe.experts
             balance = balance + moe.auxiliary_loss * TIME * share * scores[:, expert].mean()
@@ -94,6 +110,7 @@ def oracle(shape: Shape, moe_layer: MoE, x_BTD: Tensor) -> tuple[Tensor, Tensor]
     return branch, balance
 
 
+EIGHT = {"experts": 8, "top_k": 3}
 CASES = [
     ({}, {}),
     ({"top_k": 1}, {}),
@@ -104,6 +121,9 @@ CASES = [
     ({"capacity": 4.0, "shared": 1}, {}),
     ({"shared": 1}, {"biases": "all", "mlp": "gelu"}),
     ({"capacity": 0.7}, {"biases": "all"}),
+    ({"groups": 4, "top_groups": 2, "scale": 16.0, "renormalise": False, **EIGHT}, {}),
+    ({"groups": 4, "top_groups": 2, "score_bias": True, "scores": "sigmoid", **EIGHT}, {}),
+    ({"score_bias": True, "scores": "sigmoid", "scale": 2.5, "top_k": 3}, {}),
 ]
 
 
@@ -117,7 +137,8 @@ def test_moe_equals_a_loop_over_tokens(moe: dict[str, Any], more: dict[str, Any]
         wanted = [x, *moe_layer.parameters()]
         weights = torch.linspace(-1, 1, branch.numel(), dtype=branch.dtype).view_as(branch)
         loss = (branch * weights).sum() + auxiliary
-        results.append([branch, auxiliary, *torch.autograd.grad(loss, wanted)])
+        gradients = torch.autograd.grad(loss, wanted, materialize_grads=True)
+        results.append([branch, auxiliary, *gradients])
     for mine, expected in zip(*results):
         torch.testing.assert_close(mine, expected, rtol=1e-10, atol=1e-12)
 

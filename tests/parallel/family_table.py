@@ -32,6 +32,27 @@ LLAMA = {
     "max_position_embeddings": 64,
 }
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
+LATENT = {
+    **LLAMA,
+    **EXPERTS,
+    "n_routed_experts": 8,
+    "n_group": 4,
+    "topk_group": 2,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "max_position_embeddings": 640,
+    "rope_scaling": {
+        "type": "yarn",
+        "factor": 10,
+        "original_max_position_embeddings": 64,
+        "mscale": 1.0,
+        "mscale_all_dim": 0.8,
+    },
+}
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": LLAMA,
     "mistral": LLAMA | {"sliding_window": 6},
@@ -50,21 +71,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 64,
     },
     "bloom": {"hidden_size": 32, "n_layer": 4, "n_head": 4, "vocab_size": 258},
-    **dict.fromkeys(
-        ("deepseek_v2", "deepseek_v3"),
-        LLAMA
-        | EXPERTS
-        | {
-            "n_routed_experts": 4,
-            "n_shared_experts": 1,
-            "first_k_dense_replace": 1,
-            "kv_lora_rank": 16,
-            "q_lora_rank": 24,
-            "qk_rope_head_dim": 4,
-            "qk_nope_head_dim": 8,
-            "v_head_dim": 8,
-        },
-    ),
+    "deepseek_v2": LATENT
+    | {"q_lora_rank": None, "topk_method": "group_limited_greedy", "routed_scaling_factor": 1.5},
+    "deepseek_v3": LATENT | {"q_lora_rank": 24, "routed_scaling_factor": 2.5},
 }
 """model_type -> the keys of a small configuration, with what the family is known for."""
 

@@ -52,7 +52,7 @@ def refusals(name: str, column: str | None = None) -> list[str]:
 
 def refused_beside(shape: Shape) -> bool:
     """Whether operators alone refuse a model that runs without them."""
-    return shape.positions == "alibi" or shape.qk_norm is not None
+    return shape.positions == "alibi" or shape.qk_norm is not None or shape.mla is not None
 
 
 def shrunk(shape: Shape) -> dict[str, Any]:
@@ -72,6 +72,8 @@ def shrunk(shape: Shape) -> dict[str, Any]:
     }
     if shape.rope_scaling is not None:
         small["rope_scaling"] = {**shape.rope_scaling.model_dump(), "original_positions": 32}
+    if shape.mla is not None:
+        small["mla"] = {"kv_rank": 8, "rope_dim": 4, "nope_dim": 8, "value_dim": 8}
     if shape.moe is None:
         return small
     own = shape.moe
@@ -116,11 +118,7 @@ def proportions() -> dict[str, dict[str, Any]]:
     rows: dict[str, tuple[list[str], dict[str, Any]]] = {}
     for name, shape in catalog_shapes().items():
         small = shrunk(shape)
-        if (
-            shape.mla is None
-            and not refused_beside(shape)
-            and not unsupported(_plan({"model": small}).resolve(), "run")
-        ):
+        if not refused_beside(shape) and not unsupported(_plan({"model": small}).resolve(), "run"):
             names, _ = rows.setdefault(str(small), ([], small))
             names.append(name + MARK * bool(refusals(name)))
     return {", ".join(names): small for names, small in rows.values()}

@@ -7,13 +7,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.parallel.small import GPT, plan
+from tests.parallel.small import GPT, LLAMA, plan
 from workbench.engine import session as session_module
 from workbench.engine.session import Session
 from workbench.engine.verify.equivalence import verify
 from workbench.parallel.layout import square_norm
 from workbench.parallel.pipeline.schedule_executor import ScheduleExecutor
-from workbench.parallel.tensor import row_parallel, vocab_parallel
+from workbench.parallel.tensor import apply_tensor, row_parallel, vocab_parallel
 from workbench.parallel.tensor.column_parallel import ColumnParallelBackward
 from workbench.parallel.tensor.row_parallel import RowParallelLinear
 from workbench.parallel.tensor.tensor_collectives import reduce_from_tensor_region
@@ -42,6 +42,15 @@ def test_missing_all_reduce_of_column_parallel_input_gradients(
 
     monkeypatch.setattr(ColumnParallelBackward, "start_reduce", start_reduce)
     worst = failure_of(verify(plan(2)))
+    assert worst["kind"] in ("gradients", "weights") and worst["tensor"] != "loss"
+
+
+def test_rotary_key_of_latent_attention_without_the_other_ranks_gradients(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(apply_tensor, "copy_to_tensor_region", lambda x, axis: x)
+    latent = {"kv_rank": 8, "rope_dim": 4, "nope_dim": 8, "value_dim": 6}
+    worst = failure_of(verify(plan(2, shape={**LLAMA, "mla": latent})))
     assert worst["kind"] in ("gradients", "weights") and worst["tensor"] != "loss"
 
 

@@ -29,5 +29,5 @@ def test_every_catalog_model_is_in_the_table_or_does_not_run() -> None:
     beside = {name for name in others if refused_beside(catalog_shapes()[name])}
     assert all(refusals(name) for name in others - beside)
     fields = {refusals(name, "operators")[0].partition(" ")[0] for name in beside}
-    assert fields == {"model.positions", "model.qk_norm"}
+    assert fields == {"model.positions", "model.qk_norm", "model.mla"}
     assert "mixtral-8x7b" in named

@@ -33,8 +33,11 @@ ALONE: dict[str, tuple[int, dict[str, Any]]] = {
 SEQUENCE = {"strategy.tensor.sequence": True}
 ZB = {"strategy.pipeline.schedule": "zb-h1"}
 MOE = {"experts": 4, "top_k": 2, "ffn": 33, "shared": 1}
+MLA = {"kv_rank": 12, "q_rank": 10, "rope_dim": 4, "nope_dim": 8, "value_dim": 6}
 BESIDE: dict[str, tuple[dict[str, Any], tuple[int, int, int], dict[str, Any], dict[str, Any]]] = {
     "sequence": (GPT, (4, 1, 1), {"heads": 5, "kv_heads": 1, "tied": True}, SEQUENCE),
+    "sequence, latents": (LLAMA, (2, 1, 1), {"heads": 3, "kv_heads": 3, "mla": MLA}, SEQUENCE),
+    "split backward, latents": (LLAMA, (2, 2, 1), {"heads": 5, "kv_heads": 5, "mla": MLA}, ZB),
     "zero 1": (LLAMA, (2, 1, 2), {"heads": 5, "kv_heads": 5}, {"strategy.data.zero": 1}),
     "zero 3, sequence": (
         LLAMA,

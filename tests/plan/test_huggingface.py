@@ -259,14 +259,17 @@ def test_gates_of_deepseek_add_up_to_one_as_its_configuration_says() -> None:
         {**DEEPSEEK, "model_type": "deepseek_v2"}
     ).moe.renormalise
     assert (
-        "scoring_func 'sigmoid'"
-        in huggingface_config.shape_of({**DEEPSEEK, "scoring_func": "sigmoid"}).unmodelled
+        "scoring_func 'softmax'"
+        in huggingface_config.shape_of({**DEEPSEEK, "scoring_func": "softmax"}).unmodelled
     )
 
 
-def test_layers_that_predict_further_tokens_follow_the_others() -> None:
+def test_layers_that_predict_further_tokens_are_left_out_and_said(tmp_path: Path) -> None:
     shape = huggingface_config.shape_of({**DEEPSEEK, "num_nextn_predict_layers": 1})
-    assert (shape.layers, shape.mtp_layers, shape.unmodelled) == (62, 1, None)
+    assert (shape.layers, shape.mtp_layers, shape.unmodelled) == (61, 0, None)
+    (tmp_path / "config.json").write_text(json.dumps({**DEEPSEEK, "num_nextn_predict_layers": 1}))
+    said = huggingface_config.account(str(tmp_path)).ignored["num_nextn_predict_layers"]
+    assert "model.layers.61 on, are left out" in said
     other = huggingface_config.shape_of({**LLAMA, "num_nextn_predict_layers": 1})
     assert other.mtp_layers == 0 and other.unmodelled == "num_nextn_predict_layers 1"
 

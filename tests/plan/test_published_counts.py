@@ -68,7 +68,30 @@ def bloom(layers: int, hidden: int, heads: int) -> Config:
     }
 
 
+def deepseek(name: str, *sizes: int, **more: Any) -> Config:
+    latent = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128}
+    return family(name, *sizes, **latent, v_head_dim=128, **more)
+
+
 PUBLISHED: dict[str, tuple[Config, int]] = {
+    "deepseek-ai/DeepSeek-V2-Lite": (
+        deepseek(
+            "deepseek_v2",
+            *(27, 2048, 10944, 16, 16, 102400),
+            **{"n_routed_experts": 64, "num_experts_per_tok": 6, "moe_intermediate_size": 1408},
+            **{"n_shared_experts": 2, "first_k_dense_replace": 1},
+        ),
+        15_706_484_224,
+    ),
+    "deepseek-ai/DeepSeek-V2": (
+        deepseek(
+            "deepseek_v2",
+            *(60, 5120, 12288, 128, 128, 102400),
+            **{"n_routed_experts": 160, "num_experts_per_tok": 6, "moe_intermediate_size": 1536},
+            **{"n_shared_experts": 2, "first_k_dense_replace": 1, "q_lora_rank": 1536},
+        ),
+        235_741_434_880,
+    ),
     "meta-llama/Llama-2-7b-hf": (llama(32, 4096, 11008, 32, 32, 32000), 6_738_415_616),
     "meta-llama/Llama-2-13b-hf": (llama(40, 5120, 13824, 40, 40, 32000), 13_015_864_320),
     "meta-llama/Llama-2-70b-hf": (llama(80, 8192, 28672, 64, 8, 32000), 68_976_648_192),

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from workbench.models.attention.attention_kernels import repeat_heads
 from workbench.models.attention.soft_cap import soft_cap
 from workbench.models.seams import Attend, Positions
-from workbench.models.transformer import Attention, Transformer
+from workbench.models.transformer import AnyAttention, Transformer
 
 
 class KvCache:
@@ -30,7 +30,7 @@ class KvCache:
         self.capacity, self.length = capacity, 0
         for block in model.blocks.values():
             attention = block.attention
-            assert isinstance(attention, Attention)
+            assert isinstance(attention, AnyAttention)
             if type(attention.attend) is not Attend:
                 raise ValueError(
                     f"{type(attention.attend).__name__} has no key-value cache; legal: a model "

@@ -46,10 +46,14 @@ class ExpertRows(NamedTuple):
 
 
 class Router(nn.Module):
-    """Top-k router: softmax over experts, in fp32 or better, and its k largest scores.
+    """Top-k router: scores of experts, in fp32 or better, and its k largest.
 
+    Scores are a softmax over experts, or each expert's sigmoid (DeepSeek-V3, arXiv 2412.19437).
     Gates are the scores (Fedus et al. 2021, Switch, arXiv 2101.03961; DeepSeekMoE, arXiv
     2401.06066) or, with `renormalise`, the scores divided by their sum (Mixtral, arXiv 2401.04088).
+    With groups the k come from the best groups (DeepSeek-V2, arXiv 2405.04434).
+
+    `bias` [E] is added to the scores that choose, and to no gate; its gradient is zero.
 
     Attributes:
         reduce_counts: Sums this rank's counts of a sequence over the ranks that share the sequence
@@ -60,11 +64,14 @@ class Router(nn.Module):
         super().__init__()
         self.moe = moe
         self.weight = nn.Parameter(torch.empty(moe.experts, width))
+        self.bias = nn.Parameter(torch.empty(moe.experts)) if moe.score_bias else None
         self.reduce_counts: Callable[[Tensor], Tensor] = _unchanged
 
     def forward(self, x_BTD: Tensor) -> Routing:
         """Gates and experts of every token [B, T, D], and their aux loss in training."""
-        scores_BTE = _Scores.apply(x_BTD, self.weight).softmax(-1)
+        logits_BTE = _Scores.apply(x_BTD, self.weight, self.bias)
+        softmax = self.moe.scores == "softmax"
+        scores_BTE = logits_BTE.softmax(-1) if softmax else logits_BTE.sigmoid()
         # A recomputed layer must not choose again: its activations may differ in the last bit (an
         # all-reduce on NVSwitch adds in any order), and the rows of forward, whose counts are kept,
         # would go to other experts. 16 bits, since they are kept with the layer's input.
@@ -73,6 +80,8 @@ class Router(nn.Module):
         gates = scores_BTE.gather(-1, experts)
         if self.moe.renormalise:
             gates = gates / gates.sum(-1, keepdim=True)
+        if self.moe.scale != 1.0:
+            gates = gates * self.moe.scale
         with_aux_loss = self.training and self.moe.auxiliary_loss > 0
         return Routing(
             gates.to(x_BTD.dtype),
@@ -82,7 +91,23 @@ class Router(nn.Module):
 
     def _choices(self, scores_BTE: Tensor) -> Tensor:
         """The experts with the largest scores, [B, T, k]."""
-        return scores_BTE.detach().topk(self.moe.top_k, dim=-1).indices
+        chosen_by = scores_BTE.detach()
+        if self.bias is not None:
+            chosen_by = chosen_by + self.bias.detach()
+        if self.moe.groups is not None:
+            chosen_by = self._of_best_groups(chosen_by, self.moe.groups)
+        return chosen_by.topk(self.moe.top_k, dim=-1).indices
+
+    def _of_best_groups(self, scores_BTE: Tensor, num_groups: int) -> Tensor:
+        """The scores, -inf outside of a token's best groups. A group is as good as its best expert
+        (2405.04434), or with a bias as the sum of its best two (2412.19437).
+        """
+        by_group_BTGE = scores_BTE.unflatten(-1, (num_groups, -1))
+        best = by_group_BTGE.topk(2 if self.moe.score_bias else 1, dim=-1).values.sum(-1)
+        chosen = best.topk(self.moe.top_groups or num_groups, dim=-1).indices
+        others_BTG = torch.ones_like(best, dtype=torch.bool).scatter_(-1, chosen, False)
+        masked: Tensor = by_group_BTGE.masked_fill(others_BTG[..., None], -torch.inf).flatten(-2)
+        return masked
 
     def _aux_loss(self, scores_BTE: Tensor, experts_BTK: Tensor) -> Tensor:
         """The load-balancing loss (2101.03961, eq. 4), summed over sequences and tokens.
@@ -97,6 +122,8 @@ class Router(nn.Module):
         )
         counts_BE = self.reduce_counts(counts_BE)
         shares_BE = counts_BE / counts_BE.sum(-1, keepdim=True) * self.moe.experts
+        if self.moe.scores == "sigmoid":  # 2412.19437, eq. 20
+            scores_BTE = scores_BTE / scores_BTE.sum(-1, keepdim=True)
         return self.moe.auxiliary_loss * (shares_BE * scores_BTE.sum(1)).sum()
 
 
@@ -159,17 +186,20 @@ def _unchanged(counts: Tensor) -> Tensor:
 class _Scores(torch.autograd.Function):
     """x W^T in fp32 or better, which saves x and W in their own dtype for backward.
 
-    `F.linear` on the upcast tensors would keep the fp32 copies.
+    `F.linear` on the upcast tensors would keep the fp32 copies. The bias of the choice is no part
+    of the scores, and is here for its gradient of zero: it is stored as any parameter is.
     """
 
     @staticmethod
-    def forward(ctx: Any, x_BTD: Tensor, weight_ED: Tensor) -> Tensor:
+    def forward(ctx: Any, x_BTD: Tensor, weight_ED: Tensor, bias_E: Tensor | None) -> Tensor:
+        ctx.bias = None if bias_E is None else bias_E.shape
         ctx.save_for_backward(x_BTD, weight_ED)
         return F.linear(at_least_fp32(x_BTD), at_least_fp32(weight_ED))
 
     @staticmethod
-    def backward(ctx: Any, gradient_BTE: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, gradient_BTE: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         x_BTD, weight_ED = ctx.saved_tensors
         x_gradient = gradient_BTE @ at_least_fp32(weight_ED)
         weight_gradient = gradient_BTE.flatten(0, -2).T @ at_least_fp32(x_BTD).flatten(0, -2)
-        return x_gradient.to(x_BTD.dtype), weight_gradient.to(weight_ED.dtype)
+        no_gradient = None if ctx.bias is None else weight_ED.new_zeros(ctx.bias)
+        return x_gradient.to(x_BTD.dtype), weight_gradient.to(weight_ED.dtype), no_gradient

@@ -12,6 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from workbench.models.attention.latent_attention import LatentAttention
 from workbench.models.attention.score_rule import ScoreRule
 from workbench.models.counter_dropout import Dropout, SampleIndices
 from workbench.models.moe import MoE
@@ -84,6 +85,9 @@ class Attention(nn.Module):
         return output
 
 
+AnyAttention = Attention | LatentAttention
+
+
 class Mlp(nn.Module):
     """The feed-forward layer, gated or not."""
 
@@ -114,7 +118,8 @@ class Block(nn.Module):
     def __init__(self, shape: Shape, index: int, rate: float, seed: int) -> None:
         super().__init__()
         self.attention_norm = _norm(shape)
-        self.attention = Attention(shape, index)
+        kind = Attention if shape.mla is None else LatentAttention
+        self.attention = kind(shape, index)
         self.mlp_norm = _norm(shape)
         self.mlp = _feed_forward(shape, index)
         self.attention_dropout = _dropout(f"blocks.{index}.attention", rate, seed)
@@ -149,16 +154,12 @@ class Transformer(nn.Module):
         length: Tokens of the sequence, where `indices` are some of them; None: up to the last.
         local_part_of: [B, T] of all tokens -> of those in this rank's residual stream.
         attach_aux_loss: Takes the output and the aux loss of a stage without the head.
-
-    Raises:
-        ValueError: For shapes that can be planned but not built yet.
     """
 
     def __init__(
         self, shape: Shape, dropout: float = 0.0, seed: int = 0, layers: range | None = None
     ) -> None:
         super().__init__()
-        _refuse_unbuilt(shape)
         self.shape = shape
         self.dropout, self.samples = dropout, SampleIndices()
         self.indices: Callable[[Tensor], Tensor] = whole_sequence
@@ -213,7 +214,7 @@ class Transformer(nn.Module):
 
     def _rotary_positions(self, indices: Tensor, dtype: torch.dtype) -> Positions:
         shape = self.shape
-        rope_dim = int(shape.head_dim or 0) if shape.positions == "rope" else 0
+        rope_dim = shape.rotary_dim if shape.positions == "rope" else 0
         if shape.rope_scaling is None:
             return rotary_positions(indices, rope_dim, shape.rope_theta, dtype)
         length = indices.max() + 1 if self.length is None else indices.new_full((), self.length)
@@ -255,8 +256,3 @@ def _head_norm(shape: Shape) -> AddNorm | None:
     if shape.qk_norm is None:
         return None
     return AddNorm("rmsnorm", int(shape.head_dim or 0), shape.norm_epsilon, bias=False)
-
-
-def _refuse_unbuilt(shape: Shape) -> None:
-    if shape.mla is not None:
-        raise ValueError(f"model.mla = {shape.mla!r} of {shape.name} may be planned, not built yet")

@@ -6,7 +6,7 @@ from torch import nn
 
 from workbench.models import Transformer
 from workbench.models.seams import Attend
-from workbench.models.transformer import Attention
+from workbench.models.transformer import AnyAttention
 from workbench.parallel.context.ring_attention import RingAttend
 from workbench.parallel.context.ulysses_attention import UlyssesAttend
 from workbench.parallel.mesh import Mesh
@@ -28,7 +28,7 @@ def apply_head_rules(model: Transformer, mesh: Mesh) -> None:
         return
     shard = head_shard(shape, tensor.size, tensor.index)
     for module in model.modules():
-        if not isinstance(module, Attention):
+        if not isinstance(module, AnyAttention):
             continue
         attend: nn.Module = module.attend
         first, count = 0, shard.num_q_heads

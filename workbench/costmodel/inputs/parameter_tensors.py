@@ -9,6 +9,7 @@ import numpy as np
 
 from workbench.costmodel.inputs.config import Number
 from workbench.costmodel.inputs.rank_shapes import RankShapes
+from workbench.plan.model.model_shape import Mla
 
 TABLE, EMBEDDING_NORM = "embedding.tokens.weight", "embedding.norm"
 
@@ -19,8 +20,9 @@ class ParameterTensor:
 
     elements: Number
     role: str
-    """matrix | hidden (a vector of hidden size) | vector (of another) | partial: with a gradient
-    that is a partial sum over the tensor ranks | complete: of an MoE layer, with one that is not.
+    """matrix | hidden (a vector of hidden size, or what else 1-D tensor ranks hold alike) | vector
+    (of another) | partial: with a gradient that is a partial sum over the tensor ranks | complete:
+    of an MoE layer, with one that is not.
     """
     experts: bool = False
     """Whether it belongs to experts that other ranks do not hold."""
@@ -79,6 +81,9 @@ def _untiled_tensors(w: RankShapes, is_moe: bool) -> Iterator[ParameterTensor]:
 
 
 def _attention_tensors(w: RankShapes) -> Iterator[ParameterTensor]:
+    if w.shape.mla is not None:
+        yield from _latent_tensors(w, w.shape.mla)
+        return
     h, biases = w.weight_in_dim, w.shape.biases
     for width in (w.q_width, w.k_width, w.v_width):
         yield ParameterTensor(h * width, "matrix")
@@ -89,6 +94,28 @@ def _attention_tensors(w: RankShapes) -> Iterator[ParameterTensor]:
         yield ParameterTensor(w.hidden_per_rank, "hidden")
     for _ in range(2 if w.shape.qk_norm else 0):
         yield ParameterTensor(int(w.shape.head_dim or 0), "partial")
+
+
+def _latent_tensors(w: RankShapes, mla: Mla) -> Iterator[ParameterTensor]:
+    """Tensors of latent attention: every tensor rank has the projections down to its latents and
+    their norms, and sees its tokens alone under sequence parallelism.
+    """
+    h, heads = w.weight_in_dim, w.heads
+    inner = h
+    if mla.q_rank is not None:
+        yield ParameterTensor(h * mla.q_rank, "hidden")
+        yield from _latent_norm(w, mla.q_rank)
+        inner = mla.q_rank
+    yield ParameterTensor(inner * w.q_width, "matrix")
+    yield ParameterTensor(h * (mla.kv_rank + mla.rope_dim), "hidden")
+    yield from _latent_norm(w, mla.kv_rank)
+    yield ParameterTensor(mla.kv_rank * heads * (mla.nope_dim + mla.value_dim), "matrix")
+    yield ParameterTensor(h * w.o_width, "matrix")
+
+
+def _latent_norm(w: RankShapes, width: int) -> Iterator[ParameterTensor]:
+    for _ in range(2 if w.shape.norm == "layernorm" else 1):
+        yield ParameterTensor(width, "hidden")
 
 
 def _mlp_tensors(
@@ -118,6 +145,8 @@ def _moe_tensors(w: RankShapes) -> Iterator[ParameterTensor]:
     moe, roles = w.shape.moe, ("complete", "complete", "partial")
     assert moe is not None
     yield ParameterTensor(w.weight_in_dim * moe.experts, "partial")
+    if moe.score_bias:
+        yield ParameterTensor(moe.experts, "hidden")
     own = moe.experts / w.searched.expert
     for tensor in _mlp_tensors(w, w.expert_ffn, roles):
         yield ParameterTensor(tensor.elements * own, tensor.role, experts=True)

@@ -61,7 +61,10 @@ def count_params(w: RankShapes) -> ParamCounts:
     shared = 0.0
     if moe and moe.shared:
         shared = feed_forward_parameters(shape, widths, w.shared_ffn)
-    router = w.weight_in_dim * moe.experts / w.tiling.hidden_parts + shared if moe else 0.0
+    router: Number = 0.0
+    if moe:
+        bias = moe.score_bias * moe.experts * w.tiling.vector_share
+        router = w.weight_in_dim * moe.experts / w.tiling.hidden_parts + bias + shared
     dense = w.layers * layer + w.dense_layers * mlp + sparse * router + _ends(w)
     experts = sparse * (moe.experts / w.searched.expert * expert if moe else 0.0)
     unit = layer + (mlp if moe is None else router + moe.experts / w.searched.expert * expert)

@@ -38,10 +38,11 @@ def with_packed_buckets(w: Workload) -> Workload:
 
 
 def _is_packed(w: Workload) -> bool:
-    """Whether buckets hold the model's tensors one by one: not those of adapters, of multi-head
-    latent attention and of the prediction of further tokens.
+    """Whether buckets hold the model's tensors one by one: not those of adapters, of the prediction
+    of further tokens, and of latent attention on a tensor grid.
     """
-    unknown = w.fixed.adapter_rank or w.shape.mla or w.shape.mtp_layers
+    on_grid = w.shape.mla and w.fixed.algorithm != "1d"
+    unknown = w.fixed.adapter_rank or on_grid or w.shape.mtp_layers
     return w.fixed.framework.data_parallel.packs_buckets and not unknown
 
 

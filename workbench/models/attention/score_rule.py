@@ -39,7 +39,7 @@ class ScoreRule:
         every = shape.full_attention_every
         full = every is not None and (layer + 1) % every == 0
         return cls(
-            shape.attention_scale,
+            shape.score_scale,
             shape.attention_softcap,
             alibi_slopes(shape.heads) if shape.positions == "alibi" else None,
             None if full else shape.window,

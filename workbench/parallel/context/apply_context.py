@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from workbench.models import Transformer
-from workbench.models.transformer import Attention
+from workbench.models.transformer import AnyAttention
 from workbench.parallel.context.ring_attention import RingAttend
 from workbench.parallel.context.ulysses_attention import UlyssesAttend
 from workbench.parallel.mesh import MeshAxis
@@ -30,7 +30,7 @@ def apply_context_parallel(
         length: Tokens of a whole sequence.
     """
     for module in model.modules():
-        if isinstance(module, Attention):
+        if isinstance(module, AnyAttention):
             attend: nn.Module = module.attend
             if ring.size > 1:
                 attend = RingAttend(ring, module.attend.kernel, module.attend.rule)

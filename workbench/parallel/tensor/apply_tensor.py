@@ -11,11 +11,16 @@ import torch
 from torch import nn
 
 from workbench.models import Transformer
+from workbench.models.attention.latent_attention import LatentAttention
 from workbench.models.seams import HeadLoss
-from workbench.models.transformer import Attention
+from workbench.models.transformer import AnyAttention
 from workbench.parallel.layout import Layout
 from workbench.parallel.mesh import GRADIENT_GROUP_SUFFIX, GRID_AXES, Mesh, MeshAxis
-from workbench.parallel.tensor.column_parallel import ColumnParallelGroup, ColumnParallelLinear
+from workbench.parallel.tensor.column_parallel import (
+    ColumnParallelGroup,
+    ColumnParallelLinear,
+    UngroupedColumnParallelLinear,
+)
 from workbench.parallel.tensor.grid.apply_grid import apply_grid_parallel
 from workbench.parallel.tensor.row_parallel import RowParallelLinear
 from workbench.parallel.tensor.sequence_parallel import (
@@ -24,6 +29,7 @@ from workbench.parallel.tensor.sequence_parallel import (
     shard_positions,
 )
 from workbench.parallel.tensor.shard_range import ShardRange
+from workbench.parallel.tensor.tensor_collectives import copy_to_tensor_region, gather_tokens
 from workbench.parallel.tensor.vocab_parallel import VocabParallelEmbedding, VocabParallelHeadLoss
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.rules import operator_rules
@@ -33,6 +39,7 @@ from workbench.plan.schema import Plan
 MEGATRON_SHARDING = {
     "embedding.tokens": "vocabulary",
     "blocks.*.attention.[qkv]": "column",
+    "blocks.*.attention.kv_up": "column",
     "blocks.*.attention.o": "row",
     "blocks.*.mlp.gate": "column",
     "blocks.*.mlp.up": "column",
@@ -139,7 +146,13 @@ def shard_modules(
         parent = model.get_submodule(parent_path)
         shard = _shard_range(model, parent, name, module.weight.shape[_DIM[kind]], axis)
         _shard_parameters(path, module, layouts, kind, axis, shard)
-        if kind == "column":
+        if kind == "column" and isinstance(parent, LatentAttention):
+            # Its projections read a latent each. The rotary key, which no projection of a rank's
+            # heads follows, enters their region by itself.
+            setattr(parent, name, UngroupedColumnParallelLinear(module.weight, axis, sequence))
+            enter = gather_tokens if sequence else copy_to_tensor_region
+            parent.share_rotary_key = partial(enter, axis=axis)
+        elif kind == "column":
             if parent_path not in groups:
                 groups[parent_path] = ColumnParallelGroup(parent, axis, sequence)
             own = ColumnParallelLinear(
@@ -156,7 +169,7 @@ def _shard_range(
 ) -> ShardRange:
     return (
         ShardRange.heads(name, model.shape, axis)
-        if isinstance(parent, Attention)
+        if isinstance(parent, AnyAttention)
         else ShardRange.even(length, axis)
     )
 

@@ -275,6 +275,26 @@ class ColumnParallelLinear(nn.Module):
         return share_weight(parameter, self.axis, self.shard, self.num_shards)
 
 
+class UngroupedColumnParallelLinear(nn.Module):
+    """A column-parallel layer without bias whose input no other layer reads.
+
+    Args:
+        weight: [out / ranks, in], padding included.
+        axis: The tensor axis.
+        sequence: Whether the input is sharded by tokens.
+    """
+
+    def __init__(self, weight: nn.Parameter, axis: MeshAxis, sequence: bool) -> None:
+        super().__init__()
+        self.weight, self.axis, self.sequence = weight, axis, sequence
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        """[B, T, D], or with sequence parallelism [B, T / ranks, D], to [B, T, out / ranks]."""
+        layers = [(self.weight, None)]
+        (y_BTO,) = column_parallel_linear(x_BTD, layers, self.axis, self.sequence)
+        return y_BTO
+
+
 class ColumnParallelGroup:
     """The column-parallel layers of one module, which all read its first argument."""
 

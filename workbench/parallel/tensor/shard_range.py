@@ -39,8 +39,10 @@ class ShardRange:
 
     @classmethod
     def heads(cls, name: str, shape: Shape, axis: MeshAxis) -> ShardRange:
-        """Whole heads of attention's projection `name` (q, k, v or o), padded where uneven."""
-        deal, width = head_shard(shape, axis.size, axis.index), int(shape.head_dim or 0)
+        """Whole heads of attention's projection `name` (q, k, v or o; of latent attention q, kv_up
+        or o), padded where uneven.
+        """
+        deal, width = head_shard(shape, axis.size, axis.index), _head_width(name, shape)
         if name in ("q", "o"):
             start, stop = deal.query
             num_local, shard, num_shards = deal.num_q_heads, axis.index, axis.size
@@ -62,3 +64,11 @@ class ShardRange:
         )
         replica = shared and self.num_real > 0 and self.axis.index % ranks_per_shard > 0
         return layout.split_at(dim, self.axis, (self.start, self.stop), self.num_local, replica)
+
+
+def _head_width(name: str, shape: Shape) -> int:
+    """Entries of a head that projection `name` has."""
+    if shape.mla is None:
+        return shape.query_dim
+    keys_values = shape.mla.nope_dim + shape.mla.value_dim
+    return {"q": shape.query_dim, "kv_up": keys_values, "o": shape.mla.value_dim}[name]

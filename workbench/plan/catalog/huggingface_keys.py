@@ -136,6 +136,7 @@ class Reading:
     where: str
     used: dict[str, None] = field(default_factory=dict)
     not_modelled: dict[str, str] = field(default_factory=dict)
+    left_out: dict[str, str] = field(default_factory=dict)
 
     def get(self, key: str, default: Any = None) -> Any:
         """The value of `key`, or `default` where it is absent or null. Raises `PlanError` for a
@@ -187,6 +188,10 @@ class Reading:
         """Tell what the model computes with `key` and no field of the shape says."""
         self.not_modelled[key] = what
 
+    def leave_out(self, key: str, why: str) -> None:
+        """Tell that a model is complete without what `key` says, which it lacks here."""
+        self.left_out[key] = why
+
     def wrong(self, key: str, value: Any, legal: str) -> PlanError:
         """A value that means nothing, to be raised."""
         return refuse("model", f"{key} of '{self.where}' is {shown(value)}; must be {legal}")
@@ -212,8 +217,11 @@ class Reading:
             for key, value in rest.items()
             if key not in neutral_keys and key not in ignored
         }
-        used = ["model_type", *(key for key in self.used if key not in self.not_modelled)]
-        return Account(used, dict(self.not_modelled), {**ignored, **neutral}, unknown)
+        elsewhere = self.not_modelled.keys() | self.left_out.keys()
+        used = ["model_type", *(key for key in self.used if key not in elsewhere)]
+        return Account(
+            used, dict(self.not_modelled), {**ignored, **neutral, **self.left_out}, unknown
+        )
 
 
 def _json(value: Any) -> str:

@@ -35,7 +35,7 @@ def kernels_of_shape(gpu: GPU, precision: str, shape: Shape, length: int) -> tup
     none knows soft-caps: what they lack, blockwise attention computes by plain operators.
     """
     if not shape.changes_scores(length):
-        return attention_kernels(gpu, precision, int(shape.head_dim or 0))
+        return attention_kernels(gpu, precision, shape.query_dim)
     masked = gpu.device == "cpu" and shape.attention_softcap is None
     return (*(("flash",) if masked else ()), "blockwise", "math")
 

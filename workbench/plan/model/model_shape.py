@@ -22,6 +22,8 @@ from workbench.fields.bounds import (
     Frequency,
     LayerIndex,
     Layers,
+    Most,
+    PositiveFloat,
     ScoreBound,
     Tokens,
     Vocabulary,
@@ -41,6 +43,15 @@ WRITTEN_IF_SET = (
 """Fields that a written shape lacks where they are null, so that plans from before they existed
 stay as they were written.
 """
+
+WRITTEN_IF_CHANGED: dict[str, Any] = {
+    "scores": "softmax",
+    "groups": None,
+    "top_groups": None,
+    "score_bias": False,
+    "scale": 1.0,
+}
+"""Likewise of a mixture, where they are as usual."""
 
 
 class Moe(Frozen):
@@ -72,6 +83,31 @@ class Moe(Frozen):
         description="Coefficient of the load-balancing loss of each sequence (2101.03961); 0: "
         "none.",
     )
+    scores: Literal["softmax", "sigmoid"] = Field(
+        "softmax", description="Router's scores over experts; sigmoid: of each alone (2412.19437)."
+    )
+    groups: Width | None = Field(
+        None,
+        description="Equal groups of experts, of which a token meets the best (2405.04434); "
+        "null: none.",
+    )
+    top_groups: Width | None = Field(None, description="Groups that a token's experts are of.")
+    score_bias: bool = Field(
+        False,
+        description="Experts are chosen with a bias of each, and groups by their best two "
+        "(2412.19437).",
+    )
+    scale: Annotated[PositiveFloat, Most(10**6, "far beyond a published factor")] = Field(
+        1.0, description="Factor of the gates."
+    )
+
+    @model_serializer(mode="wrap")
+    def _written(self, fields: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        written: dict[str, Any] = fields(self)
+        for name, usual in WRITTEN_IF_CHANGED.items():
+            if name in written and written[name] == usual:
+                del written[name]
+        return written
 
     @model_validator(mode="before")
     @classmethod
@@ -101,6 +137,11 @@ class Mla(Frozen):
     rope_dim: Width = Field(description="Rotary part of a query or key head.")
     nope_dim: Width = Field(description="Part of a query or key head without positions.")
     value_dim: Width = Field(description="Width of a value head.")
+
+    @property
+    def query_dim(self) -> int:
+        """Width of a query or key head."""
+        return self.nope_dim + self.rope_dim
 
 
 class Shape(Frozen):
@@ -166,8 +207,7 @@ class Shape(Frozen):
         "again; estimated only.",
     )
     mla: Mla | None = Field(
-        None,
-        description="Multi-head latent attention; null: MHA or GQA by kv_heads; estimated only.",
+        None, description="Multi-head latent attention; null: MHA or GQA by kv_heads."
     )
     unmodelled: str | None = Field(
         None,
@@ -237,9 +277,26 @@ class Shape(Frozen):
     @property
     def q_width(self) -> int:
         """Output width of the query projection."""
-        return self.heads * (
-            self.mla.rope_dim + self.mla.nope_dim if self.mla else int(self.head_dim or 0)
-        )
+        return self.heads * self.query_dim
+
+    @property
+    def query_dim(self) -> int:
+        """Width of a query or key head."""
+        return self.mla.query_dim if self.mla else int(self.head_dim or 0)
+
+    @property
+    def rotary_dim(self) -> int:
+        """Entries of a query or key head that rotary positions turn."""
+        return self.mla.rope_dim if self.mla else int(self.head_dim or 0)
+
+    @property
+    def score_scale(self) -> float | None:
+        """Factor of attention scores; None: query_dim^-1/2."""
+        mscale = None if self.rope_scaling is None else self.rope_scaling.score_mscale
+        if mscale is None:
+            return self.attention_scale
+        plain = self.query_dim**-0.5 if self.attention_scale is None else self.attention_scale
+        return plain * mscale**2
 
     @property
     def kv_width(self) -> int:

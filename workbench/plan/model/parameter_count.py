@@ -62,7 +62,7 @@ def parameters(shape: Shape) -> Parameters:
         positions=shape.max_positions * shape.hidden if shape.positions == "learned" else 0,
         attention=shape.layers * attention(shape),
         mlp=dense * feed_forward(shape, shape.ffn),
-        router=sparse * (shape.hidden * shape.moe.experts if shape.moe else 0),
+        router=sparse * router(shape, shape.hidden),
         experts=sparse * experts,
         norms=shape.layers * block_norms(shape)
         + (1 + shape.embedding_norm) * norm(shape, shape.hidden),
@@ -82,6 +82,12 @@ def attention(shape: Shape) -> int:
 def feed_forward(shape: Shape, width: int) -> int:
     """Parameters of one dense feed-forward layer of `width`."""
     return int(feed_forward_parameters(shape, unsharded_widths(shape), width))
+
+
+def router(shape: Shape, weight_in_dim: Number) -> Number:
+    """Parameters of one layer's router, 0 without a mixture."""
+    moe = shape.moe
+    return 0 if moe is None else weight_in_dim * moe.experts + moe.score_bias * moe.experts
 
 
 @dataclass(frozen=True)

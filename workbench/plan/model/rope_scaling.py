@@ -19,7 +19,14 @@ BETA_FAST, BETA_SLOW = 32.0, 1.0
 OF_TYPE: dict[str, tuple[str, ...]] = {
     "linear": (),
     "dynamic": ("original_positions",),
-    "yarn": ("original_positions", "beta_fast", "beta_slow", "attention_factor", "truncate"),
+    "yarn": (
+        "original_positions",
+        "beta_fast",
+        "beta_slow",
+        "attention_factor",
+        "truncate",
+        "mscale_all_dim",
+    ),
     "llama3": ("original_positions", "low_frequency_factor", "high_frequency_factor"),
 }
 """type -> its fields, beside the factor."""
@@ -52,6 +59,11 @@ class RopeScaling(Frozen):
     )
     attention_factor: Boundary | None = Field(
         None, description="Of yarn: scales the rotary tables; null: 0.1 ln(factor) + 1."
+    )
+    mscale_all_dim: Boundary | None = Field(
+        None,
+        description="Of yarn: scores times (0.1 mscale_all_dim ln(factor) + 1)^2, as DeepSeek; "
+        "null: no.",
     )
 
     @model_validator(mode="after")
@@ -95,6 +107,13 @@ class RopeScaling(Frozen):
         if self.attention_factor is not None:
             return self.attention_factor
         return yarn_mscale(self.factor) if self.type == "yarn" else 1.0
+
+    @property
+    def score_mscale(self) -> float | None:
+        """What queries and keys are each multiplied by beside the tables; None: nothing."""
+        if self.mscale_all_dim is None:
+            return None
+        return yarn_mscale(self.factor, self.mscale_all_dim)
 
 
 def yarn_mscale(factor: float, coefficient: float = 1.0) -> float:

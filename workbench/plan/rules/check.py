@@ -70,6 +70,8 @@ def _shape(plan: ResolvedPlan) -> Iterator[Problem]:
     shape = plan.shape
     yield from _heads(shape)
     yield from _rope_scaling(shape)
+    yield from _latent_attention(shape)
+    yield from _expert_groups(shape)
     if shape.moe and shape.moe.top_k > shape.moe.experts:
         yield Problem(
             "model.moe.top_k",
@@ -105,6 +107,56 @@ def _heads(shape: Shape) -> Iterator[Problem]:
     if shape.positions == "rope" and width % 2:
         yield Problem(
             field, f"is {width}, and rotary positions turn pairs; legal: {width - 1}, {width + 1}"
+        )
+
+
+def _latent_attention(shape: Shape) -> Iterator[Problem]:
+    mla = shape.mla
+    if mla is None:
+        return
+    for name, value, legal in (
+        ("positions", shape.positions, "rope"),
+        ("qk_norm", shape.qk_norm, None),
+    ):
+        if value != legal:
+            yield Problem(
+                f"model.{name}", f"is {value!r} beside model.mla; legal: {legal or 'null'}"
+            )
+    if mla.value_dim > mla.query_dim:
+        yield Problem(
+            "model.mla.value_dim",
+            f"is {mla.value_dim}, wider than a query head, nope_dim {mla.nope_dim} + rope_dim "
+            f"{mla.rope_dim}; legal: up to {mla.query_dim}",
+        )
+
+
+def _expert_groups(shape: Shape) -> Iterator[Problem]:
+    moe = shape.moe
+    if moe is None:
+        return
+    if (moe.groups is None) != (moe.top_groups is None):
+        yield Problem(
+            "model.moe.top_groups",
+            f"is {moe.top_groups} with groups {moe.groups}; legal: both, or neither",
+        )
+    if moe.groups is None or moe.top_groups is None:
+        return
+    least = 2 if moe.score_bias else 1
+    if moe.experts % moe.groups or moe.experts < least * moe.groups:
+        legal = [n for n in legal_sizes.divisors(moe.experts) if moe.experts >= least * n]
+        yield Problem(
+            "model.moe.groups",
+            f"is {moe.groups} of {moe.experts} experts; legal: "
+            f"{legal_sizes.near(moe.groups, legal)}, each of {least} or more",
+        )
+        return
+    size = moe.experts // moe.groups
+    first = -(-moe.top_k // size)
+    if not first <= moe.top_groups <= moe.groups:
+        yield Problem(
+            "model.moe.top_groups",
+            f"is {moe.top_groups} of {moe.groups} groups of {size} experts, top_k {moe.top_k}; "
+            f"legal: {first} to {moe.groups}",
         )
 
 

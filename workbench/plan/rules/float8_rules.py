@@ -53,6 +53,12 @@ def _axes(plan: ResolvedPlan) -> Iterator[Problem]:
 
 def _shape(plan: ResolvedPlan) -> Iterator[Problem]:
     shape, ranks = plan.shape, plan.strategy.tensor.ranks
+    if shape.mla is not None:
+        yield Problem(
+            "model.mla",
+            "is set, whose projections of latents are not fp8; legal with strategy.precision fp8: "
+            "a model without it",
+        )
     if shape.moe is not None:
         yield Problem(
             "model.moe",

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from workbench.errors import PlanError, Problem
 from workbench.plan.catalog import catalog
+from workbench.plan.model.model_shape import WRITTEN_IF_CHANGED
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.rules import (
     float8_rules,
@@ -71,13 +72,31 @@ def _experts_on_grid(plan: ResolvedPlan) -> list[Problem]:
     return [Problem("strategy.tensor.algorithm", what)]
 
 
+def _routing(name: str, usual: Any) -> Callable[[ResolvedPlan], Any]:
+    """A field of a mixture, None where it is as usual."""
+
+    def read(plan: ResolvedPlan) -> Any:
+        value = getattr(plan.shape.moe, name, usual)
+        return None if value == usual else value
+
+    return read
+
+
+ROUTING_FIELDS = tuple(
+    (f"model.moe.{name}", _routing(name, usual))
+    for name, usual in WRITTEN_IF_CHANGED.items()
+    if name != "top_groups"
+)
+"""How tokens choose experts beyond a softmax and its largest scores."""
 ONLY_1D_FIELDS: tuple[tuple[str, Callable[[ResolvedPlan], Any]], ...] = (
     ("model.positions", lambda p: "alibi" if p.shape.positions == "alibi" else None),
     ("model.logit_softcap", lambda p: p.shape.logit_softcap),
     ("model.qk_norm", lambda p: p.shape.qk_norm),
+    ("model.mla", lambda p: "set" if p.shape.mla else None),
+    *ROUTING_FIELDS,
 )
 """Fields that neither a tensor grid nor an operator strategy knows: slopes and norms of a rank's
-heads, and logits that are capped.
+heads, logits that are capped, latents, and other routing.
 """
 
 
@@ -123,7 +142,6 @@ ENGINE_LIMITS: tuple[tuple[str, Callable[[ResolvedPlan], Any], tuple[Any, ...]],
     ("strategy.precision", lambda p: p.strategy.precision, ("fp32", "tf32", "bf16", "fp16", "fp8")),
     ("strategy.expert.tensor", _split_of_an_expert, (None,)),
     ("model.mtp_layers", lambda p: p.shape.mtp_layers, (0,)),
-    ("model.mla", lambda p: "set" if p.shape.mla else None, (None,)),
 )
 """(field, how a complete plan says it, what the engine can do): for `rehearse` and `run`, which
 share the engine.
@@ -167,6 +185,7 @@ OPERATOR_ESTIMATE_LIMITS: tuple[tuple[str, Callable[[ResolvedPlan], Any], tuple[
     ("model.qk_norm", lambda p: p.shape.qk_norm, (None,)),
     ("model.mtp_layers", lambda p: p.shape.mtp_layers, (0,)),
     ("model.logit_softcap", lambda p: p.shape.logit_softcap, (None,)),
+    *((field, read, (None,)) for field, read in ROUTING_FIELDS),
 )
 """The same for `estimate` where strategy.operators say how each module is sharded: the operators of
 what is left out do not run on shapes yet (`costmodel/operators`).

@@ -28,6 +28,7 @@ PLAIN_ATTENTION: dict[str, Legal] = {
     "logit_softcap": (None,),
     "attention_scale": (None,),
     "full_attention_every": (None,),
+    "rope_scaling.mscale_all_dim": (None,),
 }
 """Fields that most families have not."""
 

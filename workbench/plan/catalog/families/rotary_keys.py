@@ -76,11 +76,13 @@ def read_rotary(reading: Reading, usual_theta: float, scaled: bool = True) -> Fi
 
 def _scaling(reading: Reading, key: str, kind: str, section: Config) -> Fields:
     """The fields of `RopeScaling` that `section` says; those as they usually are stay null."""
-    keys = {KEYS[name] for name in ("factor", *OF_TYPE[kind])}
+    keys = {KEYS.get(name, name) for name in ("factor", *OF_TYPE[kind])}
     if unknown := sorted(set(map(str, section)) - keys - OTHERS):
         reading.lacks(key, f"{key} of type {kind} with {', '.join(unknown)[:60]}")
     fields: Fields = {"type": kind}
     for name in ("factor", *OF_TYPE[kind]):
+        if name not in KEYS:
+            continue
         value = section.get(KEYS[name])
         if name == "original_positions":
             # Phi-3 and its like have it beside the section, where it comes first.
@@ -105,7 +107,8 @@ def _attention_factor(reading: Reading, section: Config, fields: Fields) -> Fiel
     if "attention_factor" in fields:
         return {}
     factor = reading.number("factor", None, fields)
-    scales = [reading.number(name, None, section) for name in ("mscale", "mscale_all_dim")]
+    said = {name: section.get(name) or None for name in ("mscale", "mscale_all_dim")}
+    scales = [reading.number(name, None, said) for name in said]
     if factor is None or None in scales:
         return {}
     one, other = (yarn_mscale(factor, float(scale or 0)) for scale in scales)
@@ -118,7 +121,9 @@ def write_rotary(shape: Shape) -> Config:
     if shape.rope_scaling is None:
         return {**theta, "rope_parameters": {"rope_type": "default", **theta}}
     said: dict[str, Any] = shape.rope_scaling.model_dump()
-    section = {"rope_type": said.pop("type")} | {KEYS[name]: value for name, value in said.items()}
+    section = {"rope_type": said.pop("type")} | {
+        KEYS.get(name, name): value for name, value in said.items()
+    }
     if section["rope_type"] in ("yarn", "llama3"):
         section.setdefault("original_max_position_embeddings", shape.max_positions)
     section |= {"rope_theta": shape.rope_theta}
