@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,11 @@ from typing import Any
 import pytest
 
 from tests.engine.smollm2 import model_file, recorded_ids
+from workbench.corpora.tokenized_corpus import load_corpus
 from workbench.corpora.tokenizers.gguf_tokenizer import read_gguf_tokenizer
 from workbench.corpora.tokenizers.model_tokenizer import ModelTokenizer
 from workbench.errors import PlanError
+from workbench.plan.schema import Corpus
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +66,17 @@ def test_a_template_that_fails_is_refused(
 ) -> None:
     with pytest.raises(PlanError, match=words):
         replace(smollm2, template=template).chat([{"role": "user", "content": "x"}])
+
+
+def test_a_corpus_in_the_files_tokens(tmp_path: Path, smollm2: ModelTokenizer) -> None:
+    texts = ["In 2026, häßliche Wörter.", "a<|im_end|>b"]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": it}) + "\n" for it in texts))
+    corpus = Corpus(source=str(tmp_path / "a.jsonl"), tokenizer=str(model_file()), holdout=0)
+    (tokens,) = load_corpus(corpus, 49_152, folder=tmp_path / "cache").sources
+    expected = [index for it in texts for index in [*smollm2.encode(it, control=True), 2]]
+    assert tokens.train.tolist() == expected
+    with pytest.raises(PlanError, match="has 49152 ids, the model a vocabulary of 49151"):
+        load_corpus(corpus, 49_151, folder=tmp_path / "cache")
 
 
 @pytest.mark.parametrize(

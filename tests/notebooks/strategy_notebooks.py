@@ -18,4 +18,5 @@ STRATEGY_NOTEBOOKS = (
     "19_precision_and_recompute",
     "20_experts",
     "21_your_own_module",
+    "22_real_weights",
 )

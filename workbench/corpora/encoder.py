@@ -5,24 +5,15 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
-import orjson
 
 from workbench.corpora.documents import decoded, documents
 from workbench.corpora.pieces import Piece
-from workbench.errors import refuse
-from workbench.untrusted_text import shown
-
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
+from workbench.corpora.tokenizers.text_tokenizer import load_tokenizer
 
 BYTES = 256
 """Ids of byte-level tokens; byte 0 ends a document."""
-USUAL_ENDS = ("<|end|>", "<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
-"""End-of-text tokens that are looked for where neither the plan nor tokenizer_config.json says
-one."""
 
 
 @dataclass(frozen=True)
@@ -95,51 +86,3 @@ class Encoder:
         found = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         # `array` reads a list of integers twice as fast as numpy does.
         return [np.frombuffer(array("I", one.ids), np.uint32).astype(dtype) for one in found]
-
-
-def load_tokenizer(path: Path, field: str = "corpus.tokenizer") -> Tokenizer:
-    """The tokenizer of a tokenizer.json. Raises `PlanError` naming `field` where it is none."""
-    from tokenizers import Tokenizer
-
-    try:
-        return Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises nothing narrower
-        raise refuse(
-            field, f"{path} is no tokenizer of the `tokenizers` library: {error}"
-        ) from None
-
-
-def vocabulary_size(tokenizer: Tokenizer) -> int:
-    """Number of ids: one more than the largest, for a vocabulary may have gaps."""
-    return max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
-
-
-def end_token(path: Path, tokenizer: Tokenizer, asked: str | None) -> int:
-    """Id of the end-of-text token: the plan's, else that of the tokenizer_config.json beside it,
-    else a usual one.
-
-    Raises:
-        PlanError: The tokenizer does not have it, or none is known.
-    """
-    if asked is not None:
-        found = tokenizer.token_to_id(asked)
-        if found is None:
-            raise refuse("corpus.end_of_text", f"is {shown(asked)}, which {path} does not have")
-        return int(found)
-    names = [*_configured_end(path.with_name("tokenizer_config.json")), *USUAL_ENDS]
-    for name in names:
-        if (found := tokenizer.token_to_id(name)) is not None:
-            return int(found)
-    raise refuse(
-        "corpus.end_of_text",
-        f"is needed: {path} has none of {', '.join(names)}; legal: one of its tokens",
-    )
-
-
-def _configured_end(path: Path) -> list[str]:
-    try:
-        found = orjson.loads(path.read_bytes())["eos_token"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return []
-    found = found.get("content") if isinstance(found, dict) else found
-    return [found] if isinstance(found, str) else []

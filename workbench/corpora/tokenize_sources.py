@@ -7,11 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from workbench.corpora.encoder import BYTES, load_tokenizer, vocabulary_size
+from workbench.corpora.encoder import BYTES
 from workbench.corpora.megatron_files import IndexedTokens, IndexedWriter, read_indexed
 from workbench.corpora.token_cache import draft_of
 from workbench.corpora.token_files import CHUNK, open_tokens
 from workbench.corpora.tokenized_corpus import Progress, SourceTokens, TokenizedCorpus, load_corpus
+from workbench.corpora.tokenizers.text_tokenizer import load_tokenizer, vocabulary_size
 from workbench.errors import refuse
 from workbench.plan import schema
 from workbench.plan.corpus_files import SourceFiles, source_files, tokenizer_path

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from workbench.corpora.encode_pool import encode_all
-from workbench.corpora.encoder import BYTES, Encoding, end_token, load_tokenizer, vocabulary_size
+from workbench.corpora.encoder import BYTES, Encoding
 from workbench.corpora.megatron_files import IndexedWriter, read_indexed
 from workbench.corpora.pieces import pieces, total_bytes
 from workbench.corpora.token_cache import (
@@ -30,6 +30,7 @@ from workbench.corpora.token_cache import (
     write_whole,
 )
 from workbench.corpora.token_files import check_tokens, open_tokens
+from workbench.corpora.tokenizers.text_tokenizer import end_token, load_tokenizer, vocabulary_size
 from workbench.corpora.trained_bpe import sample_texts, train_bpe
 from workbench.errors import PlanError, refuse
 from workbench.plan import corpus_files, schema

@@ -183,8 +183,8 @@ def mixed_sha256(hashes: Sequence[str]) -> str:
 
 
 def tokenizer_path(corpus: schema.Corpus) -> Path | None:
-    """The tokenizer.json that `corpus.tokenizer` names, itself or by its folder; None for bytes and
-    bpe.
+    """The tokenizer.json that `corpus.tokenizer` names, itself or by its folder, or the GGUF file;
+    None for bytes and bpe.
 
     Raises:
         PlanError: There is no such file; names the field.
@@ -194,7 +194,7 @@ def tokenizer_path(corpus: schema.Corpus) -> Path | None:
     path = Path(corpus.tokenizer).expanduser()
     path = path / "tokenizer.json" if os.path.isdir(path) else path
     if not os.path.isfile(path):
-        legal = "legal: bytes, bpe, or a tokenizer.json"
+        legal = "legal: bytes, bpe, a tokenizer.json, or a GGUF file"
         raise refuse("corpus.tokenizer", f"'{corpus.tokenizer}' is no file; {legal}")
     return path
 

@@ -31,7 +31,7 @@ def tokenize(
 
     Args:
         what: A plan, the path of a plan file (.yaml), or sources: JSONL, Parquet, text, tokens.
-        tokenizer: Of sources: bytes (default), bpe, or a tokenizer.json.
+        tokenizer: Of sources: bytes (default), bpe, a tokenizer.json, or a GGUF file.
         field: Of sources: field of a JSONL row, or Parquet column; default text.
         format: Of sources: in place of what their suffix says.
         dtype: Of raw tokens.

@@ -50,7 +50,7 @@ def tokenize(
         list[str], typer.Argument(metavar="PLAN|SOURCE...", help="A plan file, or files of text.")
     ],
     tokenizer: Annotated[
-        str | None, typer.Option("--tokenizer", help="bytes, bpe, or a tokenizer.json.")
+        str | None, typer.Option("--tokenizer", help="bytes, bpe, tokenizer.json or GGUF.")
     ] = None,
     field: Annotated[
         str | None, typer.Option("--field", help="Field of a JSONL row, or Parquet column.")

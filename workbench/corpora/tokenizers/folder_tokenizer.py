@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from workbench.corpora.encoder import load_tokenizer
 from workbench.corpora.tokenizers.model_tokenizer import ModelTokenizer
+from workbench.corpora.tokenizers.text_tokenizer import load_tokenizer
 from workbench.errors import refuse
 from workbench.safe_io.json_files import parse
 

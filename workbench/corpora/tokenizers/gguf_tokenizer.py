@@ -42,33 +42,33 @@ contain, unsplit.
 """
 
 
-def read_gguf_tokenizer(path: str | Path) -> ModelTokenizer:
+def read_gguf_tokenizer(path: str | Path, field: str = "tokenizer") -> ModelTokenizer:
     """The tokenizer of a GGUF file.
+
+    Args:
+        path: The file.
+        field: Field of the plan that errors name.
 
     Raises:
         PlanError: The file is damaged, or its tokenizer is of a kind not known here.
     """
-    file = open_gguf(path, "tokenizer")
+    file = open_gguf(path, field)
     kind, split = file.get("tokenizer.ggml.model"), file.get("tokenizer.ggml.pre", "gpt-2")
     if kind != "gpt2":
-        raise refuse(
-            "tokenizer", f"'{path}' has tokenizer.ggml.model {shown(kind)}; legal: gpt2 (BPE)"
-        )
+        raise refuse(field, f"'{path}' has tokenizer.ggml.model {shown(kind)}; legal: gpt2 (BPE)")
     if split not in SPLITS:
         raise refuse(
-            "tokenizer",
-            f"'{path}' has tokenizer.ggml.pre {shown(split)}; legal: {', '.join(SPLITS)}",
+            field, f"'{path}' has tokenizer.ggml.pre {shown(split)}; legal: {', '.join(SPLITS)}"
         )
     tokens: list[str] = file.get("tokenizer.ggml.tokens", [])
     ids = {name: file.get(f"tokenizer.ggml.{key}_token_id") for name, key in KEYS.items()}
     for name, index in ids.items():
         if index is not None and index >= len(tokens):
             raise refuse(
-                "tokenizer",
-                f"'{path}' has {name} {index}, but {len(tokens)} tokens; get the file again",
+                field, f"'{path}' has {name} {index}, but {len(tokens)} tokens; get the file again"
             )
     return ModelTokenizer(
-        _bpe(file, tokens, split),
+        _bpe(file, tokens, split, field),
         Path(path),
         ids["bos_token"],
         frozenset(ids[name] for name in ENDS if ids[name] is not None),
@@ -78,7 +78,7 @@ def read_gguf_tokenizer(path: str | Path) -> ModelTokenizer:
     )
 
 
-def _bpe(file: GgufFile, tokens: list[str], split: str) -> Tokenizer:
+def _bpe(file: GgufFile, tokens: list[str], split: str, field: str) -> Tokenizer:
     """Byte-level BPE from the file's tokens, merges and token types."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
@@ -92,7 +92,7 @@ def _bpe(file: GgufFile, tokens: list[str], split: str) -> Tokenizer:
         )
     except Exception as error:  # the library raises no narrower class
         raise refuse(
-            "tokenizer", f"'{file.path}' has no intact tokenizer: {error}; get the file again"
+            field, f"'{file.path}' has no intact tokenizer: {error}; get the file again"
         ) from None
     tokenizer = Tokenizer(model)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(

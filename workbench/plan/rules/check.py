@@ -319,10 +319,10 @@ def _corpus(plan: ResolvedPlan) -> Iterator[Problem]:
     if plan.vocab < BYTES:
         yield Problem("model.vocab", f"is {plan.vocab}, too few for bytes; legal: at least {BYTES}")
     name = plan.corpus.tokenizer
-    if name not in ("bytes", "bpe") and not name.endswith(".json") and "/" not in name:
+    if name not in ("bytes", "bpe") and not name.endswith((".json", ".gguf")) and "/" not in name:
         yield Problem(
             "corpus.tokenizer",
-            f"is {shown(name)}; legal: bytes, bpe, or the path of a tokenizer.json",
+            f"is {shown(name)}; legal: bytes, bpe, or the path of a tokenizer.json or a GGUF file",
         )
     if name in ("bytes", "bpe") and plan.corpus.end_of_text is not None:
         yield Problem(

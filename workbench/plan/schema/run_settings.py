@@ -61,8 +61,8 @@ class Corpus(TextSource):
 
     tokenizer: str = Field(
         "bytes",
-        description="bytes, bpe = a BPE of the model's vocabulary trained on the text, or a "
-        "tokenizer.json.",
+        description="bytes, bpe = a BPE of the model's vocabulary trained on the text, a "
+        "tokenizer.json, or a GGUF file.",
     )
     end_of_text: str | None = Field(
         None, description="Token after each document; default the one that the tokenizer names."
@@ -77,7 +77,7 @@ class Corpus(TextSource):
         None, description="Hash of the text; filled when a plan is resolved."
     )
     tokenizer_sha256: str | None = Field(
-        None, description="Hash of a tokenizer.json; filled when a plan is resolved."
+        None, description="Hash of that file; filled when a plan is resolved."
     )
 
     @model_validator(mode="after")
