@@ -133,7 +133,8 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "blockwise of plain scores": (
         LLAMA,
         {"strategy.attention": "blockwise"},
-        "is for a window shorter than the sequence, ALiBi or a soft-cap; legal: auto, flash, math",
+        "is for a window shorter than the sequence, ALiBi, a soft-cap or documents; legal: auto, "
+        "flash, math",
     ),
     "math on a ring": (
         BLOOM,

@@ -51,6 +51,15 @@ def check_tokens(found: IndexedTokens, vocab: int, of: SourceFiles) -> None:
             )
 
 
+def ended_by(tokens: np.ndarray, end: int) -> np.ndarray:
+    """The first token of each document, where the token `end` is the last of each; int64."""
+    found = [np.zeros(1, np.int64)]
+    for start in range(0, len(tokens) - 1, CHUNK):  # one after the last token begins nothing
+        chunk = tokens[start : min(start + CHUNK, len(tokens) - 1)]
+        found.append(np.flatnonzero(chunk == end) + start + 1)
+    return np.concatenate(found)
+
+
 def _npy(path: Path) -> np.ndarray:
     try:
         tokens = np.load(path, mmap_mode="r", allow_pickle=False)

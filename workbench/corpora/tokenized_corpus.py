@@ -29,12 +29,12 @@ from workbench.corpora.token_cache import (
     write_entry,
     write_whole,
 )
-from workbench.corpora.token_files import check_tokens, open_tokens
+from workbench.corpora.token_files import check_tokens, ended_by, open_tokens
 from workbench.corpora.tokenizers.text_tokenizer import end_token, load_tokenizer, vocabulary_size
 from workbench.corpora.trained_bpe import sample_texts, train_bpe
 from workbench.errors import PlanError, refuse
 from workbench.plan import corpus_files, schema
-from workbench.plan.corpus_files import TOKENIZED, SourceFiles, source_files
+from workbench.plan.corpus_files import TOKENIZED, UNINDEXED, SourceFiles, source_files
 
 FORMAT = 1
 """Changes when the same text is to become other tokens."""
@@ -63,6 +63,9 @@ class SourceTokens:
     """Time of encoding; None where the cache had the tokens."""
     path: Path | None = None
     """The .bin of the cache; None where the source holds the tokens itself."""
+    boundaries: np.ndarray | None = None
+    """int64: the first token of each document, ascending, counted from the first of `train`, after
+    whose last the tokens of `holdout` go on; None where documents are not separated."""
 
 
 @dataclass(frozen=True)
@@ -175,9 +178,13 @@ class _Work:
                     entry = self._list(files, sha256, key) if tokenized else None
                     entry = entry or self._encode(files, encoding, key)
         if tokenized:
-            tokens = open_tokens(self.files()[index]).tokens
+            indexed = open_tokens(self.files()[index])
         else:
-            tokens = read_indexed(self.folder / f"{key}.bin").tokens
+            indexed = read_indexed(self.folder / f"{key}.bin")
+        boundaries, tokens = None, indexed.tokens
+        if self.corpus.separate_documents:
+            marked = kind in UNINDEXED
+            boundaries = ended_by(tokens, encoding.end) if marked else indexed.documents[:-1]
         split = len(tokens) - int(len(tokens) * self.corpus.holdout)
         return SourceTokens(
             source=part.source,
@@ -189,6 +196,7 @@ class _Work:
             sha256=sha256,
             seconds=time.monotonic() - began if encoded else None,
             path=None if tokenized else self.folder / f"{key}.bin",
+            boundaries=boundaries,
         )
 
     def _check_vocab(self, least: int) -> None:

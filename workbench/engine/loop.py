@@ -174,7 +174,8 @@ class TrainingLoop:
             elif observed == "timeline":
                 self.action_tracker = timeline = StepTimeline(self.session)
                 stack.enter_context(timeline.step())
-            result = self.session.step(self.index, *batch, self.action_tracker, asked)
+            tokens = self.feed.trained_tokens
+            result = self.session.step(self.index, *batch, self.action_tracker, asked, tokens)
         counters = self.meter.end_step(observed == "memory")
         if observed == "memory":
             self._samples[-1].counters = counters
@@ -187,6 +188,7 @@ class TrainingLoop:
                 began=began,
                 cpu_began=cpu_began,
                 data_seconds=data_seconds,
+                tokens=tokens,
                 scalars=scalars,
                 bytes=bytes_now,
                 counters=counters,
@@ -230,7 +232,7 @@ class TrainingLoop:
             # On a GPU steps overlap on the host, and what it does beside them is no measure of one.
             "cpu_seconds": cpu_ended - step.cpu_began if on_cpu else None,
             "data_seconds": step.data_seconds,
-            "tokens": t.global_batch * t.sequence_length,
+            "tokens": step.tokens,
             "gradient_norm": norm,
             "learning_rate": learning_rate(scheduled, t.optimizer, t.steps),
             "loss_scale": scaling[0] if scaler else None,
@@ -300,14 +302,15 @@ class TrainingLoop:
 
     def _held_out_loss(self, source: int | None = None) -> float:
         """Loss a token of the held-out text: of the mixture, or of one source."""
-        t = self.plan.training
+        batches, tokens = self.plan.training.evaluation.batches, 0
         total = torch.zeros((), dtype=torch.float64, device=self.session.device)
-        for i in range(t.evaluation.batches):
+        for i in range(batches):
+            tokens += self.text.evaluated_tokens(i, source)
             loss = self.session.evaluate(*self.feed.load_evaluation(i, source))
             total += loss.double() if loss is not None and counts_own_loss(self.mesh) else 0.0
         if self.mesh.world_size > 1:
             dist.all_reduce(total)
-        return total.item() / (t.evaluation.batches * t.global_batch * t.sequence_length)
+        return total.item() / max(1, tokens)
 
     def _save(self, asked: bool) -> None:
         """Start writing a checkpoint, every `checkpoint.every` steps and where `asked`.

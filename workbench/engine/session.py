@@ -22,6 +22,7 @@ from workbench.engine.loss_scaler import LossScaler, found_inf
 from workbench.engine.optimizer import MixedPrecisionOptimizer
 from workbench.engine.precision import plan_dtypes
 from workbench.kernels.fused_seams import warm_up
+from workbench.models.attention.packed_documents import document_starts
 from workbench.models.counter_normal import NormalDrawer
 from workbench.models.host_counts import CountReader, start_reading
 from workbench.parallel.apply_strategy import ParallelModel, parallelize
@@ -195,10 +196,11 @@ class Session:
         targets_MBT: Tensor,
         observer: Observer | None = None,
         stop: int = 0,
+        trained_tokens: int | None = None,
     ) -> StepResult:
         """Forward, backward and optimizer step on this data-parallel rank's microbatches.
 
-        The loss is divided by the step's global number of tokens: text is packed, so all are valid.
+        The loss is divided by the step's global number of tokens that have a target.
         Steps that loss scaling skips do not advance the learning-rate schedule, but do consume
         their batch (as Megatron-LM's `train_step` and Accelerate's scheduler do).
 
@@ -210,6 +212,7 @@ class Session:
             observer: Observes the actions and moments of the step.
             stop: This rank's stop request; all ranks' are summed with the loss and gradient norm,
                 in the same all-reduce.
+            trained_tokens: Tokens of the global batch that have a target; None: all of them.
 
         Returns:
             Loss, gradient norm and summed stop requests of the whole job, not yet synchronised with
@@ -217,7 +220,10 @@ class Session:
         """
         watch = observer or NullObserver()
         t = self.plan.training
-        scale: Tensor | float = 1.0 / (t.global_batch * t.sequence_length)
+        if trained_tokens is None:
+            trained_tokens = t.global_batch * t.sequence_length
+        # No token has a target where every document has one token.
+        scale: Tensor | float = 1.0 / max(1, trained_tokens)
         scale = scale if self.scaler is None else self.scaler.scale * scale
         # The loss is scaled before backward, not the gradients after it: every axis then only sums.
         self.part.store.zero_grads()
@@ -226,6 +232,7 @@ class Session:
             self.delayed.start()
         self.part.aux_loss.start(scale)
         self.part.samples.start_step(index * t.global_batch + self.share.first, self.share.stride)
+        self._find_documents(targets_MBT)
         loss = self.executor.step(*self._own(tokens_MBT, targets_MBT), scale, watch.action)
         loss = self.part.aux_loss.added_to(loss)
         # Tied embedding and head on different stages are two copies of one parameter: the sum of
@@ -277,6 +284,11 @@ class Session:
         self.scaler.update(skipped)
         return StepResult(loss / scale, norm / scale, stop, scale, skipped)
 
+    def _find_documents(self, targets_MBT: Tensor) -> None:
+        """Tell the stages where the documents of their microbatches start."""
+        if self.plan.corpus.separate_documents:
+            self.part.samples.starts_of_step = document_starts(targets_MBT)
+
     def _own(self, tokens_MBT: Tensor, targets_MBT: Tensor) -> tuple[Tensor, Tensor]:
         """This rank's part of the sequences, along the context axis."""
         return local_tokens(
@@ -311,6 +323,7 @@ class Session:
         """
         for model in self.part.stages.values():
             model.eval()
+        self._find_documents(targets_MBT)
         loss = self.executor.evaluate(*self._own(tokens_MBT, targets_MBT))
         for model in self.part.stages.values():
             model.train()

@@ -21,13 +21,21 @@ SAMPLE_STRIDE = 2**32
 
 
 class SampleIndices:
-    """Indices in the run of the samples that the next forward sees: `first` and those after it.
+    """Indices in the run of the samples that the next forward sees: `first` and those after it;
+    and their documents.
 
     The training loop sets them at each step, the pipeline executor at each microbatch.
+
+    Attributes:
+        starts_of_step: Of every token of this rank's microbatches the index in its sequence of its
+            document's first token, [M, B, S] with unsharded sequences; None where a sequence is
+            one document.
     """
 
     def __init__(self) -> None:
         self.first, self._of_step, self._micro_batch = 0, 0, 0
+        self.starts_of_step: Tensor | None = None
+        self._microbatch = 0
 
     def start_step(self, first: int, micro_batch: int) -> None:
         """Start a step: this rank's samples are `first` and after, `micro_batch` for each
@@ -38,6 +46,12 @@ class SampleIndices:
     def start_microbatch(self, microbatch: int) -> None:
         """Announce the microbatch of the next forward."""
         self.first = self._of_step + microbatch * self._micro_batch
+        self._microbatch = microbatch
+
+    @property
+    def document_starts(self) -> Tensor | None:
+        """`starts_of_step` of the next forward's sequences, [B, S]."""
+        return None if self.starts_of_step is None else self.starts_of_step[self._microbatch]
 
     def rows(self, batch: int, indices_T: Tensor) -> Tensor:
         """Ids [B, T] of tokens, unique in the run: samples from `first` on, at positions [T]."""

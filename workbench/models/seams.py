@@ -27,16 +27,19 @@ class Positions(NamedTuple):
     """Positions of a stage's tokens.
 
     Attributes:
-        indices: Positions in the sequence [T].
+        indices: Positions in the sequence [T], or in each token's document [B, T].
         cos: Rotary table [T, head_dim / 2].
         sin: Rotary table [T, head_dim / 2].
         rows: Ids of the tokens in this rank's residual stream for dropout, [B, T]; None without.
+        document_starts: Index of the first token of each token's document [B, S], where attention
+            ends at documents; of unsharded sequences.
     """
 
     indices: Tensor
     cos: Tensor
     sin: Tensor
     rows: Tensor | None = None
+    document_starts: Tensor | None = None
 
 
 def rotary_positions(indices: Tensor, rope_dim: int, theta: float, dtype: torch.dtype) -> Positions:
@@ -161,11 +164,13 @@ class Attend(nn.Module):
         q, k, v = (x.transpose(1, 2) for x in (q_BTHK, k_BTHK, v_BTHK))
         if self.kernel in ("efficient", "math"):
             k, v = (repeat_heads(x, q.shape[1]) for x in (k, v))
-        if self.rule.is_causal_only(q.shape[2]) and self.kernel != "blockwise":
+        starts = positions.document_starts
+        causal_only = starts is None and self.rule.is_causal_only(q.shape[2])
+        if causal_only and self.kernel != "blockwise":
             return attention(self.kernel, q, k, v, self.rule.scale).transpose(1, 2)
         if self.kernel == "math":
-            return math_attention(self.rule, q, k, v).transpose(1, 2)
-        return blockwise_attention(self.kernel, self.rule, q, k, v).transpose(1, 2)
+            return math_attention(self.rule, q, k, v, starts).transpose(1, 2)
+        return blockwise_attention(self.kernel, self.rule, q, k, v, starts).transpose(1, 2)
 
 
 NONLINEARITIES: dict[str, Callable[[Tensor], Tensor]] = {

@@ -208,6 +208,11 @@ class Transformer(nn.Module):
         dtype = next(self.parameters()).dtype
         indices = self.indices(x)
         positions = self._rotary_positions(indices, dtype)
+        if (starts := self.samples.document_starts) is not None:
+            positions = positions._replace(document_starts=starts)
+            # Rotary tables go on: only differences of positions within a document count.
+            if self.shape.positions == "learned":
+                positions = positions._replace(indices=indices - starts[:, indices])
         if not self.dropout or not self.training:
             return positions
         return positions._replace(rows=self.local_part_of(self.samples.rows(x.shape[0], indices)))

@@ -56,6 +56,8 @@ RAW: dict[str, schema.TokenDtype] = {
 """Suffix of a file of raw tokens -> their type."""
 TOKENIZED = frozenset({"npy", "raw", "megatron"})
 """Formats that hold tokens, which no tokenizer reads."""
+UNINDEXED = frozenset({"npy", "raw"})
+"""Those of them that do not say where documents end."""
 FOLDERS = {"jsonl": (".jsonl", ".ndjson"), "parquet": (".parquet",)}
 """Format -> suffixes that a folder is searched for; other folders hold text."""
 
@@ -83,8 +85,18 @@ def source_files(corpus: schema.Corpus) -> list[SourceFiles]:
         PlanError: A source does not exist, is empty or is of no known format; names the field.
     """
     if corpus.mix is None:
-        return [_source_files(corpus, "corpus")]
-    return [_source_files(part, f"corpus.mix.{i}") for i, part in enumerate(corpus.mix)]
+        found = [_source_files(corpus, "corpus")]
+    else:
+        found = [_source_files(part, f"corpus.mix.{i}") for i, part in enumerate(corpus.mix)]
+    if corpus.separate_documents and corpus.tokenizer in ("bytes", "bpe"):
+        for one in found:
+            if one.format in UNINDEXED:
+                raise refuse(
+                    "corpus.separate_documents",
+                    f"is true, and {one.source} does not say where documents end; legal: false, "
+                    "corpus.tokenizer = the tokenizer.json of its tokens, or Megatron-LM's .bin",
+                )
+    return found
 
 
 def _source_files(of: schema.TextSource, where: str) -> SourceFiles:

@@ -289,7 +289,9 @@ def _decided(plan: Plan, model: Shape | PythonModel | ProfiledModel, gpu: GPU) -
     strategy["precision"] = _precision(asked.precision, gpu, profile)
     strategy["gradient_dtype"] = _gradient_dtype(plan, strategy["precision"])
     if shape and asked.attention == "auto" and asked.stack == "workbench":
-        strategy["attention"] = decided_attention(gpu, strategy["precision"], shape, length)
+        documents = plan.corpus.separate_documents
+        kernel = decided_attention(gpu, strategy["precision"], shape, length, documents)
+        strategy["attention"] = kernel
     stages = asked.pipeline.size * asked.pipeline.chunks
     rule = pipeline["partition"]
     found: str | list[int] = [1] * stages  # a model that is code is cut where it is traced

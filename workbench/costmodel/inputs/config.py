@@ -52,6 +52,8 @@ class FixedConfig:
     kernels: str
     attention: str
     """Attention kernel: flash, efficient or math; auto: the framework's own."""
+    separate_documents: bool
+    """Whether attention ends at the documents of a packed sequence."""
     stack: str
     framework: FrameworkProfile
     """Framework profile that `stack` names, on this GPU."""
@@ -213,6 +215,7 @@ def fixed_config(plan: ResolvedPlan) -> FixedConfig:
         precision=s.precision,
         kernels=s.kernels,
         attention=s.attention,
+        separate_documents=plan.corpus.separate_documents,
         stack=s.stack,
         framework=framework,
         parameter_bytes=states.parameter_bytes(planned),

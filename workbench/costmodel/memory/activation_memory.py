@@ -488,12 +488,14 @@ def boundary_bytes(w: Workload) -> tuple[Array, Array]:
         until its send completes, however many microbatches are in flight.
     """
     length = w.fixed.sequence_length / w.searched.context
+    restart = w.fixed.separate_documents and w.shape.positions == "learned"
+    indices = w.tokens if restart else length
     rotary = length * (
         (w.shape.head_dim or 0) * w.element_bytes if w.shape.positions == "rope" else 0.0
     )
     saved = (
         w.zeros
-        + (rotary + TOKEN_ID_BYTES * length) * w.fixed.chunks
+        + (rotary + TOKEN_ID_BYTES * indices) * w.fixed.chunks
         + w.has_embedding * _embedding_norm_saved(w)
         + (w.tensor > 1) * w.has_embedding * (TOKEN_ID_BYTES + 1) * w.tokens
     )

@@ -19,7 +19,7 @@ POSITION_BYTES = 8
 def runs_tiles(w: Workload) -> bool:
     """Whether attention is over tiles: of this engine, where scores are changed, but for math."""
     counts = w.fixed.framework.kernels.counts_operators
-    changed = w.shape.changes_scores(w.fixed.sequence_length)
+    changed = w.fixed.separate_documents or w.shape.changes_scores(w.fixed.sequence_length)
     return counts and changed and w.fixed.attention != "math"
 
 
@@ -57,8 +57,9 @@ def _tile_bytes(w: Workload) -> Number:
     of_queries = sequences * w.q_width / w.ulysses * queries
     of_keys = sequences * (w.k_width + w.v_width) / w.ulysses * keys
     if w.fixed.attention == "flash":
-        mask = wide * np.where(w.shape.positions == "alibi", heads, 1.0) * pairs
-        made = (of_queries + of_keys) * w.element_bytes
+        masks = sequences if w.fixed.separate_documents else 1.0
+        mask = wide * np.where(w.shape.positions == "alibi", heads, 1.0) * masks * pairs
+        made = np.maximum((of_queries + of_keys) * w.element_bytes, masks * pairs)
         masked: Number = mask + np.maximum(made, (POSITION_BYTES + wide) * pairs)
         return masked
     scores = 2 + (w.shape.attention_softcap is not None)

@@ -176,7 +176,7 @@ def _persistent(
     w: Workload, s: ModelStates
 ) -> tuple[MemoryByCategory, dict[str, MemoryByCategory]]:
     """(on the device, tier -> what is offloaded there): model states, placeholders of weight
-    gradients, the tokens and targets of a step, and workspaces of grouped GEMMs.
+    gradients, the tokens, targets and document starts of a step, and workspaces of grouped GEMMs.
     """
     k = w.searched
     sequences = w.microbatches * w.sequences
@@ -185,7 +185,8 @@ def _persistent(
     device["gradients"] = s.gradients - offload_memory.gradients_that_leave(w, s.gradients)
     device["gradients"] = device["gradients"] + dummy_weight_gradient_bytes(w)
     device |= {name: value * (1 - k.offload_optimizer) for name, value in states_.items()}
-    device["overhead"] = w.zeros + 2 * TOKEN_ID_BYTES * w.fixed.sequence_length * sequences
+    of_token = (2 + w.fixed.separate_documents) * TOKEN_ID_BYTES
+    device["overhead"] = w.zeros + of_token * w.fixed.sequence_length * sequences
     if w.fixed.traced is not None:
         device["overhead"] += w.fixed.traced.buffer_bytes
     if w.shape.moe is not None:

@@ -33,7 +33,9 @@ class BatchFeed:
         self.text, self.seconds = text, seconds
         self.tokens = torch.zeros(shape, dtype=torch.long, device=device)
         self.targets = torch.zeros_like(self.tokens)
-        self._next: tuple[int, Future[Batch]] | None = None
+        self.trained_tokens = 0
+        """Tokens of the loaded step's global batch that have a target."""
+        self._next: tuple[int, Future[tuple[Batch, int]]] | None = None
         self._page_locked = device.type == "cuda"
         self._thread = _one_thread(device) if self._page_locked else None
 
@@ -44,11 +46,12 @@ class BatchFeed:
             TimeoutError: The batch was not prepared within the deadline.
         """
         if self._thread is None:
-            return self._fill(self.text.batch(step))
+            batch, self.trained_tokens = self._prepare(step)
+            return self._fill(batch)
         if self._next is None or self._next[0] != step:
             self._next = step, self._thread.submit(self._prepare, step)
         try:
-            batch = self._next[1].result(self.seconds)
+            batch, self.trained_tokens = self._next[1].result(self.seconds)
         except TimeoutError:
             raise TimeoutError(
                 f"corpus.source: the batch of step {step} was not read within {self.seconds:g} s "
@@ -66,11 +69,11 @@ class BatchFeed:
         if self._thread is not None:
             self._thread.shutdown(wait=False, cancel_futures=True)
 
-    def _prepare(self, step: int) -> Batch:
+    def _prepare(self, step: int) -> tuple[Batch, int]:
         tokens, targets = self.text.batch(step)
-        return (
-            (tokens.pin_memory(), targets.pin_memory()) if self._page_locked else (tokens, targets)
-        )
+        if self._page_locked:
+            tokens, targets = tokens.pin_memory(), targets.pin_memory()
+        return (tokens, targets), self.text.trained_tokens(step)
 
     def _fill(self, batch: Batch) -> Batch:
         # Page-locked memory is not given out again before the copy has left it.

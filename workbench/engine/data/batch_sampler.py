@@ -4,6 +4,9 @@ Training text of each source is cut into sequences of `sequence_length` inputs (
 the last target); `corpora.sample_order` says which of them sample g of the run is. A step takes the
 next `global_batch` samples, of which each rank takes its share (`plan.stage_replicas`): all data
 coordinates, or all replicas of a stage, have together the batch of one device.
+
+Sequences go over the ends of documents. Where documents are separated the last token of each has no
+target (`models/attention/packed_documents.py`).
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import numpy as np
 import torch
 
 from workbench.corpora.sample_order import Places, SampleOrder
+from workbench.models.seams import IGNORE_INDEX
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -71,6 +75,38 @@ class BatchSampler:
             )
         return count
 
+    def trained_tokens(self, step: int) -> int:
+        """Tokens of `step` that have a target, over all ranks."""
+        samples = self.sample_index(step) + np.arange(self.global_batch)
+        return self._with_targets("train", self.train.locate(samples))
+
+    def evaluated_tokens(self, batch: int, source: int | None = None) -> int:
+        """Tokens of an evaluation's `batch` that have a target, over all ranks."""
+        samples = batch * self.global_batch + np.arange(self.global_batch)
+        return self._with_targets("holdout", self._held_out(samples, source))
+
+    def _with_targets(self, part: str, places: Places) -> int:
+        count = places.sequence.size * self.sequence_length
+        for i in range(len(self.sources)):
+            sequences = places.sequence[places.source == i]
+            first, stop = self._boundaries(i, part, sequences)
+            count -= int((stop - first).sum())
+        return count
+
+    def _boundaries(
+        self, source: int, part: str, sequences: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Of a source's boundaries the first and the one after the last that is a target of each of
+        `sequences`; no such boundaries where documents are not separated.
+        """
+        one = self.sources[source]
+        if one.boundaries is None:
+            return np.zeros_like(sequences), np.zeros_like(sequences)
+        start = sequences * self.sequence_length + (len(one.train) if part == "holdout" else 0)
+        within = start, start + self.sequence_length
+        first, stop = (np.searchsorted(one.boundaries, at, side="right") for at in within)
+        return first, stop
+
     def sample_index(self, step: int) -> int:
         """Samples consumed before `step` over all ranks, which checkpoints record."""
         return step * self.global_batch
@@ -96,12 +132,15 @@ class BatchSampler:
             batch: From 0.
             source: Index in `sources`; None: all of them by their weights.
         """
-        self._holdout = self._holdout or self._order("holdout")
         samples = batch * self.global_batch + self.samples
+        return self._gather("holdout", self._held_out(samples, source))
+
+    def _held_out(self, samples: np.ndarray, source: int | None) -> Places:
+        self._holdout = self._holdout or self._order("holdout")
         if source is None:
-            return self._gather("holdout", self._holdout.locate_unshuffled(samples))
+            return self._holdout.locate_unshuffled(samples)
         sequences = samples % self._holdout.sequences[source]
-        return self._gather("holdout", Places(np.full_like(samples, source), sequences))
+        return Places(np.full_like(samples, source), sequences)
 
     def _gather(self, part: str, places: Places) -> tuple[Tensor, Tensor]:
         length = self.sequence_length
@@ -110,7 +149,23 @@ class BatchSampler:
             texts[source][sequence * length : sequence * length + length + 1].astype(np.int64)
             for source, sequence in zip(places.source.flat, places.sequence.flat, strict=True)
         ]
-        rows = np.stack(flat).reshape(*places.sequence.shape, length + 1)
+        rows = np.stack(flat)
+        targets = rows[:, 1:].copy()
+        self._leave_out_ends(part, places, targets)
+        shape = *places.sequence.shape, length
         # torch.tensor copies into torch's own memory, where an allocator count sees it; from_numpy
         # would not.
-        return torch.tensor(rows[..., :-1]), torch.tensor(rows[..., 1:])
+        return torch.tensor(rows[:, :-1].reshape(shape)), torch.tensor(targets.reshape(shape))
+
+    def _leave_out_ends(self, part: str, places: Places, targets: np.ndarray) -> None:
+        """Take their targets [sequences, sequence_length] from the last tokens of documents."""
+        for row, (source, sequence) in enumerate(
+            zip(places.source.flat, places.sequence.flat, strict=True)
+        ):
+            one = self.sources[source]
+            if one.boundaries is None:
+                continue
+            (first,), (stop,) = self._boundaries(source, part, np.array([sequence]))
+            start = sequence * self.sequence_length
+            start += len(one.train) if part == "holdout" else 0
+            targets[row, one.boundaries[first:stop] - start - 1] = IGNORE_INDEX

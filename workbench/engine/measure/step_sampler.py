@@ -108,6 +108,8 @@ class StepSampler(ActionTracker):
     def action(self, label: str, action: Action | None) -> Iterator[None]:
         """Count one action."""
         super().action(label, action)
+        if (starts := self.session.part.samples.starts_of_step) is not None:
+            self.live.register((starts,), "overhead")
         with self.live.action(action.kind if action else label):
             yield
             if action and action.kind == "I":

@@ -26,6 +26,7 @@ from workbench.engine.verify.single_device import (
     CPU,
     ReferenceRun,
     train_on_one_device,
+    trained_tokens,
     verification_weight,
 )
 from workbench.engine.verify.tensor_difference import (
@@ -38,6 +39,7 @@ from workbench.engine.verify.tensor_difference import (
     tensor_difference,
 )
 from workbench.engine.verify.verified_attention import attention_of_ranks, attention_of_reference
+from workbench.models.seams import IGNORE_INDEX
 from workbench.parallel.mesh import Mesh, build_mesh
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.rules.float8_rules import verified_precision
@@ -251,7 +253,13 @@ def random_batches(plan: ResolvedPlan) -> Iterator[tuple[Tensor, Tensor]]:
         text = torch.randint(
             plan.vocab, (t.global_batch, t.sequence_length + 1), generator=generator
         )
-        yield text[:, :-1].contiguous(), text[:, 1:].contiguous()
+        targets = text[:, 1:].contiguous()
+        if plan.corpus.separate_documents:
+            # A few documents a sequence, the first of one token.
+            ends = torch.rand(targets.shape, generator=generator) < 4 / t.sequence_length
+            ends[0, 0] = True
+            targets[ends] = IGNORE_INDEX
+        yield text[:, :-1].contiguous(), targets
 
 
 def _compare(
@@ -296,7 +304,9 @@ def compare_with_reference(
     session = _verification_session(plan, mesh, device, dtype)
     recorder = _Recorder(session)
     losses = [
-        session.step(i, *_share(session, batch, device), recorder).loss
+        session.step(
+            i, *_share(session, batch, device), recorder, trained_tokens=trained_tokens(batch[1])
+        ).loss
         for i, batch in enumerate(batches)
     ]
     weights, layouts = session.part.store.values, session.part.store.layouts

@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from workbench.engine.optimizer import learning_rate
 from workbench.errors import PlanError, refuse
 from workbench.models import Transformer
+from workbench.models.attention.packed_documents import document_starts
 from workbench.models.counter_dropout import SampleIndices
 from workbench.models.python_model import add_loss, build_python_model
-from workbench.models.seams import Attend
+from workbench.models.seams import IGNORE_INDEX, Attend
 from workbench.models.traced.value_dependence import place_and_error
 from workbench.models.weight_init import seed_of
 from workbench.parallel.operators.apply_traced import traced_forward
@@ -122,10 +123,13 @@ def train_on_one_device(
     for step, (tokens, targets) in enumerate(batches):
         model.zero_grad()
         samples.start_step(step * t.global_batch, rows)
+        if plan.corpus.separate_documents:
+            samples.starts_of_step = document_starts(targets.to(device).unflatten(0, (-1, rows)))
         losses.append(0.0)
+        divisor = trained_tokens(targets)
         for index, pair in enumerate(zip(tokens.split(rows), targets.split(rows))):
             samples.start_microbatch(index)
-            loss = _forward(model, plan, *(each.to(device) for each in pair)) / targets.numel()
+            loss = _forward(model, plan, *(each.to(device) for each in pair)) / divisor
             loss.backward()
             losses[-1] += loss.item()
         stepped.take_gradients()
@@ -143,6 +147,11 @@ def train_on_one_device(
         optimizer.step()
         stepped.store()
     return ReferenceRun(losses, first, {n: p.detach().cpu() for n, p in model.named_parameters()})
+
+
+def trained_tokens(targets: Tensor) -> int:
+    """Tokens of a batch that the loss does not ignore, at least 1."""
+    return max(1, int((targets != IGNORE_INDEX).sum()))
 
 
 def _forward(model: nn.Module, plan: ResolvedPlan, tokens: Tensor, targets: Tensor) -> Tensor:

@@ -18,8 +18,9 @@ def attention_of_ranks(plan: ResolvedPlan, precision: str) -> str:
     s, length = plan.strategy, plan.training.sequence_length
     dtype, stored = ("fp32", "fp8") if precision == "fp8" else (precision, precision)
     # The verified plan must be legal too, whose precision is fp8.
-    legal = kernels_of_shape(plan.gpu, stored, plan.shape, length)
-    runs = kernels_of_shape(plan.gpu, dtype, plan.shape, length)
+    documents = plan.corpus.separate_documents
+    legal = kernels_of_shape(plan.gpu, stored, plan.shape, length, documents)
+    runs = kernels_of_shape(plan.gpu, dtype, plan.shape, length, documents)
     kernels = [each for each in runs if each in legal]
     return s.attention if s.attention in kernels else kernels[0]
 
@@ -33,7 +34,8 @@ def attention_of_reference(plan: ResolvedPlan, dtype: torch.dtype, device: torch
         dtype: Of the one device's activations.
         device: The one device.
     """
-    if not plan.code and plan.shape.changes_scores(plan.training.sequence_length):
+    length, documents = plan.training.sequence_length, plan.corpus.separate_documents
+    if not plan.code and (documents or plan.shape.changes_scores(length)):
         return "math"
     if device.type == "cpu":
         return "flash"

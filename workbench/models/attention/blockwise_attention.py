@@ -79,7 +79,12 @@ def _visible(chunk: Chunk, queries: range, others: Chunk, window: int | None) ->
 
 
 def blockwise_attention(
-    kernel: str, rule: ScoreRule, q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor
+    kernel: str,
+    rule: ScoreRule,
+    q_BHTK: Tensor,
+    k_BGTK: Tensor,
+    v_BGTK: Tensor,
+    starts_BT: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of a sequence to itself, differentiable.
 
@@ -89,39 +94,51 @@ def blockwise_attention(
         q_BHTK: [B, H, T, head_dim].
         k_BGTK: [B, G, T, head_dim]; GQA: G key-value heads, which divide H.
         v_BGTK: The same shape.
+        starts_BT: First token of each query's document; None: one document.
 
     Returns:
         [B, H, T, head_dim].
     """
-    out: Tensor = _BlockwiseAttention.apply(kernel, rule, q_BHTK, k_BGTK, v_BGTK)
+    out: Tensor = _BlockwiseAttention.apply(kernel, rule, q_BHTK, k_BGTK, v_BGTK, starts_BT)
     return out
 
 
 class _BlockwiseAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, kernel: str, rule: ScoreRule, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def forward(
+        ctx: Any,
+        kernel: str,
+        rule: ScoreRule,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        starts: Tensor | None,
+    ) -> Tensor:
         out = torch.empty_like(q)
         wide = torch.promote_types(q.dtype, torch.float32)
         lse = torch.empty(q.shape[:-1], dtype=wide, device=q.device)
         for tile in _own_tiles(q, rule):
-            block = attend_tile(kernel, rule, q, k, v, tile)
+            block = attend_tile(kernel, rule, q, k, v, tile, starts)
             out[:, :, tile.query_rows], lse[:, :, tile.query_rows] = block
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.kernel, ctx.rule = kernel, rule
+        # The step holds the starts; saved, they would be offloaded with a layer's activations.
+        ctx.kernel, ctx.rule, ctx.starts = kernel, rule, starts
         return out
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, Tensor, Tensor, Tensor]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, Tensor, Tensor, Tensor, None]:
         q, k, v, out, lse = ctx.saved_tensors
         full, dq = AttentionBlock(out, lse), torch.empty_like(q)
         dk, dv = (torch.zeros_like(x, dtype=lse.dtype) for x in (k, v))
         for tile in _own_tiles(q, ctx.rule):
-            parts = attend_tile_backward(ctx.kernel, ctx.rule, gradient, q, k, v, full, tile)
+            parts = attend_tile_backward(
+                ctx.kernel, ctx.rule, gradient, q, k, v, full, tile, ctx.starts
+            )
             dq[:, :, tile.query_rows] = parts[0]
             dk[:, :, tile.key_rows] += parts[1]
             dv[:, :, tile.key_rows] += parts[2]
             del parts
-        return None, None, dq, dk.to(k.dtype), dv.to(v.dtype)
+        return None, None, dq, dk.to(k.dtype), dv.to(v.dtype), None
 
 
 def _own_tiles(q: Tensor, rule: ScoreRule) -> Iterator[Tile]:
@@ -130,18 +147,30 @@ def _own_tiles(q: Tensor, rule: ScoreRule) -> Iterator[Tile]:
 
 
 def attend_tile(
-    kernel: str, rule: ScoreRule, q_BHTK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, tile: Tile
+    kernel: str,
+    rule: ScoreRule,
+    q_BHTK: Tensor,
+    k_BGSK: Tensor,
+    v_BGSK: Tensor,
+    tile: Tile,
+    starts_BT: Tensor | None = None,
 ) -> AttentionBlock:
-    """Attention of a tile's queries to its keys, and the log-sum-exp of its logits."""
-    q = q_BHTK[:, :, tile.query_rows]
+    """Attention of a tile's queries to its keys, and the log-sum-exp of its logits: zero and
+    minus infinity where none of them is of a query's document (`starts_BT`, of all queries).
+    """
+    q, starts = q_BHTK[:, :, tile.query_rows], _own_starts(starts_BT, tile)
     k, v = (x[:, :, tile.key_rows] for x in (k_BGSK, v_BGSK))
     if kernel == "flash":
-        mask, scale = _mask(rule, tile, q), rule.scale_of(q.shape[-1])
-        return attend_block(kernel, q, k, v, False, mask, scale)
+        mask, scale = _mask(rule, tile, q, starts), rule.scale_of(q.shape[-1])
+        block = attend_block(kernel, q, k, v, False, mask, scale)
+        if starts is not None:  # torch's kernel says 0 of a query that sees no key
+            block.lse.masked_fill_((starts >= tile.keys.stop)[:, None], -torch.inf)
+        return block
     q, k, v = (_wide(x) for x in (q, k, v))
-    logits, _ = _logits(rule, q, k, tile)
+    logits, _ = _logits(rule, q, k, tile, starts)
     lse = logits.logsumexp(-1)
-    probabilities = logits.sub_(lse[..., None]).exp_()
+    finite = lse if starts is None else lse.clamp_min(torch.finfo(lse.dtype).min)
+    probabilities = logits.sub_(finite[..., None]).exp_()
     return AttentionBlock(_by_group(probabilities, k).matmul(v).view(q.shape), lse)
 
 
@@ -154,6 +183,7 @@ def attend_tile_backward(
     v_BGSK: Tensor,
     full: AttentionBlock,
     tile: Tile,
+    starts_BT: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of a tile's queries, keys and values.
 
@@ -166,17 +196,19 @@ def attend_tile_backward(
         v_BGSK: The same shape.
         full: Output and LSE of the queries' attention to all keys, not to the tile's alone.
         tile: The tile.
+        starts_BT: First token of the document of each of the rank's tokens; None: one document.
     """
+    starts = _own_starts(starts_BT, tile)
     gradient, q, out, lse = (
         x[:, :, tile.query_rows] for x in (gradient_BHTK, q_BHTK, full.out, full.lse)
     )
     k, v = (x[:, :, tile.key_rows] for x in (k_BGSK, v_BGSK))
     scale = rule.scale_of(q.shape[-1])
     if kernel == "flash":
-        part, mask = AttentionBlock(out, lse), _mask(rule, tile, q)
+        part, mask = AttentionBlock(out, lse), _mask(rule, tile, q, starts)
         return attend_block_backward(kernel, gradient, q, k, v, part, False, mask, scale)
     gradient, q, out, k, v = (_wide(x) for x in (gradient, q, out, k, v))
-    logits, derivative = _logits(rule, q, k, tile)
+    logits, derivative = _logits(rule, q, k, tile, starts)
     probabilities = logits.sub_(lse[..., None]).exp_()
     own = _by_group(gradient, k)
     dv = _by_group(probabilities, k).mT.matmul(own)
@@ -189,18 +221,24 @@ def attend_tile_backward(
     return dq, d_scores.mT.matmul(_by_group(q, k)), dv
 
 
-def _logits(rule: ScoreRule, q: Tensor, k: Tensor, tile: Tile) -> tuple[Tensor, Tensor | None]:
+def _own_starts(starts_BT: Tensor | None, tile: Tile) -> Tensor | None:
+    return None if starts_BT is None else starts_BT[:, tile.query_rows]
+
+
+def _logits(
+    rule: ScoreRule, q: Tensor, k: Tensor, tile: Tile, starts: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
     """The softmax's logits [B, H, T, S], and the derivative of the soft-cap where there is one."""
     scores = _by_group(q, k).matmul(k.mT).view(*q.shape[:-1], k.shape[2])
     scores.mul_(rule.scale_of(q.shape[-1]))
     derivative = None
     if rule.softcap is not None:
         derivative = soft_cap_(scores, rule.softcap)
-    return rule.add_to(scores, tile.queries, tile.keys), derivative
+    return rule.add_to(scores, tile.queries, tile.keys, starts), derivative
 
 
-def _mask(rule: ScoreRule, tile: Tile, q: Tensor) -> Tensor:
-    return rule.mask(tile.queries, tile.keys, _wide_dtype(q), q.device)
+def _mask(rule: ScoreRule, tile: Tile, q: Tensor, starts: Tensor | None) -> Tensor:
+    return rule.mask(tile.queries, tile.keys, _wide_dtype(q), q.device, starts)
 
 
 def _by_group(x_BHTX: Tensor, k_BGSK: Tensor) -> Tensor:
@@ -216,7 +254,9 @@ def _wide(x: Tensor) -> Tensor:
     return x.to(_wide_dtype(x))
 
 
-def math_attention(rule: ScoreRule, q_BHTK: Tensor, k_BHTK: Tensor, v_BHTK: Tensor) -> Tensor:
+def math_attention(
+    rule: ScoreRule, q_BHTK: Tensor, k_BHTK: Tensor, v_BHTK: Tensor, starts_BT: Tensor | None = None
+) -> Tensor:
     """The same by plain operators over all queries and keys, which keep logits [B, H, T, T].
 
     Args:
@@ -224,6 +264,7 @@ def math_attention(rule: ScoreRule, q_BHTK: Tensor, k_BHTK: Tensor, v_BHTK: Tens
         q_BHTK: [B, H, T, head_dim].
         k_BHTK: The same shape.
         v_BHTK: The same shape.
+        starts_BT: First token of each query's document; None: one document.
     """
     q, k, v = (_wide(x) for x in (q_BHTK, k_BHTK, v_BHTK))
     scores = (q * rule.scale_of(q.shape[-1])).matmul(k.mT)
@@ -232,6 +273,6 @@ def math_attention(rule: ScoreRule, q_BHTK: Tensor, k_BHTK: Tensor, v_BHTK: Tens
     positions = range(q.shape[2])
     # Biases need no gradient, and that of a masked score is zero without autograd's mask.
     with torch.no_grad():
-        rule.add_to(scores, positions, positions)
+        rule.add_to(scores, positions, positions, starts_BT)
     out: Tensor = scores.softmax(-1).matmul(v)
     return out.to(q_BHTK.dtype)

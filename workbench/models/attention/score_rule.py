@@ -61,25 +61,43 @@ class ScoreRule:
         own = self.slopes[start:stop]
         return replace(self, slopes=own + (0.0,) * (num_heads - len(own)))
 
-    def add_to(self, scores_BHTS: Tensor, queries: range, keys: range) -> Tensor:
+    def add_to(
+        self, scores_BHTS: Tensor, queries: range, keys: range, starts_BT: Tensor | None = None
+    ) -> Tensor:
         """`scores_BHTS` with bias and masks added in place.
 
         Args:
             scores_BHTS: [B, H, T, S], soft-capped.
             queries: Positions of the T queries.
             keys: Positions of the S keys.
+            starts_BT: Position of the first token of each query's document, before which it sees
+                no key; None: it sees all before it.
         """
         distance_TS = _distance(queries, keys, scores_BHTS.device)
         if self.slopes is not None:
             dtype, device = scores_BHTS.dtype, scores_BHTS.device
             slopes_H11 = torch.tensor(self.slopes, dtype=dtype, device=device)[:, None, None]
             scores_BHTS.addcmul_(slopes_H11, distance_TS.to(dtype), value=-1)
-        return scores_BHTS.masked_fill_(self._hidden(distance_TS), -torch.inf)
+        scores_BHTS.masked_fill_(self._hidden(distance_TS), -torch.inf)
+        if starts_BT is not None:
+            del distance_TS
+            before_BTS = _positions(keys, starts_BT.device) < starts_BT[..., None]
+            scores_BHTS.masked_fill_(before_BTS[:, None], -torch.inf)
+        return scores_BHTS
 
-    def mask(self, queries: range, keys: range, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Bias and masks [1, H or 1, T, S] that a kernel adds to scores."""
-        shape = 1, len(self.slopes or (0,)), len(queries), len(keys)
-        return self.add_to(torch.zeros(shape, dtype=dtype, device=device), queries, keys)
+    def mask(
+        self,
+        queries: range,
+        keys: range,
+        dtype: torch.dtype,
+        device: torch.device,
+        starts_BT: Tensor | None = None,
+    ) -> Tensor:
+        """Bias and masks [B or 1, H or 1, T, S] that a kernel adds to scores."""
+        batch = 1 if starts_BT is None else len(starts_BT)
+        shape = batch, len(self.slopes or (0,)), len(queries), len(keys)
+        zeros = torch.zeros(shape, dtype=dtype, device=device)
+        return self.add_to(zeros, queries, keys, starts_BT)
 
     def _hidden(self, distance_TS: Tensor) -> Tensor:
         after = distance_TS < 0
@@ -88,8 +106,11 @@ class ScoreRule:
 
 def _distance(queries: range, keys: range, device: torch.device) -> Tensor:
     """Tokens [T, S] from each key to each query, negative for keys after it."""
-    i_T, j_S = (torch.arange(r.start, r.stop, device=device) for r in (queries, keys))
-    return i_T[:, None] - j_S[None, :]
+    return _positions(queries, device)[:, None] - _positions(keys, device)[None, :]
+
+
+def _positions(of: range, device: torch.device) -> Tensor:
+    return torch.arange(of.start, of.stop, device=device)
 
 
 def alibi_slopes(heads: int) -> tuple[float, ...]:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from workbench.models import Transformer
 from workbench.models.transformer import AnyAttention
+from workbench.parallel.context.blockwise_ring import zigzag_indices
 from workbench.parallel.context.ring_attention import RingAttend
 from workbench.parallel.context.ulysses_attention import UlyssesAttend
 from workbench.parallel.mesh import MeshAxis
@@ -54,12 +55,7 @@ def token_indices(length: int, ring: MeshAxis, ulysses: MeshAxis, device: torch.
     if ring.size == 1:
         indices = torch.arange(length, device=device)
     else:
-        chunk = length // (2 * ring.size)
-        first, second = (
-            torch.arange(i * chunk, (i + 1) * chunk, device=device)
-            for i in (ring.index, 2 * ring.size - 1 - ring.index)
-        )
-        indices = torch.cat((first, second))
+        indices = zigzag_indices(length, ring, device)
     return indices.chunk(ulysses.size)[ulysses.index]
 
 

@@ -27,7 +27,13 @@ from workbench.parallel.mesh import MeshAxis
 
 
 def blockwise_ring_attention(
-    kernel: str, rule: ScoreRule, q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor, axis: MeshAxis
+    kernel: str,
+    rule: ScoreRule,
+    q_BHTK: Tensor,
+    k_BGTK: Tensor,
+    v_BGTK: Tensor,
+    axis: MeshAxis,
+    starts_BT: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of this rank's tokens to the unsharded sequence, differentiable.
 
@@ -38,15 +44,24 @@ def blockwise_ring_attention(
         k_BGTK: [B, G, T / ranks, head_dim]; GQA: G key-value heads, which divide H.
         v_BGTK: The same shape.
         axis: The ring.
+        starts_BT: Index in the sequence of the first token of each query's document; None: one
+            document.
     """
-    out: Tensor = _BlockwiseRing.apply(kernel, rule, q_BHTK, k_BGTK, v_BGTK, axis)
+    out: Tensor = _BlockwiseRing.apply(kernel, rule, q_BHTK, k_BGTK, v_BGTK, axis, starts_BT)
     return out
 
 
 class _BlockwiseRing(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, kernel: str, rule: ScoreRule, q: Tensor, k: Tensor, v: Tensor, axis: MeshAxis
+        ctx: Any,
+        kernel: str,
+        rule: ScoreRule,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        axis: MeshAxis,
+        starts: Tensor | None,
     ) -> Tensor:
         wide = torch.promote_types(q.dtype, torch.float32)
         lse = torch.full(q.shape[:-1], -torch.inf, dtype=wide, device=q.device)
@@ -56,16 +71,20 @@ class _BlockwiseRing(torch.autograd.Function):
             # Sent on before attention to them, which the transfer overlaps with.
             transfer = start_ring_transfer([keys], axis) if step < axis.size - 1 else None
             for tile in _tiles(q, step, axis, rule):
-                _merge(full, attend_tile(kernel, rule, q, keys[0], keys[1], tile), tile.query_rows)
+                block = attend_tile(kernel, rule, q, keys[0], keys[1], tile, starts)
+                _merge(full, block, tile.query_rows)
+                del block
             keys = keys if transfer is None else wait_ring_transfer(transfer)[0]
         out = full.out.to(q.dtype)
         # Only this rank's keys and values are saved: backward sends them around the ring again.
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.axis, ctx.kernel, ctx.rule = axis, kernel, rule
+        ctx.axis, ctx.kernel, ctx.rule, ctx.starts = axis, kernel, rule, starts
         return out
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, Tensor, Tensor, Tensor, None]:
+    def backward(
+        ctx: Any, gradient: Tensor
+    ) -> tuple[None, None, Tensor, Tensor, Tensor, None, None]:
         q, k, v, out, lse = ctx.saved_tensors
         axis, full = ctx.axis, AttentionBlock(out, lse)
         keys, dq = torch.stack((k, v)), torch.zeros_like(q, dtype=lse.dtype)
@@ -75,7 +94,7 @@ class _BlockwiseRing(torch.autograd.Function):
             dkv = own_dkv if step == 0 else torch.zeros_like(own_dkv)
             for tile in _tiles(q, step, axis, ctx.rule):
                 dq_part, dk, dv = attend_tile_backward(
-                    ctx.kernel, ctx.rule, gradient, q, keys[0], keys[1], full, tile
+                    ctx.kernel, ctx.rule, gradient, q, keys[0], keys[1], full, tile, ctx.starts
                 )
                 dq[:, :, tile.query_rows] += dq_part
                 dkv[0][:, :, tile.key_rows] += dk
@@ -91,7 +110,7 @@ class _BlockwiseRing(torch.autograd.Function):
         assert gradient_transfer is not None, "a ring has two ranks or more"
         own_dkv += wait_ring_transfer(gradient_transfer)[0]
         dk, dv = own_dkv[0].to(k.dtype), own_dkv[1].to(v.dtype)
-        return None, None, dq.to(q.dtype), dk, dv, None
+        return None, None, dq.to(q.dtype), dk, dv, None, None
 
 
 def _tiles(q: Tensor, step: int, axis: MeshAxis, rule: ScoreRule) -> Iterator[Tile]:
@@ -103,6 +122,12 @@ def _tiles(q: Tensor, step: int, axis: MeshAxis, rule: ScoreRule) -> Iterator[Ti
         for rank in (axis.index, axis.index - step)
     )
     return visible_tiles(queries, keys, rule.window)
+
+
+def zigzag_indices(length: int, axis: MeshAxis, device: torch.device) -> Tensor:
+    """Indices [length / ranks] in the sequence of this rank's tokens, in zigzag order."""
+    chunks = _chunks(length // (2 * axis.size), axis.index, axis.size)
+    return torch.cat([torch.arange(c.position, c.positions.stop, device=device) for c in chunks])
 
 
 def _chunks(length: int, rank: int, ranks: int) -> list[Chunk]:

@@ -23,7 +23,7 @@ from workbench.models.attention.attention_kernels import (
 from workbench.models.attention.score_rule import ScoreRule
 from workbench.models.seams import CAUSAL, Positions, at_least_fp32
 from workbench.parallel.context.block_merging import merge_blocks
-from workbench.parallel.context.blockwise_ring import blockwise_ring_attention
+from workbench.parallel.context.blockwise_ring import blockwise_ring_attention, zigzag_indices
 from workbench.parallel.context.context_collectives import start_ring_transfer, wait_ring_transfer
 from workbench.parallel.mesh import MeshAxis
 
@@ -56,10 +56,13 @@ class RingAttend(nn.Module):
         """
         q, k, v = (x.transpose(1, 2) for x in (q_BTHK, k_BTGK, v_BTGK))
         length, rule = q.shape[2] * self.axis.size, self.rule
-        if rule.is_causal_only(length) and self.kernel != "blockwise":
+        starts = positions.document_starts
+        if starts is None and rule.is_causal_only(length) and self.kernel != "blockwise":
             out: Tensor = _RingAttention.apply(q, k, v, self.axis, self.kernel, rule.scale)
         else:
-            out = blockwise_ring_attention(self.kernel, rule, q, k, v, self.axis)
+            if starts is not None:
+                starts = starts[:, zigzag_indices(length, self.axis, q.device)]
+            out = blockwise_ring_attention(self.kernel, rule, q, k, v, self.axis, starts)
         return out.transpose(1, 2)
 
 

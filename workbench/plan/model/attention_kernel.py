@@ -28,13 +28,17 @@ def attention_kernels(gpu: GPU, precision: str, head_dim: int) -> tuple[str, ...
     return (*(("flash",) if flash else ()), *(("efficient",) if efficient else ()), "math")
 
 
-def kernels_of_shape(gpu: GPU, precision: str, shape: Shape, length: int) -> tuple[str, ...]:
-    """The same for attention of `shape` over `length` tokens.
+def kernels_of_shape(
+    gpu: GPU, precision: str, shape: Shape, length: int, documents: bool = False
+) -> tuple[str, ...]:
+    """The same for attention of `shape` over `length` tokens, to a token's own document alone where
+    `documents`.
 
-    Of torch's fused kernels only the CPU's is given the mask of a window or of ALiBi's biases, and
-    none knows soft-caps: what they lack, blockwise attention computes by plain operators.
+    Of torch's fused kernels only the CPU's is given the mask of a window, of documents or of
+    ALiBi's biases, and none knows soft-caps: what they lack, blockwise attention computes by plain
+    operators.
     """
-    if not shape.changes_scores(length):
+    if not (documents or shape.changes_scores(length)):
         return attention_kernels(gpu, precision, shape.query_dim)
     masked = gpu.device == "cpu" and shape.attention_softcap is None
     return (*(("flash",) if masked else ()), "blockwise", "math")
@@ -46,9 +50,11 @@ def is_aligned(precision: str, head_dim: int) -> bool:
     return head_dim * (2 if sixteen else 4) % ALIGNED_BYTES == 0
 
 
-def decided_attention(gpu: GPU, precision: str, shape: Shape, length: int) -> str:
+def decided_attention(
+    gpu: GPU, precision: str, shape: Shape, length: int, documents: bool = False
+) -> str:
     """What `auto` is."""
-    return kernels_of_shape(gpu, precision, shape, length)[0]
+    return kernels_of_shape(gpu, precision, shape, length, documents)[0]
 
 
 def repeats_heads(attention: str, shape: Shape) -> bool:

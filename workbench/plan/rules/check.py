@@ -49,6 +49,7 @@ def problems(plan: ResolvedPlan) -> list[Problem]:
         _precision,
         _attention,
         recompute_rules.problems,
+        _documents,
         _training,
         _corpus,
     )
@@ -58,11 +59,13 @@ def problems(plan: ResolvedPlan) -> list[Problem]:
             *python_model_rules.RULES,
             _batch,
             _precision,
+            _documents,
             _training,
             _corpus,
         )
     if plan.profiled:
-        rules = (*axis_rules.OF_LAYERS, *layer_profile_rules.RULES, _batch, _precision, _training)
+        own = (*axis_rules.OF_LAYERS, *layer_profile_rules.RULES)
+        rules = (*own, _batch, _precision, _documents, _training)
     return [problem for rule in rules for problem in rule(plan)]
 
 
@@ -271,7 +274,8 @@ def _attention(plan: ResolvedPlan) -> Iterator[Problem]:
             yield Problem("strategy.attention", f"is {s.attention}, {why}; legal: auto")
         return
     length = plan.task.sequence_length
-    runs = legal = kernels_of_shape(plan.gpu, s.precision, plan.shape, length)
+    documents = plan.corpus.separate_documents
+    runs = legal = kernels_of_shape(plan.gpu, s.precision, plan.shape, length, documents)
     if s.context.size > s.context.num_ulysses_ranks:
         aligned = plan.gpu.device == "cpu" or is_aligned(s.precision, head_dim)
         legal = tuple(
@@ -279,10 +283,10 @@ def _attention(plan: ResolvedPlan) -> Iterator[Problem]:
         )
     if s.attention not in legal:
         why = f"{plan.gpu.name} does not have for {s.precision} and head_dim {head_dim}"
-        if plan.shape.changes_scores(length):
-            why += f" with {_changed_scores(plan.shape)}"
+        if documents or plan.shape.changes_scores(length):
+            why += f" with {_changed_scores(plan)}"
         elif s.attention == "blockwise":
-            why = "is for a window shorter than the sequence, ALiBi or a soft-cap"
+            why = "is for a window shorter than the sequence, ALiBi, a soft-cap or documents"
         if s.attention == "math":
             why = "ring attention cannot use: blocks are merged by their log-sum-exp"
         elif s.attention in runs:
@@ -291,10 +295,11 @@ def _attention(plan: ResolvedPlan) -> Iterator[Problem]:
         yield Problem("strategy.attention", f"is {s.attention}, which {why}; legal: {fit}")
 
 
-def _changed_scores(shape: Shape) -> str:
+def _changed_scores(plan: ResolvedPlan) -> str:
     """What attention does to scores, by field."""
-    fields = "window", "attention_softcap"
+    fields, shape = ("window", "attention_softcap"), plan.shape
     found = [f"model.{name} {value}" for name in fields if (value := getattr(shape, name))]
+    found += ["corpus.separate_documents"] if plan.corpus.separate_documents else []
     alibi = ["model.positions 'alibi'"] if shape.positions == "alibi" else []
     return " and ".join(alibi + found)
 
@@ -313,6 +318,31 @@ def _training(plan: Plan) -> Iterator[Problem]:
             "is 0, so training.evaluation.every = "
             f"{t.evaluation.every} has no text to read; legal: above 0 and below 1, e.g. 0.05",
         )
+
+
+def _documents(plan: ResolvedPlan) -> Iterator[Problem]:
+    """Why documents of a packed sequence cannot be separated."""
+    if plan.corpus.separate_documents and (why := _undivided_documents(plan)):
+        yield Problem("corpus.separate_documents", f"is true, and {why}")
+
+
+def _undivided_documents(plan: ResolvedPlan) -> str | None:
+    s = plan.strategy
+    if plan.code or plan.profiled:
+        what = "is code" if plan.code else "is a layer profile"
+        return f"{plan.model_name} {what}, whose attention is its own; legal: false"
+    if s.stack != "workbench":
+        return f"strategy.stack is {s.stack}, whose attention is its own; legal: false"
+    if s.operators or s.tensor.algorithm != "1d":
+        beside = "strategy.operators" if s.operators else f"tensor.algorithm '{s.tensor.algorithm}'"
+        return f"{beside} may split sequences among ranks; legal: tensor.algorithm '1d', or false"
+    scaling = plan.shape.rope_scaling
+    if scaling is not None and scaling.type == "dynamic":
+        return (
+            "model.rope_scaling of type 'dynamic' follows the length of one document; legal: "
+            "another type, or false"
+        )
+    return None
 
 
 def _corpus(plan: ResolvedPlan) -> Iterator[Problem]:

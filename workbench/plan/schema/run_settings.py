@@ -43,6 +43,7 @@ class TextSource(Frozen):
         found: dict[str, Any] = written(self)
         left_out = {"source"} if found.get("mix") else set()
         left_out |= {name for name in WRITTEN_IF_SET if found.get(name) is None}
+        left_out |= set() if found.get("separate_documents") else {"separate_documents"}
         return {name: value for name, value in found.items() if name not in left_out}
 
 
@@ -66,6 +67,9 @@ class Corpus(TextSource):
     )
     end_of_text: str | None = Field(
         None, description="Token after each document; default the one that the tokenizer names."
+    )
+    separate_documents: bool = Field(
+        False, description="Tokens attend to their own document only; its last token has no target."
     )
     holdout: float = Field(
         0.05, ge=0, lt=1, description="Last share of the text, kept for evaluation."
