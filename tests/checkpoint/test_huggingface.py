@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -315,7 +316,7 @@ def test_foreign_folders_that_do_not_fit_are_refused(
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("-inf")])
-def test_nan_weights_are_refused_by_name_and_count(
+def test_nan_weights_are_refused_by_name_and_place(
     exported: tuple[Path, Path, Whole], tmp_path: Path, value: float
 ) -> None:
     for path in exported[1].iterdir():
@@ -323,13 +324,13 @@ def test_nan_weights_are_refused_by_name_and_count(
     key = "model.layers.2.mlp.up_proj.weight"
     listed = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
     weights = load_file(tmp_path / listed[key])
-    weights[key].view(-1)[[0, 7, 1000]] = value
+    weights[key].view(-1)[[7, 1000]] = value
     save_file(weights, tmp_path / listed[key])
     made = plan(
         changes={**BATCH, "strategy.precision": "bf16", "checkpoint.load": str(tmp_path)}
     ).resolve()
-    words = rf"{listed[key]}: 3 of the 1536 values of {key} are NaN or infinite"
-    with pytest.raises(PlanError, match=words.replace(".", r"\.")):
+    words = f"{listed[key]}: {key} is {value} at [0, 7]; get intact weights"
+    with pytest.raises(PlanError, match=re.escape(words)):
         SessionCheckpointer(session_of(made, 0), Path("unused")).load()
 
 

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from workbench.checkpoint.huggingface_folder import check_config, refuse_inexpressible
 from workbench.checkpoint.resume_point import CONFIG
+from workbench.checkpoint.safetensors_reader import read_header
 from workbench.checkpoint.safetensors_writer import TORCH_DTYPES
 from workbench.checkpoint.tensor_index import Box, StoredTensor, TensorSource
 from workbench.models import Transformer
@@ -93,8 +92,8 @@ def huggingface_source(folder: Path, shape: Shape) -> TensorSource:
     sizes, found = {}, {}
     for file in _files(folder):
         sizes[file] = ((folder / file).stat().st_size, None)
-        for key, dtype, extent in _headers(folder / file):
-            found[key] = Box(file, key, tuple((0, n) for n in extent), dtype)
+        for key, entry in read_header(folder / file, "get the file again").items():
+            found[key] = Box(file, key, tuple((0, n) for n in entry.shape), entry.dtype)
     assert family.names is not None
     found = _with_prefix(found, family.names)
     parts = stored_parts(family, shape)
@@ -160,17 +159,6 @@ def _files(folder: Path) -> list[str]:
         if not isinstance(file, str) or Path(file).name != file or not (folder / file).is_file():
             raise ValueError(f"{path} lists {file!r}, which is not there; get the complete model")
     return files
-
-
-def _headers(path: Path) -> Iterator[tuple[str, str, tuple[int, ...]]]:
-    """(name, dtype, shape) of each tensor of a file."""
-    try:
-        with safe_open(path, framework="pt") as file:
-            for key in file.keys():  # noqa: SIM118 - no mapping
-                view = file.get_slice(key)
-                yield key, view.get_dtype(), tuple(view.get_shape())
-    except (OSError, SafetensorError) as error:
-        raise ValueError(f"{path} is damaged: {error}; get the file again") from None
 
 
 def _refuse_rest(folder: Path, rest: list[str], names: TensorNames) -> None:

@@ -7,13 +7,13 @@ collective.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
-from safetensors import SafetensorError
+from torch import Tensor
 
 from workbench.checkpoint.checkpoint_format import Shard, Slices, num_entries
 from workbench.checkpoint.manifest import REMEDY
@@ -28,6 +28,9 @@ SETTINGS = (
     "(`workbench weights`)"
 )
 T = TypeVar("T")
+Progress = Callable[[int, int], None]
+PART_NUMEL = 4 * 2**20
+"""Values read at once: up to 16 MiB beside the shards."""
 
 
 @dataclass(frozen=True)
@@ -39,17 +42,23 @@ class LoadingRanks:
 
 
 def load_shards(
-    source: TensorSource, wanted: Sequence[Shard], ranks: LoadingRanks | None = None
+    source: TensorSource,
+    wanted: Sequence[Shard],
+    ranks: LoadingRanks | None = None,
+    progress: Progress = lambda done, of: None,
 ) -> None:
     """Copy stored values into shards, in place, from whatever mesh wrote them.
 
     Checksums of all files that are read, and all names, shapes and dtypes, are verified before
-    anything is copied.
+    anything is copied. Of a file without checksum each rank checks that what it copies is finite:
+    every byte is read once, and after an error the shards hold no weights of use.
 
     Args:
         source: The index of the stored tensors.
         wanted: This rank's shards.
         ranks: The ranks that load together; None for a single one.
+        progress: Called with the bytes done and in all of this rank: of files that it verifies, and
+            of its shards.
 
     Raises:
         PlanError: On all ranks; names the file or tensor, and the remedy.
@@ -58,8 +67,16 @@ def load_shards(
     found = raise_on_all_ranks(ranks, lambda: locate_boxes(source, wanted))
     needs = ranks.gather(sorted({box.file for _, boxes in found for box in boxes}))
     own = assign_files(needs, {file: size for file, (size, _) in source.files.items()})[ranks.rank]
-    raise_on_all_ranks(ranks, partial(verify_files, source, own))
-    raise_on_all_ranks(ranks, lambda: copy_boxes(source, found))
+    hashed = sum(size for size, sha256 in map(source.files.__getitem__, own) if sha256)
+    total, done = hashed + sum(shard.tensor.nbytes for shard in wanted), 0
+
+    def read(nbytes: int) -> None:
+        nonlocal done
+        done += nbytes
+        progress(done, total)
+
+    raise_on_all_ranks(ranks, partial(verify_files, source, own, read))
+    raise_on_all_ranks(ranks, lambda: copy_boxes(source, found, read))
 
 
 def raise_on_all_ranks(ranks: LoadingRanks, work: Callable[[], T]) -> T:
@@ -71,7 +88,7 @@ def raise_on_all_ranks(ranks: LoadingRanks, work: Callable[[], T]) -> T:
     result, said = None, None
     try:
         result = work()
-    except (ValueError, OSError, SafetensorError) as error:
+    except (ValueError, OSError) as error:
         said = str(error)
     for words in ranks.gather(said):
         if words is not None:
@@ -155,50 +172,101 @@ def intersect(a: Slices, b: Slices) -> Slices:
     return tuple((max(s, t), max(max(s, t), min(e, f))) for (s, e), (t, f) in zip(a, b))
 
 
-def copy_boxes(source: TensorSource, found: Sequence[tuple[Shard, Sequence[Box]]]) -> None:
-    """Copy the stored boxes into the shards that overlap with them.
+def copy_boxes(
+    source: TensorSource,
+    found: Sequence[tuple[Shard, Sequence[Box]]],
+    read: Callable[[int], None] = lambda nbytes: None,
+) -> None:
+    """Copy the stored boxes into the shards that overlap with them, in the order of the files.
+
+    A box that several shards want, as a parameter and its master weight do, is read once.
+
+    Args:
+        source: The index.
+        found: Shards, and the boxes to read them from.
+        read: Called with the bytes of each part of a shard.
 
     Raises:
-        ValueError: A file is damaged.
+        ValueError: A file is damaged, or a value of one without checksum is NaN or infinite.
     """
-    files = sorted({box.file for _, boxes in found for box in boxes})
-    with ExitStack() as stack:
-        opened = {file: stack.enter_context(_opened(source, file)) for file in files}
-        for shard, boxes in found:
-            for box in boxes:
-                try:
-                    _copy(opened[box.file], box, shard)
-                except SafetensorError as error:
-                    raise ValueError(
-                        f"{source.folder / box.file} is damaged: {error}; {REMEDY}"
-                    ) from None
+    targets: dict[tuple[Box, Slices], list[Shard]] = {}
+    for shard, boxes in found:
+        for box in boxes:
+            common = intersect(box.slices, shard.slices)
+            targets.setdefault((box, common), []).append(shard)
+    by_file: dict[str, list[tuple[Box, Slices]]] = {}
+    for box, common in targets:
+        by_file.setdefault(box.file, []).append((box, common))
+    for name in sorted(by_file):
+        with source.opened(source.folder / name) as file:
+            wanted = sorted(by_file[name], key=lambda each: file.position(each[0].key))
+            for box, common in wanted:
+                _copy(source, file, box, common, targets[box, common], read)
 
 
-def _opened(source: TensorSource, file: str) -> Any:
-    path = source.folder / file
-    try:
-        return source.opened(path)
-    except (OSError, SafetensorError) as error:
-        raise ValueError(f"{path} is damaged: {error}; {REMEDY}") from None
-
-
-def _copy(file: Any, box: Box, shard: Shard) -> None:
-    target, extent = shard.tensor.detach(), [stop - start for start, stop in box.slices]
-    stored = file.get_slice(box.key)
+def _copy(
+    source: TensorSource,
+    file: Any,
+    box: Box,
+    common: Slices,
+    shards: Sequence[Shard],
+    read: Callable[[int], None],
+) -> None:
+    """Copy what `common` says of a global tensor from a box into shards, part by part."""
+    extent = [stop - start for start, stop in box.slices]
+    stored, path = file.get_slice(box.key), source.folder / box.file
     if box.origin is None and (has := stored.get_shape()) != extent:
-        raise ValueError(
-            f"{box.file}: {box.key} has shape {has}, its manifest says {extent}; {REMEDY}"
-        )
-    if not shard.shape:
-        target.copy_(file.get_tensor(box.key))
+        raise ValueError(f"{path}: {box.key} has shape {has}, its manifest says {extent}; {REMEDY}")
+    origin = (0,) * len(extent) if box.origin is None else box.origin
+    lacking = len(extent) - len(origin)
+    theirs = [(s - first, e - first) for (s, e), (first, _) in zip(common, box.slices)][lacking:]
+    theirs = theirs[::-1] if box.transposed else theirs
+    wanted = tuple(slice(o + s, o + e) for o, (s, e) in zip(origin, theirs))
+    targets = [_target(shard, common, lacking, box.transposed) for shard in shards]
+    unchecked = source.files[box.file][1] is None
+    for part in _parts(wanted, stored.get_shape()):
+        values = stored[part]
+        if unchecked:
+            _refuse_non_finite(values, part, f"{path}: {box.key}")
+        for target in targets:
+            into = tuple(slice(p.start - w.start, p.stop - w.start) for p, w in zip(part, wanted))
+            target[into].copy_(values)
+            read(values.numel() * target.itemsize)
+
+
+def _target(shard: Shard, common: Slices, lacking: int, transposed: bool) -> Tensor:
+    """What `common` says of a shard, with the dims of the stored tensor."""
+    ours = (slice(s - first, e - first) for (s, e), (first, _) in zip(common, shard.slices))
+    target = shard.tensor.detach()[tuple(ours)]
+    for _ in range(lacking):
+        target = target[0]  # of one expert, which has a stored tensor of its own
+    return target.transpose(-1, -2) if transposed else target
+
+
+def _parts(wanted: tuple[slice, ...], shape: Sequence[int]) -> Iterator[tuple[slice, ...]]:
+    """`wanted` in parts, in the order of the file, whose complete rows have `PART_NUMEL` values."""
+    if not wanted:
+        yield ()
         return
-    common = intersect(box.slices, shard.slices)
-    theirs = tuple(slice(s - first, e - first) for (s, e), (first, _) in zip(common, box.slices))
-    ours = tuple(slice(s - first, e - first) for (s, e), (first, _) in zip(common, shard.slices))
-    if box.origin is None:
-        target[ours].copy_(stored[theirs])
+    (first, *rest), row = wanted, math.prod(shape[1:])
+    at = first.start
+    while at < first.stop:
+        if rest and row > PART_NUMEL:
+            for part in _parts(tuple(rest), shape[1:]):
+                yield slice(at, at + 1), *part
+            at += 1
+            continue
+        stop = min(first.stop, at + max(1, PART_NUMEL // max(1, row)))
+        yield slice(at, stop), *rest
+        at = stop
+
+
+def _refuse_non_finite(values: Tensor, part: tuple[slice, ...], what: str) -> None:
+    """Refuse NaN and infinities, naming the first; both extremes are finite without."""
+    low, high = values.aminmax()
+    if bool(low.isfinite() & high.isfinite()):
         return
-    lacking = len(theirs) - len(box.origin)
-    wanted = theirs[lacking:][::-1] if box.transposed else theirs[lacking:]
-    part = stored[tuple(slice(o + s.start, o + s.stop) for o, s in zip(box.origin, wanted))]
-    target[ours].copy_(part.t() if box.transposed else part)
+    place = (~values.isfinite()).nonzero()[0].tolist()
+    value = float(values[tuple(place)])
+    at = [each.start + index for each, index in zip(part, place)]
+    raise ValueError(f"{what} is {value} at {at}; get intact weights")

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
-
 from workbench.checkpoint.checkpoint_format import Slices
 from workbench.checkpoint.manifest import REMEDY, read_manifest
+from workbench.checkpoint.safetensors_reader import SafetensorsFile
 from workbench.checkpoint.safetensors_writer import TORCH_DTYPES
 
 
@@ -37,12 +36,6 @@ class StoredTensor:
     boxes: Sequence[Box]
 
 
-def open_safetensors(path: Path) -> AbstractContextManager[Any]:
-    """An open safetensors file."""
-    opened: AbstractContextManager[Any] = safe_open(path, framework="pt")
-    return opened
-
-
 @dataclass(frozen=True)
 class TensorSource:
     """Index of a folder: tensors by (name, kind), and (bytes, sha256 or None) of each file."""
@@ -53,8 +46,8 @@ class TensorSource:
     meta: Mapping[str, Any]
     exact: bool = True
     """Whether a tensor of another dtype is refused instead of converted."""
-    opened: Callable[[Path], AbstractContextManager[Any]] = open_safetensors
-    """Opens a file: get_slice and get_tensor by key, as `safetensors.safe_open` has them."""
+    opened: Callable[[Path], AbstractContextManager[Any]] = SafetensorsFile
+    """Opens a file: get_slice, get_tensor and position by key, as `SafetensorsFile` has them."""
 
 
 def checkpoint_source(folder: Path) -> TensorSource:

@@ -133,6 +133,13 @@ def follow(run: Run, words: str = "") -> State:
 
         def on_records(records: list[dict[str, Any]]) -> None:
             nonlocal last_line
+            building = [r for r in records if r["kind"] == "phase" and r["phase"] == "building"]
+            if building and (detail := building[-1].get("detail")):
+                text = f"{words} {visible(detail)}".strip()
+                bar.update(task, description=text)
+                if quiet and time.monotonic() - last_line > LINE_SECONDS:
+                    last_line = time.monotonic()
+                    print(text, file=sys.stderr, flush=True)
             losses = [r for r in records if r["kind"] == "step" and r.get("loss") is not None]
             if not losses:
                 return

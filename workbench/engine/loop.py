@@ -41,6 +41,7 @@ from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.planned_device import tensor_device
 from workbench.runs.store.stop_request import read_stop
 from workbench.runtime_facts.phase_deadlines import SLOW_FACTOR
+from workbench.units import bytes_text
 
 GO_ON, STOP, SAVE_AND_STOP = 0, 1, 2
 
@@ -75,7 +76,7 @@ class TrainingLoop:
         self.trackers = Trackers(accelerator, plan)
         self._phase("building")
         self._extend_deadlines()
-        self._encoded: dict[str, int] = {}
+        self._recorded: dict[str, int] = {}
         self.text = self._text()
         self._samples: list[SampledStep] = []
         self._window_open = False
@@ -105,13 +106,20 @@ class TrainingLoop:
     def _tokenizing(self, done: int, of: int, source: str) -> None:
         """Record how much of a source is encoded, at every percent."""
         share = int(100 * done / max(1, of))
-        if share > self._encoded.get(source, 0):
-            self._encoded[source] = share
+        if share > self._recorded.get(source, 0):
+            self._recorded[source] = share
             self._phase("building", f"tokenizing {source}, {min(share, 100)} %")
+
+    def _loading(self, done: int, of: int) -> None:
+        """Record how many bytes this rank has loaded, at every percent."""
+        share, source = int(100 * done / max(1, of)), str(self.plan.checkpoint.load)
+        if share > self._recorded.get(source, 0):
+            self._recorded[source] = share
+            self._phase("building", f"loading weights, {bytes_text(done)} of {bytes_text(of)}")
 
     def run(self) -> None:
         """Train from the checkpoint's step, or from 0, to the last step or a stop request."""
-        self.index = self.saver.load()
+        self.index = self.saver.load(self._loading)
         for kernel in self.session.warm_up():
             self._phase("compiling", kernel)
         if not self._compiles_in_first_step:

@@ -15,7 +15,7 @@ from workbench.checkpoint.background_writer import CheckpointWriter
 from workbench.checkpoint.checkpoint_format import Shard
 from workbench.checkpoint.checkpoint_lock import lock_checkpoints
 from workbench.checkpoint.gguf import gguf_tensors
-from workbench.checkpoint.read_tensors import LoadingRanks
+from workbench.checkpoint.read_tensors import LoadingRanks, Progress
 from workbench.checkpoint.resume_point import (
     checkpoint_meta,
     is_gguf,
@@ -134,11 +134,14 @@ class SessionCheckpointer:
             os.close(self._lock)
             self._lock = -1
 
-    def load(self) -> int:
+    def load(self, progress: Progress = lambda done, of: None) -> int:
         """Load the plan's `checkpoint.load`, from whatever mesh wrote it.
 
         From a folder of Hugging Face weights, or a GGUF file, only parameters are loaded: the
         optimizer starts afresh, at step 0.
+
+        Args:
+            progress: Called with the bytes done and in all of this rank.
 
         Returns:
             Steps already done; 0 where there is nothing to load.
@@ -176,7 +179,7 @@ class SessionCheckpointer:
             if self.session.delayed is not None and source.meta.get("delayed_update"):
                 self.session.delayed.load(source.meta["delayed_update"])
             wanted = [shard for _, shard in self._shards()]
-        read_tensors.load_shards(source, wanted, ranks)
+        read_tensors.load_shards(source, wanted, ranks, progress)
         if self.session.scaler is not None and "loss_scaler" in source.meta:
             self.session.scaler.load(source.meta["loss_scaler"])
         self.session.part.store.gather_updated_params()

@@ -7,6 +7,7 @@ paired with the one half a head further. Reading undoes it.
 
 from __future__ import annotations
 
+import math
 import re
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -108,6 +109,10 @@ class GgufWeights:
     def __init__(self, file: GgufFile) -> None:
         self.file = file
 
+    def position(self, key: str) -> int:
+        """Where in the file a tensor begins, for reading in order."""
+        return int(self.file.tensors[key].data_offset)
+
     def get_slice(self, key: str) -> DequantizedSlice:
         """A tensor of which only a slice is read."""
         return DequantizedSlice(self.file, key)
@@ -143,11 +148,10 @@ class DequantizedSlice:
         """
         from gguf import GGML_QUANT_SIZES, dequantize
 
-        data, kind, last = self.tensor.data, self.tensor.tensor_type, slices[-1]
-        if len(slices) > 1:
-            data = data[self._rows(slices[0])]
-        elif self.permuted_heads:
-            data, last = data[self._rows(last)], slice(0, last.stop - last.start)
+        kind, last = self.tensor.tensor_type, slices[-1]
+        data = self._read(slices)
+        if len(slices) == 1 and self.permuted_heads:
+            last = slice(0, last.stop - last.start)
         # Quantised rows are bytes, in blocks of which each is dequantised alone.
         block, size = GGML_QUANT_SIZES[kind] if data.dtype == np.uint8 else (1, 1)
         first = last.start // block
@@ -162,11 +166,39 @@ class DequantizedSlice:
         values = values[..., last.start - first * block : last.stop - first * block]
         return torch.from_numpy(np.require(values, np.float32, ["C", "W"]))
 
-    def _rows(self, rows: slice) -> slice | np.ndarray:
+    def _read(self, slices: tuple[slice, ...]) -> np.ndarray:
+        """Stored rows that hold `slices`, of which the last dim is complete.
+
+        They are not mapped into memory, where each page would count until the file is closed.
+        """
+        stored, first, lead = self.tensor.data, 0, 0
+        while lead + 2 < len(slices) and slices[lead].stop - slices[lead].start == 1:
+            first += slices[lead].start * math.prod(stored.shape[lead + 1 :])
+            lead += 1
+        if len(slices) == 1 and self.permuted_heads is None:
+            return self._from_file(0, stored.shape)
+        inner = stored.shape[lead + 1 :]
+        rows = self._rows(slices[lead])
+        begin, end = int(rows.min()), int(rows.max()) + 1
+        found = self._from_file(first + begin * math.prod(inner), (end - begin, *inner))
+        found = found[rows - begin] if self.permuted_heads else found
+        found = found[(slice(None), *slices[lead + 1 : -1])]
+        return found.reshape([1] * lead + list(found.shape))
+
+    def _from_file(self, first: int, shape: tuple[int, ...]) -> np.ndarray:
+        """Stored values from the tensor's `first` on."""
+        kind, count = self.tensor.data.dtype, math.prod(shape)
+        offset = int(self.tensor.data_offset) + first * kind.itemsize
+        found = np.fromfile(self.path, kind, count, offset=offset)
+        if found.size != count:
+            raise ValueError(f"{self.path}: {self.key} is cut short; get the file again")
+        return found.reshape(shape)
+
+    def _rows(self, rows: slice) -> np.ndarray:
         """Rows of the file that hold `rows`."""
-        if self.permuted_heads is None:
-            return rows
-        head = self.get_shape()[0] // self.permuted_heads
         row = np.arange(rows.start, rows.stop)
+        if self.permuted_heads is None:
+            return row
+        head = self.get_shape()[0] // self.permuted_heads
         half, index = np.divmod(row % head, head // 2)
         return np.asarray(row - row % head + 2 * index + half)
