@@ -98,6 +98,36 @@ def test_peaks_and_collectives_are_the_engines(
     assert estimated.representative == rehearsed.representative
 
 
+LATENT = {
+    "layers": 4,
+    "hidden": 64,
+    "heads": 4,
+    "ffn": 160,
+    "vocab": 3000,
+    "mla": {"kv_rank": 32, "q_rank": 48, "rope_dim": 8, "nope_dim": 16, "value_dim": 16},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("strategy", "gpus", "more"),
+    [
+        ("megatron-tp", 2, {"strategy.recompute": "full"}),
+        ("megatron-sp", 2, {}),
+        ("zero-bubble", 2, {}),
+        ("ddp", 2, {"strategy.context.size": 2}),
+        ("zero-3", 2, {"strategy.attention": "math"}),
+    ],
+)
+def test_latent_attention_is_estimated_within_half_a_per_cent(
+    strategy: str, gpus: int, more: dict[str, Any]
+) -> None:
+    plan = small(LATENT, strategy, gpus, "fp32").replace(**more)
+    estimated, rehearsed = estimate(plan), rehearse(plan)
+    assert estimated.peak_bytes_by_rank == pytest.approx(rehearsed.peak_bytes_by_rank, rel=0.005)
+    assert traffic(estimated) == traffic(rehearsed)
+
+
 @pytest.mark.slow
 @pytest.mark.drawn(5)
 @pytest.mark.parametrize(

@@ -55,3 +55,33 @@ def shared_kv_head_calls(w: Workload) -> list[CollectiveCall]:
         CollectiveCall("tensor", "all_reduce", columns, w.dtype, n * w.element_bytes, times, "B")
         for n in sizes
     ]
+
+
+def latents_are_apart(w: Workload) -> bool:
+    """Whether tensor ranks all have latent attention's projections down to its latents, and only
+    what follows them is column-parallel.
+    """
+    return w.shape.mla is not None and w.fixed.framework.kernels.pads_values
+
+
+def latent_calls(w: Workload) -> list[CollectiveCall]:
+    """Collectives of the latents and of the rotary key, by which heads' gradients come together;
+    with sequence parallelism they are all-gathered, for the weight gradients of the latents once
+    more.
+    """
+    mla = w.shape.mla
+    if mla is None or not latents_are_apart(w):
+        return []
+    on, off, times = w.searched.sequence, 1 - w.searched.sequence, w.microbatches * w.layers
+    again = w.microbatches * w.recomputed_layers
+    found = []
+    for width, is_read in ((mla.q_rank or 0, True), (mla.kv_rank, True), (mla.rope_dim, False)):
+        size = w.tokens * width * w.element_bytes
+        for kind, action, count in (
+            ("all_reduce", "B", off * times),
+            ("all_gather", "F", on * times),
+            ("all_gather", "B", on * (times * is_read + again)),
+            ("reduce_scatter", "B", on * times),
+        ):
+            found.append(CollectiveCall("tensor", kind, w.tensor, w.dtype, size, count, action))
+    return found

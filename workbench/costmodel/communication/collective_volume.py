@@ -17,6 +17,8 @@ from workbench.costmodel.communication import bucket_volume
 from workbench.costmodel.communication.collective_call import (
     CollectiveCall,
     gradient_dtype_name,
+    latent_calls,
+    latents_are_apart,
     shared_kv_head_calls,
 )
 from workbench.costmodel.communication.float8_volume import float8_collectives
@@ -116,14 +118,17 @@ def _tensor_calls(w: Workload) -> list[CollectiveCall]:
     # unless the framework reruns full layers.
     again = w.fixed.framework.recompute.repeated_all_reduces * w.recomputed_layers
     on, off = w.searched.sequence, 1 - w.searched.sequence
+    # Column-parallel layers that read a latent of the queries have no input as wide as the stream.
+    narrow = float(latents_are_apart(w) and w.shape.mla is not None and bool(w.shape.mla.q_rank))
+    inputs, gathered = two - narrow * w.layers, gathered - narrow * w.recomputed_layers
     # An MoE layer saves its all-gathered input.
     num_moe_layers = (w.layers - w.dense_layers) * (1 - (w.experts_over_tensor > 1))
     return [
         CollectiveCall("tensor", "all_reduce", t, dtype, stream, off * m * (two + first), "F"),
         CollectiveCall(
-            "tensor", "all_reduce", t, dtype, stream, off * m * (two + last + again), "B"
+            "tensor", "all_reduce", t, dtype, stream, off * m * (inputs + last + again), "B"
         ),
-        CollectiveCall("tensor", "all_gather", t, dtype, stream, on * m * (two + last), "F"),
+        CollectiveCall("tensor", "all_gather", t, dtype, stream, on * m * (inputs + last), "F"),
         CollectiveCall("tensor", "reduce_scatter", t, dtype, stream, on * m * (two + first), "F"),
         CollectiveCall(
             "tensor",
@@ -131,12 +136,13 @@ def _tensor_calls(w: Workload) -> list[CollectiveCall]:
             t,
             dtype,
             stream,
-            on * m * (two + first + two + last + gathered - num_moe_layers),
+            on * m * (two + first + inputs + last + gathered - num_moe_layers),
             "B",
         ),
         CollectiveCall(
-            "tensor", "reduce_scatter", t, dtype, stream, on * m * (two + last + again), "B"
+            "tensor", "reduce_scatter", t, dtype, stream, on * m * (inputs + last + again), "B"
         ),
+        *latent_calls(w),
         *shared_kv_head_calls(w),
     ]
 
@@ -187,7 +193,10 @@ def _ulysses_calls(w: Workload) -> list[CollectiveCall]:
     """Ulysses (2309.14509) has an all-to-all of queries, keys and values, and one of the output."""
     dtype, times = w.dtype, w.microbatches * w.layers
     keys = w.kv_head_repeats * (w.k_width + w.v_width) * w.tokens * w.element_bytes
-    sizes = (keys + w.q_width * w.tokens * w.element_bytes, w.o_width * w.tokens * w.element_bytes)
+    sizes = (
+        keys + w.q_width * w.tokens * w.element_bytes,
+        w.attended_width * w.tokens * w.element_bytes,
+    )
     count = {"F": times, "B": times + w.microbatches * w.recomputed_layers}
     return [
         CollectiveCall(

@@ -208,7 +208,7 @@ def ulysses_bytes(w: Workload) -> MovedBytes:
     joined = w.q_width + w.kv_head_repeats * (w.k_width + w.v_width)
     several = 2 * e * (w.sequences > 1)
     found = moved_by([2 * e, 2 * e, several], [2 * e, 2 * e, several]).wide(w.tokens * joined)
-    found += moved_by([2 * e, several], [2 * e, several]).wide(w.tokens * w.o_width)
+    found += moved_by([2 * e, several], [2 * e, several]).wide(w.tokens * w.attended_width)
     return found.times(1.0 * (w.ulysses > 1))
 
 
@@ -224,8 +224,8 @@ def attention_bytes(w: Workload) -> MovedBytes:
     if w.fixed.has_context_parallel and w.fixed.context_algorithm != "ulysses":
         steps, half = (w.ring - 1) * 1.0, 0.5
         merge = moved_by([cast, 2 * u, 2 * u, 2 * u, 3 * u, 2 * u], [2 * u + e, 2 * u])
-        found += moved_by([cast, cast], [cast, cast]).wide(t * w.o_width)
-        found += merge.wide(half * t * w.o_width).times(steps)
+        found += moved_by([cast, cast], [cast, cast]).wide(t * w.attended_width)
+        found += merge.wide(half * t * w.attended_width).times(steps)
         found += moved_by([2 * e], [2 * e, 2 * e, cast, u, 3 * u, cast]).wide(t * keys)
         found += moved_by([], [2 * e, 2 * u + e, 2 * u]).wide(t * keys).times(steps)
         found = found.times(1.0 * (w.ring > 1))

@@ -114,7 +114,7 @@ def _head_copies(w: Workload, o: MeasuredOperators) -> Number:
     all-to-all and put in the order of tokens; the output twice.
     """
     joined = w.tokens * (w.q_width + w.kv_head_repeats * (w.k_width + w.v_width))
-    out = w.tokens * w.o_width
+    out = w.tokens * w.attended_width
     read_and_written = 2 * w.element_bytes
     each = 3 * o.stream_seconds(read_and_written * joined)
     return (w.ulysses > 1) * (each + 2 * o.stream_seconds(read_and_written * out))

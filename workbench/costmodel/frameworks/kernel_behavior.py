@@ -41,6 +41,10 @@ class KernelBehavior:
     """Bytes of temporaries for each entry that is cast to fp8 before a GEMM."""
     reduces_fp8_scales: bool = False
     """Whether fp8 scales are those of whole tensors, over the ranks that hold parts of them."""
+    pads_values: bool = False
+    """Whether attention's kernels take latent attention's values padded to the width of its keys,
+    and every tensor rank has the projections onto its latents.
+    """
     counts_operators: bool = False
     """Whether its operators are known one by one: what each moves on a GPU
     (`compute/engine_operators.py`), takes on a CPU (`workbench calibrate`) and allocates in

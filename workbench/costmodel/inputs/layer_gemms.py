@@ -134,4 +134,5 @@ def attention_flops(w: Workload) -> Number:
     counts as their mean.
     """
     seen = w.shape.attended_keys(w.fixed.sequence_length)
-    return w.tokens * seen * (w.k_width if w.shape.mla else w.q_width) + w.tokens * seen * w.o_width
+    keys = w.k_width if w.shape.mla else w.q_width
+    return w.tokens * seen * keys + w.tokens * seen * w.attended_width

@@ -169,6 +169,16 @@ class RankShapes:
         return np.maximum(self.vocab_rows, self.head_rows) * self.weight_in_dim
 
     @property
+    def attended_width(self) -> Number:
+        """Width of attention's output, which latent attention may have padded."""
+        return self.o_width if self.shape.mla is None else self.v_width
+
+    @property
+    def padded_output_width(self) -> Number:
+        """The same where it is a tensor beside the output projection's input; else 0."""
+        return self.attended_width * np.greater(self.attended_width, self.o_width)
+
+    @property
     def head_params(self) -> Number:
         """Parameters of the head on one tensor rank."""
         return self.head_rows * self.weight_in_dim

@@ -129,7 +129,9 @@ def assemble_workload(
         tiling=blocks,
         hidden_per_rank=shape.hidden / blocks.hidden_parts,
         weight_in_dim=shape.hidden / blocks.in_dim_parts,
-        **tensor_parallel_widths(shape, blocks.column_parts, s.expert_tensor),
+        **tensor_parallel_widths(
+            shape, blocks.column_parts, s.expert_tensor, pads_values=s.framework.kernels.pads_values
+        ),
         **_table_rows(s, places, blocks),
         sequence_parallel=1 + k.sequence * (k.tensor - 1),
         element_bytes=DTYPE_BYTES[s.precision],
@@ -150,7 +152,11 @@ def assemble_workload(
 
 
 def tensor_parallel_widths(
-    shape: Shape, columns: Number, expert_columns: int = 0, padded: bool = True
+    shape: Shape,
+    columns: Number,
+    expert_columns: int = 0,
+    padded: bool = True,
+    pads_values: bool = False,
 ) -> dict[str, Any]:
     """Widths of the widest of `columns` tensor ranks.
 
@@ -162,6 +168,7 @@ def tensor_parallel_widths(
         expert_columns: Those of them that shard an expert; 0: all.
         padded: Whether widths are those of the widest rank, or an even share (for model FLOPs,
             where padding is no work).
+        pads_values: Whether attention takes latent attention's values as wide as its keys.
 
     Returns:
         Names of `RankShapes` widths -> elements.
@@ -180,10 +187,11 @@ def tensor_parallel_widths(
         )
     )
     q, k, v = (shape.q_width / shape.heads,) * 2 + (mla.value_dim,) if mla else (head, head, head)
+    attended = shape.query_dim if mla and pads_values else v
     return {
         "q_width": heads * q,
         "k_width": kv * k,
-        "v_width": kv * v,
+        "v_width": kv * attended,
         "o_width": heads * v,
         "heads": heads,
         "ffn": ffn,

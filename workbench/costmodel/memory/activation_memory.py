@@ -17,6 +17,7 @@ from workbench.costmodel.inputs.config import Array, Number
 from workbench.costmodel.inputs.layer_gemms import layer_gemms
 from workbench.costmodel.inputs.rank_workload import Workload
 from workbench.costmodel.memory.attention_memory import (
+    padded_output_bytes,
     restored_attention_bytes,
     saved_attention_bytes,
 )
@@ -130,9 +131,11 @@ def _saved_and_needed(
     """(bytes saved from forward to backward, bytes that backward reads); selective recompute saves
     less than backward reads.
     """
+    padded_output = padded_output_bytes(w) * (1 - w.searched.selective)
     attention = (
         w.q_width + w.k_width + w.v_width + w.o_width
     ) * w.tokens * w.element_bytes + _ulysses_saved(w)
+    attention = attention + padded_output
     saved = 2 * norm_saved(w) + _mla_latents(w) + head_norms_saved(w) + attention + ffn
     recompute = w.fixed.framework.recompute
     saved = saved + _fp8_saved_delta(w, is_moe) - _frozen_inputs(w, wide)
@@ -261,7 +264,7 @@ def _ulysses_saved(w: Workload) -> Number:
     if not w.fixed.has_context_parallel:
         return 0.0
     keeps = w.fixed.framework.model_parallel.keeps_exchanged_output and w.fixed.attention != "math"
-    twice = keeps * (1 - w.searched.selective)
+    twice = keeps * (1 - w.searched.selective) * (w.padded_output_width == 0)
     extra_width = (w.kv_head_repeats - 1) * (w.k_width + w.v_width) + w.o_width * twice
     return (w.ulysses > 1) * extra_width * w.tokens * w.element_bytes
 
@@ -413,17 +416,19 @@ def head_norms_saved(w: Workload) -> Number:
 
 
 def _mla_latents(w: Workload) -> Number:
-    """Bytes of MLA's compressed queries and keys (2405.04434) and of their norms."""
+    """Bytes of MLA's compressed queries and keys (2405.04434) and of their norms; in this engine
+    also of the rotary key beside the latter and of the norms' statistics, and of a rank's own
+    tokens alone under sequence parallelism.
+    """
     mla = w.shape.mla
-    return (
-        0.0
-        if mla is None
-        else 2.0
-        * (mla.kv_rank + (mla.q_rank or 0))
-        / w.tiling.hidden_parts
-        * w.tokens
-        * w.element_bytes
-    )
+    if mla is None:
+        return 0.0
+    latents = 2.0 * (mla.kv_rank + (mla.q_rank or 0)) / w.tiling.hidden_parts * w.element_bytes
+    if not w.fixed.framework.kernels.pads_values:
+        return latents * w.tokens
+    statistics = (1 + (mla.q_rank is not None)) * w.upcast_bytes
+    own = latents + mla.rope_dim * w.element_bytes + statistics
+    return own * w.tokens / w.sequence_parallel
 
 
 def weight_gradient_bytes(w: Workload) -> Number:
@@ -490,9 +495,7 @@ def boundary_bytes(w: Workload) -> tuple[Array, Array]:
     length = w.fixed.sequence_length / w.searched.context
     restart = w.fixed.separate_documents and w.shape.positions == "learned"
     indices = w.tokens if restart else length
-    rotary = length * (
-        (w.shape.head_dim or 0) * w.element_bytes if w.shape.positions == "rope" else 0.0
-    )
+    rotary = length * (w.shape.rotary_dim * w.element_bytes if w.shape.positions == "rope" else 0.0)
     saved = (
         w.zeros
         + (rotary + TOKEN_ID_BYTES * indices) * w.fixed.chunks
@@ -519,10 +522,22 @@ def deferred_weight_bytes(w: Workload, is_moe: bool = False) -> Number:
     bytes_of_width, hidden = w.tokens * w.element_bytes, w.hidden_activation_bytes
     ffn = w.shared_ffn if is_moe else w.ffn
     wide, has_wide = ffn * bytes_of_width, np.greater(ffn, 0)
-    attention = 2 * hidden + (w.q_width + w.k_width + w.v_width + w.o_width) * bytes_of_width
+    attention = 2 * hidden + (_projected_width(w) + w.o_width) * bytes_of_width
     all_layers = attention + has_wide * (2 * hidden + (3 if w.shape.gated else 2) * wide)
     row_parallel = hidden + w.o_width * bytes_of_width + has_wide * (hidden + wide)
+    if w.shape.mla is not None:  # those onto latents are deferred all the same
+        onto = (w.shape.mla.q_rank or 0) + w.shape.mla.kv_rank + w.shape.mla.rope_dim
+        row_parallel = row_parallel + (w.hidden_per_rank + onto) * bytes_of_width / w.tensor
     return np.where(w.sequence_parallel > 1, row_parallel, all_layers)
+
+
+def _projected_width(w: Workload) -> Number:
+    """Outputs of the projections in front of attention, and inputs of those that read latents."""
+    mla = w.shape.mla
+    if mla is None:
+        return w.q_width + w.k_width + w.v_width
+    latents = 2 * ((mla.q_rank or 0) + mla.kv_rank) + mla.rope_dim
+    return latents + w.q_width + w.heads * (mla.nope_dim + mla.value_dim)
 
 
 def embedding_backward(w: Workload) -> Number:

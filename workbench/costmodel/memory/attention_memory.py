@@ -51,7 +51,7 @@ def repeated_kv_bytes(w: Workload) -> Number:
         return 0.0
     exchanged = np.asarray((w.ulysses > 1) & np.logical_not(_is_math(w)))
     repeats = w.k_width * np.where(exchanged, w.kv_head_repeats, 1.0) < w.q_width
-    extra_width = w.q_width + w.o_width - np.where(exchanged, 0.0, w.k_width + w.v_width)
+    extra_width = w.q_width + w.attended_width - np.where(exchanged, 0.0, w.k_width + w.v_width)
     applies = repeats & np.asarray(w.ring == 1)
     num_bytes: Number = applies * extra_width * w.tokens * w.element_bytes
     return num_bytes
@@ -59,19 +59,20 @@ def repeated_kv_bytes(w: Workload) -> Number:
 
 def _padded_head_bytes(w: Workload) -> Number:
     """Additional bytes of flash attention's padded heads, whose output is saved padded too."""
-    s, head_dim = w.fixed, int(w.shape.head_dim or 0)
+    s, head_dim = w.fixed, w.shape.query_dim
     on_gpu = s.gpu.device == "cuda"
     if not on_gpu or s.attention != "flash" or is_aligned(s.precision, head_dim):
         return 0.0
     factor = -(-head_dim // 8) * 8 / head_dim
-    extra_width = (factor - 1) * (w.q_width + w.k_width + w.v_width) + factor * w.o_width
+    output = factor * w.attended_width - w.padded_output_width  # counted beside already
+    extra_width = (factor - 1) * (w.q_width + w.k_width + w.v_width) + output
     return extra_width * w.tokens * w.element_bytes
 
 
 def _upcast_operand_bytes(w: Workload) -> Number:
     """Additional bytes of math attention's fp32 queries, keys and values."""
     wider = np.maximum(0.0, FP32 - w.element_bytes)
-    num_bytes: Number = _is_math(w) * wider * (2 * w.q_width + w.o_width) * w.tokens
+    num_bytes: Number = _is_math(w) * wider * (2 * w.q_width + w.attended_width) * w.tokens
     return num_bytes
 
 
@@ -95,15 +96,15 @@ def attention_backward_bytes(w: Workload) -> Number:
     """
     s = w.fixed
     if _is_math(w):
-        return 2 * probability_bytes(w) + FP32 * w.o_width * w.tokens
+        return 2 * probability_bytes(w) + FP32 * w.attended_width * w.tokens
     if runs_tiles(w):
         return tiled_backward_bytes(w)
-    widths = w.q_width + w.k_width + w.v_width + w.o_width
+    widths = w.q_width + w.k_width + w.v_width + w.attended_width
     gradients = widths * w.tokens * w.element_bytes
     if s.gpu.device != "cuda":
         return gradients
     workspace = FP32 * (w.heads + (w.element_bytes < FP32) * w.q_width) * w.tokens
-    grouped = (s.attention == "flash") * (w.q_width + w.o_width) * (w.k_width < w.q_width)
+    grouped = (s.attention == "flash") * (w.q_width + w.attended_width) * (w.k_width < w.q_width)
     return gradients + workspace + grouped * w.tokens * w.element_bytes
 
 
@@ -112,7 +113,7 @@ def freed_by_attention_backward(w: Workload) -> Number:
     math the output projection's input and the values. Fused kernels read their output.
     """
     values = max(FP32, float(w.element_bytes))
-    return _is_math(w) * (w.element_bytes + values) * w.o_width * w.tokens
+    return _is_math(w) * (w.element_bytes + values) * w.attended_width * w.tokens
 
 
 def _is_math(w: Workload) -> bool:
@@ -121,5 +122,14 @@ def _is_math(w: Workload) -> bool:
 
 def restored_attention_bytes(w: Workload) -> Array:
     """Bytes that selective recompute of attention restores before backward."""
-    operands = (2 * w.q_width + w.o_width) * w.tokens * max(FP32, float(w.element_bytes))
-    return np.asarray(_is_math(w) * (saved_probability_bytes(w) + operands))
+    operands = (2 * w.q_width + w.attended_width) * w.tokens * max(FP32, float(w.element_bytes))
+    return np.asarray(
+        _is_math(w) * (saved_probability_bytes(w) + operands) + padded_output_bytes(w)
+    )
+
+
+def padded_output_bytes(w: Workload) -> Number:
+    """Bytes of latent attention's padded output, which a kernel saves beside what the output
+    projection reads of it; math attention saves its probabilities instead.
+    """
+    return w.padded_output_width * w.tokens * w.element_bytes * float(not _is_math(w))

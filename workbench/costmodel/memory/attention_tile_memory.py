@@ -32,7 +32,7 @@ def tiled_backward_bytes(w: Workload) -> Number:
     alone = w.q_width * w.tokens * w.element_bytes + wide * kv_width
     around = wide * w.q_width * w.tokens + kv_width * _ring_bytes_of_kv(w)
     gradients = np.where(w.ring > 1, around, alone)
-    return w.o_width * w.tokens * w.element_bytes + gradients + _tile_bytes(w)
+    return w.attended_width * w.tokens * w.element_bytes + gradients + _tile_bytes(w)
 
 
 def _ring_bytes_of_kv(w: Workload) -> Number:

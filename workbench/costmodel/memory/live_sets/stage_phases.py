@@ -230,7 +230,7 @@ def _split_backward(w: Workload, deferred: Array, logits: Array) -> dict[str, Me
         "split_attention": {
             "activations": deferred + freed_later,
             "logits": logits,
-            "temporary": w.zeros + w.o_width * w.tokens * w.element_bytes,
+            "temporary": w.zeros + w.attended_width * w.tokens * w.element_bytes,
         },
         "first_norm": {
             "activations": deferred,
