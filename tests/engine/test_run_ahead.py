@@ -8,12 +8,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from tests.engine.test_loop import Records, refusal, steps, trained
 from workbench.engine import loop
 from workbench.engine.data.batch_feed import BatchFeed
+from workbench.engine.data.batch_sampler import BatchContents
 from workbench.engine.measure import step_under_way
 from workbench.engine.measure.step_under_way import HostCopy, StepUnderWay
 from workbench.engine.session import Session, StepResult
@@ -129,6 +131,9 @@ class Text:
         time.sleep(self.seconds)
         self.prepared.append(step)
         return torch.full((1, 1, 4), step), torch.full((1, 1, 4), step + 1)
+
+    def contents(self, step: int) -> BatchContents:
+        return BatchContents(np.array([4]), np.array([[0]]))
 
 
 def feed(text: Any, seconds: float = 10.0) -> BatchFeed:

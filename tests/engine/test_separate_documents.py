@@ -52,10 +52,10 @@ def test_trained_tokens_are_counted_over_all_ranks(weights: tuple[float, ...]) -
     for step in range(5):
         parts = [sampler(corpus(*weights), rank, 2) for rank in range(2)]
         counted = sum(int((one.batch(step)[1] != IGNORE_INDEX).sum()) for one in parts)
-        assert counted == parts[0].trained_tokens(step) < 40
+        assert counted == parts[0].contents(step).trained_tokens.sum() < 40
         held_out = sum(int((one.evaluation(step)[1] != IGNORE_INDEX).sum()) for one in parts)
         assert held_out == parts[0].evaluated_tokens(step)
-    assert sampler(corpus(*weights, boundaries=None)).trained_tokens(0) == 40
+    assert sampler(corpus(*weights, boundaries=None)).contents(0).trained_tokens.sum() == 40
 
 
 def load(tmp_path: Path, source: Path, **fields: Any) -> SourceTokens:

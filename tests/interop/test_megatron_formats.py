@@ -304,6 +304,14 @@ def test_a_file_in_which_nothing_was_read_is_refused_with_what_it_holds(
     assert held in message and "Megatron-LM arguments (--num-layers)" in message
 
 
+def test_of_a_mixture_its_sources_are_named_and_no_other() -> None:
+    mix = [{"source": "a.jsonl", "weight": 2}, {"source": "b.jsonl", "weight": 1}]
+    plan = Plan.of("tiny", gpu=GPU_NAME, gpus=1, set={"corpus": {"mix": mix}})
+    found = {note.field: note.value for note in interop.write(plan, "megatron").untranslated}
+    assert [part["source"] for part in found["corpus.mix"]] == ["a.jsonl", "b.jsonl"]
+    assert "corpus.source" not in found
+
+
 def test_what_a_format_cannot_say_is_named_with_value_and_reason() -> None:
     plan = Plan.of(
         "bloom-7b1",

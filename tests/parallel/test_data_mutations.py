@@ -80,12 +80,15 @@ def test_hybrid_shards_not_all_reduced_over_their_replicas(
 
 
 def test_clipping_by_the_norm_of_the_local_shards(monkeypatch: pytest.MonkeyPatch) -> None:
-    def agree(self: Session, loss: Tensor | None, stop: int) -> tuple[Tensor, Tensor, Tensor]:
-        agreed, _, stopping = original(self, loss, stop)
+    def agree(
+        self: Session, loss: Tensor | None, stop: int, by_source: None
+    ) -> tuple[Tensor, Tensor, Tensor, None]:
+        agreed, _, stopping, _ = original(self, loss, stop, by_source)
         return (
             agreed,
             square_norm(self.part.store.gradients, self.part.store.layouts, self.mesh).sqrt(),
             stopping,
+            None,
         )
 
     original = Session._agree

@@ -85,12 +85,15 @@ def test_tied_embedding_not_reduced_across_stages(monkeypatch: pytest.MonkeyPatc
 def test_clipping_by_the_local_norm(
     monkeypatch: pytest.MonkeyPatch, mesh: tuple[int, int, int]
 ) -> None:
-    def agree(self: Session, loss: Tensor | None, stop: int) -> tuple[Tensor, Tensor, Tensor]:
-        agreed, _, stopping = original(self, loss, stop)
+    def agree(
+        self: Session, loss: Tensor | None, stop: int, by_source: None
+    ) -> tuple[Tensor, Tensor, Tensor, None]:
+        agreed, _, stopping, _ = original(self, loss, stop, by_source)
         return (
             agreed,
             square_norm(self.part.store.gradients, self.part.store.layouts, self.mesh).sqrt(),
             stopping,
+            None,
         )
 
     original = Session._agree

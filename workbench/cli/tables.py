@@ -241,6 +241,8 @@ def _time_rows(found: Profile) -> Iterator[tuple[str, ...]]:
         yield "tokens/s", count_text(found.tokens_per_second)
     if found.loss:
         yield "loss, first and last", f"{found.loss[0]:.4f}  {found.loss[-1]:.4f}"
+    for one in found.notes.get("loss_by_source", []):
+        yield f"  of {one['source']}", f"{one['loss']:.4f}", "a token of its last steps"
     if found.fits is not None:
         yield "fits", "yes" if found.fits else "NO"
     for what in found.notes.get("left_out", []):

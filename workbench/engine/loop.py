@@ -16,6 +16,7 @@ from accelerate import Accelerator
 
 from workbench.corpora import tokenized_corpus
 from workbench.engine.data.batch_feed import BatchFeed
+from workbench.engine.data.batch_sampler import BatchContents
 from workbench.engine.data.batch_sampler import BatchSampler as TextSampler
 from workbench.engine.garbage_collection import collected_on_common_steps
 from workbench.engine.measure.allocator_memory import memory_meter
@@ -33,7 +34,7 @@ from workbench.engine.measure.step_under_way import HostCopy, StepUnderWay
 from workbench.engine.measure.telemetry_writer import TelemetryWriter
 from workbench.engine.optimizer import learning_rate
 from workbench.engine.process_group.collective_deadlines import extend_deadlines, restore_deadlines
-from workbench.engine.session import Session, initial_drawer, rank_share
+from workbench.engine.session import MicrobatchSources, Session, initial_drawer, rank_share
 from workbench.engine.session_checkpoint import SessionCheckpointer
 from workbench.parallel.mesh import Mesh
 from workbench.parallel.tensor.apply_tensor import counts_own_loss
@@ -182,12 +183,17 @@ class TrainingLoop:
             elif observed == "timeline":
                 self.action_tracker = timeline = StepTimeline(self.session)
                 stack.enter_context(timeline.step())
-            tokens = self.feed.trained_tokens
-            result = self.session.step(self.index, *batch, self.action_tracker, asked, tokens)
+            contents = self.feed.contents
+            assert contents is not None
+            tokens: list[int] = contents.trained_tokens.tolist()
+            sources = self._sources(contents)
+            result = self.session.step(
+                self.index, *batch, self.action_tracker, asked, sum(tokens), sources
+            )
         counters = self.meter.end_step(observed == "memory")
         if observed == "memory":
             self._samples[-1].counters = counters
-        scalars = HostCopy(torch.stack([x for x in result if x is not None]))
+        scalars = HostCopy(torch.cat([x.reshape(-1) for x in result if x is not None]))
         action = self.action_tracker.current
         bytes_now = self.meter.now()
         self._under_way.append(
@@ -216,7 +222,7 @@ class TrainingLoop:
         return stopping
 
     def _finish(self, step: StepUnderWay) -> int:
-        loss, norm, stop, *scaling = self._scalars(step)
+        loss, norm, stop, *rest = self._scalars(step)
         ended, cpu_ended = time.perf_counter(), time.process_time()
         if step.index == self.first and self._compiles_in_first_step:
             self._restore_deadlines()
@@ -224,6 +230,7 @@ class TrainingLoop:
         on_cpu = self.session.device.type == "cpu"
         t, scaler = self.plan.training, self.session.scaler
         scheduled = step.index - (scaler.skipped if scaler else 0)
+        scaling, by_source = (rest[:2], rest[2:]) if scaler else ([], rest)
         skipped = bool(scaler and scaling[1])
         if scaler:
             scaler.count_skipped(skipped)
@@ -240,7 +247,8 @@ class TrainingLoop:
             # On a GPU steps overlap on the host, and what it does beside them is no measure of one.
             "cpu_seconds": cpu_ended - step.cpu_began if on_cpu else None,
             "data_seconds": step.data_seconds,
-            "tokens": step.tokens,
+            "tokens": sum(step.tokens),
+            **self._by_source(by_source, step.tokens),
             "gradient_norm": norm,
             "learning_rate": learning_rate(scheduled, t.optimizer, t.steps),
             "loss_scale": scaling[0] if scaler else None,
@@ -257,6 +265,26 @@ class TrainingLoop:
             rows = step.timeline.collective_rows()
             self.telemetry.record("collectives", step=step.index, rows=rows)
         return int(stop)
+
+    def _sources(self, contents: BatchContents) -> MicrobatchSources | None:
+        """Sources of the loaded step, where a microbatch has one and the corpus several."""
+        t, count = self.plan.training, len(self.text.sources)
+        if count == 1 or t.micro_batch > 1 or self.plan.code:
+            return None
+        return MicrobatchSources(contents.sources[:, 0].tolist(), count)
+
+    def _by_source(self, parts: list[float], tokens: list[int]) -> dict[str, Any]:
+        """Loss a token of each source that the step has tokens of, by its part of the step's."""
+        if not parts:
+            return {}
+        total = sum(tokens)
+        rows = zip(self.text.sources, parts, tokens, strict=True)
+        found = [
+            {"source": one.source, "loss": part * total / own, "tokens": own}
+            for one, part, own in rows
+            if own
+        ]
+        return {"by_source": found}
 
     def _scalars(self, step: StepUnderWay) -> list[float]:
         """What a step computed; errors of a GPU come to light here, and are of that step."""

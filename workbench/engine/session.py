@@ -6,7 +6,7 @@ The worker, the rehearsal and `verify` all build this session: what is verified 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -65,7 +65,8 @@ class StepResult(NamedTuple):
 
     `loss` is the mean over the step's tokens, `gradient_norm` the global norm before clipping,
     `stop` the sum of the ranks' stop requests. With loss scaling, `loss_scale` is the scale of this
-    step and `skipped` is 1 where gradients overflowed and the step was skipped.
+    step and `skipped` is 1 where gradients overflowed and the step was skipped. `by_source` is each
+    source's part of the loss [sources], which without aux losses they add up to.
     """
 
     loss: Tensor
@@ -73,6 +74,15 @@ class StepResult(NamedTuple):
     stop: Tensor
     loss_scale: Tensor | None = None
     skipped: Tensor | None = None
+    by_source: Tensor | None = None
+
+
+class MicrobatchSources(NamedTuple):
+    """Sources of a rank's microbatches, each of one sequence."""
+
+    of_microbatch: Sequence[int]
+    num_sources: int
+    """Of the corpus."""
 
 
 @dataclass
@@ -197,6 +207,7 @@ class Session:
         observer: Observer | None = None,
         stop: int = 0,
         trained_tokens: int | None = None,
+        sources: MicrobatchSources | None = None,
     ) -> StepResult:
         """Forward, backward and optimizer step on this data-parallel rank's microbatches.
 
@@ -213,6 +224,8 @@ class Session:
             stop: This rank's stop request; all ranks' are summed with the loss and gradient norm,
                 in the same all-reduce.
             trained_tokens: Tokens of the global batch that have a target; None: all of them.
+            sources: Of this rank's microbatches; then the loss of each source is summed with the
+                rest, in the same all-reduce.
 
         Returns:
             Loss, gradient norm and summed stop requests of the whole job, not yet synchronised with
@@ -233,6 +246,9 @@ class Session:
         self.part.aux_loss.start(scale)
         self.part.samples.start_step(index * t.global_batch + self.share.first, self.share.stride)
         self._find_documents(targets_MBT)
+        if sources is not None:
+            losses_M = torch.zeros(len(tokens_MBT), dtype=torch.float32, device=self.device)
+            self.part.samples.losses_of_step = losses_M
         loss = self.executor.step(*self._own(tokens_MBT, targets_MBT), scale, watch.action)
         loss = self.part.aux_loss.added_to(loss)
         # Tied embedding and head on different stages are two copies of one parameter: the sum of
@@ -241,7 +257,8 @@ class Session:
             self._sum_tied_gradient(self.part.tied_across_stages)
         watch.moment("before_optimizer")
         with watch.action("CLIP", None):
-            result = self._unscaled(*self._agree(loss, stop))
+            by_source = None if sources is None else self._losses_by_source(sources) * scale
+            result = self._unscaled(*self._agree(loss, stop, by_source))
             factor = clip_factor(result.gradient_norm, t.optimizer.clip)
             # Unscaling and clipping are one factor for the optimizer.
             if result.loss_scale is not None:
@@ -276,13 +293,24 @@ class Session:
         ends = (first, last) if axis.index < cut else (last, first)
         return sum_tied_gradient(gradient, axis, ends, sharded)
 
-    def _unscaled(self, loss: Tensor, norm: Tensor, stop: Tensor) -> StepResult:
+    def _losses_by_source(self, sources: MicrobatchSources) -> Tensor:
+        """This rank's summed losses of each source, [sources]."""
+        losses_M = self.part.samples.losses_of_step
+        assert losses_M is not None
+        self.part.samples.losses_of_step = None
+        of_microbatch = torch.tensor(sources.of_microbatch, device=self.device)
+        return losses_M.new_zeros(sources.num_sources).index_add(0, of_microbatch, losses_M)
+
+    def _unscaled(
+        self, loss: Tensor, norm: Tensor, stop: Tensor, by_source: Tensor | None
+    ) -> StepResult:
         """Divide loss and norm by the loss scale, and update the scale for the next step."""
         if self.scaler is None:
-            return StepResult(loss, norm, stop)
+            return StepResult(loss, norm, stop, by_source=by_source)
         scale, skipped = self.scaler.scale.clone(), found_inf(norm)
         self.scaler.update(skipped)
-        return StepResult(loss / scale, norm / scale, stop, scale, skipped)
+        by_source = None if by_source is None else by_source / scale
+        return StepResult(loss / scale, norm / scale, stop, scale, skipped, by_source)
 
     def _find_documents(self, targets_MBT: Tensor) -> None:
         """Tell the stages where the documents of their microbatches start."""
@@ -295,8 +323,11 @@ class Session:
             tokens_MBT, targets_MBT, self.mesh["context.ring"], self.mesh["context.ulysses"]
         )
 
-    def _agree(self, loss: Tensor | None, stop: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Loss, gradient norm and stop requests of the whole job, by one all-reduce of 3 scalars.
+    def _agree(
+        self, loss: Tensor | None, stop: int, by_source: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Loss, gradient norm, stop requests and losses by source of the whole job, by one
+        all-reduce of 3 scalars and one a source.
 
         A rank contributes the squares of the gradients that it owns (each global entry once), and
         its loss where its stage has the head.
@@ -307,9 +338,12 @@ class Session:
             loss.to(square.dtype) if counts and loss is not None else torch.zeros_like(square)
         )
         both = torch.stack((own_loss, square, torch.full_like(square, float(stop))))
+        if by_source is not None:
+            both = torch.cat((both, by_source.to(square.dtype) * counts))
         if self.mesh.world_size > 1:
             dist.all_reduce(both)
-        return both[0], both[1].sqrt(), both[2]
+        summed = None if by_source is None else both[3:]
+        return both[0], both[1].sqrt(), both[2], summed
 
     def evaluate(self, tokens_MBT: Tensor, targets_MBT: Tensor) -> Tensor | None:
         """Summed loss of this rank's microbatches, without backward.

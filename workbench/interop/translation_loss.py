@@ -67,7 +67,8 @@ def lost(
     for field in dict.fromkeys([*ours, *theirs]):
         value, name = ours.get(field), _group(field, "model" in handed)
         follows = name == PARTITION and field not in written and {STAGES, CHUNKS} & set(found)
-        if name in UNSAID or name in found or follows:
+        in_mixture = field == "corpus.source" and field not in ours
+        if name in UNSAID or name in found or follows or in_mixture:
             continue
         differs = not _same(field, value, theirs.get(field), full, field in written)
         said = field in read and field not in assumed and not _among(field, handed)

@@ -30,11 +30,14 @@ class SampleIndices:
         starts_of_step: Of every token of this rank's microbatches the index in its sequence of its
             document's first token, [M, B, S] with unsharded sequences; None where a sequence is
             one document.
+        losses_of_step: Where the head puts the loss of each microbatch, [M], without its gradient
+            or aux losses; None: nowhere.
     """
 
     def __init__(self) -> None:
         self.first, self._of_step, self._micro_batch = 0, 0, 0
         self.starts_of_step: Tensor | None = None
+        self.losses_of_step: Tensor | None = None
         self._microbatch = 0
 
     def start_step(self, first: int, micro_batch: int) -> None:
@@ -47,6 +50,11 @@ class SampleIndices:
         """Announce the microbatch of the next forward."""
         self.first = self._of_step + microbatch * self._micro_batch
         self._microbatch = microbatch
+
+    def record_loss(self, loss: Tensor) -> None:
+        """Take in the summed loss of the microbatch."""
+        if self.losses_of_step is not None:
+            self.losses_of_step[self._microbatch] = loss.detach()
 
     @property
     def document_starts(self) -> Tensor | None:

@@ -199,6 +199,7 @@ class Transformer(nn.Module):
         x, _ = self.final_norm(x, residual)
         assert targets_BT is not None, "the stage that holds the head needs targets"
         loss = self.head(x, targets_BT)
+        self.samples.record_loss(loss)
         return torch.stack([loss, *aux_losses]).sum() if aux_losses else loss
 
     def positions(self, x: Tensor) -> Positions:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from workbench.engine.data.batch_sampler import BatchSampler
+    from workbench.engine.data.batch_sampler import BatchContents, BatchSampler
 
 Batch = tuple[Tensor, Tensor]
 
@@ -25,6 +25,9 @@ class BatchFeed:
         shape: [num_microbatches, micro_batch, sequence_length].
         device: Where the batches go.
         seconds: Deadline of preparing a batch.
+
+    Attributes:
+        contents: Of the loaded step; None before the first.
     """
 
     def __init__(
@@ -33,9 +36,8 @@ class BatchFeed:
         self.text, self.seconds = text, seconds
         self.tokens = torch.zeros(shape, dtype=torch.long, device=device)
         self.targets = torch.zeros_like(self.tokens)
-        self.trained_tokens = 0
-        """Tokens of the loaded step's global batch that have a target."""
-        self._next: tuple[int, Future[tuple[Batch, int]]] | None = None
+        self.contents: BatchContents | None = None
+        self._next: tuple[int, Future[tuple[Batch, BatchContents]]] | None = None
         self._page_locked = device.type == "cuda"
         self._thread = _one_thread(device) if self._page_locked else None
 
@@ -46,12 +48,12 @@ class BatchFeed:
             TimeoutError: The batch was not prepared within the deadline.
         """
         if self._thread is None:
-            batch, self.trained_tokens = self._prepare(step)
+            batch, self.contents = self._prepare(step)
             return self._fill(batch)
         if self._next is None or self._next[0] != step:
             self._next = step, self._thread.submit(self._prepare, step)
         try:
-            batch, self.trained_tokens = self._next[1].result(self.seconds)
+            batch, self.contents = self._next[1].result(self.seconds)
         except TimeoutError:
             raise TimeoutError(
                 f"corpus.source: the batch of step {step} was not read within {self.seconds:g} s "
@@ -69,11 +71,11 @@ class BatchFeed:
         if self._thread is not None:
             self._thread.shutdown(wait=False, cancel_futures=True)
 
-    def _prepare(self, step: int) -> tuple[Batch, int]:
+    def _prepare(self, step: int) -> tuple[Batch, BatchContents]:
         tokens, targets = self.text.batch(step)
         if self._page_locked:
             tokens, targets = tokens.pin_memory(), targets.pin_memory()
-        return (tokens, targets), self.text.trained_tokens(step)
+        return (tokens, targets), self.text.contents(step)
 
     def _fill(self, batch: Batch) -> Batch:
         # Page-locked memory is not given out again before the copy has left it.

@@ -11,7 +11,7 @@ target (`models/attention/packed_documents.py`).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -24,6 +24,15 @@ if TYPE_CHECKING:
 
     from workbench.corpora.tokenized_corpus import SourceTokens, TokenizedCorpus
     from workbench.plan.stage_replicas import BatchShare
+
+
+class BatchContents(NamedTuple):
+    """What a step's batch is made of."""
+
+    trained_tokens: np.ndarray
+    """Tokens of each source that have a target, over all ranks; int64 [sources]."""
+    sources: np.ndarray
+    """Source of each of this rank's sequences, [microbatches, sequences]."""
 
 
 class BatchSampler:
@@ -56,6 +65,7 @@ class BatchSampler:
         self.samples = np.array(share.samples())
         self.train = self._order("train")
         self._holdout: SampleOrder | None = None
+        self._last: tuple[int, Places] | None = None
 
     def _order(self, part: str) -> SampleOrder:
         counts = [self._sequences(one, part) for one in self.sources]
@@ -75,23 +85,23 @@ class BatchSampler:
             )
         return count
 
-    def trained_tokens(self, step: int) -> int:
-        """Tokens of `step` that have a target, over all ranks."""
-        samples = self.sample_index(step) + np.arange(self.global_batch)
-        return self._with_targets("train", self.train.locate(samples))
+    def contents(self, step: int) -> BatchContents:
+        """What the batch of `step` is made of."""
+        places = self._located(self.sample_index(step))
+        return BatchContents(self._with_targets("train", places), places.source[self.samples])
 
     def evaluated_tokens(self, batch: int, source: int | None = None) -> int:
         """Tokens of an evaluation's `batch` that have a target, over all ranks."""
         samples = batch * self.global_batch + np.arange(self.global_batch)
-        return self._with_targets("holdout", self._held_out(samples, source))
+        return int(self._with_targets("holdout", self._held_out(samples, source)).sum())
 
-    def _with_targets(self, part: str, places: Places) -> int:
-        count = places.sequence.size * self.sequence_length
+    def _with_targets(self, part: str, places: Places) -> np.ndarray:
+        counts = np.zeros(len(self.sources), np.int64)
         for i in range(len(self.sources)):
             sequences = places.sequence[places.source == i]
             first, stop = self._boundaries(i, part, sequences)
-            count -= int((stop - first).sum())
-        return count
+            counts[i] = len(sequences) * self.sequence_length - (stop - first).sum()
+        return counts
 
     def _boundaries(
         self, source: int, part: str, sequences: np.ndarray
@@ -121,7 +131,16 @@ class BatchSampler:
 
     def take(self, sample: int) -> tuple[Tensor, Tensor]:
         """This rank's part of the global batch from sample index `sample`, as `batch`."""
-        return self._gather("train", self.train.locate(sample + self.samples))
+        places = self._located(sample)
+        own = Places(places.source[self.samples], places.sequence[self.samples])
+        return self._gather("train", own)
+
+    def _located(self, sample: int) -> Places:
+        """Where the samples of the global batch from `sample` are, of which one is remembered."""
+        if self._last is None or self._last[0] != sample:
+            places = self.train.locate(sample + np.arange(self.global_batch))
+            self._last = sample, places
+        return self._last[1]
 
     def evaluation(self, batch: int, source: int | None = None) -> tuple[Tensor, Tensor]:
         """The `batch`-th global batch of the held-out text, unshuffled; shapes as in `batch`.

@@ -49,8 +49,8 @@ class StepUnderWay:
     """time.process_time() then."""
     data_seconds: float
     """How long the step waited for its batch."""
-    tokens: int
-    """Tokens of the global batch that have a target."""
+    tokens: list[int]
+    """Tokens of the global batch that have a target, of each source."""
     scalars: HostCopy
     bytes: int | None
     counters: StepCounters

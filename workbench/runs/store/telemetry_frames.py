@@ -20,6 +20,8 @@ Rows = dict[str, list[dict[str, Any]]]
 FrameRows = Sequence[tuple[str, Sequence[Mapping[str, Any]]]]
 """What a record holds of each frame: rows without the cells that they share, `SHARED`."""
 
+RECENT_STEPS = 100
+"""Steps over which the training loss of each source is averaged."""
 SHARED = ("run", "source", "rank", "step")
 """The first columns of every frame: one value for all rows of a record."""
 
@@ -40,6 +42,8 @@ class MeasuredFrames:
         self.evaluation: dict[int, float] = {}
         self.evaluation_by_source: dict[int, list[dict[str, Any]]] = {}
         """Step -> held-out loss of each source of a mixture."""
+        self.losses_by_source: dict[int, list[dict[str, Any]]] = {}
+        """One of the last `RECENT_STEPS` -> training loss and tokens of each source."""
         self.checkpoints: dict[int, str] = {}
         self.left_out: list[str] = []
         """What of the telemetry is not here, in words; see `Reader.left_out`."""
@@ -97,6 +101,7 @@ class MeasuredFrames:
                 for step, loss in sorted(self.evaluation.items())
             ],
             "checkpoints": [self.checkpoints[step] for step in sorted(self.checkpoints)],
+            **self._training_by_source(),
             **({"left_out": self.left_out} if self.left_out else {}),
         }
         frames: dict[str, Any] = {kind: _frozen(columns) for kind, columns in self._columns.items()}
@@ -114,12 +119,37 @@ class MeasuredFrames:
         found = self.evaluation_by_source.get(step)
         return {"by_source": found} if found else {}
 
+    def _training_by_source(self) -> dict[str, Any]:
+        """Each source's loss over the tokens of the last steps."""
+        tokens: dict[str, int] = {}
+        losses: dict[str, float] = {}
+        for rows in self.losses_by_source.values():
+            for row in rows:
+                if row["loss"] is not None:
+                    source, count = row["source"], row["tokens"]
+                    tokens[source] = tokens.get(source, 0) + count
+                    losses[source] = losses.get(source, 0.0) + row["loss"] * count
+        found = [
+            {"source": source, "loss": losses[source] / count, "tokens": count}
+            for source, count in sorted(tokens.items())
+            if count
+        ]
+        return {"loss_by_source": found} if found else {}
+
+    def _take_sources(self, record: dict[str, Any]) -> None:
+        if not record.get("by_source"):
+            return
+        self.losses_by_source[record["step"]] = record["by_source"]
+        if len(self.losses_by_source) > RECENT_STEPS:
+            del self.losses_by_source[min(self.losses_by_source)]
+
     def _known(self, records: list[dict[str, Any]]) -> list[dict[str, Any]]:
         return [record for record in records if record["rank"] < self.world_size]
 
     def _take(self, record: dict[str, Any]) -> FrameRows:
         kind, rank = record["kind"], record["rank"]
         if kind == "step":
+            self._take_sources(record)
             return ("steps", [record]), ("memory", self._allocated(record))
         if kind in COLUMNS:
             return ((kind, record["rows"] or []),)

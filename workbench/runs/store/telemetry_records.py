@@ -49,6 +49,7 @@ FIELDS: dict[str, dict[str, Check]] = {
         "cpu_seconds": or_null(number),
         "data_seconds": or_null(number),
         "tokens": number,
+        "by_source": or_null(rows({"source": text, "loss": or_null(number), "tokens": number})),
         "gradient_norm": or_null(number),
         "learning_rate": or_null(number),
         "loss_scale": or_null(number),
