@@ -20,34 +20,21 @@ from torch import Tensor
 from workbench.checkpoint.gguf.gguf_metadata import FIELD, check_gguf
 from workbench.checkpoint.huggingface_names import WEIGHT_KINDS, parameter_shapes
 from workbench.checkpoint.tensor_index import Box, StoredTensor, TensorSource
+from workbench.plan.catalog.families.stored_parts import StoredPart, stored_extents
+from workbench.plan.catalog.gguf_architectures import ARCHITECTURES
 from workbench.plan.model.model_shape import Shape
 from workbench.safe_io.gguf_files import GgufFile, open_gguf
 
-MODEL_MODULES = {"embedding.tokens": "token_embd", "final_norm": "output_norm", "head": "output"}
-BLOCK_MODULES = {
-    "attention_norm": "attn_norm",
-    "attention.q": "attn_q",
-    "attention.k": "attn_k",
-    "attention.v": "attn_v",
-    "attention.o": "attn_output",
-    "mlp_norm": "ffn_norm",
-    "mlp.gate": "ffn_gate",
-    "mlp.up": "ffn_up",
-    "mlp.down": "ffn_down",
-}
-"""Module of blocks.N -> module of blk.N in a GGUF file."""
-PERMUTED = {"llama": re.compile(r"blk\.\d+\.attn_([qk])\.(weight|bias)")}
-"""Architecture -> names of the tensors whose rows are permuted."""
-IGNORED_TENSORS = re.compile(r"rope_freqs\.weight|.*\.attn_rot_embd")
-"""Tensors that the metadata determine."""
+PERMUTED = re.compile(r"blk\.\d+\.attn_([qk])\.(weight|bias)")
+"""Tensors whose rows are permuted, in architectures that do."""
 
 
-def gguf_name(name: str) -> str:
-    """Name in a GGUF file of the parameter `name`."""
-    module, _, leaf = name.rpartition(".")
-    if found := re.fullmatch(r"blocks\.(\d+)\.(.+)", module):
-        return f"blk.{found[1]}.{BLOCK_MODULES[found[2]]}.{leaf}"
-    return f"{MODEL_MODULES[module]}.{leaf}"
+def gguf_parts(architecture: str, shape: Shape) -> dict[str, list[StoredPart]]:
+    """Each parameter of a model -> its parts in a file of the architecture."""
+    names = ARCHITECTURES[architecture].names
+    return {
+        name: names.parts(name, extent, shape) for name, extent in parameter_shapes(shape).items()
+    }
 
 
 def gguf_source(path: Path, shape: Shape) -> TensorSource:
@@ -64,29 +51,38 @@ def gguf_source(path: Path, shape: Shape) -> TensorSource:
         ValueError: The file is damaged, incomplete or of another model; names field or tensor.
     """
     file = check_gguf(path, shape)
-    rest = dict(file.tensors)
-    tensors: dict[tuple[str, str], StoredTensor] = {}
-    for name, needed in parameter_shapes(shape).items():
-        key = gguf_name(name)
-        tensor = rest.pop(key, None)
-        if tensor is None:
+    architecture = file.get("general.architecture")
+    parts = gguf_parts(architecture, shape)
+    for key, needed in stored_extents(parts).items():
+        if key not in file.tensors:
             raise ValueError(f"{path} has no {key}, which its model needs; get the complete file")
-        if (has := _extent(tensor)) != needed:
+        if (has := _extent(file.tensors[key])) != needed:
             raise ValueError(
                 f"{path}: {key} has shape {has}, its metadata say {needed}; get the file again"
             )
-        box = Box(path.name, key, tuple((0, n) for n in needed), tensor.tensor_type.name)
-        tensors |= {(name, kind): StoredTensor(needed, [box]) for kind in WEIGHT_KINDS}
-    if unused := sorted(key for key in rest if not IGNORED_TENSORS.fullmatch(key)):
+    tensors: dict[tuple[str, str], StoredTensor] = {}
+    for name, extent in parameter_shapes(shape).items():
+        boxes = [_box(path, file, part) for part in parts[name]]
+        tensors |= {(name, kind): StoredTensor(extent, boxes) for kind in WEIGHT_KINDS}
+    ignored = re.compile(f"(.*\\.)?({ARCHITECTURES[architecture].names.ignored})")
+    rest = file.tensors.keys() - {part.key for own in parts.values() for part in own}
+    if unused := sorted(key for key in rest if not ignored.fullmatch(key)):
         others = f" and {len(unused) - 1} more" if unused[1:] else ""
         raise ValueError(f"{path} has {unused[0]}{others}, which the plan's model lacks")
     sizes = {path.name: (path.stat().st_size, None)}
     return TensorSource(path.parent, tensors, sizes, {}, exact=False, opened=_opened)
 
 
-def permuted_rows(value: np.ndarray, name: str, shape: Shape, architecture: str) -> np.ndarray:
-    """A parameter as a file of the architecture has it: rotary pairs of a head adjacent."""
-    found = PERMUTED[architecture].fullmatch(gguf_name(name)) if architecture in PERMUTED else None
+def _box(path: Path, file: GgufFile, part: StoredPart) -> Box:
+    """The part of a parameter that a stored tensor holds."""
+    origin = tuple(start for start, _ in part.theirs)
+    kind = file.tensors[part.key].tensor_type.name
+    return Box(path.name, part.key, part.ours, kind, origin)
+
+
+def permuted_rows(value: np.ndarray, key: str, shape: Shape, architecture: str) -> np.ndarray:
+    """A tensor as a file of the architecture has it: rotary pairs of a head adjacent."""
+    found = PERMUTED.fullmatch(key) if ARCHITECTURES[architecture].permuted else None
     if found is None:
         return value
     heads = shape.heads if found[1] == "q" else int(shape.kv_heads or shape.heads)
@@ -129,7 +125,8 @@ class DequantizedSlice:
     def __init__(self, file: GgufFile, key: str) -> None:
         self.path, self.key, self.tensor = file.path, key, file.tensors[key]
         architecture = file.get("general.architecture")
-        found = PERMUTED[architecture].fullmatch(key) if architecture in PERMUTED else None
+        known = ARCHITECTURES.get(architecture)
+        found = PERMUTED.fullmatch(key) if known and known.permuted else None
         self.permuted_heads: int | None = None
         if found:
             heads = file.get(f"{architecture}.attention.head_count")

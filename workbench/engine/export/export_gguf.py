@@ -16,7 +16,6 @@ import numpy as np
 import torch
 
 from workbench.checkpoint import read_tensors
-from workbench.checkpoint.gguf.gguf_tensors import gguf_name
 from workbench.checkpoint.gguf.gguf_writer import (
     FILE_TYPES,
     gguf_architecture,
@@ -59,7 +58,7 @@ def export_gguf(
         Tensors, parameters, bytes and type written, and the matrices that are f16 in q8_0's place.
 
     Raises:
-        ValueError: The checkpoint is damaged, GGUF's llama and qwen2 cannot express the model, the
+        ValueError: The checkpoint is damaged, no architecture of GGUF expresses the model, the
             tokenizer is of another vocabulary, or `to` exists or cannot be written.
     """
     source = checkpoint_source(checkpoint)
@@ -75,7 +74,7 @@ def export_gguf(
     check_files(source, count)
 
     def read(name: str) -> np.ndarray:
-        count.what = f"writing {gguf_name(name)}"
+        count.what = f"writing {name}"
         value = _read(source, name, extents[name])
         count(4 * value.size)
         return value

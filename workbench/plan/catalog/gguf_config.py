@@ -6,6 +6,7 @@ Keys: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md; defaults are th
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,11 @@ from pydantic import ValidationError
 
 from workbench.errors import refuse
 from workbench.fields.validation_messages import plan_error
+from workbench.plan.catalog.gguf_architectures import ARCHITECTURES
+from workbench.plan.catalog.gguf_rotary import DIVISORS, read_llama3, read_scaling, write_scaling
 from workbench.plan.model.model_shape import Shape
 from workbench.safe_io.gguf_files import GgufFile, open_gguf
 from workbench.untrusted_text import shown
-
-ARCHITECTURES = {"llama": "none", "qwen2": "qkv"}
-"""Value of general.architecture -> which linear layers have biases. Mistral's is llama too."""
 
 
 def read_gguf_config(path: str | Path, field: str = "model") -> Shape:
@@ -45,6 +45,8 @@ def gguf_shape(file: GgufFile, field: str = "model") -> Shape:
     def of(key: str, default: Any = None) -> Any:
         return _decimal(file.get(f"{architecture}.{key}", default))
 
+    rotary = ARCHITECTURES[architecture].fields.get("positions", "rope") == "rope"
+    norm = "rms_epsilon" if rotary else "epsilon"
     fields = {
         "name": file.get("general.name") or file.path.stem,
         "layers": of("block_count"),
@@ -55,21 +57,63 @@ def gguf_shape(file: GgufFile, field: str = "model") -> Shape:
         "head_dim": of("attention.key_length"),
         "vocab": of("vocab_size") or len(file.get("tokenizer.ggml.tokens", ())) or None,
         "max_positions": of("context_length"),
-        "norm_epsilon": of("attention.layer_norm_rms_epsilon"),
-        "rope_theta": of("rope.freq_base", 10000.0),
-        "window": of("attention.sliding_window"),
-        "biases": ARCHITECTURES[architecture],
+        "norm_epsilon": of(f"attention.layer_norm_{norm}"),
+        "biases": "none",
+        **ARCHITECTURES[architecture].fields,
         "tied": "output.weight" not in file.tensors,
-        "unmodelled": "; ".join(_unmodelled(file, architecture)) or None,
     }
+    unmodelled: list[str] = []
+    if rotary:
+        fields |= {
+            "rope_theta": of("rope.freq_base", 10000.0),
+            "window": of("attention.sliding_window"),
+        }
+        fields["rope_scaling"], unmodelled = _scaling(file, of)
+    if of("expert_count"):
+        fields["moe"] = {
+            "experts": of("expert_count"),
+            "top_k": of("expert_used_count"),
+            "ffn": of("expert_feed_forward_length") or fields["ffn"],
+            "renormalise": True,
+        }
+    turned = of("rope.dimension_count")
+    if rotary and None not in (fields["head_dim"], turned) and fields["head_dim"] != turned:
+        unmodelled.append(f"rope.dimension_count {shown(turned)} of {shown(fields['head_dim'])}")
+    said = (f"{architecture}.{words}" for words in unmodelled)
+    fields["unmodelled"] = "; ".join(said) or None
     try:
         return Shape.model_validate(fields)
     except ValidationError as error:
-        raise plan_error(error, fields, Shape) from None
+        why = plan_error(error, fields, Shape)
+        raise refuse(field, f"'{file.path}' describes no model: {why.first}") from None
+
+
+def _scaling(file: GgufFile, of: Callable[..., Any]) -> tuple[dict[str, Any] | None, list[str]]:
+    """The scaling of the rotary frequencies, and what no field says of it."""
+    scaling, unknown = read_scaling(of)
+    divisors = file.tensors.get(DIVISORS)
+    width, heads = of("embedding_length"), of("attention.head_count")
+    head = of("attention.key_length") or _divided(width, heads)
+    if divisors is not None:
+        found = read_llama3(divisors.data.ravel().tolist(), of("rope.freq_base", 10000.0), head)
+        if scaling or found is None:
+            unknown = unknown or f"rope.freq_base, divided by frequencies of its own ({DIVISORS})"
+        scaling = found
+    if any(name.startswith("rope_factors_") for name in file.tensors):
+        unknown = "rope.scaling by lengths (rope_factors_long.weight)"
+    return (None, [unknown]) if unknown else (scaling, [])
+
+
+def _divided(width: Any, heads: Any) -> int:
+    """Width of a head; 0 where the metadata do not give one."""
+    sound = isinstance(width, int) and isinstance(heads, int) and heads > 0
+    return width // heads if sound else 0
 
 
 def metadata_of(shape: Shape, architecture: str) -> dict[str, str | int | float]:
     """The metadata of a shape in a file of `architecture`; the inverse of `gguf_shape`."""
+    rotary, head = shape.positions == "rope", int(shape.head_dim or 0)
+    norm = "rms_epsilon" if shape.norm == "rmsnorm" else "epsilon"
     of = {
         "block_count": shape.layers,
         "context_length": shape.max_positions,
@@ -77,13 +121,23 @@ def metadata_of(shape: Shape, architecture: str) -> dict[str, str | int | float]
         "feed_forward_length": shape.ffn,
         "attention.head_count": shape.heads,
         "attention.head_count_kv": int(shape.kv_heads or shape.heads),
-        "attention.key_length": int(shape.head_dim or 0),
-        "attention.value_length": int(shape.head_dim or 0),
-        "attention.layer_norm_rms_epsilon": shape.norm_epsilon,
-        "rope.dimension_count": int(shape.head_dim or 0),
-        "rope.freq_base": shape.rope_theta,
+        f"attention.layer_norm_{norm}": shape.norm_epsilon,
         "vocab_size": shape.vocab,
     }
+    if rotary:
+        of |= {
+            "attention.key_length": head,
+            "attention.value_length": head,
+            "rope.dimension_count": head,
+            "rope.freq_base": shape.rope_theta,
+            **write_scaling(shape),
+        }
+    if (moe := shape.moe) is not None:
+        of |= {
+            "expert_count": moe.experts,
+            "expert_used_count": moe.top_k,
+            "expert_feed_forward_length": moe.ffn,
+        }
     return {"general.name": shape.name, **{f"{architecture}.{key}": n for key, n in of.items()}}
 
 
@@ -97,20 +151,3 @@ def _decimal(value: Any) -> Any:
 
 def _fp32(value: float) -> bytes:
     return struct.pack("<f", value)
-
-
-def _unmodelled(file: GgufFile, architecture: str) -> list[str]:
-    """What the file's model computes that no field of a shape says."""
-    found = []
-    scaling = file.get(f"{architecture}.rope.scaling.type")
-    if scaling not in (None, "none"):
-        found.append(f"{architecture}.rope.scaling.type {shown(scaling)}")
-    if "rope_freqs.weight" in file.tensors:
-        found.append("rotary frequencies of its own (rope_freqs.weight)")
-    if experts := file.get(f"{architecture}.expert_count"):
-        found.append(f"{architecture}.expert_count {shown(experts)}")
-    head = file.get(f"{architecture}.attention.key_length")
-    turned = file.get(f"{architecture}.rope.dimension_count")
-    if None not in (head, turned) and head != turned:
-        found.append(f"{architecture}.rope.dimension_count {shown(turned)} of {shown(head)}")
-    return found
