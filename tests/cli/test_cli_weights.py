@@ -97,7 +97,7 @@ def test_a_gguf_file_generates_and_has_a_perplexity_on_any_mesh(tmp_path: Path, 
     refused = {
         ("generate", path, "ab", "--tokens", 3000): "tokens: is 3000, after 2 of the prompt; the",
         ("generate", path, ""): "prompt: is empty",
-        ("generate", path, "ab", "--chat"): "has no tokenizer.chat_template",
+        ("generate", path, "ab", "--chat"): "has no chat template",
         ("generate", text, "ab"): "is no intact GGUF file",
         ("perplexity", path, tmp_path / "none"): "none' cannot be read: No such file",
     }

@@ -123,6 +123,7 @@ def test_an_evaluation_has_it_too(calls: list[str]) -> None:
     training.session.device = CPU
     training.session.evaluate = lambda *_: calls.append("evaluate")
     training.feed.load_evaluation = lambda *_: ()
+    training.text = SimpleNamespace(evaluated_tokens=lambda *_: 1)
     training.trackers.log = lambda *_: None
     training._evaluate()
     assert calls == ["extend_deadlines", "evaluate", "restore_deadlines"]
