@@ -8,23 +8,27 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from workbench.checkpoint.float8_blocks import FLOAT8, SCALES, Float8Blocks, scales_of
 from workbench.checkpoint.huggingface_folder import check_config, refuse_inexpressible
 from workbench.checkpoint.resume_point import CONFIG
-from workbench.checkpoint.safetensors_reader import read_header
-from workbench.checkpoint.safetensors_writer import TORCH_DTYPES
+from workbench.checkpoint.safetensors_reader import READ_DTYPES, SafetensorsFile, read_header
 from workbench.checkpoint.tensor_index import Box, StoredTensor, TensorSource
 from workbench.models import Transformer
 from workbench.plan.catalog.families.family import Family
 from workbench.plan.catalog.families.stored_parts import StoredPart, TensorNames, stored_extents
 from workbench.plan.catalog.families.table import family_of
+from workbench.plan.catalog.float8_weights import float8_blocks
 from workbench.plan.model.model_shape import Shape
 
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
+FURTHER_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers")
+"""Keys of the number of layers that predict further tokens, of which a model here has none."""
 WEIGHT_KINDS = ("parameter", "master")
 """Kinds of training state that weights alone can fill."""
 
@@ -96,6 +100,9 @@ def huggingface_source(folder: Path, shape: Shape) -> TensorSource:
             found[key] = Box(file, key, tuple((0, n) for n in entry.shape), entry.dtype)
     assert family.names is not None
     found = _with_prefix(found, family.names)
+    config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    blocks = float8_blocks(config)
+    scales = scales_of(folder, found, blocks)
     parts = stored_parts(family, shape)
     for key, needed in stored_extents(parts).items():
         _check(folder, key, found.get(key), needed)
@@ -107,8 +114,34 @@ def huggingface_source(folder: Path, shape: Shape) -> TensorSource:
     if shape.tied:
         head = (shape.vocab, shape.hidden)
         used |= {part.key for part in family.names.parts("head.weight", head, shape)}
-    _refuse_rest(folder, [box.key for key, box in found.items() if key not in used], family.names)
-    return TensorSource(folder, tensors, sizes, {}, exact=False)
+    used |= {key + SCALES for key in used if key in found and found[key].dtype == FLOAT8}
+    rest = {key: box for key, box in found.items() if key not in used}
+    further = _further_layers(rest, family.names, shape, config)
+    _refuse_rest(folder, [box.key for key, box in rest.items() if key not in further], family.names)
+    opened = SafetensorsFile if blocks is None else Float8Blocks(folder, blocks, scales)
+    said = _left_out(folder, further)
+    return TensorSource(folder, tensors, sizes, {}, exact=False, opened=opened, left_out=said)
+
+
+def _further_layers(
+    keys: Iterable[str], names: TensorNames, shape: Shape, config: Mapping[str, Any]
+) -> list[str]:
+    """Those of layers behind the model's that predict further tokens, as its configuration says."""
+    counts = (config.get(key) for key in FURTHER_LAYERS)
+    count = next((n for n in counts if isinstance(n, int)), 0)
+    prefix = re.compile(re.escape(names.block).replace(r"\{\}", r"(\d+)") + r"\.")
+    numbers = {key: int(found[1]) for key in keys if (found := prefix.match(key))}
+    own = range(shape.layers, shape.layers + count)
+    return sorted(key for key, number in numbers.items() if number in own)
+
+
+def _left_out(folder: Path, further: list[str]) -> str:
+    if not further:
+        return ""
+    return (
+        f"{folder}: {further[0]} to {further[-1]}, {len(further)} tensors of layers that predict "
+        "further tokens, are left out"
+    )
 
 
 def _with_prefix(found: dict[str, Box], names: TensorNames) -> dict[str, Box]:
@@ -131,9 +164,9 @@ def _check(folder: Path, key: str, box: Box | None, needed: tuple[int, ...]) -> 
             f"{folder / box.file}: {box.key} has shape {has}, the plan's model needs {needed}; "
             f"{CONFIG} and tensors are of different models"
         )
-    if box.dtype not in TORCH_DTYPES:
+    if box.dtype not in READ_DTYPES:
         raise ValueError(
-            f"{folder / box.file}: {box.key} is {box.dtype}; legal: {', '.join(TORCH_DTYPES)}"
+            f"{folder / box.file}: {box.key} is {box.dtype}; legal: {', '.join(READ_DTYPES)}"
         )
 
 

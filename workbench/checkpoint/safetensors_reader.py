@@ -30,6 +30,8 @@ DTYPE_BYTES = {
     **dict.fromkeys(("I64", "U64"), 8),
 }
 
+READ_DTYPES = {**TORCH_DTYPES, "F8_E4M3": torch.float8_e4m3fn}
+
 
 @dataclass(frozen=True)
 class FileEntry:
@@ -165,7 +167,7 @@ class SafetensorsSlice:
         Raises:
             ValueError: The file is cut short, or cannot be read.
         """
-        shape, dtype, start = self.entry.shape, TORCH_DTYPES[self.entry.dtype], self.entry.start
+        shape, dtype, start = self.entry.shape, READ_DTYPES[self.entry.dtype], self.entry.start
         lead = 0
         while lead + 1 < len(shape) and slices[lead].stop - slices[lead].start == 1:
             start += slices[lead].start * math.prod(shape[lead + 1 :]) * dtype.itemsize

@@ -48,6 +48,8 @@ class TensorSource:
     """Whether a tensor of another dtype is refused instead of converted."""
     opened: Callable[[Path], AbstractContextManager[Any]] = SafetensorsFile
     """Opens a file: get_slice, get_tensor and position by key, as `SafetensorsFile` has them."""
+    left_out: str = ""
+    """What of the files is no part of the model, in a sentence."""
 
 
 def checkpoint_source(folder: Path) -> TensorSource:

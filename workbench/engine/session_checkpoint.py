@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -161,6 +162,8 @@ class SessionCheckpointer:
                 else huggingface_names.huggingface_source
             )
             source = read_tensors.raise_on_all_ranks(ranks, lambda: read(folder, plan.shape))
+            if source.left_out and ranks.rank == 0:
+                warnings.warn(source.left_out, stacklevel=2)
             steps, wanted = (
                 0,
                 [

@@ -16,6 +16,7 @@ from workbench.errors import PlanError, refuse
 from workbench.fields.validation_messages import plan_error
 from workbench.plan.catalog.families.family import Config
 from workbench.plan.catalog.families.table import FAMILIES
+from workbench.plan.catalog.float8_weights import note_quantization
 from workbench.plan.catalog.huggingface_code import note_other_classes
 from workbench.plan.catalog.huggingface_keys import Account, Reading
 from workbench.plan.model.model_shape import Shape
@@ -76,6 +77,7 @@ def _shape(reading: Reading, name: str) -> Shape:
     known = FAMILIES[family]
     fields = {key: value for key, value in known.read(reading).items() if value is not None}
     note_other_classes(reading, known)
+    note_quantization(reading)
     if lacking := reading.account().not_modelled:
         fields["unmodelled"] = "; ".join(lacking.values())
     try:
