@@ -4,13 +4,16 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from tests.parallel.small import plan
 from tests.parallel.test_context import context_plan
-from workbench.engine.session import MicrobatchSources, Session
+from workbench.engine.session import SequenceSources, Session
 from workbench.engine.verify.equivalence import random_batches
 from workbench.engine.verify.forked_ranks import run_ranks
 from workbench.engine.verify.single_device import CPU, trained_tokens
+from workbench.kernels import cross_entropy, linear_cross_entropy
+from workbench.models.seams import IGNORE_INDEX, token_losses_observed
 from workbench.parallel.mesh import build_mesh
 from workbench.plan.schema import Plan
 from workbench.profile import Profile
@@ -18,11 +21,12 @@ from workbench.runs.store.telemetry_frames import RECENT_STEPS, MeasuredFrames
 
 NUM_SOURCES = 3
 CHANGES: dict[str, Any] = {
-    "training.micro_batch": 1,
+    "training.micro_batch": 2,
     "training.global_batch": 8,
     "corpus.separate_documents": True,
 }
 MESHES: dict[str, Plan] = {
+    "one sequence at once": plan(data=2, changes={**CHANGES, "training.micro_batch": 1}),
     "data": plan(data=2, changes=CHANGES),
     "tensor and pipeline": plan(2, 2, changes=CHANGES),
     "ring": context_plan(2, "ring", changes=CHANGES),
@@ -39,13 +43,13 @@ def stepped(made: Plan, rank: int) -> tuple[list[float], float]:
     session = Session.build(full, build_mesh(full, rank), CPU)
     tokens, targets = next(random_batches(full))
     samples = torch.tensor(session.share.samples())
-    sources = [source_of(int(i)) for i in samples[:, 0]]
+    sources = [[source_of(int(i)) for i in row] for row in samples]
     result = session.step(
         0,
         tokens[samples],
         targets[samples],
         trained_tokens=trained_tokens(targets),
-        sources=MicrobatchSources(sources, NUM_SOURCES),
+        sources=SequenceSources(sources, NUM_SOURCES),
     )
     assert result.by_source is not None
     return result.by_source.tolist(), result.loss.item()
@@ -53,7 +57,7 @@ def stepped(made: Plan, rank: int) -> tuple[list[float], float]:
 
 def expected() -> list[float]:
     """Each source's samples evaluated alone on one device, by the loss of all tokens."""
-    full = plan(changes=CHANGES).resolve()
+    full = plan(changes={**CHANGES, "training.micro_batch": 1}).resolve()
     session = Session.build(full, build_mesh(full, 0), CPU)
     tokens, targets = next(random_batches(full))
     sums = [0.0] * NUM_SOURCES
@@ -95,3 +99,19 @@ def test_a_run_says_the_mean_over_the_tokens_of_its_last_steps() -> None:
         {"source": "a", "loss": 3.5, "tokens": 20 * RECENT_STEPS},
         {"source": "b", "loss": 0.5, "tokens": 1},
     ]
+
+
+@pytest.mark.slow
+def test_a_loss_in_chunks_shows_each_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear_cross_entropy, "loss_chunk_tokens", lambda *_: 3)
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(rows, 4, generator=generator) for rows in (8, 7))
+    targets = torch.randint(7, (8,), generator=generator)
+    targets[5] = IGNORE_INDEX
+    seen: list[torch.Tensor] = []
+    with token_losses_observed(seen.append):
+        linear_cross_entropy.linear_cross_entropy(x, weight, targets, kernels="eager")
+        cross_entropy.cross_entropy(x @ weight.T * 1, targets, kernels="eager")
+    expected = F.cross_entropy(x @ weight.T, targets, reduction="none", ignore_index=IGNORE_INDEX)
+    assert [len(each) for each in seen] == [3, 3, 2, 8]
+    torch.testing.assert_close(torch.cat(seen), expected.repeat(2))

@@ -31,6 +31,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "soft-cap": GEMMA,
 }
 MASK = ScoreRule.mask
+CHUNKED = {"strategy.pipeline.chunks": 2}
 PACKED = {"corpus.separate_documents": True}
 
 
@@ -116,6 +117,31 @@ AXES: dict[str, Any] = {
 @pytest.mark.parametrize("name", ["rope", "learned"])
 def test_packed_documents_equal_one_device(name: str, axis: str) -> None:
     assert_equal_to_one_device(verify(AXES[axis](SHAPES[name]), "fp64"))
+
+
+MOE = {**LLAMA, "moe": {"experts": 4, "top_k": 2, "ffn": 16}}
+MESHES: dict[str, Any] = {
+    "usp": lambda: context_plan(4, "usp", shape=GPT, changes=PACKED),
+    "ring of soft-caps": lambda: context_plan(2, "ring", shape=GEMMA, changes=PACKED),
+    "ring of biases": lambda: context_plan(4, "ring", shape=BLOOM, changes=PACKED),
+    "tensor and ring": lambda: context_plan(2, "ring", 2, shape=GPT, changes=PACKED),
+    "zero bubble": lambda: plan(
+        1, 2, changes={**PACKED, "strategy.pipeline.schedule": "dualpipe-v"} | CHUNKED
+    ),
+    "zero-3": lambda: plan(
+        data=2, shape=GPT, changes={**PACKED, "strategy.data.zero": 3, "strategy.recompute": "full"}
+    ),
+    "experts": lambda: plan(data=2, shape=MOE, changes={**PACKED, "strategy.expert.size": 2}),
+    "dropout": lambda: plan(2, shape=GPT, changes={**PACKED, "training.dropout": 0.2}),
+    "uneven heads": lambda: plan(3, shape=GPT, changes=PACKED),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.drawn(4)
+@pytest.mark.parametrize("mesh", MESHES)
+def test_packed_documents_equal_one_device_on_a_mesh(mesh: str) -> None:
+    assert_equal_to_one_device(verify(MESHES[mesh](), "fp64"))
 
 
 DYNAMIC = {"type": "dynamic", "factor": 2.0, "original_positions": 8}

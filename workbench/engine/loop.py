@@ -34,7 +34,7 @@ from workbench.engine.measure.step_under_way import HostCopy, StepUnderWay
 from workbench.engine.measure.telemetry_writer import TelemetryWriter
 from workbench.engine.optimizer import learning_rate
 from workbench.engine.process_group.collective_deadlines import extend_deadlines, restore_deadlines
-from workbench.engine.session import MicrobatchSources, Session, initial_drawer, rank_share
+from workbench.engine.session import SequenceSources, Session, initial_drawer, rank_share
 from workbench.engine.session_checkpoint import SessionCheckpointer
 from workbench.parallel.mesh import Mesh
 from workbench.parallel.tensor.apply_tensor import counts_own_loss
@@ -266,12 +266,15 @@ class TrainingLoop:
             self.telemetry.record("collectives", step=step.index, rows=rows)
         return int(stop)
 
-    def _sources(self, contents: BatchContents) -> MicrobatchSources | None:
-        """Sources of the loaded step, where a microbatch has one and the corpus several."""
-        t, count = self.plan.training, len(self.text.sources)
-        if count == 1 or t.micro_batch > 1 or self.plan.code:
+    def _sources(self, contents: BatchContents) -> SequenceSources | None:
+        """Sources of the loaded step, where the corpus has several, and the head tells them apart:
+        those of operators and grids do not know each token's loss.
+        """
+        s, count = self.plan.strategy, len(self.text.sources)
+        sharded = bool(s.operators) or s.tensor.algorithm != "1d"
+        if count == 1 or self.plan.code or (sharded and self.plan.training.micro_batch > 1):
             return None
-        return MicrobatchSources(contents.sources[:, 0].tolist(), count)
+        return SequenceSources(contents.sources.tolist(), count)
 
     def _by_source(self, parts: list[float], tokens: list[int]) -> dict[str, Any]:
         """Loss a token of each source that the step has tokens of, by its part of the step's."""

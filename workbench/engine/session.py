@@ -25,6 +25,7 @@ from workbench.kernels.fused_seams import warm_up
 from workbench.models.attention.packed_documents import document_starts
 from workbench.models.counter_normal import NormalDrawer
 from workbench.models.host_counts import CountReader, start_reading
+from workbench.models.seams import token_losses_observed
 from workbench.parallel.apply_strategy import ParallelModel, parallelize
 from workbench.parallel.context.apply_context import local_tokens
 from workbench.parallel.mesh import TIED_AXIS, Mesh
@@ -77,10 +78,11 @@ class StepResult(NamedTuple):
     by_source: Tensor | None = None
 
 
-class MicrobatchSources(NamedTuple):
-    """Sources of a rank's microbatches, each of one sequence."""
+class SequenceSources(NamedTuple):
+    """Sources of a rank's sequences."""
 
-    of_microbatch: Sequence[int]
+    of_sequence: Sequence[Sequence[int]]
+    """[microbatches, sequences]."""
     num_sources: int
     """Of the corpus."""
 
@@ -207,7 +209,7 @@ class Session:
         observer: Observer | None = None,
         stop: int = 0,
         trained_tokens: int | None = None,
-        sources: MicrobatchSources | None = None,
+        sources: SequenceSources | None = None,
     ) -> StepResult:
         """Forward, backward and optimizer step on this data-parallel rank's microbatches.
 
@@ -224,7 +226,7 @@ class Session:
             stop: This rank's stop request; all ranks' are summed with the loss and gradient norm,
                 in the same all-reduce.
             trained_tokens: Tokens of the global batch that have a target; None: all of them.
-            sources: Of this rank's microbatches; then the loss of each source is summed with the
+            sources: Of this rank's sequences; then the loss of each source is summed with the
                 rest, in the same all-reduce.
 
         Returns:
@@ -246,10 +248,9 @@ class Session:
         self.part.aux_loss.start(scale)
         self.part.samples.start_step(index * t.global_batch + self.share.first, self.share.stride)
         self._find_documents(targets_MBT)
-        if sources is not None:
-            losses_M = torch.zeros(len(tokens_MBT), dtype=torch.float32, device=self.device)
-            self.part.samples.losses_of_step = losses_M
-        loss = self.executor.step(*self._own(tokens_MBT, targets_MBT), scale, watch.action)
+        own = self._own(tokens_MBT, targets_MBT)
+        with nullcontext() if sources is None else self._observed_losses(tokens_MBT):
+            loss = self.executor.step(*own, scale, watch.action)
         loss = self.part.aux_loss.added_to(loss)
         # Tied embedding and head on different stages are two copies of one parameter: the sum of
         # their gradients is the gradient of both.
@@ -293,13 +294,21 @@ class Session:
         ends = (first, last) if axis.index < cut else (last, first)
         return sum_tied_gradient(gradient, axis, ends, sharded)
 
-    def _losses_by_source(self, sources: MicrobatchSources) -> Tensor:
+    def _observed_losses(self, tokens_MBT: Tensor) -> AbstractContextManager[None]:
+        samples = self.part.samples
+        samples.losses_of_step = torch.zeros(
+            tokens_MBT.shape[:2], dtype=torch.float32, device=self.device
+        )
+        return token_losses_observed(samples.add_token_losses)
+
+    def _losses_by_source(self, sources: SequenceSources) -> Tensor:
         """This rank's summed losses of each source, [sources]."""
-        losses_M = self.part.samples.losses_of_step
-        assert losses_M is not None
+        losses_MB = self.part.samples.losses_of_step
+        assert losses_MB is not None
         self.part.samples.losses_of_step = None
-        of_microbatch = torch.tensor(sources.of_microbatch, device=self.device)
-        return losses_M.new_zeros(sources.num_sources).index_add(0, of_microbatch, losses_M)
+        of_sequence = torch.tensor(sources.of_sequence, device=self.device).flatten()
+        sums = losses_MB.new_zeros(sources.num_sources)
+        return sums.index_add(0, of_sequence, losses_MB.flatten())
 
     def _unscaled(
         self, loss: Tensor, norm: Tensor, stop: Tensor, by_source: Tensor | None

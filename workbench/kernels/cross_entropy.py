@@ -30,7 +30,7 @@ from workbench.kernels.backends.triton_compat import (
     tl,
 )
 from workbench.kernels.input_checks import accumulation_dtype, check_shape, check_tensors
-from workbench.models.seams import IGNORE_INDEX, at_least_fp32
+from workbench.models.seams import IGNORE_INDEX, at_least_fp32, sum_token_losses
 
 BLOCK = 2048
 """Entries per tile of a small program: many programs per multiprocessor hide latency."""
@@ -504,7 +504,7 @@ class _CrossEntropy(torch.autograd.Function):
             loss_N, lse_N = token_losses(sums_KN, highest_N, targets_N, smoothing, share, z)
         ctx.save_for_backward(logits_NV, targets_N, lse_N)
         ctx.form = (*rows, smoothing, share, z, kernels)
-        return loss_N.sum()
+        return sum_token_losses(loss_N)
 
     @staticmethod
     @once_differentiable

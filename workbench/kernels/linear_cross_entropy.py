@@ -27,7 +27,7 @@ from workbench.kernels.cross_entropy import check_tokens, statistics_of, tile_sh
 from workbench.kernels.input_checks import accumulation_dtype, check_tensors
 from workbench.models.attention.soft_cap import soft_cap_
 from workbench.models.gemm_into import multiply_into
-from workbench.models.seams import IGNORE_INDEX
+from workbench.models.seams import IGNORE_INDEX, sum_token_losses
 from workbench.runtime_facts.loss_chunks import loss_chunk_columns, loss_chunk_tokens
 
 TILE_NUMEL = 16384
@@ -284,7 +284,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         derivative = x_ND.new_empty(step, v) if softcap else None
         for at in range(0, n, max(1, step)):
             here = slice(at, at + step)
-            total += chunk_op(
+            losses = chunk_op(
                 x_ND[here],
                 weight_VD,
                 targets_N[here],
@@ -297,7 +297,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 kernels,
                 softcap,
                 derivative,
-            ).sum()
+            )
+            total += sum_token_losses(losses)
         if dw_VD is not None and not n:  # the first chunk writes it, but there was none
             dw_VD.zero_()
         ctx.save_for_backward(dx_ND, dw_VD)

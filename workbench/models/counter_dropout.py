@@ -30,7 +30,7 @@ class SampleIndices:
         starts_of_step: Of every token of this rank's microbatches the index in its sequence of its
             document's first token, [M, B, S] with unsharded sequences; None where a sequence is
             one document.
-        losses_of_step: Where the head puts the loss of each microbatch, [M], without its gradient
+        losses_of_step: Where the head puts the loss of each sequence, [M, B], without its gradient
             or aux losses; None: nowhere.
     """
 
@@ -38,6 +38,7 @@ class SampleIndices:
         self.first, self._of_step, self._micro_batch = 0, 0, 0
         self.starts_of_step: Tensor | None = None
         self.losses_of_step: Tensor | None = None
+        self._token_losses: list[Tensor] = []
         self._microbatch = 0
 
     def start_step(self, first: int, micro_batch: int) -> None:
@@ -51,10 +52,20 @@ class SampleIndices:
         self.first = self._of_step + microbatch * self._micro_batch
         self._microbatch = microbatch
 
+    def add_token_losses(self, loss_N: Tensor) -> None:
+        """Take in losses of the microbatch's tokens, in their order."""
+        self._token_losses.append(loss_N)
+
     def record_loss(self, loss: Tensor) -> None:
-        """Take in the summed loss of the microbatch."""
-        if self.losses_of_step is not None:
-            self.losses_of_step[self._microbatch] = loss.detach()
+        """Take in the summed loss of the microbatch, where its tokens' are not known."""
+        if self.losses_of_step is None:
+            return
+        into = self.losses_of_step[self._microbatch]
+        if self._token_losses:
+            into.copy_(torch.cat(self._token_losses).view(len(into), -1).sum(1))
+            self._token_losses.clear()
+        else:  # of one sequence
+            into.copy_(loss.detach())
 
     @property
     def document_starts(self) -> Tensor | None:

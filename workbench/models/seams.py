@@ -6,7 +6,9 @@ strategy swaps the module, never the code around it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -197,6 +199,29 @@ class Activate(nn.Module):
         return activated if up_BTF is None else activated * up_BTF
 
 
+_token_losses: ContextVar[Callable[[Tensor], None] | None] = ContextVar("losses", default=None)
+"""Who observes the loss of each token, which heads sum."""
+
+
+@contextmanager
+def token_losses_observed(observer: Callable[[Tensor], None]) -> Iterator[None]:
+    """Within it `observer` gets the losses [N] of the tokens that a head sums, without gradients;
+    of a head that takes chunks of them, one chunk after the other.
+    """
+    token = _token_losses.set(observer)
+    try:
+        yield
+    finally:
+        _token_losses.reset(token)
+
+
+def sum_token_losses(loss_N: Tensor) -> Tensor:
+    """The sum, a scalar, of losses that are shown to their observer."""
+    if (observer := _token_losses.get()) is not None:
+        observer(loss_N.detach())
+    return loss_N.sum()
+
+
 class HeadLoss(nn.Module):
     """`head_loss(x, targets)`: output projection and summed cross entropy, in fp32 or better.
 
@@ -213,12 +238,14 @@ class HeadLoss(nn.Module):
 
     def forward(self, x_BTD: Tensor, targets_BT: Tensor) -> Tensor:
         """Sum over valid tokens of the negative log-likelihood; a scalar."""
-        return F.cross_entropy(
+        observed = _token_losses.get() is not None
+        loss = F.cross_entropy(
             at_least_fp32(soft_cap(F.linear(x_BTD, self.weight), self.softcap).flatten(0, -2)),
             targets_BT.flatten(),
-            reduction="sum",
+            reduction="none" if observed else "sum",
             ignore_index=IGNORE_INDEX,
         )
+        return sum_token_losses(loss) if observed else loss
 
 
 def at_least_fp32(x: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from workbench.kernels import cross_entropy as fused
 from workbench.models.attention.soft_cap import soft_cap
-from workbench.models.seams import IGNORE_INDEX, at_least_fp32
+from workbench.models.seams import IGNORE_INDEX, at_least_fp32, sum_token_losses
 from workbench.parallel.mesh import MeshAxis
 from workbench.parallel.tensor.column_parallel import column_parallel_linear
 from workbench.parallel.tensor.tensor_collectives import (
@@ -176,7 +176,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         valid_N = targets_N != IGNORE_INDEX
         ctx.save_for_backward(exp_NV, local_N, mine_N, valid_N)
         ctx.dtype = dtype
-        return ((sums_2N[0].log() - sums_2N[1]) * valid_N).sum()
+        return sum_token_losses((sums_2N[0].log() - sums_2N[1]) * valid_N)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
