@@ -208,6 +208,43 @@ def test_illegal(field: str, words: str, fields: dict[str, Any]) -> None:
     assert words in found.get(field, f"not refused; {found}")
 
 
+MLA = {"kv_rank": 8, "rope_dim": 4, "nope_dim": 8, "value_dim": 8}
+LATENT = {"layers": 2, "hidden": 32, "heads": 4, "ffn": 48, "vocab": 257, "mla": MLA}
+MOE = {"experts": 8, "top_k": 3, "ffn": 16}
+
+
+@pytest.mark.parametrize(
+    ("field", "words", "model"),
+    [
+        ("model.mla.value_dim", "is 13, wider than a query", {"mla": {**MLA, "value_dim": 13}}),
+        ("model.positions", "beside model.mla; legal: rope", {"positions": "learned"}),
+        ("model.qk_norm", "beside model.mla; legal: null", {"qk_norm": "head"}),
+        ("model.moe.top_groups", "is None with groups 4", {"moe": {**MOE, "groups": 4}}),
+        (
+            "model.moe.groups",
+            "is 3 of 8 experts; legal: 1, 2, 4, 8, each of 1",
+            {"moe": {**MOE, "groups": 3, "top_groups": 1}},
+        ),
+        (
+            "model.moe.groups",
+            "is 8 of 8 experts; legal: 1, 2, 4, each of 2",
+            {"moe": {**MOE, "groups": 8, "top_groups": 4, "score_bias": True}},
+        ),
+        (
+            "model.moe.top_groups",
+            "is 1 of 4 groups of 2 experts, top_k 3; legal: 2 to 4",
+            {"moe": {**MOE, "groups": 4, "top_groups": 1}},
+        ),
+    ],
+)
+def test_latent_attention_and_groups_that_cannot_be(
+    field: str, words: str, model: dict[str, Any]
+) -> None:
+    written = {"model": {**LATENT, **model}, "cluster": {"gpu": "local", "gpus": 1}}
+    found = {problem.field: problem.message for problem in check(Plan.model_validate(written))}
+    assert words in found.get(field, f"not refused; {found}")
+
+
 @pytest.mark.parametrize(
     "fields",
     [
