@@ -9,7 +9,7 @@ import torch
 
 from tests.parallel.small import LLAMA
 from workbench.models import Transformer
-from workbench.models.kv_cache import KvCache
+from workbench.models.attention.kv_cache import KvCache
 from workbench.models.seams import Attend
 from workbench.plan.model.model_shape import Shape
 

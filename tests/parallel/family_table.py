@@ -71,6 +71,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 64,
     },
     "bloom": {"hidden_size": 32, "n_layer": 4, "n_head": 4, "vocab_size": 258},
+    "gpt_neox": LLAMA | {"rotary_pct": 0.5},
+    "falcon": LLAMA | {"new_decoder_architecture": True, "num_kv_heads": 2},
     "deepseek_v2": LATENT
     | {"q_lora_rank": None, "topk_method": "group_limited_greedy", "routed_scaling_factor": 1.5},
     "deepseek_v3": LATENT | {"q_lora_rank": 24, "routed_scaling_factor": 2.5},

@@ -73,6 +73,30 @@ def deepseek(name: str, *sizes: int, **more: Any) -> Config:
     return family(name, *sizes, **latent, v_head_dim=128, **more)
 
 
+def neox(
+    layers: int, hidden: int, heads: int, vocab: int = 50304, ffn: int | None = None
+) -> Config:
+    return {
+        "model_type": "gpt_neox",
+        "num_hidden_layers": layers,
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "intermediate_size": ffn or 4 * hidden,
+        "vocab_size": vocab,
+    }
+
+
+def falcon(layers: int, hidden: int, heads: int, vocab: int = 65024, **more: Any) -> Config:
+    return {
+        "model_type": "falcon",
+        "num_hidden_layers": layers,
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "vocab_size": vocab,
+        **more,
+    }
+
+
 PUBLISHED: dict[str, tuple[Config, int]] = {
     "deepseek-ai/DeepSeek-V2-Lite": (
         deepseek(
@@ -191,7 +215,15 @@ PUBLISHED: dict[str, tuple[Config, int]] = {
     "bigscience/bloom-560m": (bloom(24, 1024, 16), 559_214_592),
     "bigscience/bloom-7b1": (bloom(30, 4096, 32), 7_069_016_064),
     "bigscience/bloom": (bloom(70, 14336, 112), 176_247_271_424),
+    "EleutherAI/pythia-160m": (neox(12, 768, 12), 162_322_944),
+    "EleutherAI/pythia-1.4b": (neox(24, 2048, 16), 1_414_647_808),
+    "EleutherAI/pythia-6.9b": (neox(32, 4096, 32, 50432), 6_857_302_016),
+    "EleutherAI/pythia-12b": (neox(36, 5120, 40, 50688), 11_846_072_320),
+    "EleutherAI/gpt-neox-20b": (neox(44, 6144, 64, 50432), 20_554_567_680),
+    "tiiuae/falcon-7b": (falcon(32, 4544, 71), 7_217_189_760),
 }
+HEAD_TWICE = {"tiiuae/falcon-7b"}
+"""Repositories whose files hold a tied head beside the embedding."""
 OPT_ROWS = 2
 """Rows of OPT's position table that no token reads; a model here has none of them."""
 
@@ -201,4 +233,5 @@ def test_parameters_are_those_published(repository: str) -> None:
     config, published = PUBLISHED[repository]
     shape = shape_of(config)
     rows = OPT_ROWS * shape.hidden if config["model_type"] == "opt" else 0
-    assert parameters(shape).total + rows == published
+    again = shape.vocab * shape.hidden if repository in HEAD_TWICE else 0
+    assert parameters(shape).total + rows + again == published

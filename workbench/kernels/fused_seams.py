@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from workbench.kernels.activation import GATED, activate
+from workbench.kernels.activation import GATED, KINDS, activate
 from workbench.kernels.bias_dropout_residual import dropout_add
 from workbench.kernels.cross_entropy import cross_entropy
 from workbench.kernels.linear_cross_entropy import linear_cross_entropy
@@ -139,6 +139,8 @@ def replace_seams(model: nn.Module, kernels: str, device: str = "cuda") -> None:
         return
     on_processor = kernels == "fused" and device == "cpu"
     for module in model.modules():
+        if isinstance(module, Activate) and module.kind not in KINDS:
+            continue  # torch's own operator is one kernel that saves its input alone
         plain = on_processor and (
             isinstance(module, Dropout) or getattr(module, "kind", None) in ATEN_SEAMS
         )

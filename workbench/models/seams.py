@@ -30,8 +30,8 @@ class Positions(NamedTuple):
 
     Attributes:
         indices: Positions in the sequence [T], or in each token's document [B, T].
-        cos: Rotary table [T, head_dim / 2].
-        sin: Rotary table [T, head_dim / 2].
+        cos: Rotary table [T, rotated entries of a head / 2].
+        sin: The same of sines.
         rows: Ids of the tokens in this rank's residual stream for dropout, [B, T]; None without.
         document_starts: Index of the first token of each token's document [B, S], where attention
             ends at documents; of unsharded sequences.
@@ -124,6 +124,18 @@ class Rope(nn.Module):
         return _rotate(q_BTHK, positions), _rotate(k_BTHK, positions)
 
 
+class PartialRope(nn.Module):
+    """The rope seam of models that rotate the leading entries of a head (GPT-NeoX's `rotary_pct`)
+    and leave the others as they are.
+    """
+
+    def forward(
+        self, q_BTHK: Tensor, k_BTHK: Tensor, positions: Positions
+    ) -> tuple[Tensor, Tensor]:
+        """Queries and keys [B, T, heads, head_dim]."""
+        return _rotate_leading(q_BTHK, positions), _rotate_leading(k_BTHK, positions)
+
+
 class NoRope(nn.Module):
     """The rope seam of models with learned positions: identity."""
 
@@ -134,10 +146,17 @@ class NoRope(nn.Module):
         return q_BTHK, k_BTHK
 
 
-def _rotate(x_BTHK: Tensor, positions: Positions) -> Tensor:
+def _rotate(x_BTHK: Tensor, positions: Positions, *others: Tensor) -> Tensor:
+    """Rotated entries of a head, and `others` behind them."""
     first, second = x_BTHK.chunk(2, dim=-1)
     cos, sin = positions.cos[:, None, :], positions.sin[:, None, :]
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin, *others), dim=-1)
+
+
+def _rotate_leading(x_BTHK: Tensor, positions: Positions) -> Tensor:
+    rotated = 2 * positions.cos.shape[-1]
+    first, others = x_BTHK.split((rotated, x_BTHK.shape[-1] - rotated), dim=-1)
+    return _rotate(first, positions, others)
 
 
 CAUSAL = ScoreRule()
@@ -179,6 +198,7 @@ NONLINEARITIES: dict[str, Callable[[Tensor], Tensor]] = {
     "swiglu": F.silu,
     "geglu": partial(F.gelu, approximate="tanh"),
     "gelu": partial(F.gelu, approximate="tanh"),
+    "gelu_exact": F.gelu,
     "relu": F.relu,
 }
 """Kind of feed-forward layer -> its non-linearity, which gated kinds multiply by the up

@@ -12,24 +12,17 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from workbench.models.attention.latent_attention import LatentAttention
-from workbench.models.attention.score_rule import ScoreRule
+from workbench.models.block import Block, counter_dropout, residual_norm
 from workbench.models.counter_dropout import Dropout, SampleIndices
-from workbench.models.moe import MoE
 from workbench.models.rotary.rotary_frequencies import scaled_frequencies
 from workbench.models.seams import (
-    Activate,
     AddNorm,
-    Attend,
     HeadLoss,
-    NoRope,
     Positions,
-    Rope,
     rotary_exponent,
     rotary_positions,
     rotary_tables,
 )
-from workbench.models.weight_init import seed_of
 from workbench.plan.model.model_shape import Shape
 
 
@@ -41,7 +34,7 @@ class Embedding(nn.Module):
         self.tokens = nn.Embedding(shape.vocab, shape.hidden)
         learned = shape.positions == "learned"
         self.positions = nn.Embedding(shape.max_positions, shape.hidden) if learned else None
-        self.norm = _norm(shape) if shape.embedding_norm else None
+        self.norm = residual_norm(shape) if shape.embedding_norm else None
         self.dropout = dropout
 
     def forward(self, tokens_BT: Tensor, positions: Positions) -> Tensor:
@@ -52,92 +45,6 @@ class Embedding(nn.Module):
         x = x if self.norm is None else self.norm(x, None)[0]
         output: Tensor = self.dropout(x, positions.rows)
         return output
-
-
-class Attention(nn.Module):
-    """Causal self-attention, with grouped key-value heads (GQA) where the shape has fewer.
-
-    Head counts follow from the width of the projections, so that narrower ones are a rank's heads.
-    """
-
-    def __init__(self, shape: Shape, layer: int = 0) -> None:
-        super().__init__()
-        self.head_dim = int(shape.head_dim or 0)
-        qkv_bias = shape.biases in ("qkv", "all")
-        self.q = nn.Linear(shape.hidden, shape.q_width, bias=qkv_bias)
-        self.k = nn.Linear(shape.hidden, shape.kv_width, bias=qkv_bias)
-        self.v = nn.Linear(shape.hidden, shape.kv_width, bias=qkv_bias)
-        self.o = nn.Linear(shape.q_width, shape.hidden, bias=shape.biases == "all")
-        self.q_norm, self.k_norm = (_head_norm(shape) for _ in "qk")
-        self.rope = Rope() if shape.positions == "rope" else NoRope()
-        self.attend = Attend(ScoreRule.of_layer(shape, layer))
-
-    def forward(self, x_BTD: Tensor, positions: Positions) -> Tensor:
-        """Attention branch [B, T, D]."""
-        q, k, v = (
-            project(x_BTD).unflatten(-1, (-1, self.head_dim))
-            for project in (self.q, self.k, self.v)
-        )
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q, None)[0], self.k_norm(k, None)[0]
-        q, k = self.rope(q, k, positions)
-        output: Tensor = self.o(self.attend(q, k, v, positions).flatten(-2))
-        return output
-
-
-AnyAttention = Attention | LatentAttention
-
-
-class Mlp(nn.Module):
-    """The feed-forward layer, gated or not."""
-
-    def __init__(self, shape: Shape, width: int) -> None:
-        super().__init__()
-        bias = shape.biases == "all"
-        self.gate = nn.Linear(shape.hidden, width, bias=bias) if shape.gated else None
-        self.up = nn.Linear(shape.hidden, width, bias=bias)
-        self.down = nn.Linear(width, shape.hidden, bias=bias)
-        self.activate = Activate(shape.mlp)
-
-    def forward(self, x_BTD: Tensor) -> Tensor:
-        """Feed-forward branch [B, T, D]."""
-        up = self.up(x_BTD)
-        output: Tensor = self.down(
-            self.activate(up, None) if self.gate is None else self.activate(self.gate(x_BTD), up)
-        )
-        return output
-
-
-class Block(nn.Module):
-    """One pre-norm layer, with dropout of both branches (GPT-2's `resid_pdrop`, as in Megatron-LM).
-
-    It carries the residual stream as a pair (branch not yet added, residual), so that the addition
-    can be fused with the next norm.
-    """
-
-    def __init__(self, shape: Shape, index: int, rate: float, seed: int) -> None:
-        super().__init__()
-        self.attention_norm = _norm(shape)
-        kind = Attention if shape.mla is None else LatentAttention
-        self.attention = kind(shape, index)
-        self.mlp_norm = _norm(shape)
-        self.mlp = _feed_forward(shape, index)
-        self.attention_dropout = _dropout(f"blocks.{index}.attention", rate, seed)
-        self.mlp_dropout = _dropout(f"blocks.{index}.mlp", rate, seed)
-
-    def forward(
-        self, x_BTD: Tensor, residual_BTD: Tensor | None, positions: Positions
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """(branch not yet added, residual stream), both [B, T, D], and the aux loss of an MoE
-        layer.
-        """
-        h, residual = self.attention_norm(x_BTD, residual_BTD)
-        branch = self.attention_dropout(self.attention(h, positions), positions.rows)
-        h, residual = self.mlp_norm(branch, residual)
-        if isinstance(self.mlp, MoE):
-            branch, aux_loss = self.mlp(h)
-            return self.mlp_dropout(branch, positions.rows), residual, aux_loss
-        return self.mlp_dropout(self.mlp(h), positions.rows), residual, None
 
 
 class Transformer(nn.Module):
@@ -166,10 +73,11 @@ class Transformer(nn.Module):
         self.length: int | None = None
         self.local_part_of: Callable[[Tensor], Tensor] = _all_tokens
         self.attach_aux_loss: Callable[[Tensor, Tensor], Tensor] = _needs_head
-        self.embedding: Embedding | None = Embedding(shape, _dropout("embedding", dropout, seed))
+        dropped = counter_dropout("embedding", dropout, seed)
+        self.embedding: Embedding | None = Embedding(shape, dropped)
         own = range(shape.layers) if layers is None else layers
         self.blocks = nn.ModuleDict({str(i): Block(shape, i, dropout, seed) for i in own})
-        self.final_norm: AddNorm | None = _norm(shape)
+        self.final_norm: AddNorm | None = residual_norm(shape)
         self.head: HeadLoss | None = HeadLoss(shape.hidden, shape.vocab, shape.logit_softcap)
         if shape.tied:
             self.head.weight = self.embedding.tokens.weight  # type: ignore[assignment]
@@ -220,20 +128,13 @@ class Transformer(nn.Module):
 
     def _rotary_positions(self, indices: Tensor, dtype: torch.dtype) -> Positions:
         shape = self.shape
-        rope_dim = shape.rotary_dim if shape.positions == "rope" else 0
+        rope_dim = shape.rotated_width if shape.positions == "rope" else 0
         if shape.rope_scaling is None:
             return rotary_positions(indices, rope_dim, shape.rope_theta, dtype)
         length = indices.max() + 1 if self.length is None else indices.new_full((), self.length)
         exponent = rotary_exponent(rope_dim, indices.device)
         scaled = scaled_frequencies(exponent, shape, length)
         return rotary_tables(indices, scaled, dtype, shape.rope_scaling.table_factor)
-
-
-def _feed_forward(shape: Shape, index: int) -> Mlp | MoE:
-    moe = shape.moe
-    if moe is None or index < moe.first_dense:
-        return Mlp(shape, shape.ffn)
-    return MoE(shape, Mlp(shape, moe.shared * moe.ffn) if moe.shared else None)
 
 
 def _needs_head(x_BTD: Tensor, aux_loss: Tensor) -> Tensor:
@@ -247,18 +148,3 @@ def whole_sequence(x: Tensor) -> Tensor:
 
 def _all_tokens(x_BT: Tensor) -> Tensor:
     return x_BT
-
-
-def _dropout(name: str, rate: float, seed: int) -> Dropout:
-    return Dropout(rate, seed_of(f"{name}.dropout", seed))
-
-
-def _norm(shape: Shape) -> AddNorm:
-    return AddNorm(shape.norm, shape.hidden, shape.norm_epsilon, bias=shape.norm == "layernorm")
-
-
-def _head_norm(shape: Shape) -> AddNorm | None:
-    """A norm of each head, whose weight all heads share."""
-    if shape.qk_norm is None:
-        return None
-    return AddNorm("rmsnorm", int(shape.head_dim or 0), shape.norm_epsilon, bias=False)

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from workbench.models import Transformer
+from workbench.models.block import Block
 from workbench.models.host_counts import recomputation_contexts
 from workbench.models.seams import Positions
-from workbench.models.transformer import Block
 from workbench.parallel.activation_offload import ActivationOffload
 from workbench.parallel.context.ulysses_attention import UlyssesAttend
 from workbench.parallel.operators import gathered_again, implicit_replicate

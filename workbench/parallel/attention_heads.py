@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import nn
 
 from workbench.models import Transformer
+from workbench.models.block import AnyAttention
 from workbench.models.seams import Attend
-from workbench.models.transformer import AnyAttention
 from workbench.parallel.context.ring_attention import RingAttend
 from workbench.parallel.context.ulysses_attention import UlyssesAttend
 from workbench.parallel.mesh import Mesh

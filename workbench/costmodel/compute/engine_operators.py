@@ -38,7 +38,7 @@ def layer_bytes(w: Workload, is_moe: bool) -> MovedBytes:
     """Bytes of one layer and microbatch, GEMMs and attention apart."""
     e, t, h = w.element_bytes, w.tokens, w.hidden_per_rank
     own = t * h / w.sequence_parallel
-    found = norm_bytes(w, True).wide(own).times(2) + _attention_bytes(w)
+    found = _residual_bytes(w).wide(own) + _attention_bytes(w)
     sums = 1.0 * (w.tensor == 1)  # column-parallel layers add the gradients of their input in GEMMs
     found += moved_by([], [3 * e, 3 * e]).wide(t * h * sums)  # of q, k and v
     if is_moe and w.shape.moe:
@@ -66,8 +66,9 @@ def layer_kernels(w: Workload, is_moe: bool, gemms: int) -> tuple[Number, Number
     counted += MovedBytes(0.0, 0.0, 8 * blocks, 2 * blocks)
     # An eager RMSNorm adds epsilon and takes a root of each row, and casts its weight's gradient.
     of_heads = 2 * bool(w.shape.qk_norm)
-    rows = (2 * (w.shape.norm == "rmsnorm") + of_heads) * (not w.uses_fused_kernels)
-    norms = 2 * (1 + (w.shape.norm == "layernorm")) + of_heads
+    of_stream = w.shape.num_residual_norms
+    rows = (of_stream * (w.shape.norm == "rmsnorm") + of_heads) * (not w.uses_fused_kernels)
+    norms = of_stream * (1 + (w.shape.norm == "layernorm")) + of_heads
     biases = {"qkv": 3, "all": gemms}.get(w.shape.biases, 0)
     shared = (
         SHARED_HEAD_KERNELS
@@ -119,6 +120,21 @@ def stage_kernels(w: Workload, dense_gemms: int, moe_gemms: int) -> tuple[Number
     )
 
 
+def _residual_bytes(w: Workload) -> MovedBytes:
+    """Bytes an element of a layer's norms of the residual stream and of its additions.
+
+    Parallel branches are added to each other; where they share a norm, backward adds its two
+    gradients.
+    """
+    e, norm = w.element_bytes, norm_bytes(w, True)
+    if w.shape.parallel_residual == "one_norm":
+        return norm + moved_by([3 * e], [3 * e])
+    if w.shape.parallel_residual == "two_norms" and w.uses_fused_kernels:
+        # The second norm is fused with no addition.
+        return norm + moved_by([2 * e, 3 * e], [3 * e, 3 * e])
+    return norm.times(2)
+
+
 def norm_bytes(w: Workload, in_layer: bool) -> MovedBytes:
     """Bytes an element of a residual addition and a norm.
 
@@ -161,6 +177,7 @@ def _attention_bytes(w: Workload) -> MovedBytes:
     found = _head_norm_bytes(w)
     if w.shape.positions == "rope":
         found += rope_bytes(w, t * w.q_width, t * w.k_width)
+        found += _unrotated_bytes(w)
     if w.shape.biases in ("qkv", "all"):
         for width in (w.q_width, w.k_width, w.v_width):
             found += moved_by([], [e]).wide(t * width)
@@ -180,6 +197,20 @@ def rope_bytes(w: Workload, queries: Number, keys: Number) -> MovedBytes:
     # and of keys.
     turned = moved_by([e] * 4 + [1.5 * e] * 2 + [2 * e], [e] * 5 + [1.5 * e] * 2 + [2 * e])
     return turned.wide(queries) + turned.wide(keys)
+
+
+def _unrotated_bytes(w: Workload) -> MovedBytes:
+    """What fewer rotated entries of heads change: the others are copied, in either direction, and
+    eager operators rotate, also where seams are fused.
+    """
+    if w.shape.rotary_dim is None:
+        return MovedBytes()
+    e, elements = w.element_bytes, w.tokens * (w.q_width + w.k_width)
+    share = w.shape.rotated_width / int(w.shape.head_dim or 1)
+    forward, backward = 7.0 * e, 8.0 * e  # products and sums of a rotated element
+    if w.uses_fused_kernels:
+        return moved_by([forward * share], [backward * share]).wide(elements)
+    return moved_by([-forward * (1 - share)], [-backward * (1 - share)]).wide(elements)
 
 
 def dropout_bytes(w: Workload, drawn: float) -> Number:

@@ -43,8 +43,9 @@ def memory_bound_pass(w: Workload, m: DeviceRates, is_moe: bool) -> PassTimes:
     routed = inputs - 2 * h
     copies = other * (drop + 8 * routed)
     biases = [other * routed * adds_expert_biases(w, is_moe) * bias for bias in EXPERT_BIAS_BYTES]
-    rotated = w.q_width + w.k_width if w.shape.positions == "rope" else 0.0
-    normed = 2 * h + (w.q_width + w.k_width) * bool(w.shape.qk_norm)
+    share = 1 if w.shape.rotary_dim is None else w.shape.rotated_width / w.shape.query_dim
+    rotated = share * (w.q_width + w.k_width) if w.shape.positions == "rope" else 0.0
+    normed = w.shape.num_residual_norms * h + (w.q_width + w.k_width) * bool(w.shape.qk_norm)
     forward, backward = (
         normed * norm + rotated * rope + wide * activation + copies + bias
         for (norm, rope, activation), bias in zip(seam_passes(w, m.constants, is_moe), biases)

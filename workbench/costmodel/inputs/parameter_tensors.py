@@ -76,7 +76,8 @@ def tile_elements(w: RankShapes) -> tuple[Number, Number]:
 def _untiled_tensors(w: RankShapes, is_moe: bool) -> Iterator[ParameterTensor]:
     yield from norm_tensors(w)
     yield from _attention_tensors(w)
-    yield from norm_tensors(w)
+    if w.shape.num_residual_norms == 2:
+        yield from norm_tensors(w)
     yield from _moe_tensors(w) if is_moe else _mlp_tensors(w, w.ffn)
 
 

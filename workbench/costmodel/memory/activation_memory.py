@@ -26,6 +26,8 @@ from workbench.runtime_facts.fused_thresholds import MIN_FUSED_SEAM_NUMEL
 
 TOKEN_ID_BYTES = 8
 """Bytes of an int64 token id."""
+GELUS = ("gelu", "gelu_exact")
+"""Activations that save their input, and whose gradient takes the place of that of their output."""
 CHOICE_BYTES = 2
 """Bytes of an int16 index of an expert."""
 
@@ -80,6 +82,20 @@ def norm_saved(w: Workload, own_input: bool = True) -> Number:
     return (1 + own_input) * stream + statistics
 
 
+def last_norm_saved(w: Workload) -> Number:
+    """Bytes that the norm before the feed-forward layer saves, where the branches do not share one;
+    parallel branches share its input.
+    """
+    if w.shape.parallel_residual == "one_norm":
+        return 0.0
+    return norm_saved(w, own_input=w.shape.parallel_residual is None)
+
+
+def residual_norms_saved(w: Workload) -> Number:
+    """Bytes that a layer's norms of the residual stream save."""
+    return norm_saved(w) + last_norm_saved(w)
+
+
 def layer_activations(
     w: Workload, is_moe: bool = False, is_split: bool = False
 ) -> LayerActivations:
@@ -91,6 +107,7 @@ def layer_activations(
         is_split: Whether its backward leaves weight gradients to a separate W.
     """
     wide, matrix = _feed_forward(w, is_moe)
+    is_shared = w.shape.parallel_residual == "one_norm"
     ffn = _feed_forward_saved(w, is_moe)
     saved, needed = _saved_and_needed(w, is_moe, wide, ffn)
     shard = w.residual_bytes
@@ -100,6 +117,9 @@ def layer_activations(
     last_gemm = branch + (w.sequence_parallel > 1) * (
         shard * (1 + (w.shape.biases == "all")) + 2 * w.hidden_activation_bytes
     )
+    if w.shape.parallel_residual:  # beside the layer's input and attention's output, then the sum
+        waiting = shard * (1 + (w.layers > 1))
+        last_gemm = np.maximum(last_gemm, branch + shard) + waiting
     backward = _feed_forward_backward(w, wide, matrix, is_split)
     if is_moe and not w.fixed.framework.experts.weights_outputs:
         backward = np.maximum(backward, _routed_backward(w))
@@ -120,7 +140,8 @@ def layer_activations(
         * gathers_sequence(w)
         * float(not is_moe),
         freed_feed_forward=ffn,
-        freed_before_norm=ffn + norm_saved(w),
+        # Branches that share a norm have both run backward when it does.
+        freed_before_norm=saved if is_shared else ffn + last_norm_saved(w),
         norm_backward=norm_backward(w),
     )
 
@@ -136,7 +157,7 @@ def _saved_and_needed(
         w.q_width + w.k_width + w.v_width + w.o_width
     ) * w.tokens * w.element_bytes + _ulysses_saved(w)
     attention = attention + padded_output
-    saved = 2 * norm_saved(w) + _mla_latents(w) + head_norms_saved(w) + attention + ffn
+    saved = residual_norms_saved(w) + _mla_latents(w) + head_norms_saved(w) + attention + ffn
     recompute = w.fixed.framework.recompute
     saved = saved + _fp8_saved_delta(w, is_moe) - _frozen_inputs(w, wide)
     saved = (
@@ -168,7 +189,7 @@ def _feed_forward_backward(w: Workload, wide: Number, matrix: Number, is_split: 
         return _tiled_feed_forward_backward(w, wide, matrix / w.fixed.tile_factor)
     gradients = wide + matrix * w.element_bytes * separate_weight_gradients(w)
     accumulated = accumulated_gradient_bytes(w, matrix) + wide * (w.shape.mlp == "relu")
-    activation = (1 if w.shape.mlp == "gelu" else 2) * wide
+    activation = (1 if w.shape.mlp in GELUS else 2) * wide
     gradients = gradients - _unit_bucket_bytes(w)
     peak: Number = np.maximum(np.maximum(gradients, accumulated), activation)
     return np.maximum(peak, _cast_to_fp8_bytes(w, wide, matrix)) + gathered
@@ -191,7 +212,7 @@ def _tiled_feed_forward_backward(w: Workload, wide: Number, tile: Number) -> Num
     """
     narrow = (w.gradient_element_bytes != w.element_bytes) & (w.fixed.gpu.device != "cuda")
     gradients = wide + accumulated_gradient_bytes(w, tile) * narrow
-    activation = (1 if w.shape.mlp == "gelu" else 2) * wide - tile * w.gradient_element_bytes
+    activation = (1 if w.shape.mlp in GELUS else 2) * wide - tile * w.gradient_element_bytes
     peak: Number = np.maximum(gradients, activation)
     return peak
 
@@ -495,7 +516,9 @@ def boundary_bytes(w: Workload) -> tuple[Array, Array]:
     length = w.fixed.sequence_length / w.searched.context
     restart = w.fixed.separate_documents and w.shape.positions == "learned"
     indices = w.tokens if restart else length
-    rotary = length * (w.shape.rotary_dim * w.element_bytes if w.shape.positions == "rope" else 0.0)
+    rotary = length * (
+        w.shape.rotated_width * w.element_bytes if w.shape.positions == "rope" else 0.0
+    )
     saved = (
         w.zeros
         + (rotary + TOKEN_ID_BYTES * indices) * w.fixed.chunks

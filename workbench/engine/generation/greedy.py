@@ -9,7 +9,7 @@ import torch
 from workbench.engine.generation.loaded_model import only_stage
 from workbench.engine.generation.logits_head import LogitsHead
 from workbench.engine.session import Session
-from workbench.models.kv_cache import KvCache
+from workbench.models.attention.kv_cache import KvCache
 
 
 def generate_greedily(

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from workbench.models import Transformer
-from workbench.models.transformer import AnyAttention
+from workbench.models.block import AnyAttention
 from workbench.parallel.context.blockwise_ring import zigzag_indices
 from workbench.parallel.context.ring_attention import RingAttend
 from workbench.parallel.context.ulysses_attention import UlyssesAttend

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from workbench.models import Transformer
+from workbench.models.block import Mlp
 from workbench.models.gemm_into import multiply_into
-from workbench.models.transformer import Mlp
 from workbench.parallel.layout import Layout
 
 

@@ -135,9 +135,12 @@ class UnitGatherer:
             if not training or not (last or self.keep_gathered):
                 self._reshard(self.segments[index].forward, but=self._next_buckets(index))
         if training:
-            # The gradient of a segment's output is the first that its backward sees.
+            # The gradient of a segment's output is the first that its backward sees; that of an
+            # input passed on, as the residual stream of parallel branches is, is its last.
+            passed_on = {id(given) for given in inputs}
             for output in outputs if isinstance(outputs, tuple) else (outputs,):
-                if isinstance(output, Tensor) and output.requires_grad:
+                made = isinstance(output, Tensor) and id(output) not in passed_on
+                if made and output.requires_grad:
                     output.register_hook(partial(self._before_backward, index))
 
     def _before_backward(self, index: int, gradient: Tensor) -> None:

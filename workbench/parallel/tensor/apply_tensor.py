@@ -12,8 +12,8 @@ from torch import nn
 
 from workbench.models import Transformer
 from workbench.models.attention.latent_attention import LatentAttention
+from workbench.models.block import AnyAttention
 from workbench.models.seams import HeadLoss
-from workbench.models.transformer import AnyAttention
 from workbench.parallel.layout import Layout
 from workbench.parallel.mesh import GRADIENT_GROUP_SUFFIX, GRID_AXES, Mesh, MeshAxis
 from workbench.parallel.tensor.column_parallel import (

@@ -108,7 +108,11 @@ ARCHITECTURES: dict[str, Architecture] = {
             }
         ),
     ),
-    "gpt2": Architecture({"positions": "learned", **_GELU}, GPT2_STYLE, _names(FUSED_ATTENTION)),
+    "gpt2": Architecture(
+        {"positions": "learned", **_GELU},
+        {**GPT2_STYLE, "mlp": ("gelu",)},  # llama.cpp computes the tanh approximation
+        _names(FUSED_ATTENTION),
+    ),
     "bloom": Architecture(
         {"positions": "alibi", "embedding_norm": True, **_GELU},
         BLOOM_STYLE,

@@ -34,6 +34,8 @@ from workbench.fields.validation_messages import plan_error
 from workbench.plan.model.rope_scaling import RopeScaling
 
 WRITTEN_IF_SET = (
+    "parallel_residual",
+    "rotary_dim",
     "rope_scaling",
     "qk_norm",
     "attention_softcap",
@@ -166,8 +168,13 @@ class Shape(Frozen):
     norm: Literal["rmsnorm", "layernorm"] = Field("rmsnorm", description="Normalisation.")
     norm_epsilon: Epsilon = Field(1e-5, description="Added to the variance.")
     embedding_norm: bool = Field(False, description="A norm right after the embedding (BLOOM).")
-    mlp: Literal["gelu", "relu", "swiglu", "geglu"] = Field(
-        "swiglu", description="Feed-forward activation."
+    parallel_residual: Literal["one_norm", "two_norms"] | None = Field(
+        None,
+        description="Attention and feed-forward layer both read a layer's input, through one norm "
+        "(Falcon 7B) or one each (GPT-NeoX); null: one after the other.",
+    )
+    mlp: Literal["gelu", "gelu_exact", "relu", "swiglu", "geglu"] = Field(
+        "swiglu", description="Feed-forward activation; gelu and geglu by their tanh approximation."
     )
     biases: Literal["none", "qkv", "all"] = Field(
         "none", description="Which linear layers carry a bias."
@@ -192,6 +199,9 @@ class Shape(Frozen):
         None, description="Factor of attention scores; null: head_dim^-1/2."
     )
     rope_theta: Frequency = Field(10000.0, description="Rotary base frequency.")
+    rotary_dim: Width | None = Field(
+        None, description="Leading entries of a head that are rotated; null: all."
+    )
     rope_scaling: RopeScaling | None = Field(
         None, description="Rotary frequencies stretched to longer sequences; null: as they are."
     )
@@ -270,6 +280,16 @@ class Shape(Frozen):
         return self.mlp in ("swiglu", "geglu")
 
     @property
+    def rotated_width(self) -> int:
+        """Entries of a query or key head that rotary positions turn."""
+        return self.mla.rope_dim if self.mla else self.rotary_dim or int(self.head_dim or 0)
+
+    @property
+    def num_residual_norms(self) -> int:
+        """Norms of the residual stream's width in a layer."""
+        return 1 if self.parallel_residual == "one_norm" else 2
+
+    @property
     def first_dense(self) -> int:
         """Leading layers without experts: all of a dense model."""
         return self.layers if self.moe is None else min(self.moe.first_dense, self.layers)
@@ -283,11 +303,6 @@ class Shape(Frozen):
     def query_dim(self) -> int:
         """Width of a query or key head."""
         return self.mla.query_dim if self.mla else int(self.head_dim or 0)
-
-    @property
-    def rotary_dim(self) -> int:
-        """Entries of a query or key head that rotary positions turn."""
-        return self.mla.rope_dim if self.mla else int(self.head_dim or 0)
 
     @property
     def score_scale(self) -> float | None:

@@ -148,11 +148,11 @@ def feed_forward_parameters(shape: Shape, widths: BlockWidths, width: Number) ->
 
 
 def block_norms(shape: Shape) -> int:
-    """Parameters of one block's norms: before attention, before the feed-forward layer, MLA's on
-    its latents, and of heads.
+    """Parameters of one block's norms: of the residual stream, MLA's on its latents, and of
+    heads.
     """
     inner = norm(shape, shape.mla.kv_rank) + norm(shape, shape.mla.q_rank or 0) if shape.mla else 0
-    return 2 * norm(shape, shape.hidden) + inner + head_norms(shape)
+    return shape.num_residual_norms * norm(shape, shape.hidden) + inner + head_norms(shape)
 
 
 def head_norms(shape: Shape) -> int:

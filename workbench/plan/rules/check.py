@@ -107,6 +107,9 @@ def _heads(shape: Shape) -> Iterator[Problem]:
         )
     width = shape.mla.rope_dim if shape.mla else int(shape.head_dim or 0)
     field = "model.mla.rope_dim" if shape.mla else "model.head_dim"
+    if (rotated := shape.rotary_dim) is not None:
+        yield from _rotary_dim(shape, rotated)
+        return
     if shape.positions == "rope" and width % 2:
         yield Problem(
             field, f"is {width}, and rotary positions turn pairs; legal: {width - 1}, {width + 1}"
@@ -160,6 +163,20 @@ def _expert_groups(shape: Shape) -> Iterator[Problem]:
             "model.moe.top_groups",
             f"is {moe.top_groups} of {moe.groups} groups of {size} experts, top_k {moe.top_k}; "
             f"legal: {first} to {moe.groups}",
+        )
+
+
+def _rotary_dim(shape: Shape, rotated: int) -> Iterator[Problem]:
+    most = int(shape.head_dim or 0)
+    if shape.positions != "rope" or shape.mla is not None:
+        what = "model.mla" if shape.mla else f"positions '{shape.positions}'"
+        yield Problem("model.rotary_dim", f"is {rotated} with {what}; legal: null")
+    elif rotated % 2 or rotated > most:
+        near = min(rotated - rotated % 2 or 2, most - most % 2)
+        yield Problem(
+            "model.rotary_dim",
+            f"is {rotated}, and rotary positions turn pairs of a head's {most} entries; "
+            f"legal: {near}",
         )
 
 

@@ -82,6 +82,16 @@ def _routing(name: str, usual: Any) -> Callable[[ResolvedPlan], Any]:
     return read
 
 
+ONLY_1D_BLOCK_FIELDS = ("qk_norm", "parallel_residual", "rotary_dim")
+"""Fields of a layer, null unless set, that operator strategies and tensor grids do not know: norms
+of a rank's heads, the order of branches, and entries of a head that are not rotated.
+"""
+
+
+def _field_of_shape(name: str) -> tuple[str, Callable[[ResolvedPlan], Any]]:
+    return f"model.{name}", lambda plan: getattr(plan.shape, name)
+
+
 ROUTING_FIELDS = tuple(
     (f"model.moe.{name}", _routing(name, usual))
     for name, usual in WRITTEN_IF_CHANGED.items()
@@ -91,12 +101,12 @@ ROUTING_FIELDS = tuple(
 ONLY_1D_FIELDS: tuple[tuple[str, Callable[[ResolvedPlan], Any]], ...] = (
     ("model.positions", lambda p: "alibi" if p.shape.positions == "alibi" else None),
     ("model.logit_softcap", lambda p: p.shape.logit_softcap),
-    ("model.qk_norm", lambda p: p.shape.qk_norm),
+    *map(_field_of_shape, ONLY_1D_BLOCK_FIELDS),
     ("model.mla", lambda p: "set" if p.shape.mla else None),
     *ROUTING_FIELDS,
 )
-"""Fields that neither a tensor grid nor an operator strategy knows: slopes and norms of a rank's
-heads, logits that are capped, latents, and other routing.
+"""Fields that neither a tensor grid nor an operator strategy knows: slopes of a rank's heads,
+logits that are capped, those of a layer, latents, and other routing.
 """
 
 
@@ -182,7 +192,7 @@ OPERATOR_ESTIMATE_LIMITS: tuple[tuple[str, Callable[[ResolvedPlan], Any], tuple[
     ("strategy.precision", lambda p: p.strategy.precision, ("fp32", "tf32", "bf16", "fp16", "fp8")),
     ("training.lora", lambda p: "set" if p.training.lora else None, (None,)),
     ("model.mla", lambda p: "set" if p.shape.mla else None, (None,)),
-    ("model.qk_norm", lambda p: p.shape.qk_norm, (None,)),
+    *((*_field_of_shape(name), (None,)) for name in ONLY_1D_BLOCK_FIELDS),
     ("model.mtp_layers", lambda p: p.shape.mtp_layers, (0,)),
     ("model.logit_softcap", lambda p: p.shape.logit_softcap, (None,)),
     *((field, read, (None,)) for field, read in ROUTING_FIELDS),

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from workbench.models import Transformer
+from workbench.models.block import Attention
 from workbench.models.counter_dropout import SAMPLE_STRIDE, Dropout
 from workbench.models.seams import AddNorm
-from workbench.models.transformer import Attention
 from workbench.parallel.layout import Layout
 from workbench.parallel.mesh import GRID_AXES, Mesh, MeshAxis
 from workbench.parallel.tensor.grid import summa, tensor_3d

@@ -67,5 +67,5 @@ NAMES = TensorNames(
     optional_prefix="transformer.",
 )
 BLOOM_STYLE = {**GPT2_STYLE, "positions": ("alibi",), "embedding_norm": (True,)}
-BLOOM_STYLE |= {"ffn": lambda shape: (4 * shape.hidden,)}
+BLOOM_STYLE |= {"mlp": ("gelu",), "ffn": lambda shape: (4 * shape.hidden,)}
 BLOOM = Family("bloom", "Bloom", _bloom, _write, NAMES, BLOOM_STYLE)

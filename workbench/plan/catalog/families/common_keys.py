@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from workbench.errors import refuse
 from workbench.plan.catalog.huggingface_keys import Reading
+from workbench.plan.model.model_shape import Shape
 from workbench.untrusted_text import shown
 
 ACTIVATIONS = {
-    "gelu": "gelu",
+    "gelu": "gelu_exact",
     "gelu_new": "gelu",
     "gelu_pytorch_tanh": "gelu",
     "gelu_fast": "gelu",
@@ -23,6 +24,11 @@ def activation(reading: Reading, key: str, known: dict[str, str], default: str) 
             "model", f"{key} of '{reading.where}' is {shown(name)}; legal: {', '.join(known)}"
         )
     return known[name]
+
+
+def written_activation(shape: Shape) -> str:
+    """The name of a shape's activation without a gate."""
+    return {"gelu": "gelu_new", "gelu_exact": "gelu"}.get(shape.mlp, shape.mlp)
 
 
 def window(reading: Reading) -> int | None:

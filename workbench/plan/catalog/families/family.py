@@ -29,6 +29,8 @@ PLAIN_ATTENTION: dict[str, Legal] = {
     "attention_scale": (None,),
     "full_attention_every": (None,),
     "rope_scaling.mscale_all_dim": (None,),
+    "parallel_residual": (None,),
+    "rotary_dim": (None,),
 }
 """Fields that most families have not."""
 

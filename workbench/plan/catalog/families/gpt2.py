@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from workbench.plan.catalog.families.common_keys import ACTIVATIONS, activation
+from workbench.plan.catalog.families.common_keys import ACTIVATIONS, activation, written_activation
 from workbench.plan.catalog.families.family import PLAIN_ATTENTION, Config, Family, Fields, Legal
 from workbench.plan.catalog.families.stored_parts import Alone, FusedRows, TensorNames
 from workbench.plan.catalog.huggingface_keys import MOST_LAYERS, Reading
@@ -35,7 +35,7 @@ def _write(shape: Shape) -> Config:
         "n_head": shape.heads,
         "n_inner": shape.ffn,
         "n_positions": shape.max_positions,
-        "activation_function": "gelu_new",
+        "activation_function": written_activation(shape),
         "layer_norm_epsilon": shape.norm_epsilon,
         "tie_word_embeddings": shape.tied,
         **dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0),
@@ -68,7 +68,7 @@ GPT2_STYLE: dict[str, Legal] = {
     **PLAIN_ATTENTION,
     "positions": ("learned",),
     "norm": ("layernorm",),
-    "mlp": ("gelu",),
+    "mlp": ("gelu", "gelu_exact"),
     "biases": ("all",),
     "embedding_norm": (False,),
     "moe": (None,),

@@ -69,9 +69,20 @@ def read_llama(reading: Reading, **usual: Any) -> Fields:
         "norm": "rmsnorm",
         "biases": "all" if mlp else "qkv" if attention else "none",
         "tied": reading.flag("tie_word_embeddings", False),
-        **read_rotary(reading, usual.get("theta", 10000.0), usual.get("scaled", True)),
+        **read_rotary(
+            reading,
+            usual.get("theta", 10000.0),
+            usual.get("scaled", True),
+            _head_dim(reading) if "share" in usual else None,
+            usual.get("share"),
+        ),
         "window": window(reading),
     }
+
+
+def _head_dim(reading: Reading) -> int:
+    heads = reading.whole("num_attention_heads")
+    return int(reading.whole("head_dim", None) or reading.whole("hidden_size") // heads)
 
 
 def _mistral(reading: Reading) -> Fields:

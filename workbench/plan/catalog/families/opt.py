@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from workbench.errors import refuse
-from workbench.plan.catalog.families.common_keys import ACTIVATIONS, activation
+from workbench.plan.catalog.families.common_keys import ACTIVATIONS, activation, written_activation
 from workbench.plan.catalog.families.family import Config, Family, Fields
 from workbench.plan.catalog.families.gpt2 import GPT2_STYLE
 from workbench.plan.catalog.families.stored_parts import Alone, TensorNames
@@ -41,7 +41,7 @@ def _write(shape: Shape) -> Config:
         "num_attention_heads": shape.heads,
         "ffn_dim": shape.ffn,
         "max_position_embeddings": shape.max_positions,
-        "activation_function": shape.mlp,
+        "activation_function": written_activation(shape),
         "do_layer_norm_before": True,
         "enable_bias": shape.biases == "all",
         "tie_word_embeddings": shape.tied,
@@ -70,5 +70,5 @@ NAMES = TensorNames(
     optional_prefix="model.",
 )
 """Its position table begins with two rows that are not read."""
-OPT_STYLE = {**GPT2_STYLE, "mlp": ("relu",), "biases": ("all", "none")}
+OPT_STYLE = {**GPT2_STYLE, "mlp": ("relu", "gelu_exact"), "biases": ("all", "none")}
 OPT = Family("opt", "OPT", _opt, _write, NAMES, OPT_STYLE | {"norm_epsilon": (1e-5,)})

@@ -10,15 +10,16 @@ from workbench.plan.model.model_shape import Shape
 
 
 def _read(reading: Reading) -> Fields:
-    if (share := reading.number("partial_rotary_factor", 1.0)) != 1:
-        reading.lacks("partial_rotary_factor", f"partial_rotary_factor {share}")
+    share = reading.number("partial_rotary_factor", 1.0)
     reading.whole("original_max_position_embeddings", None)
-    return read_llama(reading, positions=4096, epsilon=1e-5)
+    return read_llama(reading, positions=4096, epsilon=1e-5, share=share)
 
 
 def _write(shape: Shape) -> Config:
     pad = {"pad_token_id": None}
-    return {**write_llama(shape), "sliding_window": shape.window, **pad}
+    share = shape.rotated_width / int(shape.head_dim or 1)
+    own = {"sliding_window": shape.window, "partial_rotary_factor": share}
+    return {**write_llama(shape), **own, **pad}
 
 
 NAMES = TensorNames(
@@ -35,6 +36,6 @@ NAMES = TensorNames(
         "mlp.up": FusedRows("mlp.gate_up_proj", lambda shape: shape.ffn),
     },
 )
-STYLE = {**LLAMA_STYLE, "window": (None, ANY), "biases": ("none",)}
+STYLE = {**LLAMA_STYLE, "window": (None, ANY), "biases": ("none",), "rotary_dim": (None, ANY)}
 PHI3 = Family("phi3", "Phi3", _read, _write, NAMES, STYLE)
 """A model that Llama expresses too is written as Llama."""

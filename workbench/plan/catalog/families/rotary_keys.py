@@ -29,13 +29,21 @@ USUAL = {"beta_fast": BETA_FAST, "beta_slow": BETA_SLOW, "truncate": True}
 OTHERS = {"rope_theta", "rope_type", "type", "partial_rotary_factor", "mscale", "mscale_all_dim"}
 
 
-def read_rotary(reading: Reading, usual_theta: float, scaled: bool = True) -> Fields:
-    """`rope_theta` and `rope_scaling` of the shape; what they cannot say is noted.
+def read_rotary(
+    reading: Reading,
+    usual_theta: float,
+    scaled: bool = True,
+    head_dim: int | None = None,
+    share: float | None = None,
+) -> Fields:
+    """`rope_theta`, `rope_scaling` and `rotary_dim` of the shape; what they cannot say is noted.
 
     Args:
         reading: The configuration.
         usual_theta: The family's base, where the configuration has none.
         scaled: Whether the family's model is built with stretched frequencies.
+        head_dim: Width of a head, where the family rotates a share of it.
+        share: That share as the configuration says it beside these keys; null: all.
     """
     theta, inner = reading.number("rope_theta", None), reading.section("rope_parameters")
     by_kind = [part for part in inner.values() if isinstance(part, dict)]
@@ -53,10 +61,11 @@ def read_rotary(reading: Reading, usual_theta: float, scaled: bool = True) -> Fi
                 found[key] = _scaling(reading, key, kind, section)
             else:
                 reading.lacks(key, f"{key} of type {shown(kind)}")
-        if section.get("partial_rotary_factor") not in (None, 1):
-            reading.lacks(
-                key, f"{key} with partial_rotary_factor {shown(section['partial_rotary_factor'])}"
-            )
+        own = section.get("partial_rotary_factor")
+        if own is not None and head_dim is not None:
+            share = reading.number("partial_rotary_factor", None, section)
+        elif own not in (None, 1):
+            reading.lacks(key, f"{key} with partial_rotary_factor {shown(own)}")
     also = reading.number("rope_theta", None, parameters)
     if theta is not None and also is not None and theta != also:
         raise refuse(
@@ -71,7 +80,15 @@ def read_rotary(reading: Reading, usual_theta: float, scaled: bool = True) -> Fi
     return {
         "rope_theta": next(one for one in (theta, also, usual_theta) if one is not None),
         "rope_scaling": next(iter(found.values()), None),
+        "rotary_dim": _rotary_dim(head_dim, share),
     }
+
+
+def _rotary_dim(head_dim: int | None, share: float | None) -> int | None:
+    """Rotated entries of a head, as transformers rounds them; None: all."""
+    if head_dim is None or share is None or share == 1:
+        return None
+    return int(head_dim * share)
 
 
 def _scaling(reading: Reading, key: str, kind: str, section: Config) -> Fields:
@@ -118,13 +135,16 @@ def _attention_factor(reading: Reading, section: Config, fields: Fields) -> Fiel
 def write_rotary(shape: Shape) -> Config:
     """The keys of a shape's rotary positions, in both spellings."""
     theta = {"rope_theta": shape.rope_theta}
+    if shape.rotary_dim is not None:
+        theta["partial_rotary_factor"] = shape.rotary_dim / int(shape.head_dim or 1)
     if shape.rope_scaling is None:
-        return {**theta, "rope_parameters": {"rope_type": "default", **theta}}
+        parameters = {"rope_type": "default", **theta}
+        return {"rope_theta": shape.rope_theta, "rope_parameters": parameters}
     said: dict[str, Any] = shape.rope_scaling.model_dump()
     section = {"rope_type": said.pop("type")} | {
         KEYS.get(name, name): value for name, value in said.items()
     }
     if section["rope_type"] in ("yarn", "llama3"):
         section.setdefault("original_max_position_embeddings", shape.max_positions)
-    section |= {"rope_theta": shape.rope_theta}
-    return {**theta, "rope_scaling": section, "rope_parameters": section}
+    section |= theta
+    return {"rope_theta": shape.rope_theta, "rope_scaling": section, "rope_parameters": section}

@@ -55,6 +55,20 @@ class Alone:
 
 
 @dataclass(frozen=True)
+class NamedByShape:
+    """A tensor of its own, whose name depends on the model's other fields.
+
+    Attributes:
+        module: Shape -> its name in transformers.
+    """
+
+    module: Callable[[Shape], str]
+
+    def parts(self, leaf: str, extent: tuple[int, ...], shape: Shape) -> Iterator[StoredPart]:
+        return Alone(self.module(shape)).parts(leaf, extent, shape)
+
+
+@dataclass(frozen=True)
 class FusedRows:
     """Rows of a fused module, behind those of others.
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from workbench.plan.catalog.families.bloom import BLOOM
 from workbench.plan.catalog.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
+from workbench.plan.catalog.families.falcon import FALCON
 from workbench.plan.catalog.families.family import Family
 from workbench.plan.catalog.families.gpt2 import GPT2
+from workbench.plan.catalog.families.gpt_neox import GPT_NEOX
 from workbench.plan.catalog.families.llama import LLAMA, MISTRAL
 from workbench.plan.catalog.families.mixtral import MIXTRAL
 from workbench.plan.catalog.families.opt import OPT
@@ -24,6 +26,8 @@ FAMILIES: dict[str, Family] = {
         GPT2,
         OPT,
         BLOOM,
+        GPT_NEOX,
+        FALCON,
         MIXTRAL,
         PHI3,
         DEEPSEEK_V2,

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from workbench.errors import refuse
 from workbench.plan.model.model_shape import Shape
 from workbench.plan.operators.operator_graph import Operator
+from workbench.plan.rules.supported import ONLY_1D_BLOCK_FIELDS
 from workbench.planner.autoshard.layers.attention_operators import (
     attention_edges,
     attention_operators,
@@ -55,9 +56,10 @@ def block_operators(
     if shape.mla is not None:
         what = f"{shape.name} has it, which this version does not run; legal for operator "
         raise refuse("model.mla", f"{what}strategies: multi-head or grouped-query attention")
-    if shape.qk_norm is not None:
-        what = f"is '{shape.qk_norm}' of {shape.name}, which this version does not run beside "
-        raise refuse("model.qk_norm", f"{what}operator strategies; legal: a model without it")
+    for name in ONLY_1D_BLOCK_FIELDS:
+        if (value := getattr(shape, name)) is not None:
+            what = f"is {value!r} of {shape.name}, which this version does not run beside "
+            raise refuse(f"model.{name}", f"{what}operator strategies; legal: a model without it")
     rows = token_rows(sequences, length)
     if has_experts and shape.moe is not None:
         branch: tuple[Operator, ...] = (moe_operator(shape, shape.moe, rows),)

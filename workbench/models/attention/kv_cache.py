@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from workbench.models.attention.attention_kernels import repeat_heads
 from workbench.models.attention.soft_cap import soft_cap
+from workbench.models.block import AnyAttention
 from workbench.models.seams import Attend, Positions
-from workbench.models.transformer import AnyAttention, Transformer
+from workbench.models.transformer import Transformer
 
 
 class KvCache:

@@ -1,0 +1,138 @@
+"""One layer of a transformer, and what it is made of: attention, feed-forward layer and norms."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from workbench.models.attention.latent_attention import LatentAttention
+from workbench.models.attention.score_rule import ScoreRule
+from workbench.models.counter_dropout import Dropout
+from workbench.models.moe import MoE
+from workbench.models.seams import Activate, AddNorm, Attend, NoRope, PartialRope, Positions, Rope
+from workbench.models.weight_init import seed_of
+from workbench.plan.model.model_shape import Shape
+
+
+class Attention(nn.Module):
+    """Causal self-attention, with grouped key-value heads (GQA) where the shape has fewer.
+
+    Head counts follow from the width of the projections, so that narrower ones are a rank's heads.
+    """
+
+    def __init__(self, shape: Shape, layer: int = 0) -> None:
+        super().__init__()
+        self.head_dim = int(shape.head_dim or 0)
+        qkv_bias = shape.biases in ("qkv", "all")
+        self.q = nn.Linear(shape.hidden, shape.q_width, bias=qkv_bias)
+        self.k = nn.Linear(shape.hidden, shape.kv_width, bias=qkv_bias)
+        self.v = nn.Linear(shape.hidden, shape.kv_width, bias=qkv_bias)
+        self.o = nn.Linear(shape.q_width, shape.hidden, bias=shape.biases == "all")
+        self.q_norm, self.k_norm = (_head_norm(shape) for _ in "qk")
+        self.rope = _rope(shape)
+        self.attend = Attend(ScoreRule.of_layer(shape, layer))
+
+    def forward(self, x_BTD: Tensor, positions: Positions) -> Tensor:
+        """Attention branch [B, T, D]."""
+        q, k, v = (
+            project(x_BTD).unflatten(-1, (-1, self.head_dim))
+            for project in (self.q, self.k, self.v)
+        )
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q, None)[0], self.k_norm(k, None)[0]
+        q, k = self.rope(q, k, positions)
+        output: Tensor = self.o(self.attend(q, k, v, positions).flatten(-2))
+        return output
+
+
+AnyAttention = Attention | LatentAttention
+
+
+class Mlp(nn.Module):
+    """The feed-forward layer, gated or not."""
+
+    def __init__(self, shape: Shape, width: int) -> None:
+        super().__init__()
+        bias = shape.biases == "all"
+        self.gate = nn.Linear(shape.hidden, width, bias=bias) if shape.gated else None
+        self.up = nn.Linear(shape.hidden, width, bias=bias)
+        self.down = nn.Linear(width, shape.hidden, bias=bias)
+        self.activate = Activate(shape.mlp)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        """Feed-forward branch [B, T, D]."""
+        up = self.up(x_BTD)
+        output: Tensor = self.down(
+            self.activate(up, None) if self.gate is None else self.activate(self.gate(x_BTD), up)
+        )
+        return output
+
+
+class Block(nn.Module):
+    """One pre-norm layer, with dropout of both branches (GPT-2's `resid_pdrop`, as in Megatron-LM).
+
+    The branches follow each other, or with `parallel_residual` both read the layer's input (GPT-J,
+    Wang and Komatsuzaki 2021), through one norm or one each. It carries the residual stream as a
+    pair (branch not yet added, residual), so that the addition can be fused with the next norm.
+    """
+
+    def __init__(self, shape: Shape, index: int, rate: float, seed: int) -> None:
+        super().__init__()
+        self.attention_norm = residual_norm(shape)
+        kind = Attention if shape.mla is None else LatentAttention
+        self.attention = kind(shape, index)
+        self.is_parallel = shape.parallel_residual is not None
+        self.mlp_norm = None if shape.parallel_residual == "one_norm" else residual_norm(shape)
+        self.mlp = _feed_forward(shape, index)
+        self.attention_dropout = counter_dropout(f"blocks.{index}.attention", rate, seed)
+        self.mlp_dropout = counter_dropout(f"blocks.{index}.mlp", rate, seed)
+
+    def forward(
+        self, x_BTD: Tensor, residual_BTD: Tensor | None, positions: Positions
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """(branch not yet added, residual stream), both [B, T, D], and the aux loss of an MoE
+        layer.
+        """
+        h, residual = self.attention_norm(x_BTD, residual_BTD)
+        attended = self.attention_dropout(self.attention(h, positions), positions.rows)
+        if self.is_parallel:
+            h = h if self.mlp_norm is None else self.mlp_norm(residual, None)[0]
+        else:
+            assert self.mlp_norm is not None
+            h, residual = self.mlp_norm(attended, residual)
+        aux_loss: Tensor | None = None
+        if isinstance(self.mlp, MoE):
+            branch, aux_loss = self.mlp(h)
+        else:
+            branch = self.mlp(h)
+        branch = self.mlp_dropout(branch, positions.rows)
+        return attended + branch if self.is_parallel else branch, residual, aux_loss
+
+
+def _feed_forward(shape: Shape, index: int) -> Mlp | MoE:
+    moe = shape.moe
+    if moe is None or index < moe.first_dense:
+        return Mlp(shape, shape.ffn)
+    return MoE(shape, Mlp(shape, moe.shared * moe.ffn) if moe.shared else None)
+
+
+def counter_dropout(name: str, rate: float, seed: int) -> Dropout:
+    """Dropout of the module `name`, whose masks are drawn by the seed."""
+    return Dropout(rate, seed_of(f"{name}.dropout", seed))
+
+
+def residual_norm(shape: Shape) -> AddNorm:
+    """A norm of the residual stream."""
+    return AddNorm(shape.norm, shape.hidden, shape.norm_epsilon, bias=shape.norm == "layernorm")
+
+
+def _rope(shape: Shape) -> nn.Module:
+    if shape.positions != "rope":
+        return NoRope()
+    return Rope() if shape.rotary_dim is None else PartialRope()
+
+
+def _head_norm(shape: Shape) -> AddNorm | None:
+    """A norm of each head, whose weight all heads share."""
+    if shape.qk_norm is None:
+        return None
+    return AddNorm("rmsnorm", int(shape.head_dim or 0), shape.norm_epsilon, bias=False)
