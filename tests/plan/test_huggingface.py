@@ -15,6 +15,7 @@ from tests.mutation import mutate
 from tests.plan.test_catalog import DEEPSEEK, GPT2, LLAMA
 from workbench.errors import PlanError
 from workbench.plan.catalog import huggingface_config
+from workbench.plan.catalog.families.table import family_of
 from workbench.plan.rules.supported import unsupported
 from workbench.plan.schema import Plan
 
@@ -262,6 +263,15 @@ def test_gates_of_deepseek_add_up_to_one_as_its_configuration_says() -> None:
         "scoring_func 'softmax'"
         in huggingface_config.shape_of({**DEEPSEEK, "scoring_func": "softmax"}).unmodelled
     )
+
+
+def test_a_single_group_of_experts_is_none_and_is_written_as_one() -> None:
+    shape = huggingface_config.shape_of({**DEEPSEEK, "n_group": 1, "topk_group": 1})
+    assert shape.moe is not None and (shape.moe.groups, shape.moe.top_groups) == (None, None)
+    family = family_of(shape)
+    assert family.write is not None and not family.unmet(shape)
+    written = family.write(shape)
+    assert (family.model_type, written["n_group"], written["topk_group"]) == ("deepseek_v3", 1, 1)
 
 
 def test_layers_that_predict_further_tokens_are_left_out_and_said(tmp_path: Path) -> None:

@@ -77,10 +77,14 @@ def _v3(reading: Reading) -> Fields:
             "renormalise": reading.flag("norm_topk_prob", True),
             "scores": "sigmoid",
             "score_bias": True,
-            "groups": reading.whole("n_group", 8),
-            "top_groups": reading.whole("topk_group", 4),
+            **_groups(reading.whole("n_group", 8), reading.whole("topk_group", 4)),
         }
     }
+
+
+def _groups(count: int, best: int) -> Fields:
+    """A single group, from which all experts come, is none (Kimi K2, Moonlight)."""
+    return {} if count == best == 1 else {"groups": count, "top_groups": best}
 
 
 def _write(shape: Shape) -> Config:
@@ -120,7 +124,8 @@ def _write_v2(shape: Shape) -> Config:
 def _write_v3(shape: Shape) -> Config:
     moe = shape.moe
     assert moe is not None
-    choice = {"n_group": moe.groups, "topk_group": moe.top_groups, "topk_method": "noaux_tc"}
+    groups = {"n_group": moe.groups or 1, "topk_group": moe.top_groups or 1}
+    choice = {**groups, "topk_method": "noaux_tc"}
     return {**_write(shape), **choice, "scoring_func": "sigmoid", "rope_interleave": True}
 
 
@@ -184,11 +189,6 @@ V2_STYLE: dict[str, Legal] = {
     "moe.score_bias": (False,),
     "moe.renormalise": (False,),
 }
-V3_STYLE: dict[str, Legal] = {
-    **STYLE,
-    "moe.scores": ("sigmoid",),
-    "moe.score_bias": (True,),
-    "moe.groups": (ANY,),
-}
+V3_STYLE: dict[str, Legal] = {**STYLE, "moe.scores": ("sigmoid",), "moe.score_bias": (True,)}
 DEEPSEEK_V2 = Family("deepseek_v2", "DeepseekV2", _v2, _write_v2, NAMES, V2_STYLE, published=True)
 DEEPSEEK_V3 = Family("deepseek_v3", "DeepseekV3", _v3, _write_v3, NAMES, V3_STYLE, published=True)
