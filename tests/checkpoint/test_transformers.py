@@ -21,7 +21,7 @@ from workbench.models import Transformer
 from workbench.plan.catalog.families.family import Family
 from workbench.plan.catalog.families.stored_parts import stored_extents
 from workbench.plan.catalog.families.table import FAMILIES
-from workbench.plan.catalog.huggingface_config import read_huggingface_config
+from workbench.plan.catalog.huggingface_config import read_huggingface_config, shape_of
 from workbench.plan.model.model_shape import Shape
 from workbench.plan.rules.supported import unsupported
 from workbench.plan.schema import Plan
@@ -38,10 +38,25 @@ def test_every_family_is_in_the_table() -> None:
     assert FAMILIES.keys() == CONFIGS.keys()
 
 
-@pytest.mark.parametrize("family", [name for name in CONFIGS if runs(name)])
-def test_logits_and_weights_equal_those_of_transformers(family: str, tmp_path: Path) -> None:
+VARIANTS: list[tuple[str, dict[str, Any]]] = [
+    ("falcon", {"new_decoder_architecture": False}),
+    ("falcon", {"new_decoder_architecture": False, "parallel_attn": False, "bias": True}),
+    ("gpt_neox", {"use_parallel_residual": False, "rotary_pct": 1.0, "hidden_act": "gelu_new"}),
+    ("phi3", {"partial_rotary_factor": 0.75}),
+]
+"""Family -> keys of further kinds of it: Falcon 7B, Falcon RW but for ALiBi, GPT-NeoX in sequence,
+Phi-4-mini.
+"""
+
+
+@pytest.mark.parametrize(
+    ("family", "keys"), [*((name, {}) for name in CONFIGS if runs(name)), *VARIANTS], ids=str
+)
+def test_logits_and_weights_equal_those_of_transformers(
+    family: str, keys: dict[str, Any], tmp_path: Path
+) -> None:
     transformers = pytest.importorskip("transformers", reason="compares with transformers")
-    small = shape(family)
+    small = shape_of({"model_type": family, **CONFIGS[family], **keys})
     model = random_model(small)
     write(model, small, FAMILIES[family], tmp_path / "ours")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(

@@ -19,6 +19,7 @@ RULES: list[dict[str, Any]] = [
     {"positions": "alibi"},
     {"attention_softcap": 2.0},
     {"attention_scale": 0.1},
+    {"parallel_residual": "one_norm", "rotary_dim": 2},
     {"mla": {"kv_rank": 12, "rope_dim": 4, "nope_dim": 8, "value_dim": 6}},
 ]
 

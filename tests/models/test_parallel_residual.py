@@ -27,6 +27,7 @@ GPT = {"norm": "layernorm", "mlp": "gelu_exact", "biases": "all"}
 NEOX = {**LLAMA, **GPT, "kv_heads": LLAMA["heads"], "parallel_residual": "two_norms"}
 NEOX["rotary_dim"] = 2
 FALCON = {**LLAMA, "norm": "layernorm", "kv_heads": 1, "parallel_residual": "one_norm"}
+SHARED = {**LLAMA, "kv_heads": LLAMA["heads"], "parallel_residual": "one_norm"}
 MIXTURE = {**LLAMA, "parallel_residual": "two_norms", "moe": {"experts": 4, "top_k": 2, "ffn": 12}}
 
 
@@ -72,11 +73,13 @@ def test_kernels_leave_partial_rotation_and_exact_gelu_alone(kernels: str) -> No
     assert type(block.attention_norm).__name__ == "FusedAddNorm"
 
 
-@pytest.mark.parametrize("shape", [NEOX, FALCON])
-@pytest.mark.parametrize(("strategy", "gpus"), [("tensor-pipeline", 4), ("zero-3", 2)])
+@pytest.mark.parametrize(
+    ("shape", "strategy", "gpus"),
+    [(NEOX, "zero-3", 2), *((it, "tensor-pipeline", 4) for it in (NEOX, FALCON, SHARED))],
+)
 def test_the_estimate_is_the_rehearsal(shape: dict[str, Any], strategy: str, gpus: int) -> None:
     wide = {"layers": 4, "hidden": 128, "heads": 8, "ffn": 160, "vocab": 512}
-    wide["kv_heads"] = 8 if shape is NEOX else 1
+    wide["kv_heads"] = 1 if shape is FALCON else 8
     made = small({**shape, **wide}, strategy, gpus, "bf16")
     estimated, rehearsed = estimate(made), rehearse(made)
     assert estimated.peak_bytes_by_rank == pytest.approx(rehearsed.peak_bytes_by_rank, rel=0.005)

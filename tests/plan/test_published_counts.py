@@ -204,6 +204,14 @@ PUBLISHED: dict[str, tuple[Config, int]] = {
         family("phi3", 40, 5120, 17920, 40, 10, 32064),
         13_960_238_080,
     ),
+    "microsoft/Phi-4-mini-instruct": (
+        family(
+            *("phi3", 32, 3072, 8192, 24, 8, 200064),
+            partial_rotary_factor=0.75,
+            tie_word_embeddings=True,
+        ),
+        3_836_021_760,
+    ),
     "microsoft/phi-4": (family("phi3", 40, 5120, 17920, 40, 10, 100352), 14_659_507_200),
     "openai-community/gpt2": (gpt2(12, 768, 12), 124_439_808),
     "openai-community/gpt2-medium": (gpt2(24, 1024, 16), 354_823_168),
