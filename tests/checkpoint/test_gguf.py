@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -138,6 +139,29 @@ def test_truncated_files_are_refused_at_any_length(tmp_path: Path) -> None:
         ) as found:
             plan(path).resolve()
         assert len(found.value.problems) == 1 and "\n" not in str(found.value)
+        assert re.search(
+            rf"(at byte {length},.*|is empty|header is damaged); get", str(found.value)
+        )
+
+
+@pytest.mark.parametrize(
+    "at, content, words",
+    [
+        (0, b"PK\3\4", r"it begins with b'PK\\x03\\x04' in place of b'GGUF'"),
+        (4, b"\1\0\0\0", "it is of version 1; legal: 2 or 3"),
+        (32, b"\xff\xff\xff\xff", "its header is damaged"),
+    ],
+)
+def test_what_is_wrong_with_a_header_is_said_in_words(
+    tmp_path: Path, at: int, content: bytes, words: str
+) -> None:
+    path = tmp_path / "a.gguf"
+    write_sample(path)
+    spoilt = bytearray(path.read_bytes())
+    spoilt[at : at + 4] = content
+    path.write_bytes(spoilt)
+    with pytest.raises(PlanError, match=f"a.gguf' is no intact GGUF file: {words}; get the file"):
+        plan(path).resolve()
 
 
 def test_a_count_beyond_the_file_ends_at_once(tmp_path: Path) -> None:

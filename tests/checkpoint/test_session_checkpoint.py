@@ -4,7 +4,10 @@ ties included.
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import re
+import signal
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -25,7 +28,7 @@ from workbench.copy_stream import CopyStream
 from workbench.engine import session_checkpoint
 from workbench.engine.session import Session, initial_drawer
 from workbench.engine.session_checkpoint import SessionCheckpointer
-from workbench.engine.verify.forked_ranks import run_ranks
+from workbench.engine.verify.forked_ranks import RankError, run_ranks
 from workbench.parallel.mesh import build_mesh
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.schema import Plan
@@ -388,6 +391,28 @@ def test_a_rank_reads_only_its_own_boxes_and_files_are_verified_once(tmp_path: P
         assert sum(read) == held and held < 0.3 * sum(each for _, _, each in found)
     hashed = [file for _, files, _ in found for file in files]
     assert sorted(hashed) == ["rank00000.safetensors", "rank00001.safetensors"]
+
+
+def test_a_rank_killed_while_it_loads_ends_all(tmp_path: Path) -> None:
+    made = sharded(tmp_path)
+
+    def killed(rank: int) -> None:
+        def read(*_: object) -> None:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        if rank == 2:
+            reader: Any = Counted
+            reader.get_slice = read
+            readers: Any = tensor_index
+            source_of = readers.checkpoint_source
+            readers.checkpoint_source = lambda folder: replace(source_of(folder), opened=Counted)
+        load(made, rank)
+
+    before = multiprocessing.active_children()
+    # Either the rank itself, or one whose peer is gone; not the time limit.
+    with pytest.raises(RankError, match=r"rank 2|closed|reset|peer"):
+        run_ranks(4, killed, seconds=60)
+    assert multiprocessing.active_children() == before
 
 
 def test_damage_found_by_one_rank_is_raised_on_all(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from tests.parallel.small import GPT, LLAMA, plan
 from workbench import verbs
 from workbench.cli.app import answer
 from workbench.engine.verify.forked_ranks import run_ranks
+from workbench.plan.model.parameter_count import parameters
 from workbench.plan.schema import Plan
 from workbench.runs.launch.preflight import preflight
 
@@ -85,7 +86,7 @@ def test_a_checkpoint_is_held_to_the_plan_before_launch(tmp_path: Path) -> None:
 
 def test_a_gguf_file_generates_and_has_a_perplexity_on_any_mesh(tmp_path: Path, ask: Ask) -> None:
     pytest.importorskip("gguf", reason="the package gguf is not installed")
-    from tests.checkpoint.gguf_samples import write_sample
+    from tests.checkpoint.gguf_samples import SHAPE, write_sample
 
     path, text = tmp_path / "a.gguf", tmp_path / "text.txt"
     write_sample(path, tokenizer=True)
@@ -93,7 +94,14 @@ def test_a_gguf_file_generates_and_has_a_perplexity_on_any_mesh(tmp_path: Path, 
     one, two = (verbs.generate(path, "ab", tokens=6, tensor=ranks) for ranks in (1, 2))
     assert one["tokens"] == two["tokens"] and one["prompt_tokens"] == 2
     assert len(one["tokens"]) == 6 or one["tokens"][-1] == 0
-    assert verbs.perplexity(path, text, length=32)["tokens"] == 340 - 11
+    seen: list[tuple[int, int, str]] = []
+    found = verbs.perplexity(path, text, length=32, loading=lambda *item: seen.append(item))
+    assert found["tokens"] == 340 - 11
+    assert [done for done, _, _ in seen] == sorted({done for done, _, _ in seen})
+    assert seen[-1][0] == seen[-1][1] == 4 * parameters(SHAPE).total
+    code, _, said = ask("perplexity", path, text)
+    assert code == 0 and said.startswith("loading weights, ")
+    assert ask("perplexity", path, text, "--json")[2] == ""
     refused = {
         ("generate", path, "ab", "--tokens", 3000): "tokens: is 3000, after 2 of the prompt; the",
         ("generate", path, ""): "prompt: is empty",

@@ -13,6 +13,7 @@ from typing import Any
 from workbench.errors import refuse
 
 SUFFIX = ".gguf"
+VERSIONS = 2, 3
 
 
 class GgufFile:
@@ -66,8 +67,26 @@ def open_gguf(path: str | Path, field: str = "model") -> GgufFile:
     except OSError as error:
         raise refuse(field, f"'{path}' cannot be read: {error.strerror or error}") from None
     except (ValueError, KeyError, IndexError, OverflowError, RecursionError) as error:
-        why = str(error).strip("'\"") or type(error).__name__
+        why = str(error) if isinstance(error, _Damage) else _damage(Path(path))
         raise refuse(field, f"'{path}' is no intact GGUF file: {why}; get the file again") from None
+
+
+class _Damage(ValueError):
+    """What is wrong with a file."""
+
+
+def _damage(path: Path) -> str:
+    """What is wrong with a file that `gguf`'s reader cannot parse, in words for its owner."""
+    with path.open("rb") as file:
+        content = file.read(8)
+    magic, version = content[:4], int.from_bytes(content[4:], "little")
+    if len(content) < 8:
+        return f"it ends at byte {len(content)}, within its header"
+    if magic != b"GGUF":
+        return f"it begins with {magic!r} in place of b'GGUF'"
+    if version not in VERSIONS:
+        return f"it is of version {version}; legal: {' or '.join(map(str, VERSIONS))}"
+    return "its header is damaged"
 
 
 @lru_cache(maxsize=1)
@@ -80,9 +99,9 @@ def _opened(path: Path, modified: int, size: int) -> GgufFile:
         def _get(self, offset: int, dtype: Any, count: int = 1, override_order: Any = None) -> Any:
             found = super()._get(offset, dtype, count, override_order)
             if len(found) < int(count):
-                raise ValueError(f"it ends at byte {size}, within what its header announces")
+                raise _Damage(f"it ends at byte {size}, within what its header announces")
             return found
 
     if size == 0:
-        raise ValueError("it is empty")
+        raise _Damage("it is empty")
     return GgufFile(path, Reader(path))

@@ -79,6 +79,7 @@ def generate(
     tensor: int = 1,
     chat: bool = False,
     progress: Callable[[str], None] | None = None,
+    loading: Callable[[int, int, str], None] | None = None,
 ) -> dict[str, Any]:
     """Generate text greedily from a model's weights.
 
@@ -91,6 +92,7 @@ def generate(
         tensor: Tensor-parallel ranks.
         chat: Render the prompt by the model's chat template, as a user's message.
         progress: Called with each piece of text.
+        loading: Called with (bytes done, bytes in all, what) while the first rank loads.
 
     Returns:
         The text, its token ids, the number of tokens of the prompt, and the seconds it took.
@@ -101,7 +103,7 @@ def generate(
     """
     from workbench.runs.launch import subprocess_verbs
 
-    return subprocess_verbs.generate(model, prompt, tokens, tensor, chat, progress)
+    return subprocess_verbs.generate(model, prompt, tokens, tensor, chat, progress, loading)
 
 
 def perplexity(
@@ -112,6 +114,7 @@ def perplexity(
     pipeline: int = 1,
     data: int = 1,
     length: int = 256,
+    loading: Callable[[int, int, str], None] | None = None,
 ) -> dict[str, Any]:
     """Measure the perplexity of a model on texts, on any mesh.
 
@@ -125,6 +128,7 @@ def perplexity(
         pipeline: Pipeline ranks.
         data: Data-parallel ranks.
         length: Tokens of a window that are read.
+        loading: Called with (bytes done, bytes in all, what) while the first rank loads.
 
     Returns:
         The perplexity, and the number of predicted tokens.
@@ -135,7 +139,7 @@ def perplexity(
     from workbench.runs.launch import subprocess_verbs
 
     files = [texts] if isinstance(texts, str | Path) else texts
-    return subprocess_verbs.perplexity(model, files, tensor, pipeline, data, length)
+    return subprocess_verbs.perplexity(model, files, tensor, pipeline, data, length, loading)
 
 
 def _sources(what: Any) -> list[str | Path]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -129,12 +130,23 @@ def generate(
     ] = False,
     json: Json = False,
 ) -> None:
-    def show(text: str) -> None:
-        sys.stdout.write(visible(text))
-        sys.stdout.flush()
+    with nullcontext() if json else Status("starting") as status:
 
-    live = None if json else show
-    found = verbs.generate(model, prompt, tokens=tokens, tensor=tensor, chat=chat, progress=live)
+        def show(text: str) -> None:
+            if status is not None and status.bar.live.is_started:
+                status.bar.stop()
+            sys.stdout.write(visible(text))
+            sys.stdout.flush()
+
+        found = verbs.generate(
+            model,
+            prompt,
+            tokens=tokens,
+            tensor=tensor,
+            chat=chat,
+            progress=None if json else show,
+            loading=_progress(status) if status is not None else None,
+        )
     rate = len(found["tokens"]) / found["seconds"]
     said = f"{len(found['tokens'])} tokens after {found['prompt_tokens']}, {rate:.1f} a second"
     emit(json, found, lambda: ["", said])
@@ -149,8 +161,15 @@ def perplexity(
     length: Annotated[int, typer.Option("--length", min=1, help="Tokens of a window.")] = 256,
     json: Json = False,
 ) -> None:
-    found = verbs.perplexity(
-        model, texts, tensor=tensor, pipeline=pipeline, data=data, length=length
-    )
+    with nullcontext() if json else Status("starting") as status:
+        found = verbs.perplexity(
+            model,
+            texts,
+            tensor=tensor,
+            pipeline=pipeline,
+            data=data,
+            length=length,
+            loading=_progress(status) if status is not None else None,
+        )
     said = f"perplexity {found['perplexity']:.2f} on {found['tokens']:,} tokens"
     emit(json, found, lambda: [said])

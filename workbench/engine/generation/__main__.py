@@ -18,6 +18,7 @@ from workbench.engine.exit_codes import exit_status
 from workbench.engine.generation.greedy import generate_greedily
 from workbench.engine.generation.loaded_model import load_session, weights_plan
 from workbench.engine.generation.perplexity import measure_perplexity
+from workbench.engine.session import Session
 from workbench.engine.verify.forked_ranks import run_ranks
 from workbench.errors import refuse
 from workbench.plan.resolved_plan import ResolvedPlan
@@ -38,6 +39,19 @@ def _checked(ids: list[int], tokenizer: ModelTokenizer, plan: ResolvedPlan) -> l
             f"{plan.shape.vocab}; get the file again",
         )
     return ids
+
+
+def _loaded(plan: ResolvedPlan, rank: int) -> Session:
+    """A rank's part of the model; rank 0 prints the bytes loaded, at every percent."""
+    shown = 0
+
+    def show(done: int, of: int) -> None:
+        nonlocal shown
+        if rank == 0 and (share := int(100 * done / max(1, of))) > shown:
+            shown = share
+            print(json.dumps({"done": done, "of": of, "what": "loading weights"}), flush=True)
+
+    return load_session(plan, rank, progress=show)
 
 
 def generate(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -72,7 +86,7 @@ def generate(arguments: argparse.Namespace) -> dict[str, Any]:
 def _generate(
     plan: ResolvedPlan, prompt: list[int], most: int, tokenizer: ModelTokenizer, rank: int
 ) -> tuple[list[int], float]:
-    session = load_session(plan, rank)
+    session = _loaded(plan, rank)
     began, seen = time.monotonic(), list[int]()
 
     def show(token: int) -> None:
@@ -108,7 +122,7 @@ def perplexity(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _perplexity(plan: ResolvedPlan, ids: list[int], rank: int) -> tuple[float, int]:
-    return measure_perplexity(load_session(plan, rank), ids)
+    return measure_perplexity(_loaded(plan, rank), ids)
 
 
 def _text(path: Path) -> str:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from workbench.checkpoint.read_tensors import Progress
 from workbench.engine.session import Session, initial_drawer
 from workbench.engine.session_checkpoint import SessionCheckpointer
 from workbench.models import Transformer
@@ -58,13 +59,19 @@ def weights_plan(
     return Plan.model_validate(written).resolve()
 
 
-def load_session(plan: ResolvedPlan, rank: int, dtype: torch.dtype | None = None) -> Session:
+def load_session(
+    plan: ResolvedPlan,
+    rank: int,
+    dtype: torch.dtype | None = None,
+    progress: Progress = lambda done, of: None,
+) -> Session:
     """A rank's part of the model, on CPU, in evaluation mode, with the weights it loads.
 
     Args:
         plan: The plan.
         rank: This rank.
         dtype: Overrides the plan's precision.
+        progress: Called with the bytes done and in all of this rank.
 
     Raises:
         PlanError: On every rank, naming what is wrong with the weights.
@@ -73,7 +80,7 @@ def load_session(plan: ResolvedPlan, rank: int, dtype: torch.dtype | None = None
     mesh = build_mesh(plan, rank)
     cpu = torch.device("cpu")
     session = Session.build(plan, mesh, cpu, dtype, drawer=initial_drawer(plan))
-    SessionCheckpointer(session, Path("unused")).load()
+    SessionCheckpointer(session, Path("unused")).load(progress)
     for stage in session.part.stages.values():
         stage.eval()
     return session

@@ -41,6 +41,8 @@ GPU_CHECK = "workbench.engine.gpu_check"
 GPU_CHECK_SECONDS = 90.0
 """When a child that asks the GPUs is ended; it starts torch, and waits for drivers."""
 DAY_SECONDS = 86_400
+LoadingProgress = Callable[[int, int, str], None]
+"""Called with bytes done, bytes in all, and what is loaded."""
 VerifiedOn = Literal["cpu", "gpu"]
 VerifiedPrecision = Literal["fp64", "fp32", "bf16", "fp8"]
 VERIFY_MODULES = {
@@ -290,12 +292,13 @@ def generate(
     tensor: int,
     chat: bool,
     progress: Callable[[str], None] | None = None,
+    loading: LoadingProgress | None = None,
 ) -> dict[str, Any]:
     """Generate in a child process; see `workbench.generate`."""
     if tokens < 1:
         raise refuse("tokens", f"is {tokens}; legal: 1 or more")
     options = ["--tokens", str(tokens), "--tensor", str(tensor), *["--chat"] * chat]
-    return _generated(["generate", str(model), *options, "--", prompt], progress)
+    return _generated(["generate", str(model), *options, "--", prompt], progress, loading)
 
 
 def perplexity(
@@ -305,17 +308,23 @@ def perplexity(
     pipeline: int,
     data: int,
     length: int,
+    loading: LoadingProgress | None = None,
 ) -> dict[str, Any]:
     """Measure perplexity in a child process; see `workbench.perplexity`."""
     if not texts:
         raise refuse("texts", "are none; give at least one file")
     sizes = {"tensor": tensor, "pipeline": pipeline, "data": data, "length": length}
     options = [word for name, size in sizes.items() for word in (f"--{name}", str(size))]
-    return _generated(["perplexity", str(model), *options, "--", *map(str, texts)], None)
+    words = ["perplexity", str(model), *options, "--", *map(str, texts)]
+    return _generated(words, None, loading)
 
 
-def _generated(words: list[str], progress: Callable[[str], None] | None) -> dict[str, Any]:
-    """The answer of `GENERATION`; the text of its other lines goes to `progress`."""
+def _generated(
+    words: list[str], progress: Callable[[str], None] | None, loading: LoadingProgress | None
+) -> dict[str, Any]:
+    """The answer of `GENERATION`; the text of its other lines goes to `progress`, and how much of
+    the weights is loaded to `loading`.
+    """
     record: dict[str, Any] = {}
 
     def on_line(text: str) -> None:
@@ -324,6 +333,8 @@ def _generated(words: list[str], progress: Callable[[str], None] | None) -> dict
             record = json.loads(text)
             if progress and "more" in record:
                 progress(record["more"])
+            if loading and "done" in record:
+                loading(record["done"], record["of"], record["what"])
 
     child_process.python(GENERATION, words, on_line)
     return record
