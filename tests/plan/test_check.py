@@ -219,6 +219,7 @@ MOE = {"experts": 8, "top_k": 3, "ffn": 16}
         ("model.mla.value_dim", "is 13, wider than a query", {"mla": {**MLA, "value_dim": 13}}),
         ("model.positions", "beside model.mla; legal: rope", {"positions": "learned"}),
         ("model.qk_norm", "beside model.mla; legal: null", {"qk_norm": "head"}),
+        ("model.rotary_dim", "beside model.mla; legal: null", {"rotary_dim": 4}),
         ("model.moe.top_groups", "is None with groups 4", {"moe": {**MOE, "groups": 4}}),
         (
             "model.moe.groups",

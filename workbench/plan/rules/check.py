@@ -123,6 +123,7 @@ def _latent_attention(shape: Shape) -> Iterator[Problem]:
     for name, value, legal in (
         ("positions", shape.positions, "rope"),
         ("qk_norm", shape.qk_norm, None),
+        ("rotary_dim", shape.rotary_dim, None),
     ):
         if value != legal:
             yield Problem(
