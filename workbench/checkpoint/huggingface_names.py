@@ -186,8 +186,12 @@ def _files(folder: Path) -> list[str]:
         raise ValueError(
             f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}; save the model as safetensors"
         ) from None
-    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-        raise ValueError(f"{path} is no index of a model: {error!r}; get the file again") from None
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from None
+    except (ValueError, KeyError, AttributeError, TypeError):
+        raise ValueError(
+            f"{path} is no index of a model (a JSON mapping with `weight_map`); get the file again"
+        ) from None
     for file in files:
         if not isinstance(file, str) or Path(file).name != file or not (folder / file).is_file():
             raise ValueError(f"{path} lists {file!r}, which is not there; get the complete model")

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from workbench.errors import PlanError
 from workbench.interop.launch_environment import ON_ONE_NODE
 from workbench.runs.launch.parent_death import die_with_parent
 
@@ -44,6 +45,7 @@ def run_ranks(
         The results in order of rank.
 
     Raises:
+        PlanError: What the first rank to fail refuses.
         RankError: The first failure of a rank, or the time limit.
     """
     return run_worlds([(world_size, work)], seconds, backend)[0]
@@ -107,6 +109,8 @@ def _rank(
         )
         pipe.send(("result", work(rank)))
         dist.barrier()
+    except PlanError as error:
+        pipe.send(("refused", error.problems))
     except BaseException:
         pipe.send(("error", traceback.format_exc()))
     finally:
@@ -127,11 +131,30 @@ def _collect(pipes: list[Connection], deadline: float) -> list[Any]:
             try:
                 kind, value = pipe.recv()
             except EOFError:
-                raise RankError(f"rank {rank} died without an error message") from None
+                raise RankError(_dead(rank)) from None
+            if kind == "refused":
+                raise PlanError(value)
             if kind == "error":
+                if (dead := _died(waiting)) is not None:
+                    raise RankError(_dead(dead))
                 raise RankError(f"rank {rank} failed:\n{value}")
             results[rank] = value
     return [results[rank] for rank in sorted(results)]
+
+
+def _died(waiting: dict[Connection, int]) -> int | None:
+    """A rank that died: others then fail of its connection."""
+    for pipe in wait(list(waiting), timeout=0.2):
+        assert isinstance(pipe, Connection)
+        try:
+            pipe.recv()
+        except EOFError:
+            return waiting[pipe]
+    return None
+
+
+def _dead(rank: int) -> str:
+    return f"rank {rank} died without an error message"
 
 
 def _end(processes: Sequence[BaseProcess]) -> None:
