@@ -15,6 +15,7 @@ from tests.parallel.small import GPT, LLAMA, plan
 from workbench import verbs
 from workbench.cli.app import answer
 from workbench.engine.verify.forked_ranks import run_ranks
+from workbench.errors import PlanError
 from workbench.plan.model.parameter_count import parameters
 from workbench.plan.schema import Plan
 from workbench.runs.launch.preflight import preflight
@@ -105,10 +106,16 @@ def test_a_gguf_file_generates_and_has_a_perplexity_on_any_mesh(tmp_path: Path, 
     refused = {
         ("generate", path, "ab", "--tokens", 3000): "tokens: is 3000, after 2 of the prompt; the",
         ("generate", path, ""): "prompt: is empty",
+        ("generate", path, "\udcff"): "prompt: is no UTF-8 text at character 0",
         ("generate", path, "ab", "--chat"): "has no chat template",
         ("generate", text, "ab"): "is no intact GGUF file",
+        ("perplexity", path, text, "--length", 3000): "length: is 3000; the model has",
         ("perplexity", path, tmp_path / "none"): "none' cannot be read: No such file",
     }
     for words, expected in refused.items():
         code, _, said = ask(*words)
         assert code == 2 and expected in said, (words, said)
+    with pytest.raises(ValueError, match=r"^tokens: is 6, after 200000 of the prompt"):
+        verbs.generate(path, "a" * 200_000, tokens=6)
+    with pytest.raises(PlanError, match=r"^data: is 0; legal: whole numbers from 1"):
+        verbs.perplexity(path, text, data=0)

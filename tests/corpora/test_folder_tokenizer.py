@@ -69,6 +69,20 @@ def test_a_template_of_its_own_comes_first(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    "template, words",
+    [
+        ("{% macro a(x) %}{{ a(x) }}{% endmacro %}{{ a(1) }}", "takes more depth or memory"),
+        (r"{{ '\ud800' }}", "surrogates not allowed"),
+        ("{{ ''.__class__.__mro__ }}", "is unsafe"),
+    ],
+)
+def test_a_template_that_fails_is_refused(tmp_path: Path, template: str, words: str) -> None:
+    write(tmp_path, chat_template=template)
+    with pytest.raises(PlanError, match=f"the chat template of .* fails: .*{words}"):
+        read_tokenizer(tmp_path).chat(MESSAGES)
+
+
+@pytest.mark.parametrize(
     "file, content, words",
     [
         ("tokenizer.json", b"{}", "is no tokenizer of the `tokenizers` library"),

@@ -76,12 +76,16 @@ class ModelTokenizer:
         environment.globals |= {"raise_exception": _raise, "strftime_now": _now}
         environment.filters["tojson"] = _json
         try:
-            return environment.from_string(self.template).render(
+            text = environment.from_string(self.template).render(
                 messages=list(messages), add_generation_prompt=True, **self.special
             )
+            text.encode()  # an escape in a template can say half of a character
+            return text
+        except (RecursionError, MemoryError):
+            why = "it takes more depth or memory than there is"
         except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError) as error:
             why = str(error) or type(error).__name__
-            raise refuse("chat", f"the chat template of '{self.source}' fails: {why}") from None
+        raise refuse("chat", f"the chat template of '{self.source}' fails: {why}") from None
 
 
 def _raise(message: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 import time
 from functools import partial
@@ -24,6 +25,8 @@ from workbench.errors import refuse
 from workbench.plan.resolved_plan import ResolvedPlan
 
 DAY_SECONDS = 86_400.0
+TEMPLATE_SECONDS = 10
+"""A chat template is rendered in milliseconds."""
 
 
 def _checked(ids: list[int], tokenizer: ModelTokenizer, plan: ResolvedPlan) -> list[int]:
@@ -57,8 +60,9 @@ def _loaded(plan: ResolvedPlan, rank: int) -> Session:
 def generate(arguments: argparse.Namespace) -> dict[str, Any]:
     """Tokens that follow a prompt, printed as they come."""
     tokenizer = read_tokenizer(arguments.model)
-    messages = [{"role": "user", "content": arguments.prompt}]
-    text = tokenizer.chat(messages) if arguments.chat else arguments.prompt
+    text = arguments.prompt.read_bytes().decode()
+    if arguments.chat:
+        text = _templated(tokenizer, text)
     prompt = tokenizer.encode(text, control=arguments.chat)
     if not prompt:
         raise refuse("prompt", "is empty; give at least one character")
@@ -81,6 +85,27 @@ def generate(arguments: argparse.Namespace) -> dict[str, Any]:
         "tensor": arguments.tensor,
         "seconds": seconds,
     }
+
+
+def _templated(tokenizer: ModelTokenizer, prompt: str) -> str:
+    """The prompt in the model's chat template, which may be a program that does not end."""
+
+    def end(signum: int, frame: object) -> None:
+        raise TimeoutError
+
+    before = signal.signal(signal.SIGALRM, end)
+    signal.alarm(TEMPLATE_SECONDS)
+    try:
+        return tokenizer.chat([{"role": "user", "content": prompt}])
+    except TimeoutError:
+        raise refuse(
+            "chat",
+            f"the chat template of '{tokenizer.source}' is not done in {TEMPLATE_SECONDS} s; get "
+            f"the file again, or give plain text",
+        ) from None
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def _generate(
@@ -111,6 +136,11 @@ def perplexity(arguments: argparse.Namespace) -> dict[str, Any]:
         data=arguments.data,
         length=arguments.length,
     )
+    if arguments.length > plan.shape.max_positions:
+        raise refuse(
+            "length",
+            f"is {arguments.length}; the model has positions for {plan.shape.max_positions}",
+        )
     ids = [index for path in arguments.texts for index in tokenizer.encode(_text(path))]
     _checked(ids, tokenizer, plan)
     if len(ids) < 2:
@@ -141,7 +171,7 @@ def main() -> int:
     generating = commands.add_parser("generate")
     generating.set_defaults(work=generate)
     generating.add_argument("model")
-    generating.add_argument("prompt")
+    generating.add_argument("prompt", type=Path, help="file of UTF-8 text")
     generating.add_argument("--tokens", type=int, required=True)
     generating.add_argument("--tensor", type=int, required=True)
     generating.add_argument("--chat", action="store_true")

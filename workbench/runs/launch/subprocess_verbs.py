@@ -30,6 +30,7 @@ from workbench.runs.launch.preflight import gpu_problems
 from workbench.runs.launch.traced_models import traced_model
 from workbench.safe_io.gguf_files import SUFFIX
 from workbench.units import GIB
+from workbench.untrusted_text import HALF, shown
 
 if TYPE_CHECKING:
     from workbench.planner.autoshard import OperatorPlan
@@ -295,10 +296,14 @@ def generate(
     loading: LoadingProgress | None = None,
 ) -> dict[str, Any]:
     """Generate in a child process; see `workbench.generate`."""
-    if tokens < 1:
-        raise refuse("tokens", f"is {tokens}; legal: 1 or more")
-    options = ["--tokens", str(tokens), "--tensor", str(tensor), *["--chat"] * chat]
-    return _generated(["generate", str(model), *options, "--", prompt], progress, loading)
+    if half := HALF.search(prompt):
+        raise refuse("prompt", f"is no UTF-8 text at character {half.start()}")
+    options = [*_whole_numbers(tokens=tokens, tensor=tensor), *["--chat"] * chat]
+    with tempfile.TemporaryDirectory() as folder:
+        # A command line holds 128 KiB of an argument.
+        path = Path(folder, "prompt.txt")
+        path.write_bytes(prompt.encode())
+        return _generated(["generate", *options, "--", str(model), str(path)], progress, loading)
 
 
 def perplexity(
@@ -313,10 +318,16 @@ def perplexity(
     """Measure perplexity in a child process; see `workbench.perplexity`."""
     if not texts:
         raise refuse("texts", "are none; give at least one file")
-    sizes = {"tensor": tensor, "pipeline": pipeline, "data": data, "length": length}
-    options = [word for name, size in sizes.items() for word in (f"--{name}", str(size))]
-    words = ["perplexity", str(model), *options, "--", *map(str, texts)]
-    return _generated(words, None, loading)
+    options = _whole_numbers(tensor=tensor, pipeline=pipeline, data=data, length=length)
+    return _generated(["perplexity", *options, "--", str(model), *map(str, texts)], None, loading)
+
+
+def _whole_numbers(**options: int) -> list[str]:
+    """Options of a command line, each 1 or more."""
+    for name, value in options.items():
+        if not isinstance(value, int) or value < 1:
+            raise refuse(name, f"is {shown(value)}; legal: whole numbers from 1")
+    return [word for name, value in options.items() for word in (f"--{name}", str(value))]
 
 
 def _generated(
