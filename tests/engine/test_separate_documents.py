@@ -83,3 +83,9 @@ def test_boundaries_of_bare_tokens_follow_the_end_of_text(tmp_path: Path) -> Non
     assert begins(load(tmp_path, source, tokenizer=str(tokenizer))) == [0, 2, 5, 6]
     with pytest.raises(PlanError, match=r"tokens\.npy does not say where documents end; legal"):
         load(tmp_path, source)
+
+
+def test_documents_of_one_token_have_nothing_to_train_on(tmp_path: Path) -> None:
+    source = write_megatron(tmp_path / "c", [[5], [6], [7]])
+    with pytest.raises(PlanError, match=r"all 3 documents of .*c\S* have one token"):
+        load(tmp_path, source)

@@ -185,6 +185,12 @@ class _Work:
         if self.corpus.separate_documents:
             marked = kind in UNINDEXED
             boundaries = ended_by(tokens, encoding.end) if marked else indexed.documents[:-1]
+            if len(boundaries) >= len(tokens) == len(np.unique(boundaries)):
+                raise refuse(
+                    "corpus.separate_documents",
+                    f"is true, and all {len(tokens):,} documents of {part.source} have one token, "
+                    f"which predicts none; legal: false, or longer documents",
+                )
         split = len(tokens) - int(len(tokens) * self.corpus.holdout)
         return SourceTokens(
             source=part.source,
