@@ -18,6 +18,7 @@ from workbench.checkpoint import read_tensors
 from workbench.checkpoint.checkpoint_format import Shard
 from workbench.checkpoint.huggingface_names import config_json, huggingface_source, stored_parts
 from workbench.models import Transformer
+from workbench.models.attention.soft_cap import soft_cap
 from workbench.plan.catalog.families.family import Family
 from workbench.plan.catalog.families.stored_parts import stored_extents
 from workbench.plan.catalog.families.table import FAMILIES
@@ -86,7 +87,7 @@ def logits(model: Transformer, tokens_BT: Tensor) -> Tensor:
     """Logits [B, T, V] in place of the loss."""
     head: Any = model.head
     weight = head.weight
-    head.forward = lambda x_BTD, _: x_BTD @ weight.t()
+    head.forward = lambda x_BTD, _: soft_cap(x_BTD @ weight.t(), head.softcap)
     found: Tensor = model(tokens_BT, tokens_BT)
     return found
 

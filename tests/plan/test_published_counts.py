@@ -35,6 +35,10 @@ def family(name: str, *sizes: int, **more: Any) -> Config:
     return llama(*sizes, **more) | {"model_type": name}
 
 
+def gemma2(*sizes: int, **more: Any) -> Config:
+    return family("gemma2", *sizes, 256_000, **{"head_dim": 256, **more})
+
+
 def gpt2(layers: int, hidden: int, heads: int) -> Config:
     return {
         "model_type": "gpt2",
@@ -213,6 +217,12 @@ PUBLISHED: dict[str, tuple[Config, int]] = {
         3_836_021_760,
     ),
     "microsoft/phi-4": (family("phi3", 40, 5120, 17920, 40, 10, 100352), 14_659_507_200),
+    "google/gemma-2-2b": (gemma2(26, 2304, 9216, 8, 4), 2_614_341_888),
+    "google/gemma-2-9b": (gemma2(42, 3584, 14336, 16, 8), 9_241_705_984),
+    "google/gemma-2-27b": (
+        gemma2(46, 4608, 36864, 32, 16, head_dim=128, query_pre_attn_scalar=144),
+        27_227_128_320,
+    ),
     "openai-community/gpt2": (gpt2(12, 768, 12), 124_439_808),
     "openai-community/gpt2-medium": (gpt2(24, 1024, 16), 354_823_168),
     "openai-community/gpt2-large": (gpt2(36, 1280, 20), 774_030_080),

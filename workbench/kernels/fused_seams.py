@@ -141,6 +141,8 @@ def replace_seams(model: nn.Module, kernels: str, device: str = "cuda") -> None:
     for module in model.modules():
         if isinstance(module, Activate) and module.kind not in KINDS:
             continue  # torch's own operator is one kernel that saves its input alone
+        if isinstance(module, AddNorm) and module.zero_centered:
+            continue  # fused norms multiply by weight alone
         plain = on_processor and (
             isinstance(module, Dropout) or getattr(module, "kind", None) in ATEN_SEAMS
         )

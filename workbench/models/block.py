@@ -68,7 +68,9 @@ class Mlp(nn.Module):
 
 
 class Block(nn.Module):
-    """One pre-norm layer, with dropout of both branches (GPT-2's `resid_pdrop`, as in Megatron-LM).
+    """One layer, with dropout of both branches (GPT-2's `resid_pdrop`, as in Megatron-LM).
+
+    Norms are at the input of branches (pre-norm), at their output, or at both (`branch_norms`).
 
     The branches follow each other, or with `parallel_residual` both read the layer's input (GPT-J,
     Wang and Komatsuzaki 2021), through one norm or one each. It carries the residual stream as a
@@ -77,12 +79,16 @@ class Block(nn.Module):
 
     def __init__(self, shape: Shape, index: int, rate: float, seed: int) -> None:
         super().__init__()
-        self.attention_norm = residual_norm(shape)
+        begins, ends = shape.norms_inputs, shape.norms_outputs
+        self.attention_norm = residual_norm(shape) if begins else None
         kind = Attention if shape.mla is None else LatentAttention
         self.attention = kind(shape, index)
+        self.attention_output_norm = residual_norm(shape) if ends else None
         self.is_parallel = shape.parallel_residual is not None
-        self.mlp_norm = None if shape.parallel_residual == "one_norm" else residual_norm(shape)
+        shares = shape.parallel_residual == "one_norm"
+        self.mlp_norm = residual_norm(shape) if begins and not shares else None
         self.mlp = _feed_forward(shape, index)
+        self.mlp_output_norm = residual_norm(shape) if ends else None
         self.attention_dropout = counter_dropout(f"blocks.{index}.attention", rate, seed)
         self.mlp_dropout = counter_dropout(f"blocks.{index}.mlp", rate, seed)
 
@@ -92,20 +98,36 @@ class Block(nn.Module):
         """(branch not yet added, residual stream), both [B, T, D], and the aux loss of an MoE
         layer.
         """
-        h, residual = self.attention_norm(x_BTD, residual_BTD)
-        attended = self.attention_dropout(self.attention(h, positions), positions.rows)
+        h, residual = _enter(self.attention_norm, x_BTD, residual_BTD)
+        attended = _leave(self.attention_output_norm, self.attention(h, positions))
+        attended = self.attention_dropout(attended, positions.rows)
         if self.is_parallel:
             h = h if self.mlp_norm is None else self.mlp_norm(residual, None)[0]
         else:
-            assert self.mlp_norm is not None
-            h, residual = self.mlp_norm(attended, residual)
+            h, residual = _enter(self.mlp_norm, attended, residual)
         aux_loss: Tensor | None = None
         if isinstance(self.mlp, MoE):
             branch, aux_loss = self.mlp(h)
         else:
             branch = self.mlp(h)
-        branch = self.mlp_dropout(branch, positions.rows)
+        branch = self.mlp_dropout(_leave(self.mlp_output_norm, branch), positions.rows)
         return attended + branch if self.is_parallel else branch, residual, aux_loss
+
+
+def _enter(
+    norm: AddNorm | None, x_BTD: Tensor, residual_BTD: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """(a branch's input, residual stream) of a branch not yet added and the residual stream."""
+    if norm is not None:
+        entered: tuple[Tensor, Tensor] = norm(x_BTD, residual_BTD)
+        return entered
+    total = x_BTD if residual_BTD is None else x_BTD + residual_BTD
+    return total, total
+
+
+def _leave(norm: AddNorm | None, branch_BTD: Tensor) -> Tensor:
+    """What a branch adds to the residual stream."""
+    return branch_BTD if norm is None else norm(branch_BTD, None)[0]
 
 
 def _feed_forward(shape: Shape, index: int) -> Mlp | MoE:
@@ -122,7 +144,7 @@ def counter_dropout(name: str, rate: float, seed: int) -> Dropout:
 
 def residual_norm(shape: Shape) -> AddNorm:
     """A norm of the residual stream."""
-    return AddNorm(shape.norm, shape.hidden, shape.norm_epsilon, bias=shape.norm == "layernorm")
+    return _norm(shape.norm, shape.hidden, shape)
 
 
 def _rope(shape: Shape) -> nn.Module:
@@ -135,4 +157,9 @@ def _head_norm(shape: Shape) -> AddNorm | None:
     """A norm of each head, whose weight all heads share."""
     if shape.qk_norm is None:
         return None
-    return AddNorm("rmsnorm", int(shape.head_dim or 0), shape.norm_epsilon, bias=False)
+    return _norm("rmsnorm", int(shape.head_dim or 0), shape)
+
+
+def _norm(kind: str, width: int, shape: Shape) -> AddNorm:
+    zero_centered = shape.zero_centered_norms is True
+    return AddNorm(kind, width, shape.norm_epsilon, kind == "layernorm", zero_centered)

@@ -69,11 +69,21 @@ def rotary_tables(
 
 
 class AddNorm(nn.Module):
-    """`add_norm(x, residual)`: RMSNorm or LayerNorm of branch plus residual stream."""
+    """`add_norm(x, residual)`: RMSNorm or LayerNorm of branch plus residual stream.
 
-    def __init__(self, kind: str, width: int, epsilon: float, bias: bool) -> None:
+    Args:
+        kind: rmsnorm or layernorm.
+        width: Entries that are normalised together.
+        epsilon: Added to the variance.
+        bias: Whether it has one.
+        zero_centered: Whether RMSNorm multiplies by 1 + weight, as Gemma's.
+    """
+
+    def __init__(
+        self, kind: str, width: int, epsilon: float, bias: bool, zero_centered: bool = False
+    ) -> None:
         super().__init__()
-        self.kind, self.epsilon = kind, epsilon
+        self.kind, self.epsilon, self.zero_centered = kind, epsilon, zero_centered
         self.weight = nn.Parameter(torch.empty(width))
         self.bias = nn.Parameter(torch.empty(width)) if bias else None
 
@@ -81,7 +91,7 @@ class AddNorm(nn.Module):
         """(normalised sum, sum), both [B, T, D]; without a residual the sum is x itself."""
         total = x_BTD if residual_BTD is None else x_BTD + residual_BTD
         if self.kind == "rmsnorm":
-            return _RmsNorm.apply(total, self.weight, self.epsilon), total
+            return _RmsNorm.apply(total, self.weight, self.epsilon, self.zero_centered), total
         return F.layer_norm(total, total.shape[-1:], self.weight, self.bias, self.epsilon), total
 
 
@@ -94,22 +104,28 @@ class _RmsNorm(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x_BTD: Tensor, weight_D: Tensor, epsilon: float) -> Tensor:
+    def forward(
+        ctx: Any, x_BTD: Tensor, weight_D: Tensor, epsilon: float, zero_centered: bool
+    ) -> Tensor:
         upcast = at_least_fp32(x_BTD)
         scale_BT1 = upcast.square().mean(-1, keepdim=True).add_(epsilon).rsqrt_()
         ctx.save_for_backward(x_BTD, weight_D, scale_BT1)
+        ctx.zero_centered = zero_centered
+        if zero_centered:  # rounded once: 1 + weight has more digits than a 16-bit weight
+            return (upcast * scale_BT1).mul_(1 + at_least_fp32(weight_D)).to(x_BTD.dtype)
         return (upcast * scale_BT1).to(x_BTD.dtype).mul_(weight_D)
 
     @staticmethod
-    def backward(ctx: Any, gradient_BTD: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, gradient_BTD: Tensor) -> tuple[Tensor, Tensor, None, None]:
         x_BTD, weight_D, scale_BT1 = ctx.saved_tensors
         gradient = at_least_fp32(gradient_BTD)
         unit = at_least_fp32(x_BTD) * scale_BT1
         weight_gradient = (gradient * unit).flatten(0, -2).sum(0)
-        x_gradient = gradient * weight_D
+        factor = 1 + at_least_fp32(weight_D) if ctx.zero_centered else weight_D
+        x_gradient = gradient * factor
         projection_BT1 = (x_gradient * unit).mean(-1, keepdim=True)
         x_gradient.sub_(unit.mul_(projection_BT1)).mul_(scale_BT1)
-        return x_gradient.to(x_BTD.dtype), weight_gradient.to(weight_D.dtype), None
+        return x_gradient.to(x_BTD.dtype), weight_gradient.to(weight_D.dtype), None, None
 
 
 class Rope(nn.Module):
@@ -191,7 +207,9 @@ class Attend(nn.Module):
             return attention(self.kernel, q, k, v, self.rule.scale).transpose(1, 2)
         if self.kernel == "math":
             return math_attention(self.rule, q, k, v, starts).transpose(1, 2)
-        return blockwise_attention(self.kernel, self.rule, q, k, v, starts).transpose(1, 2)
+        # torch's fused kernels know no soft-cap.
+        kernel = self.kernel if self.rule.softcap is None else "blockwise"
+        return blockwise_attention(kernel, self.rule, q, k, v, starts).transpose(1, 2)
 
 
 NONLINEARITIES: dict[str, Callable[[Tensor], Tensor]] = {

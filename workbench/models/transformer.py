@@ -27,11 +27,14 @@ from workbench.plan.model.model_shape import Shape
 
 
 class Embedding(nn.Module):
-    """Token embedding, with learned positions and a norm where the shape has them, and dropout."""
+    """Token embedding, with a factor, learned positions and a norm where the shape has them, and
+    dropout.
+    """
 
     def __init__(self, shape: Shape, dropout: Dropout) -> None:
         super().__init__()
         self.tokens = nn.Embedding(shape.vocab, shape.hidden)
+        self.scale = shape.embedding_scale
         learned = shape.positions == "learned"
         self.positions = nn.Embedding(shape.max_positions, shape.hidden) if learned else None
         self.norm = residual_norm(shape) if shape.embedding_norm else None
@@ -40,6 +43,8 @@ class Embedding(nn.Module):
     def forward(self, tokens_BT: Tensor, positions: Positions) -> Tensor:
         """Embedded tokens [B, T, D]."""
         x = self.tokens(tokens_BT)
+        if self.scale is not None:  # rounded as the weights are, as transformers does
+            x = x * torch.tensor(self.scale, dtype=x.dtype).item()
         if self.positions is not None:
             x = x + self.positions(positions.indices)
         x = x if self.norm is None else self.norm(x, None)[0]

@@ -30,14 +30,16 @@ INTO_RESIDUAL = (
 class WeightInit:
     """Initial values of our models' parameters.
 
-    Norms are 1, biases 0, matrices normal with deviation 0.02, those of projections into the
-    residual stream divided by sqrt(2 layers) (GPT-2, Radford et al. 2019). Drawn in fp32 and
-    rounded once.
+    Norms are `norm_weight`, biases 0, matrices normal with deviation 0.02, those of projections
+    into the residual stream divided by sqrt(2 layers) (GPT-2, Radford et al. 2019). Drawn in fp32
+    and rounded once.
     """
 
     num_layers: int
     seed: int
     drawer: NormalDrawer
+    norm_weight: float = 1.0
+    """Of norms: 0 where they multiply by 1 + weight."""
 
     def fill(
         self, into: Tensor, slices: Sequence[tuple[int, int]], name: str, shape: Sequence[int]
@@ -53,7 +55,7 @@ class WeightInit:
         if name.endswith("bias"):
             into.zero_()
         elif "norm" in name:
-            into.fill_(1.0)
+            into.fill_(self.norm_weight)
         else:
             key = seed_of(name, self.seed)
             self.drawer.fill(into, slices, shape, key, self.deviation(name))

@@ -139,7 +139,8 @@ def parallelize(
     tied = _tied_across_stages(plan, layouts, {0, len(partition) - 1} <= set(stages))
     fill = None
     if drawing is not None:
-        init = WeightInit(plan.shape.layers, plan.training.seed, drawing)
+        norms = 0.0 if plan.shape.zero_centered_norms else 1.0
+        init = WeightInit(plan.shape.layers, plan.training.seed, drawing, norms)
         fill = partial(_draw_shard, init)
     master = has_master(plan.training.optimizer, dtype.itemsize)
     store = ParamAndGradStore(

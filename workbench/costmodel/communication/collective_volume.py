@@ -115,8 +115,9 @@ def _tensor_calls(w: Workload) -> list[CollectiveCall]:
         # Tokens of sequence-parallel ranks go to whole experts as they are.
         two = two - (w.layers - w.dense_layers) * (w.experts_over_tensor == w.tensor)
     # Recomputation skips what backward does not read: the all-reduce at the end of a layer,
-    # unless the framework reruns full layers.
-    again = w.fixed.framework.recompute.repeated_all_reduces * w.recomputed_layers
+    # unless the framework reruns full layers, or a norm follows, whose input it is.
+    repeated = 2 if w.shape.norms_outputs else w.fixed.framework.recompute.repeated_all_reduces
+    again = repeated * w.recomputed_layers
     on, off = w.searched.sequence, 1 - w.searched.sequence
     # Column-parallel layers that read a latent of the queries have no input as wide as the stream.
     narrow = float(latents_are_apart(w) and w.shape.mla is not None and bool(w.shape.mla.q_rank))

@@ -74,11 +74,15 @@ def tile_elements(w: RankShapes) -> tuple[Number, Number]:
 
 
 def _untiled_tensors(w: RankShapes, is_moe: bool) -> Iterator[ParameterTensor]:
-    yield from norm_tensors(w)
+    shape = w.shape
+    outputs = list(norm_tensors(w)) if shape.norms_outputs else []
+    yield from norm_tensors(w) if shape.norms_inputs else ()
     yield from _attention_tensors(w)
-    if w.shape.num_residual_norms == 2:
+    yield from outputs
+    if shape.norms_inputs and shape.parallel_residual != "one_norm":
         yield from norm_tensors(w)
     yield from _moe_tensors(w) if is_moe else _mlp_tensors(w, w.ffn)
+    yield from outputs
 
 
 def _attention_tensors(w: RankShapes) -> Iterator[ParameterTensor]:

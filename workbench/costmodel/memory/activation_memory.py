@@ -60,6 +60,10 @@ class LayerActivations:
     """Part of `saved` that is freed when the norm before the feed-forward runs backward."""
     norm_backward: Number
     """Temporaries during that norm's backward."""
+    output_norm_backward: Number
+    """The same of the norm at the output of the feed-forward layer, 0 without one: beside the
+    gradient that it is given and its input, which the layer saved.
+    """
 
 
 def norm_saved(w: Workload, own_input: bool = True) -> Number:
@@ -92,8 +96,11 @@ def last_norm_saved(w: Workload) -> Number:
 
 
 def residual_norms_saved(w: Workload) -> Number:
-    """Bytes that a layer's norms of the residual stream save."""
-    return norm_saved(w) + last_norm_saved(w)
+    """Bytes that a layer's norms of the residual stream save; those at the output of branches save
+    their inputs, and their outputs are only added.
+    """
+    both = 2 * norm_saved(w, own_input=False) if w.shape.branch_norms == "both" else 0.0
+    return norm_saved(w) + last_norm_saved(w) + both
 
 
 def layer_activations(
@@ -143,6 +150,7 @@ def layer_activations(
         # Branches that share a norm have both run backward when it does.
         freed_before_norm=saved if is_shared else ffn + last_norm_saved(w),
         norm_backward=norm_backward(w),
+        output_norm_backward=np.maximum(0.0, norm_backward(w) - 2 * shard) * w.shape.norms_outputs,
     )
 
 

@@ -47,6 +47,7 @@ def zero_buffer_deltas(w: Workload, p: ParamCounts) -> dict[str, MemoryByCategor
         "column_parallel",
         "norm",
         *(("attention",) if w.fixed.framework.kernels.counts_operators else ()),
+        *(("output_norm",) if w.shape.norms_outputs else ()),
         *(("split_attention", "first_norm") if w.fixed.splits_backward else ()),
     )
     by_phase = {

@@ -34,6 +34,9 @@ from workbench.fields.validation_messages import plan_error
 from workbench.plan.model.rope_scaling import RopeScaling
 
 WRITTEN_IF_SET = (
+    "branch_norms",
+    "zero_centered_norms",
+    "embedding_scale",
     "parallel_residual",
     "rotary_dim",
     "rope_scaling",
@@ -168,10 +171,21 @@ class Shape(Frozen):
     norm: Literal["rmsnorm", "layernorm"] = Field("rmsnorm", description="Normalisation.")
     norm_epsilon: Epsilon = Field(1e-5, description="Added to the variance.")
     embedding_norm: bool = Field(False, description="A norm right after the embedding (BLOOM).")
+    embedding_scale: ScoreBound | None = Field(
+        None, description="Factor of embedded tokens (Gemma: the root of hidden); null: 1."
+    )
+    branch_norms: Literal["output", "both"] | None = Field(
+        None,
+        description="Norms of branches at their output (OLMo 2) or both ends (Gemma 2); null: at "
+        "their input.",
+    )
+    zero_centered_norms: Literal[True] | None = Field(
+        None, description="RMSNorm multiplies by 1 + weight (Gemma); null: by weight."
+    )
     parallel_residual: Literal["one_norm", "two_norms"] | None = Field(
         None,
-        description="Attention and feed-forward layer both read a layer's input, through one norm "
-        "(Falcon 7B) or one each (GPT-NeoX); null: one after the other.",
+        description="Both branches read a layer's input, by one norm (Falcon) or two (GPT-NeoX); "
+        "null: in turn.",
     )
     mlp: Literal["gelu", "gelu_exact", "relu", "swiglu", "geglu"] = Field(
         "swiglu", description="Feed-forward activation; gelu and geglu by their tanh approximation."
@@ -287,7 +301,19 @@ class Shape(Frozen):
     @property
     def num_residual_norms(self) -> int:
         """Norms of the residual stream's width in a layer."""
-        return 1 if self.parallel_residual == "one_norm" else 2
+        if self.parallel_residual == "one_norm":
+            return 1
+        return 4 if self.branch_norms == "both" else 2
+
+    @property
+    def norms_inputs(self) -> bool:
+        """Whether a layer's branches begin with a norm."""
+        return self.branch_norms != "output"
+
+    @property
+    def norms_outputs(self) -> bool:
+        """Whether a layer's branches end with a norm."""
+        return self.branch_norms is not None
 
     @property
     def first_dense(self) -> int:

@@ -75,6 +75,7 @@ def _shape(plan: ResolvedPlan) -> Iterator[Problem]:
     yield from _rope_scaling(shape)
     yield from _latent_attention(shape)
     yield from _expert_groups(shape)
+    yield from _norms(shape)
     if shape.moe and shape.moe.top_k > shape.moe.experts:
         yield Problem(
             "model.moe.top_k",
@@ -113,6 +114,16 @@ def _heads(shape: Shape) -> Iterator[Problem]:
     if shape.positions == "rope" and width % 2:
         yield Problem(
             field, f"is {width}, and rotary positions turn pairs; legal: {width - 1}, {width + 1}"
+        )
+
+
+def _norms(shape: Shape) -> Iterator[Problem]:
+    if shape.zero_centered_norms and shape.norm != "rmsnorm":
+        yield Problem("model.zero_centered_norms", f"is true with norm '{shape.norm}'; legal: null")
+    beside = "parallel_residual" if shape.parallel_residual else "mla" if shape.mla else None
+    if shape.branch_norms and beside:
+        yield Problem(
+            "model.branch_norms", f"is '{shape.branch_norms}' beside model.{beside}; legal: null"
         )
 
 

@@ -82,7 +82,14 @@ def _routing(name: str, usual: Any) -> Callable[[ResolvedPlan], Any]:
     return read
 
 
-ONLY_1D_BLOCK_FIELDS = ("qk_norm", "parallel_residual", "rotary_dim")
+ONLY_1D_BLOCK_FIELDS = (
+    "qk_norm",
+    "parallel_residual",
+    "rotary_dim",
+    "branch_norms",
+    "zero_centered_norms",
+    "embedding_scale",
+)
 """Fields of a layer, null unless set, that operator strategies and tensor grids do not know: norms
 of a rank's heads, the order of branches, and entries of a head that are not rotated.
 """

@@ -179,6 +179,12 @@ def _last_layer_backward(
             "temporary": np.asarray(np.maximum(0.0, restored - freed * recomputed) + backward)
             + (1 - w.has_head) * gradient,
         }
+    if w.shape.norms_outputs:
+        phases["output_norm"] = {
+            "activations": before,
+            "logits": logits,
+            "temporary": np.asarray(restored + layer.output_norm_backward),
+        }
     return {name: add_categories(live, incoming) for name, live in phases.items()}
 
 
@@ -202,6 +208,7 @@ def _recomputed_layer_backward(
         freed = layer.freed_before_norm + attention_memory.freed_by_attention_backward(w)
         attention = attention_memory.attention_backward_bytes(w)
         temporary = np.maximum(temporary, restored - freed + attention)
+    temporary = np.maximum(temporary, restored + layer.output_norm_backward)
     temporary = temporary + _prefetched_input(w)
     return {
         "activations": np.where(w.recomputed_layers > 0, earlier, 0.0),

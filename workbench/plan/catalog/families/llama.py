@@ -1,4 +1,6 @@
-"""Llama 1 to 3, and Mistral, which attends within a window."""
+"""Llama 1 to 3; Mistral, which attends within a window; Phi-3, and Phi-4, which calls itself so,
+with fused projections.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from workbench.plan.catalog.families.family import (
     Legal,
 )
 from workbench.plan.catalog.families.rotary_keys import read_rotary, write_rotary
-from workbench.plan.catalog.families.stored_parts import TensorNames
+from workbench.plan.catalog.families.stored_parts import FusedRows, TensorNames
 from workbench.plan.catalog.huggingface_keys import MOST_LAYERS, Reading
 from workbench.plan.model.model_shape import Shape
 
@@ -142,3 +144,35 @@ MISTRAL = Family(
     LLAMA_NAMES,
     {**LLAMA_STYLE, "window": (ANY,), "biases": ("none",)},
 )
+
+
+def _phi3(reading: Reading) -> Fields:
+    share = reading.number("partial_rotary_factor", 1.0)
+    reading.whole("original_max_position_embeddings", None)
+    return read_llama(reading, positions=4096, epsilon=1e-5, share=share)
+
+
+def _write_phi3(shape: Shape) -> Config:
+    pad = {"pad_token_id": None}
+    share = shape.rotated_width / int(shape.head_dim or 1)
+    own = {"sliding_window": shape.window, "partial_rotary_factor": share}
+    return {**write_llama(shape), **own, **pad}
+
+
+PHI3_NAMES = TensorNames(
+    modules=LLAMA_NAMES.modules,
+    block=LLAMA_NAMES.block,
+    block_modules={
+        **LLAMA_NAMES.block_modules,
+        "attention.q": FusedRows("self_attn.qkv_proj", lambda shape: 0),
+        "attention.k": FusedRows("self_attn.qkv_proj", lambda shape: shape.q_width),
+        "attention.v": FusedRows(
+            "self_attn.qkv_proj", lambda shape: shape.q_width + shape.kv_width
+        ),
+        "mlp.gate": FusedRows("mlp.gate_up_proj", lambda shape: 0),
+        "mlp.up": FusedRows("mlp.gate_up_proj", lambda shape: shape.ffn),
+    },
+)
+PHI3_STYLE = {**LLAMA_STYLE, "window": (None, ANY), "biases": ("none",), "rotary_dim": (None, ANY)}
+PHI3 = Family("phi3", "Phi3", _phi3, _write_phi3, PHI3_NAMES, PHI3_STYLE)
+"""A model that Llama expresses too is written as Llama."""
