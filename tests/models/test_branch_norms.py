@@ -1,5 +1,6 @@
 """Norms at the output of branches, norms that multiply by 1 + weight, and scaled embeddings (Gemma
-2): equal on every mesh, counted by the estimate, refused by field where they do not run.
+2), norms of all query and key heads (OLMo 2): equal on every mesh, counted by the estimate,
+refused by field where they do not run.
 """
 
 from typing import Any
@@ -24,7 +25,7 @@ from workbench.planner import estimate
 from workbench.rehearsal.rehearse import rehearse
 
 BOTH = {**LLAMA, "branch_norms": "both", "zero_centered_norms": True, "embedding_scale": 4.7}
-OUTPUT = {**LLAMA, "branch_norms": "output"}
+OUTPUT = {**LLAMA, "branch_norms": "output", "qk_norm": "width"}
 
 
 @pytest.mark.parametrize(
@@ -142,6 +143,11 @@ def test_grids_and_operators_are_refused_by_field(field: str, changes: dict[str,
     for verb in ("rehearse", "run"):
         found = unsupported(made.resolve(), verb)
         assert [problem.field for problem in found] == [f"model.{field}"]
+
+
+def test_heads_that_several_ranks_would_norm_are_refused() -> None:
+    with pytest.raises(PlanError, match=r"model\.qk_norm: .*4 tensor ranks.*size up to 2"):
+        plan(4, 1, 1, shape=OUTPUT).resolve()
 
 
 @pytest.mark.parametrize(

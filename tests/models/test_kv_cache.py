@@ -20,6 +20,7 @@ RULES: list[dict[str, Any]] = [
     {"attention_softcap": 2.0},
     {"attention_scale": 0.1},
     {"parallel_residual": "one_norm", "rotary_dim": 2},
+    {"branch_norms": "output", "qk_norm": "width"},
     {"branch_norms": "both", "zero_centered_norms": True, "embedding_scale": 3.0},
     {"mla": {"kv_rank": 12, "rope_dim": 4, "nope_dim": 8, "value_dim": 6}},
 ]

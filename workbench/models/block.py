@@ -27,17 +27,18 @@ class Attention(nn.Module):
         self.k = nn.Linear(shape.hidden, shape.kv_width, bias=qkv_bias)
         self.v = nn.Linear(shape.hidden, shape.kv_width, bias=qkv_bias)
         self.o = nn.Linear(shape.q_width, shape.hidden, bias=shape.biases == "all")
-        self.q_norm, self.k_norm = (_head_norm(shape) for _ in "qk")
+        self.norms_width = shape.qk_norm == "width"
+        self.q_norm, self.k_norm = (_qk_norm(shape, x) for x in (shape.q_width, shape.kv_width))
         self.rope = _rope(shape)
         self.attend = Attend(ScoreRule.of_layer(shape, layer))
 
     def forward(self, x_BTD: Tensor, positions: Positions) -> Tensor:
         """Attention branch [B, T, D]."""
-        q, k, v = (
-            project(x_BTD).unflatten(-1, (-1, self.head_dim))
-            for project in (self.q, self.k, self.v)
-        )
-        if self.q_norm is not None and self.k_norm is not None:
+        q, k, v = (project(x_BTD) for project in (self.q, self.k, self.v))
+        if self.norms_width and self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q, None)[0], self.k_norm(k, None)[0]
+        q, k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in (q, k, v))
+        if not self.norms_width and self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q, None)[0], self.k_norm(k, None)[0]
         q, k = self.rope(q, k, positions)
         output: Tensor = self.o(self.attend(q, k, v, positions).flatten(-2))
@@ -153,11 +154,11 @@ def _rope(shape: Shape) -> nn.Module:
     return Rope() if shape.rotary_dim is None else PartialRope()
 
 
-def _head_norm(shape: Shape) -> AddNorm | None:
-    """A norm of each head, whose weight all heads share."""
+def _qk_norm(shape: Shape, width: int) -> AddNorm | None:
+    """A norm of each head of queries or keys, whose weight all heads share, or of all of them."""
     if shape.qk_norm is None:
         return None
-    return _norm("rmsnorm", int(shape.head_dim or 0), shape)
+    return _norm("rmsnorm", width if shape.qk_norm == "width" else int(shape.head_dim or 0), shape)
 
 
 def _norm(kind: str, width: int, shape: Shape) -> AddNorm:

@@ -57,6 +57,20 @@ def shared_kv_head_calls(w: Workload) -> list[CollectiveCall]:
     ]
 
 
+def width_norm_calls(w: Workload) -> list[CollectiveCall]:
+    """Sums of squares of norms over all query and all key heads, and of what projects their
+    gradients, each over the tensor ranks.
+    """
+    if w.shape.qk_norm != "width":
+        return []
+    times, size = 2 * w.microbatches * w.layers, w.tokens * w.upcast_bytes
+    again = 2 * w.microbatches * w.recomputed_layers
+    return [
+        CollectiveCall("tensor", "all_reduce", w.tensor, "fp32", size, times, "F"),
+        CollectiveCall("tensor", "all_reduce", w.tensor, "fp32", size, times + again, "B"),
+    ]
+
+
 def latents_are_apart(w: Workload) -> bool:
     """Whether tensor ranks all have latent attention's projections down to its latents, and only
     what follows them is column-parallel.

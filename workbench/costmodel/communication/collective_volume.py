@@ -20,6 +20,7 @@ from workbench.costmodel.communication.collective_call import (
     latent_calls,
     latents_are_apart,
     shared_kv_head_calls,
+    width_norm_calls,
 )
 from workbench.costmodel.communication.float8_volume import float8_collectives
 from workbench.costmodel.communication.grid_volume import grid_collectives
@@ -145,6 +146,7 @@ def _tensor_calls(w: Workload) -> list[CollectiveCall]:
         ),
         *latent_calls(w),
         *shared_kv_head_calls(w),
+        *width_norm_calls(w),
     ]
 
 

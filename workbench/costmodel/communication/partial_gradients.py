@@ -78,7 +78,7 @@ def _of_tensor_ranks(w: Workload) -> Iterator[PartialGradients]:
     """
     if np.any(w.searched.sequence):
         yield "tensor", "", w.tensor, w.searched.sequence * _elements(w, "hidden")
-    if w.shape.moe is not None or w.shape.qk_norm:
+    if w.shape.moe is not None or w.shape.qk_norm == "head":
         yield "tensor", "", w.tensor, _elements(w, "partial")
 
 

@@ -143,6 +143,7 @@ def _seams(w: Workload, o: MeasuredOperators, is_moe: bool) -> list[OperatorTime
     found = [norm, norm, activation]
     if shape.qk_norm:
         entries, wide = w.tokens * heads, int(shape.head_dim or 1)
+        wide = heads / 2 if shape.qk_norm == "width" else wide
         found.append(measured_seam(w, o, "rmsnorm", entries / wide, wide, entries))
     if shape.positions != "rope":
         return found

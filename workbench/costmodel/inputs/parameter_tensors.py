@@ -97,8 +97,12 @@ def _attention_tensors(w: RankShapes) -> Iterator[ParameterTensor]:
     yield ParameterTensor(h * w.o_width, "matrix")
     if biases == "all":
         yield ParameterTensor(w.hidden_per_rank, "hidden")
-    for _ in range(2 if w.shape.qk_norm else 0):
-        yield ParameterTensor(int(w.shape.head_dim or 0), "partial")
+    if w.shape.qk_norm == "width":
+        yield ParameterTensor(w.q_width, "vector")
+        yield ParameterTensor(w.k_width, "vector")
+    elif w.shape.qk_norm:
+        for _ in range(2):
+            yield ParameterTensor(int(w.shape.head_dim or 0), "partial")
 
 
 def _latent_tensors(w: RankShapes, mla: Mla) -> Iterator[ParameterTensor]:

@@ -16,6 +16,7 @@ from workbench.plan.model.parameter_count import (
     attention_parameters,
     block_norms,
     feed_forward_parameters,
+    head_norms,
     norm,
     prediction,
 )
@@ -53,7 +54,10 @@ def count_params(w: RankShapes) -> ParamCounts:
         return params_on_shapes(w)
     shape = w.shape
     widths = _block_widths(w)
-    layer = attention_parameters(shape, widths) + block_norms(shape) * w.tiling.vector_share
+    norms: Number = block_norms(shape)
+    if shape.qk_norm == "width":  # sharded as heads are
+        norms = norms - head_norms(shape) + w.q_width + w.k_width
+    layer = attention_parameters(shape, widths) + norms * w.tiling.vector_share
     mlp = feed_forward_parameters(shape, widths, w.ffn)
     sparse = w.layers - w.dense_layers
     moe = shape.moe

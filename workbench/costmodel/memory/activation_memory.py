@@ -21,6 +21,12 @@ from workbench.costmodel.memory.attention_memory import (
     restored_attention_bytes,
     saved_attention_bytes,
 )
+from workbench.costmodel.memory.norm_memory import (
+    head_norms_saved,
+    last_norm_saved,
+    norm_saved,
+    residual_norms_saved,
+)
 from workbench.runtime_facts.cast_sizes import GRADIENT_CAST_NUMEL
 from workbench.runtime_facts.fused_thresholds import MIN_FUSED_SEAM_NUMEL
 
@@ -64,43 +70,6 @@ class LayerActivations:
     """The same of the norm at the output of the feed-forward layer, 0 without one: beside the
     gradient that it is given and its input, which the layer saved.
     """
-
-
-def norm_saved(w: Workload, own_input: bool = True) -> Number:
-    """Bytes that one norm saves, its output included.
-
-    This engine's RMSNorm saves its input and one statistic per token on every device; torch's
-    LayerNorm saves its input and two, which the eager one on a CPU keeps in the input's dtype.
-
-    Args:
-        w: Per-rank problem sizes.
-        own_input: Whether the input is a tensor that nothing else saves.
-    """
-    stream = w.residual_bytes
-    statistics = w.upcast_bytes * w.tokens / w.sequence_parallel
-    if w.shape.norm == "layernorm":
-        narrow = w.fixed.gpu.device == "cpu" and w.fixed.kernels != "compiled"
-        return (1 + own_input) * stream + 2 * statistics * (
-            w.element_bytes / w.upcast_bytes if narrow else 1
-        )
-    return (1 + own_input) * stream + statistics
-
-
-def last_norm_saved(w: Workload) -> Number:
-    """Bytes that the norm before the feed-forward layer saves, where the branches do not share one;
-    parallel branches share its input.
-    """
-    if w.shape.parallel_residual == "one_norm":
-        return 0.0
-    return norm_saved(w, own_input=w.shape.parallel_residual is None)
-
-
-def residual_norms_saved(w: Workload) -> Number:
-    """Bytes that a layer's norms of the residual stream save; those at the output of branches save
-    their inputs, and their outputs are only added.
-    """
-    both = 2 * norm_saved(w, own_input=False) if w.shape.branch_norms == "both" else 0.0
-    return norm_saved(w) + last_norm_saved(w) + both
 
 
 def layer_activations(
@@ -434,14 +403,6 @@ def _kept_choices(w: Workload) -> Number:
     if moe is None or not w.fixed.framework.recompute.keeps_expert_choices:
         return 0.0
     return CHOICE_BYTES * moe.top_k * w.tokens
-
-
-def head_norms_saved(w: Workload) -> Number:
-    """Bytes that norms of queries' and keys' heads save: their inputs, and a statistic a head."""
-    if not w.shape.qk_norm:
-        return 0.0
-    statistics = w.upcast_bytes / int(w.shape.head_dim or 1)
-    return (w.q_width + w.k_width) * w.tokens * (w.element_bytes + statistics)
 
 
 def _mla_latents(w: Workload) -> Number:

@@ -21,9 +21,9 @@ from workbench.costmodel.memory.activation_memory import (
     input_gradient_in_flight,
     keeps_small_seams_eager,
     norm_backward,
-    norm_saved,
     weight_gradient_peak,
 )
+from workbench.costmodel.memory.norm_memory import norm_saved
 from workbench.runtime_facts.fused_thresholds import MIN_FUSED_LOSS_NUMEL
 from workbench.runtime_facts.loss_chunks import loss_chunk_columns, loss_chunk_tokens
 

@@ -42,8 +42,8 @@ PARTIAL_GRADIENTS = (
     ".q_norm.weight",
     ".k_norm.weight",
 )
-"""Ends of the names of parameters that every tensor rank has, and whose gradient is a sum over
-them.
+"""Ends of the names of parameters whose gradient is a sum over the tensor ranks, where every rank
+has them.
 """
 
 
@@ -104,7 +104,7 @@ def gradient_reduction_axes(
             if "expert_replicas" in layout.replicated_over
             else mesh["replicas"]
         )
-        partial = name.endswith(PARTIAL_GRADIENTS)
+        partial = "tensor" in layout.replicated_over and name.endswith(PARTIAL_GRADIENTS)
         partial = partial and mesh.operators is None and tensor_axis.size > 1
         sums[name] = (tensor_axis, data) if partial else (*tensor[name], data)
     return sums

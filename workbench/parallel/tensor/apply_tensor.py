@@ -13,7 +13,7 @@ from torch import nn
 from workbench.models import Transformer
 from workbench.models.attention.latent_attention import LatentAttention
 from workbench.models.block import AnyAttention
-from workbench.models.seams import HeadLoss
+from workbench.models.seams import AddNorm, HeadLoss
 from workbench.parallel.layout import Layout
 from workbench.parallel.mesh import GRADIENT_GROUP_SUFFIX, GRID_AXES, Mesh, MeshAxis
 from workbench.parallel.tensor.column_parallel import (
@@ -29,6 +29,7 @@ from workbench.parallel.tensor.sequence_parallel import (
     shard_positions,
 )
 from workbench.parallel.tensor.shard_range import ShardRange
+from workbench.parallel.tensor.sharded_norm import ShardedRmsNorm
 from workbench.parallel.tensor.tensor_collectives import copy_to_tensor_region, gather_tokens
 from workbench.parallel.tensor.vocab_parallel import VocabParallelEmbedding, VocabParallelHeadLoss
 from workbench.plan.resolved_plan import ResolvedPlan
@@ -50,7 +51,9 @@ MEGATRON_SHARDING = {
 are replicated. Attention's projections are sharded by whole heads (`plan.model.head_split`).
 """
 
-_DIM = {"column": 0, "vocabulary": 0, "row": 1}
+WIDTH_NORMS = {"blocks.*.attention.[qk]_norm": "norm"}
+"""Norms over all heads, which are sharded as the heads are."""
+_DIM = {"column": 0, "vocabulary": 0, "row": 1, "norm": 0}
 
 
 def apply_tensor_parallel(
@@ -68,7 +71,8 @@ def apply_tensor_parallel(
     if plan.strategy.tensor.algorithm != "1d":
         apply_grid_parallel(model, layouts, mesh, plan.strategy.tensor.algorithm)
         return
-    shard_modules(model, layouts, MEGATRON_SHARDING, axis, sequence)
+    table = MEGATRON_SHARDING | (WIDTH_NORMS if model.shape.qk_norm == "width" else {})
+    shard_modules(model, layouts, table, axis, sequence)
     if sequence:
         if mesh["context"].size == 1:  # else context parallelism has set them
             model.indices = full_sequence_indices(plan.training.sequence_length)
@@ -144,7 +148,9 @@ def shard_modules(
             continue
         parent_path, _, name = path.rpartition(".")
         parent = model.get_submodule(parent_path)
-        shard = _shard_range(model, parent, name, module.weight.shape[_DIM[kind]], axis)
+        projection = name.removesuffix("_norm")
+        width = module.weight.shape[_DIM[kind]]
+        shard = _shard_range(model, parent, projection, width, axis)
         _shard_parameters(path, module, layouts, kind, axis, shard)
         if kind == "column" and isinstance(parent, LatentAttention):
             # Its projections read a latent each. The rotary key, which no projection of a rank's
@@ -161,7 +167,7 @@ def shard_modules(
             setattr(parent, name, own)
             groups[parent_path].layers.append(own)
         else:
-            setattr(parent, name, _parallel_module(module, kind, axis, shard, sequence))
+            setattr(parent, name, _parallel_module(module, kind, axis, shard, sequence, width))
 
 
 def _shard_range(
@@ -194,12 +200,15 @@ def _shard_parameters(
 
 
 def _parallel_module(
-    module: nn.Module, kind: str, axis: MeshAxis, shard: ShardRange, sequence: bool
+    module: nn.Module, kind: str, axis: MeshAxis, shard: ShardRange, sequence: bool, width: int
 ) -> nn.Module:
+    """The tensor-parallel module; `width`: of the sharded dim before it was sharded."""
     weight = module.weight
     assert isinstance(weight, nn.Parameter)
     if kind == "row":
         return RowParallelLinear(weight, module.bias, axis, shard.num_real, sequence)  # type: ignore[arg-type]
+    if isinstance(module, AddNorm):
+        return ShardedRmsNorm(weight, width, module.epsilon, axis)
     rows = shard.start, shard.stop
     if isinstance(module, nn.Embedding):
         return VocabParallelEmbedding(weight, rows, axis, sequence)

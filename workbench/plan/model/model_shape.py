@@ -219,10 +219,9 @@ class Shape(Frozen):
     rope_scaling: RopeScaling | None = Field(
         None, description="Rotary frequencies stretched to longer sequences; null: as they are."
     )
-    qk_norm: Literal["head"] | None = Field(
+    qk_norm: Literal["head", "width"] | None = Field(
         None,
-        description="RMSNorm of each head of queries and keys before rotary positions (Qwen3); "
-        "null: none.",
+        description="RMSNorm of queries and keys: by head (Qwen3), of all (OLMo 2); null: none.",
     )
     moe: Moe | None = Field(None, description="Mixture of experts; null: dense.")
     mtp_layers: LayerIndex = Field(

@@ -157,6 +157,8 @@ def block_norms(shape: Shape) -> int:
 
 def head_norms(shape: Shape) -> int:
     """Parameters of one block's norms of queries' and keys' heads, which every tensor rank has."""
+    if shape.qk_norm == "width":
+        return shape.q_width + shape.kv_width
     return 2 * int(shape.head_dim or 0) if shape.qk_norm else 0
 
 

@@ -75,7 +75,7 @@ def _shape(plan: ResolvedPlan) -> Iterator[Problem]:
     yield from _rope_scaling(shape)
     yield from _latent_attention(shape)
     yield from _expert_groups(shape)
-    yield from _norms(shape)
+    yield from _norms(plan, shape)
     if shape.moe and shape.moe.top_k > shape.moe.experts:
         yield Problem(
             "model.moe.top_k",
@@ -117,9 +117,16 @@ def _heads(shape: Shape) -> Iterator[Problem]:
         )
 
 
-def _norms(shape: Shape) -> Iterator[Problem]:
+def _norms(plan: ResolvedPlan, shape: Shape) -> Iterator[Problem]:
     if shape.zero_centered_norms and shape.norm != "rmsnorm":
         yield Problem("model.zero_centered_norms", f"is true with norm '{shape.norm}'; legal: null")
+    ranks = plan.strategy.tensor.ranks
+    if shape.qk_norm == "width" and ranks > int(shape.kv_heads or 0):
+        yield Problem(
+            "model.qk_norm",
+            f"is 'width' on {ranks} tensor ranks, of which several would hold one of "
+            f"{shape.kv_heads} key-value heads; legal: strategy.tensor.size up to {shape.kv_heads}",
+        )
     beside = "parallel_residual" if shape.parallel_residual else "mla" if shape.mla else None
     if shape.branch_norms and beside:
         yield Problem(

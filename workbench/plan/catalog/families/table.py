@@ -7,11 +7,11 @@ from workbench.plan.catalog.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from workbench.plan.catalog.families.falcon import FALCON
 from workbench.plan.catalog.families.family import Family
 from workbench.plan.catalog.families.gemma import GEMMA2
-from workbench.plan.catalog.families.gpt2 import GPT2
+from workbench.plan.catalog.families.gpt2 import GPT2, OPT
 from workbench.plan.catalog.families.gpt_neox import GPT_NEOX
 from workbench.plan.catalog.families.llama import LLAMA, MISTRAL, PHI3
 from workbench.plan.catalog.families.mixtral import MIXTRAL
-from workbench.plan.catalog.families.opt import OPT
+from workbench.plan.catalog.families.olmo2 import OLMO2
 from workbench.plan.catalog.families.qwen import QWEN2, QWEN3, QWEN3_MOE
 from workbench.plan.model.model_shape import Shape
 
@@ -30,6 +30,7 @@ FAMILIES: dict[str, Family] = {
         FALCON,
         MIXTRAL,
         GEMMA2,
+        OLMO2,
         PHI3,
         DEEPSEEK_V2,
         DEEPSEEK_V3,
