@@ -25,6 +25,8 @@ from workbench.planner import estimate
 from workbench.rehearsal.rehearse import rehearse
 
 BOTH = {**LLAMA, "branch_norms": "both", "zero_centered_norms": True, "embedding_scale": 4.7}
+WINDOWED = {**BOTH, "qk_norm": "head", "window": 24, "full_attention_every": 2}
+WINDOWED |= {"window_rope_theta": 300.0, "rope_theta": 1e5}
 OUTPUT = {**LLAMA, "branch_norms": "output", "qk_norm": "width"}
 
 
@@ -101,7 +103,25 @@ def test_kernels_leave_norms_that_multiply_by_one_more_alone(kernels: str) -> No
         assert type(block.mlp_output_norm).__name__ == expected
 
 
-@pytest.mark.parametrize("shape", [BOTH, OUTPUT])
+def test_layers_with_a_window_rotate_by_their_own_base() -> None:
+    made = Shape.model_validate(WINDOWED)
+    tokens = torch.arange(40)[None]
+    model = Transformer(made).double()
+    for value in model.parameters():
+        torch.nn.init.normal_(value, 0.1, 0.3)
+    positions = model.positions(tokens)
+    alone = made.model_copy(update={"window_rope_theta": None, "rope_theta": 300.0})
+    local = Transformer(alone).double().positions(tokens)
+    assert positions.window is not None
+    assert torch.equal(positions.window[0], local.cos)
+    assert not torch.equal(positions.cos, local.cos)
+    x = torch.randn(1, 40, made.hidden, dtype=torch.float64)
+    windowed, full = (block.attention for block in list(model.blocks.values())[:2])
+    assert torch.equal(windowed(x, positions), windowed(x, local._replace(window=None)))
+    assert torch.equal(full(x, positions), full(x, positions._replace(window=None)))
+
+
+@pytest.mark.parametrize("shape", [BOTH, OUTPUT, WINDOWED])
 @pytest.mark.parametrize(
     ("strategy", "gpus", "changes"),
     [
@@ -155,6 +175,7 @@ def test_heads_that_several_ranks_would_norm_are_refused() -> None:
     [
         {"zero_centered_norms": True, "norm": "layernorm"},
         {"branch_norms": "both", "parallel_residual": "two_norms"},
+        {"window_rope_theta": 1e4},
     ],
 )
 def test_norms_that_no_model_has_are_refused(changes: dict[str, Any]) -> None:

@@ -61,6 +61,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3_moe": LLAMA | EXPERTS | {"head_dim": 16, "num_experts": 4},
     "phi3": LLAMA | {"sliding_window": 6},
     "gemma2": LLAMA | {"head_dim": 8, "sliding_window": 6, "query_pre_attn_scalar": 10},
+    "gemma3_text": LLAMA
+    | {
+        "head_dim": 8,
+        "sliding_window": 6,
+        "query_pre_attn_scalar": 10,
+        "sliding_window_pattern": 2,
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+    },
     "olmo2": LLAMA,
     "mixtral": LLAMA | {"num_local_experts": 4},
     "gpt2": {"n_embd": 32, "n_layer": 4, "n_head": 4, "vocab_size": 258, "n_positions": 64},

@@ -220,6 +220,12 @@ PUBLISHED: dict[str, tuple[Config, int]] = {
     "allenai/OLMo-2-0425-1B": (family("olmo2", 16, 2048, 8192, 16, 16, 100_352), 1_484_916_736),
     "allenai/OLMo-2-1124-7B": (family("olmo2", 32, 4096, 11008, 32, 32, 100_352), 7_298_617_344),
     "allenai/OLMo-2-1124-13B": (family("olmo2", 40, 5120, 13824, 40, 40, 100_352), 13_716_198_400),
+    "google/gemma-3-1b-it": (
+        family(
+            "gemma3_text", 26, 1152, 6912, 4, 1, 262_144, head_dim=256, tie_word_embeddings=True
+        ),
+        999_885_952,
+    ),
     "google/gemma-2-2b": (gemma2(26, 2304, 9216, 8, 4), 2_614_341_888),
     "google/gemma-2-9b": (gemma2(42, 3584, 14336, 16, 8), 9_241_705_984),
     "google/gemma-2-27b": (

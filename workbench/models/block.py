@@ -30,7 +30,9 @@ class Attention(nn.Module):
         self.norms_width = shape.qk_norm == "width"
         self.q_norm, self.k_norm = (_qk_norm(shape, x) for x in (shape.q_width, shape.kv_width))
         self.rope = _rope(shape)
-        self.attend = Attend(ScoreRule.of_layer(shape, layer))
+        rule = ScoreRule.of_layer(shape, layer)
+        self.rotates_by_window = rule.window is not None
+        self.attend = Attend(rule)
 
     def forward(self, x_BTD: Tensor, positions: Positions) -> Tensor:
         """Attention branch [B, T, D]."""
@@ -40,6 +42,9 @@ class Attention(nn.Module):
         q, k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in (q, k, v))
         if not self.norms_width and self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q, None)[0], self.k_norm(k, None)[0]
+        if self.rotates_by_window and positions.window is not None:
+            cos, sin = positions.window
+            positions = positions._replace(cos=cos, sin=sin)
         q, k = self.rope(q, k, positions)
         output: Tensor = self.o(self.attend(q, k, v, positions).flatten(-2))
         return output

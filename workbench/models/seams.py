@@ -35,6 +35,7 @@ class Positions(NamedTuple):
         rows: Ids of the tokens in this rank's residual stream for dropout, [B, T]; None without.
         document_starts: Index of the first token of each token's document [B, S], where attention
             ends at documents; of unsharded sequences.
+        window: Tables of cosines and sines of layers with a window, where these have others.
     """
 
     indices: Tensor
@@ -42,6 +43,7 @@ class Positions(NamedTuple):
     sin: Tensor
     rows: Tensor | None = None
     document_starts: Tensor | None = None
+    window: tuple[Tensor, Tensor] | None = None
 
 
 def rotary_positions(indices: Tensor, rope_dim: int, theta: float, dtype: torch.dtype) -> Positions:
@@ -254,8 +256,8 @@ def token_losses_observed(observer: Callable[[Tensor], None]) -> Iterator[None]:
 
 
 def sum_token_losses(loss_N: Tensor) -> Tensor:
-    """The sum, a scalar, of losses that are shown to their observer."""
-    if (observer := _token_losses.get()) is not None:
+    """The sum, a scalar, of losses that are shown to their observer; a compiled graph has none."""
+    if not torch.compiler.is_compiling() and (observer := _token_losses.get()) is not None:
         observer(loss_N.detach())
     return loss_N.sum()
 

@@ -134,6 +134,14 @@ class Transformer(nn.Module):
     def _rotary_positions(self, indices: Tensor, dtype: torch.dtype) -> Positions:
         shape = self.shape
         rope_dim = shape.rotated_width if shape.positions == "rope" else 0
+        positions = self._rotary_tables(indices, rope_dim, dtype)
+        if shape.window_rope_theta is None:
+            return positions
+        other = rotary_positions(indices, rope_dim, shape.window_rope_theta, dtype)
+        return positions._replace(window=(other.cos, other.sin))
+
+    def _rotary_tables(self, indices: Tensor, rope_dim: int, dtype: torch.dtype) -> Positions:
+        shape = self.shape
         if shape.rope_scaling is None:
             return rotary_positions(indices, rope_dim, shape.rope_theta, dtype)
         length = indices.max() + 1 if self.length is None else indices.new_full((), self.length)

@@ -485,9 +485,8 @@ def boundary_bytes(w: Workload) -> tuple[Array, Array]:
     length = w.fixed.sequence_length / w.searched.context
     restart = w.fixed.separate_documents and w.shape.positions == "learned"
     indices = w.tokens if restart else length
-    rotary = length * (
-        w.shape.rotated_width * w.element_bytes if w.shape.positions == "rope" else 0.0
-    )
+    tables = w.shape.positions == "rope" and (2 if w.shape.window_rope_theta else 1)
+    rotary = length * w.shape.rotated_width * w.element_bytes * tables
     saved = (
         w.zeros
         + (rotary + TOKEN_ID_BYTES * indices) * w.fixed.chunks

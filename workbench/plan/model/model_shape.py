@@ -37,6 +37,7 @@ WRITTEN_IF_SET = (
     "branch_norms",
     "zero_centered_norms",
     "embedding_scale",
+    "window_rope_theta",
     "parallel_residual",
     "rotary_dim",
     "rope_scaling",
@@ -213,6 +214,10 @@ class Shape(Frozen):
         None, description="Factor of attention scores; null: head_dim^-1/2."
     )
     rope_theta: Frequency = Field(10000.0, description="Rotary base frequency.")
+    window_rope_theta: Frequency | None = Field(
+        None,
+        description="The same of layers with a window, never stretched (Gemma 3); null: no other.",
+    )
     rotary_dim: Width | None = Field(
         None, description="Leading entries of a head that are rotated; null: all."
     )

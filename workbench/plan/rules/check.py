@@ -127,6 +127,12 @@ def _norms(plan: ResolvedPlan, shape: Shape) -> Iterator[Problem]:
             f"is 'width' on {ranks} tensor ranks, of which several would hold one of "
             f"{shape.kv_heads} key-value heads; legal: strategy.tensor.size up to {shape.kv_heads}",
         )
+    if shape.window_rope_theta and (shape.window is None or shape.positions != "rope"):
+        yield Problem(
+            "model.window_rope_theta",
+            f"is {shape.window_rope_theta:g} with window {shape.window} and positions "
+            f"'{shape.positions}'; legal: null, or a window and 'rope'",
+        )
     beside = "parallel_residual" if shape.parallel_residual else "mla" if shape.mla else None
     if shape.branch_norms and beside:
         yield Problem(

@@ -89,6 +89,7 @@ ONLY_1D_BLOCK_FIELDS = (
     "branch_norms",
     "zero_centered_norms",
     "embedding_scale",
+    "window_rope_theta",
 )
 """Fields of a layer, null unless set, that operator strategies and tensor grids do not know: norms
 of a rank's heads, the order of branches, and entries of a head that are not rotated.

@@ -31,6 +31,7 @@ PLAIN_ATTENTION: dict[str, Legal] = {
     "branch_norms": (None,),
     "zero_centered_norms": (None,),
     "embedding_scale": (None,),
+    "window_rope_theta": (None,),
     "rope_scaling.mscale_all_dim": (None,),
     "parallel_residual": (None,),
     "rotary_dim": (None,),

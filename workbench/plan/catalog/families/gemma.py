@@ -1,14 +1,17 @@
 """Gemma 2 (2408.00118): norms at both ends of a branch, which multiply by 1 + weight; scaled
-embeddings; soft-caps; windows in every second layer.
+embeddings; soft-caps; windows in every second layer. Gemma 3 (2503.19786): norms of heads in place
+of soft-caps; five layers of six with a window, and rotary frequencies of their own.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from workbench.plan.catalog.families.common_keys import GATED, activation
 from workbench.plan.catalog.families.family import ANY, Config, Family, Fields, Legal
 from workbench.plan.catalog.families.llama import LLAMA_NAMES, LLAMA_STYLE, read_llama, write_llama
+from workbench.plan.catalog.families.rotary_keys import write_rotary
 from workbench.plan.catalog.families.stored_parts import TensorNames
 from workbench.plan.catalog.huggingface_keys import Reading
 from workbench.plan.model.model_shape import Shape
@@ -21,21 +24,47 @@ def _kinds(layers: int, every: int) -> list[str]:
 
 
 def _gemma2(reading: Reading) -> Fields:
+    return _gemma(reading, 8192, every=2, cap=50.0, logit_cap=30.0)
+
+
+def _gemma3(reading: Reading) -> Fields:
+    every = reading.whole("sliding_window_pattern", 6)
+    fields = _gemma(reading, 131072, every, of_kind=FULL)
+    inner = reading.section("rope_parameters").get(SLIDING)
+    local = inner.get("rope_theta") if isinstance(inner, dict) else None
+    beside = reading.number("rope_local_base_freq", 10000.0)
+    return fields | {
+        "qk_norm": "head",
+        "window_rope_theta": float(beside or 10000.0) if local is None else local,
+    }
+
+
+def _gemma(
+    reading: Reading,
+    positions: int,
+    every: int,
+    cap: float | None = None,
+    logit_cap: float | None = None,
+    of_kind: str | None = None,
+) -> Fields:
     kinds = reading.get("layer_types")
-    fields = read_llama(reading, kv_heads=4, positions=8192)
+    theta = 10000.0 if of_kind is None else 1e6
+    fields = read_llama(reading, kv_heads=4, positions=positions, theta=theta, of_kind=of_kind)
     reading.not_modelled.pop("layer_types", None)
-    if kinds is not None and kinds != _kinds(fields["layers"], 2):
-        reading.lacks("layer_types", "layer_types that do not alternate")
+    if isinstance(kinds, list) and FULL in kinds:
+        every = kinds.index(FULL) + 1
+    if kinds is not None and kinds != _kinds(fields["layers"], every):
+        reading.lacks("layer_types", "layer_types that do not repeat")
     score_width = reading.number("query_pre_attn_scalar", 256)
     return fields | {
         "head_dim": fields["head_dim"] or 256,
         "mlp": activation(reading, "hidden_activation", GATED, "gelu_pytorch_tanh"),
         "tied": reading.flag("tie_word_embeddings", True),
         "window": reading.whole("sliding_window", 4096),
-        "full_attention_every": 2,
+        "full_attention_every": every,
         "attention_scale": float(score_width or 256) ** -0.5,
-        "attention_softcap": reading.number("attn_logit_softcapping", 50.0),
-        "logit_softcap": reading.number("final_logit_softcapping", 30.0),
+        "attention_softcap": reading.number("attn_logit_softcapping", cap),
+        "logit_softcap": reading.number("final_logit_softcapping", logit_cap),
         "embedding_scale": math.sqrt(fields["hidden"]),
         "branch_norms": "both",
         "zero_centered_norms": True,
@@ -47,10 +76,23 @@ def _write(shape: Shape) -> Config:
         **write_llama(shape),
         "hidden_activation": "gelu_pytorch_tanh",
         "sliding_window": shape.window,
-        "layer_types": _kinds(shape.layers, 2),
+        "layer_types": _kinds(shape.layers, shape.full_attention_every or 2),
         "query_pre_attn_scalar": round((shape.attention_scale or 1.0) ** -2),
         "attn_logit_softcapping": shape.attention_softcap,
         "final_logit_softcapping": shape.logit_softcap,
+    }
+
+
+def _write_gemma3(shape: Shape) -> Config:
+    full = write_rotary(shape)["rope_parameters"]
+    local = {"rope_type": "default", "rope_theta": shape.window_rope_theta}
+    own = {"rope_parameters": {FULL: full, SLIDING: local}}
+    written = {key: value for key, value in _write(shape).items() if key != "rope_scaling"}
+    return {
+        **written,
+        **own,
+        "rope_local_base_freq": shape.window_rope_theta,
+        "sliding_window_pattern": shape.full_attention_every,
     }
 
 
@@ -85,4 +127,19 @@ STYLE: dict[str, Legal] = {
     "branch_norms": ("both",),
     "zero_centered_norms": (True,),
 }
+STYLE3: dict[str, Legal] = {
+    **STYLE,
+    "full_attention_every": (ANY,),
+    "qk_norm": ("head",),
+    "window_rope_theta": (ANY,),
+}
+NAMES3 = replace(
+    NAMES,
+    block_modules={
+        **NAMES.block_modules,
+        "attention.q_norm": "self_attn.q_norm",
+        "attention.k_norm": "self_attn.k_norm",
+    },
+)
+GEMMA3 = Family("gemma3_text", "Gemma3", _gemma3, _write_gemma3, NAMES3, STYLE3)
 GEMMA2 = Family("gemma2", "Gemma2", _gemma2, _write, NAMES, STYLE)

@@ -77,6 +77,7 @@ def read_llama(reading: Reading, **usual: Any) -> Fields:
             usual.get("scaled", True),
             _head_dim(reading) if "share" in usual else None,
             usual.get("share"),
+            usual.get("of_kind"),
         ),
         "window": window(reading),
     }

@@ -35,6 +35,7 @@ def read_rotary(
     scaled: bool = True,
     head_dim: int | None = None,
     share: float | None = None,
+    of_kind: str | None = None,
 ) -> Fields:
     """`rope_theta`, `rope_scaling` and `rotary_dim` of the shape; what they cannot say is noted.
 
@@ -44,8 +45,11 @@ def read_rotary(
         scaled: Whether the family's model is built with stretched frequencies.
         head_dim: Width of a head, where the family rotates a share of it.
         share: That share as the configuration says it beside these keys; null: all.
+        of_kind: Kind of layers that they are read of, where others have their own.
     """
     theta, inner = reading.number("rope_theta", None), reading.section("rope_parameters")
+    if of_kind is not None and isinstance(inner.get(of_kind), dict):
+        inner = inner[of_kind]
     by_kind = [part for part in inner.values() if isinstance(part, dict)]
     if len({json.dumps(part, sort_keys=True) for part in by_kind}) > 1:
         reading.lacks("rope_parameters", "rope_parameters that differ between kinds of layers")

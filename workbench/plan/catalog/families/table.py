@@ -6,7 +6,7 @@ from workbench.plan.catalog.families.bloom import BLOOM
 from workbench.plan.catalog.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from workbench.plan.catalog.families.falcon import FALCON
 from workbench.plan.catalog.families.family import Family
-from workbench.plan.catalog.families.gemma import GEMMA2
+from workbench.plan.catalog.families.gemma import GEMMA2, GEMMA3
 from workbench.plan.catalog.families.gpt2 import GPT2, OPT
 from workbench.plan.catalog.families.gpt_neox import GPT_NEOX
 from workbench.plan.catalog.families.llama import LLAMA, MISTRAL, PHI3
@@ -30,6 +30,7 @@ FAMILIES: dict[str, Family] = {
         FALCON,
         MIXTRAL,
         GEMMA2,
+        GEMMA3,
         OLMO2,
         PHI3,
         DEEPSEEK_V2,
