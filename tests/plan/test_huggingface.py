@@ -96,6 +96,7 @@ def test_a_value_of_the_wrong_type_is_refused_by_its_key(key: str, value: Any) -
         ("rope_parameters", [1], "a mapping"),
         ("rope_scaling", "linear", "a mapping"),
         ("hidden_act", ["silu"], "legal: silu"),
+        ("hidden_act", "gelu", "legal: silu"),
         ("tie_word_embeddings", "yes", "true or false"),
         ("layer_types", "full", "a list"),
         ("model_type", [1], "[1]; legal:"),

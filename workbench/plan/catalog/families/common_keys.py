@@ -14,7 +14,7 @@ ACTIVATIONS = {
     "gelu_fast": "gelu",
     "relu": "relu",
 }
-GATED = {"silu": "swiglu", "swish": "swiglu", "gelu": "geglu", "gelu_pytorch_tanh": "geglu"}
+GATED = {"silu": "swiglu", "swish": "swiglu", "gelu_pytorch_tanh": "geglu"}
 
 
 def activation(reading: Reading, key: str, known: dict[str, str], default: str) -> str:
