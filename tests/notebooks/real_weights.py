@@ -12,7 +12,6 @@ def check(shown: Shown) -> None:
     assert len(found) == 3 and max(found) - min(found) <= 2e-4 * min(found) < 2e-4 * 20
     beside = shown.values("Perplexity of the text")
     assert [round(one["measured"], 4) for one in beside.values()] == found
-    assert " Paris." in shown.of("The capital of France")[0]["text"]
     assert "Gravity is a fundamental" in shown.of("What is gravity?")[0]["text"]
     peaks = shown.peaks("memory_by_plan({name")
     assert_sources_agree(peaks, estimated=0.03, rehearsed=0.02)
