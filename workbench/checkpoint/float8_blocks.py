@@ -75,13 +75,13 @@ class Float8Blocks:
         """The open file."""
         return Float8File(path, self)
 
-    def of(self, key: str) -> Tensor | None:
-        """The scales of a weight [rows / block, columns / block] in fp32; None of one without."""
-        if key not in self.scales:
-            return None
-        box = self.scales[key]
-        with SafetensorsFile(self.folder / box.file) as file:
+    def read(self, box: Box, file: SafetensorsFile) -> Tensor:
+        """Scales [rows / block, columns / block] in fp32, mostly of the file that is open."""
+        path = self.folder / box.file
+        if path == file.path:
             return file.get_tensor(box.key).float()
+        with SafetensorsFile(path) as other:
+            return other.get_tensor(box.key).float()
 
 
 class Float8File(SafetensorsFile):
@@ -93,8 +93,10 @@ class Float8File(SafetensorsFile):
 
     def get_slice(self, key: str) -> SafetensorsSlice | Float8Slice:  # type: ignore[override]
         """A tensor of which only slices are read."""
-        stored, scales = super().get_slice(key), self.folder.of(key)
-        return stored if scales is None else Float8Slice(stored, scales, self.folder.blocks)
+        stored, box = super().get_slice(key), self.folder.scales.get(key)
+        if box is None:
+            return stored
+        return Float8Slice(stored, self.folder.read(box, self), self.folder.blocks)
 
 
 @dataclass(frozen=True)
