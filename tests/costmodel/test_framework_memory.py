@@ -289,7 +289,7 @@ def test_transformer_engine_keeps_a_placeholder_of_every_weight_shape() -> None:
     assert held(1, 8) / 2**30 == pytest.approx(5.94, abs=0.01)
     assert held(8, 8) == pytest.approx(held(1, 8) / 8, rel=0.01)
     assert held(1, 2) == held(1, 8)
-    assert held(1, 8, "torchtitan") == 0.0 == held(1, 8, **{"training.lora": {"rank": 8}})
+    assert held(1, 8, "torchtitan") == 0.0 == held(1, 8, **{"finetune.lora": {"rank": 8}})
 
 
 def test_gemms_that_accumulate_leave_no_weight_gradient_in_flight() -> None:

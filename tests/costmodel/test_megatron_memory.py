@@ -176,7 +176,7 @@ def test_all_to_all_context_ranks_keep_one_output() -> None:
 
 def test_adapters_of_attention_alone_save_no_input_of_a_frozen_feed_forward() -> None:
     """linear.py saves an input only where its weight has a gradient."""
-    lora = {"training__lora": {"rank": 8, "targets": "attention"}}
+    lora = {"finetune__lora": {"rank": 8, "targets": "attention"}}
     assert saved(load("llama-3-8b")) - saved(load("llama-3-8b", **lora)) == 2 * (4096 + 14336)
 
 

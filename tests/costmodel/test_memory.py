@@ -162,7 +162,7 @@ def test_adapters_train_their_own_parameters_alone() -> None:
     """
     whole, tuned = (
         memory_of(on_cards("llama-3-8b", 1, "single", **more)).moments["initialised"]
-        for more in ({}, {"training.lora": {"rank": 8, "targets": "attention"}})
+        for more in ({}, {"finetune.lora": {"rank": 8, "targets": "attention"}})
     )
     adapters = 32 * 8 * ((4096 + 4096) * 2 + (4096 + 1024) * 2)
     assert float(tuned["master"].max()) == pytest.approx(4 * adapters)
@@ -290,7 +290,7 @@ def test_moments_are_ordered(strategy: str, model: str) -> None:
         ("zero-3", {}),
         ("megatron-3d", {"strategy.precision": "fp16"}),
         ("zero-offload", {}),
-        ("megatron-tp", {"training.lora": {"rank": 8}, "training.global_batch": 1}),
+        ("megatron-tp", {"finetune.lora": {"rank": 8}, "training.global_batch": 1}),
     ],
 )
 def test_the_searchs_short_cut_says_the_same_of_every_stack(

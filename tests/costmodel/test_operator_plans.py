@@ -224,7 +224,7 @@ def test_tokens_split_cost_what_sequence_parallelism_does(
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("strategy.stack", "megatron"), ("training.lora", {"rank": 4})]
+    ("field", "value"), [("strategy.stack", "megatron"), ("finetune.lora", {"rank": 4})]
 )
 def test_what_is_not_priced_beside_operators_is_refused(field: str, value: Any) -> None:
     plan = on(2, operators=megatron(2), shape=LLAMA, **{field: value})

@@ -118,7 +118,7 @@ def test_adapters_take_less_memory_and_two_thirds_of_the_compute(strategy: str) 
     # operators nor the host's launches are spared.
     large = {"strategy__kernels": "fused", "training__micro_batch": 8, "training__global_batch": 64}
     whole, adapted = (
-        told(strategy=strategy, **large, **more) for more in ({}, {"training__lora": LORA})
+        told(strategy=strategy, **large, **more) for more in ({}, {"finetune__lora": LORA})
     )
     assert peak(adapted) < peak(whole)
     assert adapted.step_seconds < whole.step_seconds
@@ -126,14 +126,14 @@ def test_adapters_take_less_memory_and_two_thirds_of_the_compute(strategy: str) 
 
 
 def test_utilisation_of_adapters_counts_no_gradients_of_frozen_weights() -> None:
-    whole, adapted = told(), told(training__lora=LORA)
+    whole, adapted = told(), told(finetune__lora=LORA)
     flops = [p.notes["model_flops_utilisation"] * p.step_seconds for p in (whole, adapted)]
     assert flops[1] / flops[0] == pytest.approx(2 / 3, abs=0.02)  # attention has no weights
 
 
 def test_wider_adapters_and_more_of_them_take_more() -> None:
-    thin, wide = (told(training__lora=LORA | {"rank": rank}) for rank in (8, 128))
-    few = told(training__lora={"rank": 8, "targets": "attention"})
+    thin, wide = (told(finetune__lora=LORA | {"rank": rank}) for rank in (8, 128))
+    few = told(finetune__lora={"rank": 8, "targets": "attention"})
     assert peak(few) < peak(thin) < peak(wide) and thin.step_seconds < wide.step_seconds
 
 
@@ -176,7 +176,7 @@ def test_narrower_gradients_are_smaller_and_faster(strategy: str) -> None:
 @pytest.mark.parametrize("precision", ["tf32", "fp8"])
 def test_every_combination_is_estimated(model: str, strategy: str, precision: str) -> None:
     changes = {
-        "training__lora": LORA,
+        "finetune__lora": LORA,
         "training__optimizer__moments": "int8",
         "strategy__precision": precision,
     }

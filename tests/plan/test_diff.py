@@ -38,7 +38,7 @@ def test_what_differs_under_one_name_is_told(others: list[Any]) -> None:
 
 def test_a_name_of_a_plan_is_no_field_and_an_absent_value_is_none() -> None:
     assert differing([plan(name="a"), plan(name="b")]) == {}
-    assert differing([plan(), plan(**{"training.lora": {"rank": 4}})])["training.lora.rank"] == [
+    assert differing([plan(), plan(**{"finetune.lora": {"rank": 4}})])["finetune.lora.rank"] == [
         None,
         4,
     ]

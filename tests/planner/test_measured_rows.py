@@ -485,10 +485,10 @@ def test_defaults_of_several_devices() -> None:
 
 
 def test_adapters_take_the_stack_default() -> None:
-    lora = said(framework="NeMo 24.07", table="Finetuning LoRA").plan.training.lora
+    lora = said(framework="NeMo 24.07", table="Finetuning LoRA").plan.lora
     assert lora is not None
-    assert lora.rank == framework_defaults()["nemo"].defaults["training.lora.rank"]
-    stated = said(framework="NeMo 24.07", notes="LoRA rank=16").plan.training.lora
+    assert lora.rank == framework_defaults()["nemo"].defaults["finetune.lora.rank"]
+    stated = said(framework="NeMo 24.07", notes="LoRA rank=16").plan.lora
     assert stated is not None
     assert stated.rank == 16
 
@@ -549,7 +549,8 @@ def test_stacks_say_only_what_is_sourced() -> None:
             word in match for match in entry["matches"] for word in (".csv", "github", "/", "table")
         )
         assert all(
-            path.split(".")[0] in ("strategy", "training") for path in entry.get("defaults", {})
+            path.split(".")[0] in ("strategy", "training", "finetune")
+            for path in entry.get("defaults", {})
         )
         assert all(figure.get("source") for figure in figures(entry)), name
         assert set(entry.get("becomes", {}).values()) | {entry.get("like", name)} <= set(table)

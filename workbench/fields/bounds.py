@@ -95,7 +95,7 @@ Elements = Annotated[PositiveInt, ELEMENTS]
 
 PositiveFloat = Annotated[float, Field(gt=0)]
 Seconds = Annotated[float, Field(gt=0, ge=1e-12), SECONDS]
-Factor = Annotated[
+LossFactor = Annotated[
     float, Field(gt=0, ge=1e-6), Most(10**6, "a prediction off by more says nothing of the machine")
 ]
 Gibibytes = Annotated[float, Field(gt=0, ge=2**-20), Most(2**20, "1 PiB")]
@@ -122,6 +122,9 @@ Coefficient = Annotated[
     NonNegativeFloat, Most(10**3, "it weighs a term of the loss or of the update")
 ]
 Epsilon = Annotated[PositiveFloat, Most(1, "it is added to keep a division finite")]
+Factor = Annotated[
+    PositiveFloat, Most(10**6, "it multiplies adapters or log-probabilities, and beyond overflows")
+]
 Norm = Annotated[PositiveFloat, Most(10**9, "gradients beyond it are no longer finite in 16 bits")]
 Frequency = Annotated[PositiveFloat, Most(10**12, "ten times the largest rotary base published")]
 ScoreBound = Annotated[PositiveFloat, Most(10**6, "a softmax of larger logits picks one")]

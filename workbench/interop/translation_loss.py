@@ -13,7 +13,7 @@ from workbench.errors import PlanError, Problem
 from workbench.interop.foreign_keys import flat
 from workbench.interop.translation import ASSUMED, TITLES, Format, Imported, KeyNote, as_said
 from workbench.plan.resolved_plan import ResolvedPlan
-from workbench.plan.schema import Plan, build_plan, written_fields
+from workbench.plan.schema import Plan, Training, build_plan, written_fields
 
 UNSAID = ("version", "strategy.preset", "strategy.stack", "corpus.sha256")
 """Fields that are no loss: a preset is written out, the framework profile is the format's own."""
@@ -86,6 +86,10 @@ def _leaves(plan: Plan) -> dict[str, Any]:
         holder = data[above[0]] if above else data
         if not isinstance(holder[last], Mapping):
             holder[last] = {"name": holder[last]}
+    if (tune := data.pop("finetune", None)) is not None:
+        # Other formats know what every training has, under the names that it has there.
+        data["training"] = {name: tune.pop(name) for name in Training.model_fields if name in tune}
+        data["finetune"] = tune
     return flat(data)
 
 

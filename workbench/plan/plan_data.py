@@ -59,11 +59,25 @@ def assignments(items: list[str]) -> dict[str, Any]:
 def changed(written: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     """Plain data of a plan with fields changed by dotted path; `written` stays. Raises
     `PlanError`.
+
+    A plan has one task: a field of `finetune` makes it that, with all that `training` said.
     """
     result = copy.deepcopy(dict(written))
     for path, value in changes.items():
-        _assign(result, _keys(path), value)
+        keys = _keys(path)
+        if keys[0] == "finetune":
+            _make_finetune(result)
+        elif keys[0] == "training" and isinstance(result.get("finetune"), dict):
+            keys[0] = "finetune"  # which has the fields of training, and more
+        _assign(result, keys, value)
     return result
+
+
+def _make_finetune(written: dict[str, Any]) -> None:
+    """Fine-tuning becomes the task, with the batch, the steps and the optimizer of training."""
+    training = written.pop("training", None)
+    if training is not None and written.get("finetune") is None:
+        written["finetune"] = training
 
 
 def _keys(path: str) -> list[str]:

@@ -57,7 +57,8 @@ def resolve(plan: Plan) -> ResolvedPlan:
     gpu, fabric = _hardware(plan.cluster)
     cluster = _cluster(plan.cluster, gpu, fabric)
     written = written_fields(plan)
-    sequence = written.get("training", {}).get("sequence_length", _usual_length(model))
+    task = written.get(plan.task_section, {})
+    sequence = task.get("sequence_length", _usual_length(model))
     asked = with_preset(plan.strategy)
     if isinstance(model, PythonModel):
         python_model_rules.refuse_rules(asked, "code", "ddp, zero-1 to zero-3")
@@ -70,15 +71,13 @@ def resolve(plan: Plan) -> ResolvedPlan:
             "strategy.preset" if plan.strategy.preset else "strategy",
             f"{plan.strategy.preset or 'it'} {why}",
         )
-    training = _training(
-        {"sequence_length": sequence, **written.get("training", {})}, strategy, cluster["gpus"]
-    )
+    task = _task({"sequence_length": sequence, **task}, strategy, cluster["gpus"])
     filled = build_plan(
         {
             **written,
             "model": model.model_dump(),
             "cluster": cluster,
-            "training": training,
+            plan.task_section: task,
             "strategy": strategy,
         }
     )
@@ -113,7 +112,19 @@ def pin(plan: Plan) -> ResolvedPlan:
     if full.profiled:
         changes |= {"model.layer_profile": _absolute(full.profiled.layer_profile)}
     changes |= {"checkpoint.load": load and _absolute(load)}
+    for field, path in _finetuned_files(full):
+        changes[field] = _absolute(path)
     return full.with_fields(**changes, **pinned)
+
+
+def _finetuned_files(plan: ResolvedPlan) -> list[tuple[str, str]]:
+    """(field, path) of what fine-tuning starts from."""
+    tune = plan.finetune
+    found = (
+        ("finetune.base", tune and tune.base),
+        ("finetune.lora.initial", plan.lora and plan.lora.initial),
+    )
+    return [(field, path) for field, path in found if path]
 
 
 def _pinned_corpus(corpus: schema.Corpus) -> dict[str, Any]:
@@ -264,7 +275,7 @@ def _even_nodes(gpus: int, most: int) -> int:
     return next((nodes for nodes in range(fewest, 2 * fewest + 1) if gpus % nodes == 0), fewest)
 
 
-def _training(written: dict[str, Any], strategy: dict[str, Any], gpus: int) -> dict[str, Any]:
+def _task(written: dict[str, Any], strategy: dict[str, Any], gpus: int) -> dict[str, Any]:
     """The batch filled in: a micro-batch of one sequence, or as many as a tensor grid or the
     replicas of a stage split it into.
     """
@@ -284,6 +295,8 @@ def _decided(plan: Plan, model: Shape | PythonModel | ProfiledModel, gpu: GPU) -
     shape = model if isinstance(model, Shape) else None
     profile = layer_profile(model) if isinstance(model, ProfiledModel) else None
     data, asked = plan.model_dump(), plan.strategy
+    if plan.lora:
+        data["finetune"]["lora"] = plan.lora.model_dump()
     strategy, pipeline = data["strategy"], data["strategy"]["pipeline"]
     length = plan.task.sequence_length
     strategy["precision"] = _precision(asked.precision, gpu, profile)

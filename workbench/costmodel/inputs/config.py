@@ -246,8 +246,8 @@ def fixed_config(plan: ResolvedPlan) -> FixedConfig:
         in_flight=_bounded_in_flight(plan),
         transport=transport(plan.gpu),
         pair_groups=pair_groups(plan),
-        adapter_rank=t.lora.rank if t.lora else 0,
-        adapts_all_projections=bool(t.lora and t.lora.targets == "all"),
+        adapter_rank=plan.lora.rank if plan.lora else 0,
+        adapts_all_projections=bool(plan.lora and plan.lora.targets == "all"),
         dropout=t.dropout > 0,
         operators=None,
     )

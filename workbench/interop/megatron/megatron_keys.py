@@ -362,7 +362,7 @@ LOST = {
     "strategy.kernels": "Megatron's layers are Transformer Engine's fused ones, or local",
     "training.optimizer.master": "Megatron keeps master weights beside 16-bit parameters",
     "training.optimizer.moments": "Megatron's moments are fp32 or bf16 here",
-    "training.lora": "Megatron-LM's pre-training has no adapters",
+    "finetune": "Megatron-LM's pre-training has no fine-tuning",
     "telemetry.timeout_seconds": "Megatron counts the deadline in whole minutes",
     "corpus": "Megatron reads its own indexed files (--data-path)",
 }

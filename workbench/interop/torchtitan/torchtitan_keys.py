@@ -139,7 +139,7 @@ LOST = {
     "strategy.kernels": "torchtitan runs its layers eagerly or compiled",
     "training.optimizer.name": "torchtitan trains with AdamW or Adam",
     "training.optimizer": "torchtitan has no such setting",
-    "training.lora": "torchtitan's pre-training has no adapters",
+    "finetune": "torchtitan's pre-training has no fine-tuning",
     "checkpoint.keep": "torchtitan keeps two or more",
     "corpus": "torchtitan names its own datasets",
 }

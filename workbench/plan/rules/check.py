@@ -21,6 +21,7 @@ from workbench.plan.rules import (
     python_model_rules,
     recompute_rules,
 )
+from workbench.plan.rules.task.task_words import in_words_of_task
 from workbench.plan.schema import NARROW, STORED, Plan
 from workbench.untrusted_text import shown
 
@@ -66,7 +67,7 @@ def problems(plan: ResolvedPlan) -> list[Problem]:
     if plan.profiled:
         own = (*axis_rules.OF_LAYERS, *layer_profile_rules.RULES)
         rules = (*own, _batch, _precision, _documents, _training)
-    return [problem for rule in rules for problem in rule(plan)]
+    return in_words_of_task((problem for rule in rules for problem in rule(plan)), plan)
 
 
 def _shape(plan: ResolvedPlan) -> Iterator[Problem]:

@@ -40,7 +40,7 @@ def _one_device(plan: Plan) -> Iterator[Problem]:
         ("strategy.kernels", s.kernels, ("eager",)),
         ("strategy.stack", s.stack, ("workbench",)),
         ("training.dropout", training.dropout, (0.0,)),
-        ("training.lora", "set" if training.lora else None, (None,)),
+        ("finetune", "set" if plan.finetune else None, (None,)),
     )
     return _refused(needs, ", and a layer profile has the times and sizes that were measured")
 

@@ -68,7 +68,7 @@ def _whole(plan: Plan) -> Iterator[Problem]:
         ("strategy.recompute", s.recompute or "none", "none"),
         ("strategy.attention", s.attention, "auto"),
         ("training.dropout", plan.training.dropout, 0.0),
-        ("training.lora", "set" if plan.training.lora else None, None),
+        ("finetune", "set" if plan.finetune else None, None),
     )
     for field, value, legal in needs:
         if value != legal:

@@ -23,6 +23,7 @@ from workbench.plan.rules import (
     python_model_rules,
     recompute_rules,
 )
+from workbench.plan.rules.task.task_words import in_words_of_task
 from workbench.plan.schema import Plan
 from workbench.schedules.generators import SCHEDULES
 
@@ -151,7 +152,6 @@ ENGINE_LIMITS: tuple[tuple[str, Callable[[ResolvedPlan], Any], tuple[Any, ...]],
     ("strategy.data.offload_tier", lambda p: p.strategy.data.offload_tier, ("host",)),
     ("strategy.stack", lambda p: p.strategy.stack, ("workbench",)),
     ("training.optimizer.moments", lambda p: p.training.optimizer.moments, ("fp32", "bf16")),
-    ("training.lora", lambda p: "set" if p.training.lora else None, (None,)),
     (
         "model.moe.capacity",
         lambda p: p.shape.moe.capacity if p.shape.moe and p.strategy.context.size > 1 else None,
@@ -198,7 +198,7 @@ ESTIMATE_LIMITS: tuple[tuple[str, Callable[[ResolvedPlan], Any], tuple[Any, ...]
 OPERATOR_ESTIMATE_LIMITS: tuple[tuple[str, Callable[[ResolvedPlan], Any], tuple[Any, ...]], ...] = (
     ("strategy.stack", lambda p: p.strategy.stack, ("workbench",)),
     ("strategy.precision", lambda p: p.strategy.precision, ("fp32", "tf32", "bf16", "fp16", "fp8")),
-    ("training.lora", lambda p: "set" if p.training.lora else None, (None,)),
+    ("finetune.lora", lambda p: "set" if p.lora else None, (None,)),
     ("model.mla", lambda p: "set" if p.shape.mla else None, (None,)),
     *((*_field_of_shape(name), (None,)) for name in ONLY_1D_BLOCK_FIELDS),
     ("model.mtp_layers", lambda p: p.shape.mtp_layers, (0,)),
@@ -270,11 +270,12 @@ def _lacking(plan: ResolvedPlan, verb: Verb) -> list[Problem]:
     if verb != "estimate":
         unfit += _experts_on_grid(plan) + _beside_grid_or_operators(plan, verb)
         unfit += [*float8_rules.problems(plan), *_stage_without_layers(plan, verb)]
-    return unfit + [
+    unfit += [
         Problem(field, f"is {value!r}{beside}; this version can {verb} {_legal(can)}")
         for field, read, can in table
         if (value := read(plan)) not in can
     ]
+    return in_words_of_task(unfit, plan)
 
 
 def _legal(can: tuple[Any, ...]) -> str:

@@ -78,11 +78,7 @@ def _beside(plan: ResolvedPlan) -> str | None:
             f"but {s.precision} scales a weight as one tensor",
             "precision: bf16 or fp16",
         ),
-        (
-            plan.training.lora is not None,
-            "but training.lora adds to each linear",
-            "no training.lora",
-        ),
+        (plan.lora is not None, "but finetune.lora adds to each linear", "finetune.method: full"),
     )
     found = [f"{why}; legal: 1, or {legal}" for is_so, why, legal in cases if is_so]
     if not found and (plan.shape.moe or plan.shape.mla or plan.shape.mtp_layers):

@@ -30,7 +30,16 @@ from workbench.plan.schema.strategy import (
     Tensor,
     axis_sizes,
 )
-from workbench.plan.schema.tasks import Evaluation, Lora, Optimizer, Task, Training
+from workbench.plan.schema.tasks import (
+    Evaluation,
+    Finetune,
+    Lora,
+    Optimizer,
+    Preference,
+    Quantize,
+    Task,
+    Training,
+)
 from workbench.plan.schema.written_plan import (
     Plan,
     build_corpus,
@@ -52,14 +61,17 @@ __all__ = [
     "Data",
     "Evaluation",
     "Expert",
+    "Finetune",
     "GradientDtype",
     "Lora",
     "Optimizer",
     "Pipeline",
     "Plan",
     "Precision",
+    "Preference",
     "ProfiledModel",
     "PythonModel",
+    "Quantize",
     "Recompute",
     "Strategy",
     "Task",

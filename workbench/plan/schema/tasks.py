@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from workbench.fields.bounds import (
     Coefficient,
     Epsilon,
     LearningRate,
+    LossFactor,
     Norm,
     Seed,
     Sequences,
@@ -60,15 +61,6 @@ class Evaluation(Frozen):
     batches: Sequences = Field(2, description="Global batches an evaluation reads.")
 
 
-class Lora(Frozen):
-    """Low-rank adapters (2106.09685): the base model is frozen, two thin matrices a projection are
-    trained.
-    """
-
-    rank: Width = Field(description="Width of an adapter.")
-    targets: Literal["attention", "all"] = Field("all", description="Projections that carry one.")
-
-
 class Task(Frozen):
     """What every task section holds: batch, sequence length, steps and optimizer.
 
@@ -94,9 +86,6 @@ class Training(Task):
     """Pre-training: what is done with the model."""
 
     evaluation: Evaluation = Field(default_factory=Evaluation, description="Held-out loss.")
-    lora: Lora | None = Field(
-        None, description="Train low-rank adapters only; null: the whole model; estimated only."
-    )
     dropout: float = Field(
         0.0,
         ge=0,
@@ -107,4 +96,85 @@ class Training(Task):
     seed: Seed = Field(0, description="Seed of initial weights, sampling and dropout.")
     deterministic: bool = Field(
         False, description="Repeat a run bit for bit on the same GPUs; slower kernels."
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_adapters(cls, written: Any) -> Any:
+        """Resolved plans of earlier versions say that they train no adapters."""
+        if cls is Training and isinstance(written, dict) and "lora" in written:
+            if written["lora"] is not None:
+                raise ValueError("lora is a field of finetune; legal: finetune, in place of it")
+            written = {name: value for name, value in written.items() if name != "lora"}
+        return written
+
+
+class Lora(Frozen):
+    """Low-rank adapters (LoRA, 2106.09685): beside the frozen weight W of a linear layer two thin
+    matrices are trained, y = x W^T + s x A^T B^T with A [rank, in] and B [out, rank].
+    """
+
+    rank: Width = Field(8, description="Width of an adapter; at most that of its layer.")
+    alpha: LossFactor = Field(
+        16.0, description="Adapters are scaled by alpha / rank, or alpha / sqrt(rank)."
+    )
+    rslora: bool = Field(
+        False, description="Scale by alpha / sqrt(rank) (rank-stabilised LoRA, 2312.03732)."
+    )
+    targets: Literal["all", "attention"] | Annotated[list[str], Field(min_length=1)] = Field(
+        "all",
+        description="Linear layers with an adapter: all of the blocks, attention's, or patterns "
+        "(attention.[qv]).",
+    )
+    dropout: float = Field(
+        0.0, ge=0, lt=1, description="Share of an adapter's inputs dropped in training."
+    )
+    initial: str | None = Field(
+        None, description="Folder of adapters in PEFT's format to go on from; null: B is zero."
+    )
+
+
+class Quantize(Frozen):
+    """The frozen base in 4 bits (QLoRA, 2305.14314): weights of linear layers are packed, and
+    dequantised where they are used.
+    """
+
+    format: Literal["nf4", "int4"] = Field(
+        "nf4", description="4-bit NormalFloat, or integers with a scale a group."
+    )
+    group: Literal[32, 64, 128] = Field(64, description="Columns that share a scale.")
+    double: bool = Field(
+        True, description="Quantise the scales to 8 bits too; of nf4 only (int4: false)."
+    )
+
+
+class Preference(Frozen):
+    """Direct preference optimization (DPO, 2305.18290) on pairs of answers."""
+
+    beta: LossFactor = Field(
+        0.1, description="How far the policy may move from the reference: larger is nearer."
+    )
+
+
+class Finetune(Training):
+    """Fine-tuning: weights that exist are trained further, all of them or adapters beside them."""
+
+    method: Literal["full", "lora"] = Field(
+        "lora", description="Train all weights, or low-rank adapters beside frozen ones."
+    )
+    base: str | None = Field(
+        None,
+        description="Weights to fine-tune: Hugging Face folder, GGUF file or checkpoint; null: "
+        "drawn by the seed.",
+    )
+    base_sha256: str | None = Field(
+        None, description="Hash of those weights; filled when a plan is resolved."
+    )
+    lora: Lora | None = Field(None, description="The adapters; default rank 8 on all layers.")
+    adapter: Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}$")] = Field(
+        "default", description="Name of the adapters, among others of the same base."
+    )
+    quantize: Quantize | None = Field(None, description="4-bit base; null: 16 bits or more.")
+    preference: Preference | None = Field(
+        None, description="Train on pairs of answers by DPO; null: on the next token."
     )

@@ -11,7 +11,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from pydantic import Field, ValidationError, field_validator
+from pydantic import (
+    Field,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
 
 from workbench.fields.frozen import Frozen
 from workbench.fields.validation_messages import plan_error
@@ -22,7 +29,7 @@ from workbench.plan.schema.profiled_model import ProfiledModel
 from workbench.plan.schema.python_model import PythonModel
 from workbench.plan.schema.run_settings import Checkpoint, Corpus, Telemetry
 from workbench.plan.schema.strategy import Strategy
-from workbench.plan.schema.tasks import Task, Training
+from workbench.plan.schema.tasks import Finetune, Lora, Task, Training
 from workbench.safe_io import yaml_files
 from workbench.untrusted_text import escaped
 
@@ -41,6 +48,9 @@ class Plan(Frozen):
     cluster: Cluster = Field(description="GPUs and wiring.")
     strategy: Strategy = Field(default_factory=Strategy, description="How the work is split.")
     training: Training = Field(default_factory=Training, description="What is done.")
+    finetune: Finetune | None = Field(
+        None, description="Fine-tuning, in place of `training`: a plan has one task."
+    )
     corpus: Corpus = Field(default_factory=Corpus, description="Text; a bare string is its source.")
     checkpoint: Checkpoint = Field(default_factory=Checkpoint, description="Saving and loading.")
     telemetry: Telemetry = Field(default_factory=Telemetry, description="Measuring.")
@@ -56,6 +66,23 @@ class Plan(Frozen):
     @classmethod
     def _corpus_by_name(cls, value: object) -> object:
         return {"source": value} if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _one_task(self) -> Plan:
+        """Fine-tuning trains: its section is `training` to whatever asks for batch or optimizer."""
+        if self.finetune is None:
+            return self
+        if "training" in self.model_fields_set:
+            raise ValueError("has training and finetune; legal: one task section")
+        self.__dict__["training"] = self.finetune
+        return self
+
+    @model_serializer(mode="wrap")
+    def _only_its_task(self, written: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """The plan as data, with the one task section that it has."""
+        found: dict[str, Any] = written(self)
+        found.pop("finetune" if self.finetune is None else "training", None)
+        return found
 
     @classmethod
     def of(
@@ -151,6 +178,17 @@ class Plan(Frozen):
     def task(self) -> Task:
         """The plan's one task section."""
         return self.training
+
+    @property
+    def task_section(self) -> str:
+        """Name of that section."""
+        return "training" if self.finetune is None else "finetune"
+
+    @property
+    def lora(self) -> Lora | None:
+        """The adapters that are trained in place of the model's weights, if any are."""
+        tune = self.finetune
+        return None if tune is None or tune.method != "lora" else tune.lora or Lora()
 
     @property
     def code(self) -> PythonModel | None:

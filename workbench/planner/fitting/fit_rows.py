@@ -53,7 +53,7 @@ def fastest_steps(rows: Iterable[FitRow]) -> list[MeasuredStep]:
     best: dict[tuple[Any, ...], MeasuredStep] = {}
     for row in rows:
         plan = row.planned.plan
-        if plan.training.lora:
+        if plan.lora:
             continue
         done = model_flops_per_step(plan) / (row.seconds * plan.world_size)
         step = MeasuredStep(

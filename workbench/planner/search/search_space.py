@@ -197,7 +197,7 @@ def plan_on_gpus(base: Plan, setting: FixedConfig, pipeline: int = 1) -> Resolve
 
 def wanted_global_batch(plan: Plan, world: int) -> int:
     """Sequences a step: as written, or the default for these GPUs."""
-    written = plan.model_dump(exclude_unset=True).get("training", {})
+    written = plan.model_dump(exclude_unset=True).get(plan.task_section, {})
     return int(written.get("global_batch", max(LEAST_BATCH, MICROBATCHES_A_RANK * world)))
 
 

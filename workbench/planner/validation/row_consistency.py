@@ -59,7 +59,7 @@ def model_flops_per_step(
     widths = shape.q_width + (shape.heads * shape.mla.value_dim if shape.mla else shape.q_width)
     seen = shape.attended_keys(t.sequence_length)
     attended = (0.5 if causal else 1.0) * 2 * seen * widths * shape.layers
-    passes = 2 if t.lora else 3
+    passes = 2 if plan.lora else 3
     apart = not shape.tied or plan.strategy.pipeline.size > 1
     tables = 2 if counted == "twice" or (counted == "held" and apart) else 1
     return passes * tokens * (2 * weights_per_token(shape, tables) + attended)

@@ -129,7 +129,7 @@ def row_to_plan(row: MeasuredRow, profile: str | None = None) -> PlannedRow:
         "model": model,
         "strategy": strategy,
         "cluster": {"gpu": gpu, "gpus": gpus, "fabric": network},
-        "training": {
+        "finetune" if "lora" in training else "training": {
             "sequence_length": row.sequence,
             "global_batch": batch,
             "micro_batch": micro,
@@ -301,7 +301,7 @@ def _applies(path: str, row: MeasuredRow, framework: FrameworkDefaults) -> bool:
         return row.tensor > 1 and is_moe(row)
     if path == "strategy.pipeline.chunks":
         return row.pipeline > 1 and "interleav" in row.schedule.lower()
-    return not path.startswith(("training.lora", "training.global_batch", MICROBATCHES))
+    return not path.startswith(("finetune.lora", "training.global_batch", MICROBATCHES))
 
 
 def _make_consistent(strategy: dict[str, Any], row: MeasuredRow) -> None:
@@ -340,7 +340,7 @@ def _lora_rank(row: MeasuredRow, framework: FrameworkDefaults) -> int:
     rank = (
         cell_parsers.positive_integer(said.group(1))
         if said
-        else framework.defaults.get("training.lora.rank")
+        else framework.defaults.get("finetune.lora.rank")
     )
     if rank is None:
         raise Inexpressible("adapters of unknown rank")

@@ -105,7 +105,7 @@ def single_device_plan(full: ResolvedPlan) -> ResolvedPlan:
     changed = {
         "strategy": {name: data["strategy"][name] for name in OF_ONE_DEVICE},
         "cluster": data["cluster"] | cluster,
-        "training": data["training"] | {"global_batch": full.training.micro_batch},
+        full.task_section: data[full.task_section] | {"global_batch": full.task.micro_batch},
         "checkpoint": {},
     }
     return build_plan(data | changed).resolve()

@@ -1,0 +1,1 @@
+"""Rules of task sections, and their words."""
