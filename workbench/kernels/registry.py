@@ -17,8 +17,10 @@ from workbench.kernels import adamw, residual_norm, rope
 from workbench.kernels.activation import GATED, activate
 from workbench.kernels.bias_dropout_residual import dropout_add
 from workbench.kernels.cross_entropy import cross_entropy
+from workbench.kernels.four_bit_weight import dequantize_four_bit, quantize_four_bit
 from workbench.kernels.linear_cross_entropy import linear_cross_entropy
 from workbench.kernels.weight_only_gemv import MAX_TOKENS, quantize_weight, weight_only_gemv
+from workbench.runtime_facts.four_bit_sizes import FourBitFormat
 
 ROWS, HIDDEN = 32, 4096
 """Rows and columns of a case. Kernels do not depend on the number of rows, except that it usually
@@ -125,6 +127,11 @@ def _decode(tokens: int, bits: int, group: int | None) -> Tensor:
     )
 
 
+def _frozen(form: FourBitFormat) -> Tensor:
+    weight = quantize_four_bit(_tensor(ROWS, HIDDEN, grad=False), form)
+    return dequantize_four_bit(weight, torch.bfloat16)
+
+
 KERNELS: tuple[Kernel, ...] = (
     Kernel(
         "add_norm",
@@ -210,5 +217,16 @@ KERNELS: tuple[Kernel, ...] = (
             for bits, group in {8: None, 4: 128}.items()
         },
         summing=("matvec_threads", "matvec_cores"),
+    ),
+    Kernel(
+        "four_bit",
+        "frozen NF4/INT4 weight to 16 bits",
+        "workbench.kernels.four_bit_weight",
+        "Triton",
+        "ATen",
+        {
+            f"NF4, double, x {HIDDEN}": partial(_frozen, FourBitFormat("nf4", 64, True)),
+            f"INT4 x {HIDDEN}": partial(_frozen, FourBitFormat("int4", 128, False)),
+        },
     ),
 )
