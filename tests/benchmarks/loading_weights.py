@@ -29,7 +29,6 @@ from torch import Tensor
 
 from workbench.checkpoint.checkpoint_format import Shard
 from workbench.checkpoint.huggingface_names import (
-    INDEX_FILE,
     config_json,
     huggingface_source,
     stored_parts,
@@ -42,6 +41,7 @@ from workbench.engine.session import Session
 from workbench.engine.verify.forked_ranks import run_ranks
 from workbench.parallel.mesh import build_mesh
 from workbench.plan.catalog.families.stored_parts import stored_extents
+from workbench.plan.catalog.huggingface_files import INDEX_FILE
 from workbench.plan.model.model_shape import Shape
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.schema import Plan

@@ -24,9 +24,9 @@ from workbench.plan.catalog.families.family import Family
 from workbench.plan.catalog.families.stored_parts import StoredPart, TensorNames, stored_extents
 from workbench.plan.catalog.families.table import family_of
 from workbench.plan.catalog.float8_weights import float8_blocks
+from workbench.plan.catalog.huggingface_files import weight_files
 from workbench.plan.model.model_shape import Shape
 
-SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 FURTHER_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers")
 """Keys of the number of layers that predict further tokens, of which a model here has none."""
 WEIGHT_KINDS = ("parameter", "master")
@@ -94,7 +94,7 @@ def huggingface_source(folder: Path, shape: Shape) -> TensorSource:
     """
     family = check_config(folder, shape)
     sizes, found = {}, {}
-    for file in _files(folder):
+    for file in weight_files(folder):
         sizes[file] = ((folder / file).stat().st_size, None)
         for key, entry in read_header(folder / file, "get the file again").items():
             found[key] = Box(file, key, tuple((0, n) for n in entry.shape), entry.dtype)
@@ -174,28 +174,6 @@ def _box(stored: Box, part: StoredPart) -> Box:
     """The part of a parameter that a stored tensor holds."""
     origin = tuple(start for start, _ in part.theirs)
     return Box(stored.file, stored.key, part.ours, stored.dtype, origin, part.transposed)
-
-
-def _files(folder: Path) -> list[str]:
-    if (folder / SINGLE_FILE).is_file():
-        return [SINGLE_FILE]
-    path = folder / INDEX_FILE
-    try:
-        files = sorted(set(json.loads(path.read_text())["weight_map"].values()))
-    except FileNotFoundError:
-        raise ValueError(
-            f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}; save the model as safetensors"
-        ) from None
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error.strerror}") from None
-    except (ValueError, KeyError, AttributeError, TypeError):
-        raise ValueError(
-            f"{path} is no index of a model (a JSON mapping with `weight_map`); get the file again"
-        ) from None
-    for file in files:
-        if not isinstance(file, str) or Path(file).name != file or not (folder / file).is_file():
-            raise ValueError(f"{path} lists {file!r}, which is not there; get the complete model")
-    return files
 
 
 def _refuse_rest(folder: Path, rest: list[str], names: TensorNames) -> None:

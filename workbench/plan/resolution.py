@@ -14,6 +14,7 @@ from workbench.machine import calibration_file, gpu_catalog
 from workbench.machine.attached import attached, local_cluster
 from workbench.machine.hardware import GPU, Fabric
 from workbench.plan import corpus_files, schema
+from workbench.plan.base_weights import base_sha256
 from workbench.plan.catalog import catalog, gguf_config, huggingface_config
 from workbench.plan.model import python_model_file
 from workbench.plan.model.attention_kernel import decided_attention
@@ -114,6 +115,10 @@ def pin(plan: Plan) -> ResolvedPlan:
     changes |= {"checkpoint.load": load and _absolute(load)}
     for field, path in _finetuned_files(full):
         changes[field] = _absolute(path)
+    if full.finetune and (base := full.finetune.base):
+        found, pinned_base = base_sha256(_absolute(base)), full.finetune.base_sha256
+        _expect("finetune.base_sha256", pinned_base, found, f"weights {pinned_base}, '{base}'")
+        changes["finetune.base_sha256"] = found
     return full.with_fields(**changes, **pinned)
 
 

@@ -22,8 +22,6 @@ from torch import Tensor
 from workbench.checkpoint import read_tensors, safetensors_writer, tensor_integrity
 from workbench.checkpoint.checkpoint_format import Shard, Slices, write_atomically
 from workbench.checkpoint.huggingface_names import (
-    INDEX_FILE,
-    SINGLE_FILE,
     config_json,
     parameter_shapes,
     stored_parts,
@@ -36,6 +34,7 @@ from workbench.engine.exit_codes import exit_status
 from workbench.errors import PlanError, refuse
 from workbench.plan.catalog.families.family import Family
 from workbench.plan.catalog.families.stored_parts import StoredPart, stored_extents
+from workbench.plan.catalog.huggingface_files import INDEX_FILE, SINGLE_FILE
 from workbench.plan.model.model_shape import Shape
 
 SHARD_BYTES = 5 * 10**9

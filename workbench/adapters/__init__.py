@@ -1,0 +1,1 @@
+"""Low-rank adapters: PEFT's format, and merging."""
