@@ -55,6 +55,12 @@ and held in the step, allocations that had to free cached blocks first; on sampl
 bytes in use on the GPU, by all processes and by the rank's own.
 """
 
+REWARDS = ("chosen_reward", "rejected_reward", "reward_margin", "accuracy")
+"""Of a step's pairs of answers (DPO), in TRL's words: mean rewards of both answers, beta times the
+log of the model's probability over the reference's; their difference; and the share of pairs whose
+chosen answer has the larger one.
+"""
+
 COLUMNS: dict[str, tuple[str, ...]] = {
     "memory": ("run", "source", "rank", "step", "stage", "moment", "tier", "category", "bytes"),
     "levels": ("run", "source", "rank", "step", "action", "event", *TENSOR_CATEGORIES),

@@ -243,6 +243,9 @@ def _time_rows(found: Profile) -> Iterator[tuple[str, ...]]:
         yield "loss, first and last", f"{found.loss[0]:.4f}  {found.loss[-1]:.4f}"
     for one in found.notes.get("loss_by_source", []):
         yield f"  of {one['source']}", f"{one['loss']:.4f}", "a token of its last steps"
+    if rewards := found.notes.get("rewards"):
+        yield "preferred answers", percent_text(rewards["accuracy"]), "of the last steps' pairs"
+        yield "reward margin", f"{rewards['reward_margin']:.4f}", "mean of the last steps"
     if found.fits is not None:
         yield "fits", "yes" if found.fits else "NO"
     for what in found.notes.get("left_out", []):

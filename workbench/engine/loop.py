@@ -33,9 +33,11 @@ from workbench.engine.measure.step_timeline import StepTimeline
 from workbench.engine.measure.step_under_way import HostCopy, StepUnderWay
 from workbench.engine.measure.telemetry_writer import TelemetryWriter
 from workbench.engine.optimizer import learning_rate
+from workbench.engine.preference_pass import ReferenceTable, num_pairs, reward_record
 from workbench.engine.process_group.collective_deadlines import extend_deadlines, restore_deadlines
 from workbench.engine.session import SequenceSources, Session, initial_drawer, rank_share
 from workbench.engine.session_checkpoint import SessionCheckpointer
+from workbench.errors import refuse
 from workbench.parallel.mesh import Mesh
 from workbench.parallel.tensor.apply_tensor import counts_own_loss
 from workbench.plan.resolved_plan import ResolvedPlan
@@ -88,11 +90,15 @@ class TrainingLoop:
         self.feed = BatchFeed(self.text, shape, device, plan.telemetry.timeout_seconds)
         self._under_way: list[StepUnderWay] = []
         self._last_end = 0.0
+        self.references = ReferenceTable()
         self.saver = SessionCheckpointer(self.session, run_dir, self._saved)
         if plan.checkpoint.every:
             self.saver.prepare()
 
     def _text(self) -> TextSampler:
+        if self.plan.finetune is not None and self.plan.finetune.preference is not None:
+            what = "needs pairs of answers, and corpus.source is text; legal: without it"
+            raise refuse("finetune.preference", what)
         t, share = self.plan.training, rank_share(self.plan, self.mesh)
         deadline = SLOW_FACTOR * self.plan.telemetry.timeout_seconds
         corpus = tokenized_corpus.load_corpus(
@@ -188,7 +194,13 @@ class TrainingLoop:
             tokens: list[int] = contents.trained_tokens.tolist()
             sources = self._sources(contents)
             result = self.session.step(
-                self.index, *batch, self.action_tracker, asked, sum(tokens), sources
+                self.index,
+                *batch,
+                self.action_tracker,
+                asked,
+                sum(tokens),
+                sources,
+                self.references.get("train", self.index),
             )
         counters = self.meter.end_step(observed == "memory")
         if observed == "memory":
@@ -230,7 +242,8 @@ class TrainingLoop:
         on_cpu = self.session.device.type == "cpu"
         t, scaler = self.plan.training, self.session.scaler
         scheduled = step.index - (scaler.skipped if scaler else 0)
-        scaling, by_source = (rest[:2], rest[2:]) if scaler else ([], rest)
+        scaling, parts = (rest[:2], rest[2:]) if scaler else ([], rest)
+        pairs = self.session.part.samples.preference is not None
         skipped = bool(scaler and scaling[1])
         if scaler:
             scaler.count_skipped(skipped)
@@ -248,7 +261,7 @@ class TrainingLoop:
             "cpu_seconds": cpu_ended - step.cpu_began if on_cpu else None,
             "data_seconds": step.data_seconds,
             "tokens": sum(step.tokens),
-            **self._by_source(by_source, step.tokens),
+            **(reward_record(parts) if pairs else self._by_source(parts, step.tokens)),
             "gradient_norm": norm,
             "learning_rate": learning_rate(scheduled, t.optimizer, t.steps),
             "loss_scale": scaling[0] if scaler else None,
@@ -272,7 +285,9 @@ class TrainingLoop:
         """
         s, count = self.plan.strategy, len(self.text.sources)
         sharded = bool(s.operators) or s.tensor.algorithm != "1d"
-        if count == 1 or self.plan.code or (sharded and self.plan.training.micro_batch > 1):
+        pairs = self.session.part.samples.preference is not None
+        several = sharded and self.plan.training.micro_batch > 1
+        if count == 1 or pairs or self.plan.code or several:
             return None
         return SequenceSources(contents.sources.tolist(), count)
 
@@ -328,28 +343,40 @@ class TrainingLoop:
         self._end_window()
         self._phase("evaluating")
         self._extend_deadlines()
-        record: dict[str, Any] = {"step": self.index, "loss": self._held_out_loss()}
+        record: dict[str, Any] = {"step": self.index, **self._held_out()}
         if len(self.plan.corpus.mix or []) > 1:
             record["by_source"] = [
-                {"source": one.source, "loss": self._held_out_loss(i)}
+                {"source": one.source, "loss": self._held_out(i)["loss"]}
                 for i, one in enumerate(self.text.sources)
             ]
         self.telemetry.record("evaluation", **record)
-        self.trackers.log({"held_out_loss": record["loss"]}, self.index)
+        shown = {f"held_out_{name}": x for name, x in record.items() if isinstance(x, float)}
+        self.trackers.log(shown, self.index)
         self._restore_deadlines()
         self._phase("training")
 
-    def _held_out_loss(self, source: int | None = None) -> float:
-        """Loss a token of the held-out text: of the mixture, or of one source."""
+    def _held_out(self, source: int | None = None) -> dict[str, float]:
+        """Loss a token of the held-out text, or a pair and its rewards: of the mixture, or of one
+        source.
+        """
         batches, tokens = self.plan.training.evaluation.batches, 0
-        total = torch.zeros((), dtype=torch.float64, device=self.session.device)
+        preference = self.session.part.samples.preference
+        count = 1 if preference is None else 1 + len(preference.sums)
+        total = torch.zeros(count, dtype=torch.float64, device=self.session.device)
         for i in range(batches):
             tokens += self.text.evaluated_tokens(i, source)
-            loss = self.session.evaluate(*self.feed.load_evaluation(i, source))
-            total += loss.double() if loss is not None and counts_own_loss(self.mesh) else 0.0
+            loss = self.session.evaluate(
+                *self.feed.load_evaluation(i, source), self.references.get("holdout", i, source)
+            )
+            if loss is not None and counts_own_loss(self.mesh):
+                parts = [loss[None]] if preference is None else [loss[None], preference.sums]
+                total += torch.cat(parts).double()
         if self.mesh.world_size > 1:
             dist.all_reduce(total)
-        return total.item() / max(1, tokens)
+        if preference is None:
+            return {"loss": total.item() / max(1, tokens)}
+        loss_of_pair, *rewards = (total / (batches * num_pairs(self.plan))).tolist()
+        return {"loss": loss_of_pair, **reward_record(rewards)}
 
     def _save(self, asked: bool) -> None:
         """Start writing a checkpoint, every `checkpoint.every` steps and where `asked`.

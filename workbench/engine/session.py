@@ -21,6 +21,7 @@ from workbench.engine.kernel_warm_up import compile_kernels
 from workbench.engine.loss_scaler import LossScaler, found_inf
 from workbench.engine.optimizer import MixedPrecisionOptimizer
 from workbench.engine.precision import plan_dtypes
+from workbench.engine.preference_pass import evaluating, num_pairs, preference_loss
 from workbench.kernels.fused_seams import warm_up
 from workbench.models.attention.packed_documents import document_starts
 from workbench.models.counter_normal import NormalDrawer
@@ -67,7 +68,8 @@ class StepResult(NamedTuple):
     `loss` is the mean over the step's tokens, `gradient_norm` the global norm before clipping,
     `stop` the sum of the ranks' stop requests. With loss scaling, `loss_scale` is the scale of this
     step and `skipped` is 1 where gradients overflowed and the step was skipped. `by_source` is each
-    source's part of the loss [sources], which without aux losses they add up to.
+    source's part of the loss [sources], which without aux losses they add up to. Of pairs, `loss`
+    is their mean, and `preference` the means of `preference_loss.METRICS`.
     """
 
     loss: Tensor
@@ -76,6 +78,7 @@ class StepResult(NamedTuple):
     loss_scale: Tensor | None = None
     skipped: Tensor | None = None
     by_source: Tensor | None = None
+    preference: Tensor | None = None
 
 
 class SequenceSources(NamedTuple):
@@ -181,6 +184,7 @@ class Session:
             ),
             unsplit=part.head,
         )
+        part.samples.preference = preference_loss(plan, mesh, share, device, dtype)
         scaler = LossScaler(device) if own == torch.float16 else None
         delayed = None
         if t.optimizer.delayed_update and store.host is not None:
@@ -210,6 +214,7 @@ class Session:
         stop: int = 0,
         trained_tokens: int | None = None,
         sources: SequenceSources | None = None,
+        reference_MB: Tensor | None = None,
     ) -> StepResult:
         """Forward, backward and optimizer step on this data-parallel rank's microbatches.
 
@@ -228,6 +233,8 @@ class Session:
             trained_tokens: Tokens of the global batch that have a target; None: all of them.
             sources: Of this rank's sequences; then the loss of each source is summed with the
                 rest, in the same all-reduce.
+            reference_MB: Log-probabilities of the sequences under a preference's reference, where
+                they are known; else a forward pass of it comes first.
 
         Returns:
             Loss, gradient norm and summed stop requests of the whole job, not yet synchronised with
@@ -249,6 +256,10 @@ class Session:
         self.part.samples.start_step(index * t.global_batch + self.share.first, self.share.stride)
         self._find_documents(targets_MBT)
         own = self._own(tokens_MBT, targets_MBT)
+        if (preference := self.part.samples.preference) is not None:
+            with watch.action("REFERENCE", None):
+                self._take_reference(own, reference_MB)
+            preference.start(trained_tokens / num_pairs(self.plan))
         with nullcontext() if sources is None else self._observed_losses(tokens_MBT):
             loss = self.executor.step(*own, scale, watch.action)
         loss = self.part.aux_loss.added_to(loss)
@@ -258,8 +269,12 @@ class Session:
             self._sum_tied_gradient(self.part.tied_across_stages)
         watch.moment("before_optimizer")
         with watch.action("CLIP", None):
-            by_source = None if sources is None else self._losses_by_source(sources) * scale
-            result = self._unscaled(*self._agree(loss, stop, by_source))
+            parts = None if sources is None else self._losses_by_source(sources) * scale
+            if preference is not None:
+                parts = preference.sums * (preference.factor * scale)
+            result = self._unscaled(*self._agree(loss, stop, parts))
+            if preference is not None:
+                result = result._replace(by_source=None, preference=result.by_source)
             factor = clip_factor(result.gradient_norm, t.optimizer.clip)
             # Unscaling and clipping are one factor for the optimizer.
             if result.loss_scale is not None:
@@ -333,10 +348,10 @@ class Session:
         )
 
     def _agree(
-        self, loss: Tensor | None, stop: int, by_source: Tensor | None
+        self, loss: Tensor | None, stop: int, parts: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Loss, gradient norm, stop requests and losses by source of the whole job, by one
-        all-reduce of 3 scalars and one a source.
+        """Loss, gradient norm, stop requests, and losses by source or metrics of pairs, of the job:
+        one all-reduce of 3 scalars and one a source or metric.
 
         A rank contributes the squares of the gradients that it owns (each global entry once), and
         its loss where its stage has the head.
@@ -347,30 +362,52 @@ class Session:
             loss.to(square.dtype) if counts and loss is not None else torch.zeros_like(square)
         )
         both = torch.stack((own_loss, square, torch.full_like(square, float(stop))))
-        if by_source is not None:
-            both = torch.cat((both, by_source.to(square.dtype) * counts))
+        if parts is not None:
+            both = torch.cat((both, parts.to(square.dtype) * counts))
         if self.mesh.world_size > 1:
             dist.all_reduce(both)
-        summed = None if by_source is None else both[3:]
+        summed = None if parts is None else both[3:]
         return both[0], both[1].sqrt(), both[2], summed
 
-    def evaluate(self, tokens_MBT: Tensor, targets_MBT: Tensor) -> Tensor | None:
-        """Summed loss of this rank's microbatches, without backward.
+    def evaluate(
+        self, tokens_MBT: Tensor, targets_MBT: Tensor, reference_MB: Tensor | None = None
+    ) -> Tensor | None:
+        """Summed loss of this rank's microbatches, without backward; of pairs, `sums` of the
+        preference loss then has their rewards.
 
         Args:
             tokens_MBT: Inputs, as in `step`.
             targets_MBT: Next tokens, same shape.
+            reference_MB: As in `step`.
 
         Returns:
             A scalar; None on stages without the head.
         """
-        for model in self.part.stages.values():
-            model.eval()
         self._find_documents(targets_MBT)
-        loss = self.executor.evaluate(*self._own(tokens_MBT, targets_MBT))
-        for model in self.part.stages.values():
-            model.train()
-        return loss
+        own = self._own(tokens_MBT, targets_MBT)
+        if (preference := self.part.samples.preference) is not None:
+            self._take_reference(own, reference_MB)
+            preference.start()
+        with evaluating(self.part.stages):
+            return self.executor.evaluate(*own)
+
+    def reference_log_probs(self, tokens_MBT: Tensor, targets_MBT: Tensor) -> Tensor:
+        """Log-probabilities of this rank's sequences [M, B] under a preference's reference: the
+        weights as they are, with adapters off; zero on stages without the head.
+        """
+        return self._take_reference(self._own(tokens_MBT, targets_MBT), None).clone()
+
+    def _take_reference(self, own: tuple[Tensor, Tensor], known_MB: Tensor | None) -> Tensor:
+        """Give the preference loss its reference [M, B], and return it: what is known, or what a
+        forward pass of the step's microbatches computes, with adapters off and without gradients.
+        """
+        preference = self.part.samples.preference
+        assert preference is not None, "the plan trains on no pairs"
+        if known_MB is not None:
+            return preference.reference_MB.copy_(known_MB)
+        with preference.reference_pass(), evaluating(self.part.stages):
+            self.executor.evaluate(*own)
+        return preference.reference_MB
 
 
 def rank_share(plan: ResolvedPlan, mesh: Mesh) -> BatchShare:

@@ -30,7 +30,7 @@ from workbench.kernels.backends.triton_compat import (
     tl,
 )
 from workbench.kernels.input_checks import accumulation_dtype, check_shape, check_tensors
-from workbench.models.seams import IGNORE_INDEX, at_least_fp32, sum_token_losses
+from workbench.models.seams import IGNORE_INDEX, Reduction, at_least_fp32, sum_token_losses
 
 BLOCK = 2048
 """Entries per tile of a small program: many programs per multiprocessor hide latency."""
@@ -408,8 +408,9 @@ def cross_entropy(
     vocab: int | None = None,
     reduce: tuple[Reduce, Reduce] | None = None,
     kernels: str = "fused",
+    reduction: Reduction = "sum",
 ) -> Tensor:
-    """Cross entropy summed over valid tokens, in fp32 or better: a scalar.
+    """Cross entropy summed over valid tokens, in fp32 or better: a scalar; without reduction [N].
 
     Backward overwrites the logits by their gradient; autograd raises where another operator has
     saved them, or where backward runs twice. `rows` are the rank's entries of the vocabulary, whose
@@ -442,7 +443,7 @@ def cross_entropy(
     share = smoothing / max(1, vocab or rows[1] - rows[0])
     targets_N = targets_N.contiguous()
     loss: Tensor = _CrossEntropy.apply(
-        _rows(logits_NV), targets_N, rows, smoothing, share, z, reduce, kernels
+        _rows(logits_NV), targets_N, rows, smoothing, share, z, reduce, kernels, reduction
     )
     return loss
 
@@ -492,6 +493,7 @@ class _CrossEntropy(torch.autograd.Function):
         z: float,
         reduce: tuple[Reduce, Reduce] | None,
         kernels: str,
+        reduction: Reduction,
     ) -> Tensor:
         found = statistics_op(logits_NV, targets_N, *rows, smoothing > 0, kernels)
         if reduce is None:
@@ -504,7 +506,7 @@ class _CrossEntropy(torch.autograd.Function):
             loss_N, lse_N = token_losses(sums_KN, highest_N, targets_N, smoothing, share, z)
         ctx.save_for_backward(logits_NV, targets_N, lse_N)
         ctx.form = (*rows, smoothing, share, z, kernels)
-        return sum_token_losses(loss_N)
+        return loss_N if reduction == "none" else sum_token_losses(loss_N)
 
     @staticmethod
     @once_differentiable
@@ -512,8 +514,20 @@ class _CrossEntropy(torch.autograd.Function):
         logits_NV, targets_N, lse_N = ctx.saved_tensors
         # The operator declares that it mutates the logits, so that their version counter advances
         # and a second backward, or another reader, fails instead of reading the gradient.
-        gradient_op(logits_NV, targets_N, lse_N, gradient, *ctx.form)
-        return logits_NV.detach(), *[None] * 7
+        if gradient.ndim:  # a factor of each token, which the operator takes one of
+            held = gradient_scale(logits_NV.dtype, 0.0)
+            gradient_op(logits_NV, targets_N, lse_N, gradient.new_full((), held), *ctx.form)
+            logits_NV.mul_((gradient / held)[:, None])
+        else:
+            gradient_op(logits_NV, targets_N, lse_N, gradient, *ctx.form)
+        return logits_NV.detach(), *[None] * 8
+
+
+def gradient_scale(dtype: torch.dtype, z: float) -> float:
+    """Factor of logits' gradients that are multiplied by their own later: a power of two by which
+    none overflows, and which leaves small ones of fp16.
+    """
+    return 1.0 if dtype != torch.float16 else 2.0**10 if z else 2.0**15
 
 
 def _triton(logits_NV: Tensor, kernels: str) -> bool:

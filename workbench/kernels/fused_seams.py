@@ -19,7 +19,7 @@ from workbench.kernels.linear_cross_entropy import linear_cross_entropy
 from workbench.kernels.residual_norm import add_norm
 from workbench.kernels.rope import rope
 from workbench.models.counter_dropout import Dropout
-from workbench.models.seams import Activate, AddNorm, HeadLoss, Positions, Rope
+from workbench.models.seams import Activate, AddNorm, HeadLoss, Positions, Reduction, Rope
 from workbench.runtime_facts.fused_thresholds import (
     ATEN_SEAMS,
     MIN_FUSED_LOSS_NUMEL,
@@ -81,15 +81,17 @@ class FusedHeadLoss(HeadLoss):
     kernels: str
     plain_below: int
 
-    def forward(self, x_BTD: Tensor, targets_BT: Tensor) -> Tensor:
-        """Sum over valid tokens of the negative log-likelihood; a scalar."""
-        return linear_cross_entropy(
+    def forward(self, x_BTD: Tensor, targets_BT: Tensor, reduction: Reduction = "sum") -> Tensor:
+        """Negative log-likelihood of the valid tokens: a scalar, or without reduction [B, T]."""
+        loss = linear_cross_entropy(
             x_BTD.flatten(0, -2),
             self.weight,
             targets_BT.flatten(),
             kernels=self.kernels,
             softcap=self.softcap,
+            reduction=reduction,
         )
+        return loss if reduction == "sum" else loss.view_as(targets_BT)
 
 
 class FusedDropout(Dropout):

@@ -13,6 +13,7 @@ sums of large ones would overflow at any scale.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -23,11 +24,17 @@ from torch.autograd.function import once_differentiable
 from workbench.kernels import cross_entropy as ce
 from workbench.kernels.backends.operator_registration import fused_operator, register_fake
 from workbench.kernels.backends.triton_compat import accumulation_type, jit, runs_triton, tl
-from workbench.kernels.cross_entropy import check_tokens, statistics_of, tile_shape, write_gradient
+from workbench.kernels.cross_entropy import (
+    check_tokens,
+    gradient_scale,
+    statistics_of,
+    tile_shape,
+    write_gradient,
+)
 from workbench.kernels.input_checks import accumulation_dtype, check_tensors
 from workbench.models.attention.soft_cap import soft_cap_
 from workbench.models.gemm_into import multiply_into
-from workbench.models.seams import IGNORE_INDEX, sum_token_losses
+from workbench.models.seams import IGNORE_INDEX, Reduction, sum_token_losses
 from workbench.runtime_facts.loss_chunks import loss_chunk_columns, loss_chunk_tokens
 
 TILE_NUMEL = 16384
@@ -39,11 +46,6 @@ def reference(
 ) -> Tensor:
     """The loss, summed over valid tokens, by plain operators."""
     return ce.reference(F.linear(x_ND, weight_VD), targets_N, smoothing, z)
-
-
-def gradient_scale(dtype: torch.dtype, z: float) -> float:
-    """Factor of the gradients computed in forward: a power of two by which no logit's overflows."""
-    return 1.0 if dtype != torch.float16 else 2.0**10 if z else 2.0**15
 
 
 # ---- Triton --------------------------------------------------------------------------------------
@@ -127,12 +129,14 @@ def chunk_op(
     kernels: str,
     softcap: float = 0.0,
     derivative: Tensor | None = None,
+    token_factor_N: Tensor | None = None,
 ) -> Tensor:
     """Loss per token [N] of one chunk.
 
     The logits are computed in the buffer `logits_buffer`; from their gradient, if requested, the
     input gradient is written, and the weight gradient written by the `first` chunk and added by
     others. `softcap` bounds the logits, whose buffer `derivative` it needs; 0: none.
+    `token_factor_N` multiplies each token's gradient.
     """
     num_real = len(weight_VD)
     logits_NV = logits_buffer[: len(x_ND)]
@@ -145,6 +149,8 @@ def chunk_op(
     loss_N = _both(logits_NV, targets_N, num_real, smoothing, z, kernels)
     if derivative is not None:
         logits_NV[:, :num_real].mul_(derivative)
+    if token_factor_N is not None:
+        logits_NV.mul_(token_factor_N[:, None])
     if dx_ND is not None:
         multiply_into(dx_ND, logits_NV[:, :num_real], weight_VD, True)
     if dw_VD is not None:
@@ -166,6 +172,7 @@ def _(
     kernels: str,
     softcap: float = 0.0,
     derivative: Tensor | None = None,
+    token_factor_N: Tensor | None = None,
 ) -> Tensor:
     return torch.empty(len(x_ND), dtype=accumulation_dtype(x_ND), device=x_ND.device)
 
@@ -220,14 +227,17 @@ def linear_cross_entropy(
     z: float = 0.0,
     kernels: str = "fused",
     softcap: float | None = None,
+    reduction: Reduction = "sum",
 ) -> Tensor:
-    """Cross entropy of x W^T, summed over valid tokens, in fp32 or better: a scalar.
+    """Cross entropy of x W^T, summed over valid tokens, in fp32 or better: a scalar; without
+    reduction [N].
 
     `softcap` bounds the logits by softcap tanh(logit / softcap).
-    Gradients are computed in forward only where `x_ND` [N, D] or `weight_VD` [V, D] require them.
-    Backward can run once, because it overwrites them; a second time autograd raises. A target
-    outside the vocabulary makes the loss and the gradients NaN. Does not synchronise with the
-    device.
+    Without reduction, backward computes the logits again, chunk by chunk: a token's factor is known
+    only then. Else gradients are computed in forward, only where `x_ND` [N, D] or `weight_VD`
+    [V, D] require them. Backward can then run once, because it overwrites them; a second time
+    autograd raises. A target outside the vocabulary makes the loss and the gradients NaN. Does not
+    synchronise with the device.
 
     Raises:
         ValueError: Names the unsupported argument.
@@ -240,16 +250,12 @@ def linear_cross_entropy(
             f"linear_cross_entropy: weight is {weight_VD.dtype} of shape {tuple(weight_VD.shape)}; "
             f"legal: {x_ND.dtype} of shape (vocabulary, {x_ND.shape[1]})"
         )
-    loss: Tensor = _LinearCrossEntropy.apply(
-        x_ND.contiguous(),
-        weight_VD.contiguous(),
-        targets_N.contiguous(),
-        smoothing,
-        z,
-        kernels,
-        softcap or 0.0,
-        torch.is_grad_enabled(),
-    )
+    operands = x_ND.contiguous(), weight_VD.contiguous(), targets_N.contiguous()
+    options = smoothing, z, kernels, softcap or 0.0
+    if reduction == "none":
+        losses: Tensor = _TokenLosses.apply(*operands, *options)
+        return losses
+    loss: Tensor = _LinearCrossEntropy.apply(*operands, *options, torch.is_grad_enabled())
     return loss
 
 
@@ -268,40 +274,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
         softcap: float,
         backward: bool,
     ) -> Tensor:
-        (n, d), v = x_ND.shape, len(weight_VD)
-        step = loss_chunk_tokens(n, d, v)
-        dtype = torch.float32 if x_ND.dtype == torch.float16 else x_ND.dtype
         asked = [backward and need for need in ctx.needs_input_grad[:2]]
-        dx_ND, dw_VD = (
-            torch.empty_like(t, dtype=dtype) if need else None
-            for t, need in zip((x_ND, weight_VD), asked, strict=True)
-        )
-        # One buffer serves the logits of all chunks, and their gradients.
-        logits_buffer, total = (
-            x_ND.new_empty(step, loss_chunk_columns(v)),
-            torch.zeros((), dtype=accumulation_dtype(x_ND), device=x_ND.device),
-        )
-        derivative = x_ND.new_empty(step, v) if softcap else None
-        for at in range(0, n, max(1, step)):
-            here = slice(at, at + step)
-            losses = chunk_op(
-                x_ND[here],
-                weight_VD,
-                targets_N[here],
-                logits_buffer,
-                None if dx_ND is None else dx_ND[here],
-                dw_VD,
-                at == 0,
-                smoothing,
-                z,
-                kernels,
-                softcap,
-                derivative,
-            )
+        gradients = _gradient_buffers(x_ND, weight_VD, asked)
+        options = smoothing, z, kernels, softcap
+        total = torch.zeros((), dtype=accumulation_dtype(x_ND), device=x_ND.device)
+        for losses in _chunks(x_ND, weight_VD, targets_N, gradients, options):
             total += sum_token_losses(losses)
-        if dw_VD is not None and not n:  # the first chunk writes it, but there was none
-            dw_VD.zero_()
-        ctx.save_for_backward(dx_ND, dw_VD)
+        ctx.save_for_backward(*gradients)
         ctx.dtype, ctx.gradient_scale = x_ND.dtype, gradient_scale(x_ND.dtype, z)
         return total
 
@@ -313,6 +292,88 @@ class _LinearCrossEntropy(torch.autograd.Function):
             _scaled(kept, gradient / ctx.gradient_scale, ctx.dtype) for kept in ctx.saved_tensors
         )
         return *made, *[None] * 6
+
+
+class _TokenLosses(torch.autograd.Function):
+    """Loss of each token; backward computes the logits of each chunk again, for its gradients."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_ND: Tensor,
+        weight_VD: Tensor,
+        targets_N: Tensor,
+        smoothing: float,
+        z: float,
+        kernels: str,
+        softcap: float,
+    ) -> Tensor:
+        ctx.save_for_backward(x_ND, weight_VD, targets_N)
+        ctx.options = smoothing, z, kernels, softcap
+        losses = list(_chunks(x_ND, weight_VD, targets_N, (None, None), ctx.options))
+        return torch.cat(losses) if losses else x_ND.new_zeros(0, dtype=accumulation_dtype(x_ND))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient_N: Tensor) -> tuple[Tensor | None, ...]:
+        x_ND, weight_VD, targets_N = ctx.saved_tensors
+        gradients = _gradient_buffers(x_ND, weight_VD, ctx.needs_input_grad[:2])
+        factor_N = gradient_N / gradient_scale(x_ND.dtype, ctx.options[1])
+        for _ in _chunks(x_ND, weight_VD, targets_N, gradients, ctx.options, factor_N):
+            pass
+        return *(g if g is None else g.to(x_ND.dtype) for g in gradients), *[None] * 5
+
+
+Buffers = tuple[Tensor | None, Tensor | None]
+
+
+def _gradient_buffers(x_ND: Tensor, weight_VD: Tensor, asked: Sequence[bool]) -> Buffers:
+    """Of the input's and of the weight's gradient, where `asked`; in fp32 where they have fp16."""
+    dtype = torch.float32 if x_ND.dtype == torch.float16 else x_ND.dtype
+    dx_ND, dw_VD = (
+        torch.empty_like(t, dtype=dtype) if need else None
+        for t, need in zip((x_ND, weight_VD), asked, strict=True)
+    )
+    if dw_VD is not None and not len(x_ND):  # the first chunk writes it, but there is none
+        dw_VD.zero_()
+    return dx_ND, dw_VD
+
+
+def _chunks(
+    x_ND: Tensor,
+    weight_VD: Tensor,
+    targets_N: Tensor,
+    gradients: Buffers,
+    options: tuple[float, float, str, float],
+    token_factor_N: Tensor | None = None,
+) -> Iterator[Tensor]:
+    """Losses of each chunk of tokens, once its gradients are written.
+
+    Args:
+        gradients: Of input and weight, written where not None.
+        options: Smoothing, z, kernels and softcap.
+        token_factor_N: Factor of each token's gradient.
+    """
+    (n, d), v = x_ND.shape, len(weight_VD)
+    step = loss_chunk_tokens(n, d, v)
+    dx_ND, dw_VD = gradients
+    # One buffer serves the logits of all chunks, and their gradients.
+    logits_buffer = x_ND.new_empty(step, loss_chunk_columns(v))
+    derivative = x_ND.new_empty(step, v) if options[-1] else None
+    for at in range(0, n, max(1, step)):
+        here = slice(at, at + step)
+        yield chunk_op(
+            x_ND[here],
+            weight_VD,
+            targets_N[here],
+            logits_buffer,
+            None if dx_ND is None else dx_ND[here],
+            dw_VD,
+            at == 0,
+            *options,
+            derivative,
+            None if token_factor_N is None else token_factor_N[here],
+        )
 
 
 def _scaled(kept: Tensor | None, factor: Tensor, dtype: torch.dtype) -> Tensor | None:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from workbench.models.counter_hash import column_counters, random_bits, row_keys
+from workbench.models.preference.preference_loss import PreferenceLoss
 from workbench.runtime_facts.cast_sizes import DROPOUT_CHUNK_NUMEL
 
 SAMPLE_STRIDE = 2**32
@@ -32,12 +33,14 @@ class SampleIndices:
             one document.
         losses_of_step: Where the head puts the loss of each sequence, [M, B], without its gradient
             or aux losses; None: nowhere.
+        preference: The loss of pairs, in place of the tokens'; None: the tokens'.
     """
 
     def __init__(self) -> None:
         self.first, self._of_step, self._micro_batch = 0, 0, 0
         self.starts_of_step: Tensor | None = None
         self.losses_of_step: Tensor | None = None
+        self.preference: PreferenceLoss | None = None
         self._token_losses: list[Tensor] = []
         self._microbatch = 0
 
@@ -55,6 +58,11 @@ class SampleIndices:
     def add_token_losses(self, loss_N: Tensor) -> None:
         """Take in losses of the microbatch's tokens, in their order."""
         self._token_losses.append(loss_N)
+
+    def pair_loss(self, token_losses_BT: Tensor) -> Tensor:
+        """The `preference` loss of the microbatch, by the losses of its tokens."""
+        assert self.preference is not None, "tokens are no pairs"
+        return self.preference(token_losses_BT, self._microbatch)
 
     def record_loss(self, loss: Tensor) -> None:
         """Take in the summed loss of the microbatch, where its tokens' are not known."""

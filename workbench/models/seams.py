@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -262,8 +262,12 @@ def sum_token_losses(loss_N: Tensor) -> Tensor:
     return loss_N.sum()
 
 
+Reduction = Literal["sum", "none"]
+"""What a head returns: the sum of its tokens' losses, or each token's."""
+
+
 class HeadLoss(nn.Module):
-    """`head_loss(x, targets)`: output projection and summed cross entropy, in fp32 or better.
+    """`head_loss(x, targets)`: output projection and cross entropy, in fp32 or better.
 
     Args:
         width: Of the residual stream.
@@ -276,15 +280,24 @@ class HeadLoss(nn.Module):
         self.softcap = softcap
         self.weight = nn.Parameter(torch.empty(vocab, width))
 
-    def forward(self, x_BTD: Tensor, targets_BT: Tensor) -> Tensor:
-        """Sum over valid tokens of the negative log-likelihood; a scalar."""
-        observed = _token_losses.get() is not None
+    def forward(self, x_BTD: Tensor, targets_BT: Tensor, reduction: Reduction = "sum") -> Tensor:
+        """Negative log-likelihood of the valid tokens.
+
+        Args:
+            x_BTD: [B, T, D].
+            targets_BT: [B, T].
+            reduction: As of `F.cross_entropy`. sum: a scalar; none: [B, T], 0 where the target is
+                ignored.
+        """
+        observed = reduction == "sum" and _token_losses.get() is not None
         loss = F.cross_entropy(
             at_least_fp32(soft_cap(F.linear(x_BTD, self.weight), self.softcap).flatten(0, -2)),
             targets_BT.flatten(),
-            reduction="none" if observed else "sum",
+            reduction="none" if observed else reduction,
             ignore_index=IGNORE_INDEX,
         )
+        if reduction == "none":
+            return loss.view_as(targets_BT)
         return sum_token_losses(loss) if observed else loss
 
 

@@ -95,8 +95,9 @@ class Transformer(nn.Module):
             targets_BT: [B, T], where the stage has the head.
 
         Returns:
-            The loss summed over valid tokens, aux losses of MoE layers added; or without the head
-            this stage's output [B, T, D], to which `attach_aux_loss` has attached its aux loss.
+            The loss summed over valid tokens, or over pairs, aux losses of MoE layers added; or
+            without the head this stage's output [B, T, D], to which `attach_aux_loss` has attached
+            its aux loss.
         """
         positions = self.positions(x)
         residual: Tensor | None = None
@@ -111,7 +112,10 @@ class Transformer(nn.Module):
             return self.attach_aux_loss(x, torch.stack(aux_losses).sum()) if aux_losses else x
         x, _ = self.final_norm(x, residual)
         assert targets_BT is not None, "the stage that holds the head needs targets"
-        loss = self.head(x, targets_BT)
+        if self.samples.preference is not None:
+            loss = self.samples.pair_loss(self.head(x, targets_BT, "none"))
+        else:
+            loss = self.head(x, targets_BT)
         self.samples.record_loss(loss)
         return torch.stack([loss, *aux_losses]).sum() if aux_losses else loss
 

@@ -281,8 +281,8 @@ def _even_nodes(gpus: int, most: int) -> int:
 
 
 def _task(written: dict[str, Any], strategy: dict[str, Any], gpus: int) -> dict[str, Any]:
-    """The batch filled in: a micro-batch of one sequence, or as many as a tensor grid or the
-    replicas of a stage split it into.
+    """The batch filled in: a micro-batch of one sequence, of one pair, or as many as a tensor grid
+    or the replicas of a stage split it into.
     """
     result, tensor = dict(written), strategy.get("tensor", {})
     if (parts := legal_sizes.token_parts(tensor.get("algorithm", "1d"), tensor.get("size", 1))) > 1:
@@ -290,6 +290,8 @@ def _task(written: dict[str, Any], strategy: dict[str, Any], gpus: int) -> dict[
     pipeline = strategy.get("pipeline", {})
     if (replicas := pipeline.get("replicas")) and pipeline.get("distribution") != "round_robin":
         result.setdefault("micro_batch", max(replicas))
+    if result.get("preference") is not None:
+        result.setdefault("micro_batch", 2)
     batch = MICROBATCHES_A_RANK * gpus * result.get("micro_batch", 1)
     result.setdefault("global_batch", max(LEAST_BATCH, batch))
     return result

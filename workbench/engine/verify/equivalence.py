@@ -18,10 +18,12 @@ from torch import Tensor
 
 from workbench.engine.exit_codes import exit_status
 from workbench.engine.precision import DTYPES
+from workbench.engine.preference_pass import needs_reference_table
 from workbench.engine.python_model.check_python_model import check_python_model
 from workbench.engine.python_model.mixed_sequences import explained
 from workbench.engine.session import Session
 from workbench.engine.verify.forked_ranks import run_ranks
+from workbench.engine.verify.paired_answers import pair_up
 from workbench.engine.verify.single_device import (
     CPU,
     ReferenceRun,
@@ -259,7 +261,10 @@ def random_batches(plan: ResolvedPlan) -> Iterator[tuple[Tensor, Tensor]]:
             ends = torch.rand(targets.shape, generator=generator) < 4 / t.sequence_length
             ends[0, 0] = True
             targets[ends] = IGNORE_INDEX
-        yield text[:, :-1].contiguous(), targets
+        tokens = text[:, :-1].contiguous()
+        if plan.finetune is not None and plan.finetune.preference is not None:
+            pair_up(tokens, targets, generator)
+        yield tokens, targets
 
 
 def _compare(
@@ -303,11 +308,21 @@ def compare_with_reference(
     rank = mesh.rank
     session = _verification_session(plan, mesh, device, dtype)
     recorder = _Recorder(session)
+    shares = [_share(session, batch, device) for batch in batches]
+    references = (
+        [session.reference_log_probs(*share) for share in shares]
+        if needs_reference_table(plan)
+        else [None] * len(shares)
+    )
     losses = [
         session.step(
-            i, *_share(session, batch, device), recorder, trained_tokens=trained_tokens(batch[1])
+            i,
+            *share,
+            recorder,
+            trained_tokens=trained_tokens(batches[i][1]),
+            reference_MB=references[i],
         ).loss
-        for i, batch in enumerate(batches)
+        for i, share in enumerate(shares)
     ]
     weights, layouts = session.part.store.values, session.part.store.layouts
 

@@ -9,11 +9,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from workbench.engine.optimizer import learning_rate
+from workbench.engine.preference_pass import needs_reference_table
+from workbench.engine.verify.paired_answers import EagerPairs
 from workbench.errors import PlanError, refuse
 from workbench.models import Transformer
 from workbench.models.attention.packed_documents import document_starts
@@ -114,6 +117,10 @@ def train_on_one_device(
             )
     if float8:
         _convert_to_float8(model, device)
+    pairs = _pairs(model, plan)
+    evaluate = partial(_evaluate, model, rows=rows, device=device)
+    if pairs is not None and needs_reference_table(plan):
+        pairs.record(lambda: [evaluate(*batch) for batch in batches])
     stepped = _SteppedParameters(model)
     optimizer = _optimizer(stepped.targets, plan)
     losses: list[float] = []
@@ -127,6 +134,10 @@ def train_on_one_device(
             samples.starts_of_step = document_starts(targets.to(device).unflatten(0, (-1, rows)))
         losses.append(0.0)
         divisor = trained_tokens(targets)
+        if pairs is not None:
+            pairs.factor = 2 * divisor / t.global_batch
+            if not needs_reference_table(plan):
+                pairs.record(partial(evaluate, tokens, targets))
         for index, pair in enumerate(zip(tokens.split(rows), targets.split(rows))):
             samples.start_microbatch(index)
             loss = _forward(model, plan, *(each.to(device) for each in pair)) / divisor
@@ -147,6 +158,23 @@ def train_on_one_device(
         optimizer.step()
         stepped.store()
     return ReferenceRun(losses, first, {n: p.detach().cpu() for n, p in model.named_parameters()})
+
+
+def _pairs(model: nn.Module, plan: ResolvedPlan) -> EagerPairs | None:
+    if plan.finetune is None or plan.finetune.preference is None:
+        return None
+    assert isinstance(model, Transformer) and model.head is not None
+    return EagerPairs(model.head, plan.finetune.preference.beta)
+
+
+def _evaluate(
+    model: nn.Module, tokens: Tensor, targets: Tensor, rows: int, device: torch.device
+) -> None:
+    """Run a batch through a model in evaluation mode, `rows` sequences at a time."""
+    model.eval()
+    for pair in zip(tokens.split(rows), targets.split(rows)):
+        model(*(each.to(device) for each in pair))
+    model.train()
 
 
 def trained_tokens(targets: Tensor) -> int:

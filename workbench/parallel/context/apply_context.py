@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from workbench.models import Transformer
 from workbench.models.block import AnyAttention
+from workbench.parallel.async_collectives import run_collective
 from workbench.parallel.context.blockwise_ring import zigzag_indices
 from workbench.parallel.context.ring_attention import RingAttend
 from workbench.parallel.context.ulysses_attention import UlyssesAttend
@@ -57,6 +60,29 @@ def token_indices(length: int, ring: MeshAxis, ulysses: MeshAxis, device: torch.
     else:
         indices = zigzag_indices(length, ring, device)
     return indices.chunk(ulysses.size)[ulysses.index]
+
+
+class _SumOfSequenceParts(torch.autograd.Function):
+    """All-reduce of what each rank has of sequences. What follows from the sum is the same on every
+    rank, and each is one of `axis.size` parts of it: a rank's gradient is the sum of theirs.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, parts_B: Tensor, axis: MeshAxis) -> Tensor:
+        ctx.size = axis.size
+        summed = parts_B.clone()
+        run_collective(partial(dist.all_reduce, group=axis.group), summed)
+        return summed
+
+    @staticmethod
+    def backward(ctx: Any, gradient_B: Tensor) -> tuple[Tensor, None]:
+        return gradient_B * ctx.size, None
+
+
+def sum_sequence_parts(parts_B: Tensor, axis: MeshAxis) -> Tensor:
+    """Sum over the context axis of a figure of each sequence [B]."""
+    summed: Tensor = _SumOfSequenceParts.apply(parts_B, axis) if axis.size > 1 else parts_B
+    return summed
 
 
 def local_tokens(

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from workbench.kernels import cross_entropy as fused
 from workbench.models.attention.soft_cap import soft_cap
-from workbench.models.seams import IGNORE_INDEX, at_least_fp32, sum_token_losses
+from workbench.models.seams import IGNORE_INDEX, Reduction, at_least_fp32, sum_token_losses
 from workbench.parallel.mesh import MeshAxis
 from workbench.parallel.tensor.column_parallel import column_parallel_linear
 from workbench.parallel.tensor.tensor_collectives import (
@@ -99,19 +99,23 @@ class VocabParallelHeadLoss(nn.Module):
         self.weight, self.rows, self.axis, self.sequence = weight, rows, axis, sequence
         self.softcap = softcap
 
-    def forward(self, x_BTD: Tensor, targets_BT: Tensor) -> Tensor:
-        """Sum over valid tokens of the negative log-likelihood; a scalar, equal on every rank."""
+    def forward(self, x_BTD: Tensor, targets_BT: Tensor, reduction: Reduction = "sum") -> Tensor:
+        """Negative log-likelihood of the valid tokens, equal on every rank: their sum, a scalar, or
+        with the reduction none [B, T].
+        """
         (logits_BTV,) = column_parallel_linear(
             x_BTD, [(self.weight, None)], self.axis, self.sequence
         )
         logits_BTV = soft_cap(logits_BTV, self.softcap)
-        return vocab_parallel_cross_entropy(
+        loss = vocab_parallel_cross_entropy(
             logits_BTV.flatten(0, -2),
             targets_BT.flatten(),
             self.rows,
             self.axis,
             loss_kernels(self, logits_BTV),
+            reduction,
         )
+        return loss if reduction == "sum" else loss.view_as(targets_BT)
 
 
 def loss_kernels(head: Any, logits: Tensor) -> str:
@@ -125,8 +129,9 @@ def vocab_parallel_cross_entropy(
     rows: tuple[int, int],
     axis: MeshAxis,
     kernels: str = "eager",
+    reduction: Reduction = "sum",
 ) -> Tensor:
-    """Cross entropy summed over tokens, of logits that are sharded by vocabulary over `axis`.
+    """Cross entropy of logits that are sharded by vocabulary over `axis`.
 
     Ranks all-reduce three numbers a token, whatever the kernels: the maximum, then the sum of
     exponentials and the target's logit together.
@@ -136,17 +141,20 @@ def vocab_parallel_cross_entropy(
         targets_N: [N], of the whole vocabulary.
         rows: [start, stop) of the vocabulary that this rank holds.
         kernels: "eager", "compiled" or "fused".
+        reduction: sum over tokens, or none.
 
     Returns:
-        A scalar, equal on every rank.
+        A scalar, or [N] without reduction; equal on every rank.
     """
     if kernels != "eager":
         reduce = (
             partial(all_reduce, axis=axis, op=dist.ReduceOp.MAX),
             partial(all_reduce, axis=axis),
         )
-        return fused.cross_entropy(logits_NV, targets_N, rows, reduce=reduce, kernels=kernels)
-    loss: Tensor = _VocabParallelCrossEntropy.apply(logits_NV, targets_N, rows, axis)
+        return fused.cross_entropy(
+            logits_NV, targets_N, rows, reduce=reduce, kernels=kernels, reduction=reduction
+        )
+    loss: Tensor = _VocabParallelCrossEntropy.apply(logits_NV, targets_N, rows, axis, reduction)
     return loss
 
 
@@ -159,7 +167,12 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits_NV: Tensor, targets_N: Tensor, rows: tuple[int, int], axis: MeshAxis
+        ctx: Any,
+        logits_NV: Tensor,
+        targets_N: Tensor,
+        rows: tuple[int, int],
+        axis: MeshAxis,
+        reduction: Reduction,
     ) -> Tensor:
         start, stop = rows
         dtype = logits_NV.dtype
@@ -176,14 +189,15 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         valid_N = targets_N != IGNORE_INDEX
         ctx.save_for_backward(exp_NV, local_N, mine_N, valid_N)
         ctx.dtype = dtype
-        return sum_token_losses((sums_2N[0].log() - sums_2N[1]) * valid_N)
+        loss_N = (sums_2N[0].log() - sums_2N[1]) * valid_N
+        return loss_N if reduction == "none" else sum_token_losses(loss_N)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
         softmax_NV, local_N, mine_N, valid_N = ctx.saved_tensors
         softmax_NV.scatter_add_(1, local_N[:, None], -mine_N[:, None].to(softmax_NV.dtype))
         softmax_NV.mul_((gradient * valid_N)[:, None])
-        return softmax_NV.to(ctx.dtype), None, None, None
+        return softmax_NV.to(ctx.dtype), None, None, None, None
 
 
 def mask_vocab_padding(logits_NV: Tensor, num_rows: int) -> None:

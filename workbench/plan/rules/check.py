@@ -21,6 +21,7 @@ from workbench.plan.rules import (
     python_model_rules,
     recompute_rules,
 )
+from workbench.plan.rules.task import preference_rules
 from workbench.plan.rules.task.task_words import in_words_of_task
 from workbench.plan.schema import NARROW, STORED, Plan
 from workbench.untrusted_text import shown
@@ -53,6 +54,7 @@ def problems(plan: ResolvedPlan) -> list[Problem]:
         _documents,
         _training,
         _corpus,
+        preference_rules.problems,
     )
     if plan.code:
         rules = (

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from workbench.profile import ALLOCATED, COLUMNS, Columns, Profile
 from workbench.runs.store.telemetry_reader import Reader
+from workbench.vocabulary import REWARDS
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -39,11 +40,13 @@ class MeasuredFrames:
         self.capacity_bytes = capacity_bytes
         self.hello: dict[int, dict[str, Any]] = {}
         self.phase: dict[int, str] = {}
-        self.evaluation: dict[int, float] = {}
+        self.evaluation: dict[int, dict[str, float]] = {}
         self.evaluation_by_source: dict[int, list[dict[str, Any]]] = {}
         """Step -> held-out loss of each source of a mixture."""
         self.losses_by_source: dict[int, list[dict[str, Any]]] = {}
         """One of the last `RECENT_STEPS` -> training loss and tokens of each source."""
+        self.rewards: dict[int, dict[str, float]] = {}
+        """The same -> means over its pairs, where answers are compared."""
         self.checkpoints: dict[int, str] = {}
         self.left_out: list[str] = []
         """What of the telemetry is not here, in words; see `Reader.left_out`."""
@@ -97,11 +100,12 @@ class MeasuredFrames:
         """Everything added so far. Frames are built anew: for deltas use what `add` returns."""
         notes: dict[str, Any] = {
             "evaluation": [
-                {"step": step, "loss": loss} | self._by_source(step)
-                for step, loss in sorted(self.evaluation.items())
+                {"step": step, **found} | self._by_source(step)
+                for step, found in sorted(self.evaluation.items())
             ],
             "checkpoints": [self.checkpoints[step] for step in sorted(self.checkpoints)],
             **self._training_by_source(),
+            **self._rewards(),
             **({"left_out": self.left_out} if self.left_out else {}),
         }
         frames: dict[str, Any] = {kind: _frozen(columns) for kind, columns in self._columns.items()}
@@ -140,8 +144,13 @@ class MeasuredFrames:
         if not record.get("by_source"):
             return
         self.losses_by_source[record["step"]] = record["by_source"]
-        if len(self.losses_by_source) > RECENT_STEPS:
-            del self.losses_by_source[min(self.losses_by_source)]
+        _forget_old(self.losses_by_source)
+
+    def _rewards(self) -> dict[str, Any]:
+        """Means over the last steps of what pairs of answers are worth to the model."""
+        steps = list(self.rewards.values())
+        means = {name: sum(step[name] for step in steps) / len(steps) for name in REWARDS if steps}
+        return {"rewards": means} if means else {}
 
     def _known(self, records: list[dict[str, Any]]) -> list[dict[str, Any]]:
         return [record for record in records if record["rank"] < self.world_size]
@@ -150,6 +159,9 @@ class MeasuredFrames:
         kind, rank = record["kind"], record["rank"]
         if kind == "step":
             self._take_sources(record)
+            if rewards := rewards_of(record):
+                self.rewards[record["step"]] = rewards
+                _forget_old(self.rewards)
             return ("steps", [record]), ("memory", self._allocated(record))
         if kind in COLUMNS:
             return ((kind, record["rows"] or []),)
@@ -158,7 +170,7 @@ class MeasuredFrames:
         elif kind == "phase":
             self.phase[rank] = record["phase"]
         elif kind == "evaluation":
-            self.evaluation[record["step"]] = record["loss"]
+            self.evaluation[record["step"]] = {"loss": record["loss"]} | rewards_of(record)
             if record.get("by_source"):
                 self.evaluation_by_source[record["step"]] = record["by_source"]
         elif kind == "checkpoint":
@@ -183,6 +195,18 @@ class MeasuredFrames:
         stage = self.hello.get(record["rank"], {}).get("stage")
         row = {"stage": stage, "moment": "after_optimizer", "tier": "device", "category": ALLOCATED}
         return [{**row, "bytes": record["bytes"]}]
+
+
+def rewards_of(record: Mapping[str, Any]) -> dict[str, float]:
+    """What a record says of pairs of answers; nothing where it is of text."""
+    found = {name: record[name] for name in REWARDS if record.get(name) is not None}
+    return found if len(found) == len(REWARDS) else {}
+
+
+def _forget_old(of_step: dict[int, Any]) -> None:
+    """Keep the last `RECENT_STEPS`."""
+    if len(of_step) > RECENT_STEPS:
+        del of_step[min(of_step)]
 
 
 def _frozen(columns: Mapping[str, list[Any]]) -> Columns:

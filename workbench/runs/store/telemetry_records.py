@@ -24,7 +24,7 @@ from workbench.safe_io.json_field_checks import (
     text,
     whole,
 )
-from workbench.vocabulary import ALLOCATED, CATEGORIES, MEMORY_COUNTERS, MOMENTS, TIERS
+from workbench.vocabulary import ALLOCATED, CATEGORIES, MEMORY_COUNTERS, MOMENTS, REWARDS, TIERS
 
 FIELDS: dict[str, dict[str, Check]] = {
     "hello": {
@@ -50,6 +50,7 @@ FIELDS: dict[str, dict[str, Check]] = {
         "data_seconds": or_null(number),
         "tokens": number,
         "by_source": or_null(rows({"source": text, "loss": or_null(number), "tokens": number})),
+        **dict.fromkeys(REWARDS, or_null(number)),
         "gradient_norm": or_null(number),
         "learning_rate": or_null(number),
         "loss_scale": or_null(number),
@@ -100,6 +101,7 @@ FIELDS: dict[str, dict[str, Check]] = {
     "evaluation": {
         "step": whole,
         "loss": or_null(number),
+        **dict.fromkeys(REWARDS, or_null(number)),
         "by_source": or_null(rows({"source": text, "loss": or_null(number)})),
     },
     "checkpoint": {"step": whole, "path": text, "seconds": or_null(number)},

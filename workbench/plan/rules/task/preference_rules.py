@@ -1,0 +1,39 @@
+"""What direct preference optimization asks of a plan: pairs that stay together, and a head that
+knows each token's loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from workbench.errors import Problem
+from workbench.plan.resolved_plan import ResolvedPlan
+
+
+def problems(plan: ResolvedPlan) -> Iterator[Problem]:
+    """Why the plan's `finetune.preference` is not possible."""
+    if plan.finetune is None or plan.finetune.preference is None:
+        return
+    s, batch = plan.strategy, plan.training.micro_batch
+    if batch % 2:
+        near = " or ".join(str(even) for even in (batch - 1, batch + 1) if even)
+        yield Problem(
+            "finetune.micro_batch",
+            f"is {batch}, and finetune.preference has pairs, the chosen and the rejected answer in "
+            f"one micro-batch; legal: even numbers, e.g. {near}",
+        )
+    alone = (
+        ("strategy.tensor.algorithm", s.tensor.algorithm, "1d"),
+        ("strategy.operators", "set" if s.operators else None, None),
+        ("strategy.pipeline.replicas", s.pipeline.replicas, None),
+        ("strategy.stack", s.stack, "workbench"),
+        ("corpus.separate_documents", plan.corpus.separate_documents, False),
+    )
+    for field, value, legal in alone:
+        if value != legal:
+            only = "only without it" if legal is None else repr(legal)
+            yield Problem(
+                field,
+                f"is {value!r} beside finetune.preference, whose loss is of unsplit answers, one a "
+                f"sequence; legal: {only}",
+            )
