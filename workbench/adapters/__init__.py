@@ -1,1 +1,1 @@
-"""Low-rank adapters: PEFT's format, and merging."""
+"""Low-rank adapters beside frozen weights (LoRA), and their files."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,9 @@ from workbench.safe_io.json_field_checks import has, object_, text, whole
 CONFIG = "config.json"
 """Configuration in a folder of Hugging Face weights."""
 STEP = re.compile(r"step-(\d{8})")
+LOAD = "checkpoint.load"
+TRAINED_FIELDS = {"method", "lora", "adapter", "quantize", "base_sha256"}
+"""Fields of `finetune` that say what is trained, and of which base."""
 IRRELEVANT_FIELDS = {"name", "max_positions", "moe.capacity", "moe.auxiliary_loss"}
 """Fields of a shape that change neither a weight nor, but for training, a result."""
 
@@ -94,9 +99,26 @@ def is_gguf(path: Path) -> bool:
     return path.suffix == SUFFIX and path.is_file()
 
 
+@contextmanager
+def naming_field(field: str) -> Iterator[None]:
+    """A context whose errors about weights name `field` in place of `checkpoint.load`."""
+    try:
+        yield
+    except PlanError as error:
+        raise PlanError(
+            [Problem(one.field.replace(LOAD, field), one.message) for one in error.problems]
+        ) from None
+    except ValueError as error:
+        raise ValueError(str(error).replace(LOAD, field)) from None
+
+
 def checkpoint_meta(plan: Plan, step: int) -> dict[str, Any]:
-    """`meta` of a checkpoint: identifies the model, precision, optimizer and sample index."""
-    return {
+    """`meta` of a checkpoint: identifies the model, precision, optimizer and sample index; of
+    fine-tuning also what is trained, and of which base.
+    """
+    tune = plan.finetune
+    own = {} if tune is None else {"finetune": tune.model_dump(include=TRAINED_FIELDS)}
+    return own | {
         "plan": plan.name,
         "world_size": plan.world_size,
         "step": step,
@@ -157,6 +179,7 @@ def _differing(folder: Path, meta: dict[str, Any], plan: ResolvedPlan) -> list[P
     for field, theirs, mine in (
         ("strategy.precision", meta["precision"], plan.strategy.precision),
         ("training.optimizer.name", meta["optimizer"], plan.training.optimizer.name),
+        *_of_finetune(meta.get("finetune", {}), plan),
     ):
         if theirs != mine:
             how = f"set it to {theirs!r}, or start from weights alone (`workbench weights`)"
@@ -164,6 +187,26 @@ def _differing(folder: Path, meta: dict[str, Any], plan: ResolvedPlan) -> list[P
                 Problem(field, f"is {mine!r}, {folder} was written with {theirs!r}; {how}")
             )
     return found
+
+
+def _of_finetune(theirs: Any, plan: ResolvedPlan) -> Iterator[tuple[str, Any, Any]]:
+    """(field, a checkpoint's value, the plan's) of what fine-tuning trains.
+
+    A base without hash is not compared: a plan that is not pinned has none.
+    """
+    mine = plan.finetune.model_dump(include=TRAINED_FIELDS) if plan.finetune else {}
+    theirs = theirs if isinstance(theirs, dict) else {}
+    if mine and not theirs and mine["method"] == "full":
+        return  # training that goes on
+    for field in TRAINED_FIELDS:
+        given, own = theirs.get(field), mine.get(field)
+        if field == "base_sha256" and None in (given, own):
+            continue
+        if isinstance(given, dict) and isinstance(own, dict):
+            names = [name for name in own if name != "initial"]
+            yield from ((f"finetune.{field}.{name}", given.get(name), own[name]) for name in names)
+        else:
+            yield f"finetune.{field}", given, own
 
 
 def checkpoint_shape(folder: Path, meta: dict[str, Any]) -> Shape:

@@ -420,8 +420,13 @@ def initial_drawer(
 ) -> type[NormalDrawer] | None:
     """What draws the initial weights of a run; None where it loads a checkpoint or weights, which
     fill every parameter.
+
+    Of adapters a checkpoint holds nothing else: a frozen base is drawn again where it was drawn.
     """
-    return drawer if plan.checkpoint.load is None else None
+    base = plan.finetune and plan.finetune.base
+    if plan.lora:
+        return drawer if base is None or plan.checkpoint.load is None else None
+    return drawer if base is None and plan.checkpoint.load is None else None
 
 
 def clip_factor(norm: Tensor, limit: float | None) -> Tensor | None:

@@ -21,8 +21,10 @@ from workbench.checkpoint.resume_point import (
     checkpoint_meta,
     is_gguf,
     is_huggingface_folder,
+    naming_field,
     steps_done,
 )
+from workbench.checkpoint.tensor_index import TensorSource
 from workbench.copy_stream import CopyStream
 from workbench.engine.process_group.rendezvous import all_gather_json
 from workbench.engine.session import Session
@@ -136,10 +138,11 @@ class SessionCheckpointer:
             self._lock = -1
 
     def load(self, progress: Progress = lambda done, of: None) -> int:
-        """Load the plan's `checkpoint.load`, from whatever mesh wrote it.
+        """Load the plan's `finetune.base` and `checkpoint.load`, from whatever mesh wrote them.
 
         From a folder of Hugging Face weights, or a GGUF file, only parameters are loaded: the
-        optimizer starts afresh, at step 0.
+        optimizer starts afresh, at step 0. Of a base they are those that are not trained, or all
+        where no checkpoint holds what is.
 
         Args:
             progress: Called with the bytes done and in all of this rank.
@@ -152,26 +155,14 @@ class SessionCheckpointer:
                 model, or where the sample index does not fall between two of this plan's steps.
         """
         plan, ranks = self.session.plan, self._ranks()
+        if plan.finetune is not None and plan.finetune.base is not None:
+            self._load_base(Path(plan.finetune.base), progress)
         if plan.checkpoint.load is None:
+            self.session.part.store.gather_params()
             return 0
         folder = Path(plan.checkpoint.load)
         if is_gguf(folder) or is_huggingface_folder(folder):
-            read = (
-                gguf_tensors.gguf_source
-                if is_gguf(folder)
-                else huggingface_names.huggingface_source
-            )
-            source = read_tensors.raise_on_all_ranks(ranks, lambda: read(folder, plan.shape))
-            if source.left_out and ranks.rank == 0:
-                warnings.warn(source.left_out, stacklevel=2)
-            steps, wanted = (
-                0,
-                [
-                    shard
-                    for _, shard in self._shards()
-                    if shard.kind in huggingface_names.WEIGHT_KINDS
-                ],
-            )
+            source, steps, wanted = self._weights(folder), 0, self._weight_shards()
         else:
             source = read_tensors.raise_on_all_ranks(
                 ranks, lambda: tensor_index.checkpoint_source(folder)
@@ -185,8 +176,41 @@ class SessionCheckpointer:
         read_tensors.load_shards(source, wanted, ranks, progress)
         if self.session.scaler is not None and "loss_scaler" in source.meta:
             self.session.scaler.load(source.meta["loss_scaler"])
-        self.session.part.store.gather_updated_params()
+        self.session.part.store.gather_params()
         return steps
+
+    def _load_base(self, base: Path, progress: Progress) -> None:
+        """Load the weights that are fine-tuned, but those that a checkpoint brings."""
+        with naming_field("finetune.base"):
+            wanted = list(self._frozen_shards())
+            if self.session.plan.lora is None and self.session.plan.checkpoint.load is None:
+                wanted += self._weight_shards()
+            if wanted:
+                read_tensors.load_shards(self._weights(base), wanted, self._ranks(), progress)
+
+    def _weights(self, path: Path) -> TensorSource:
+        """The parameters of a folder, a GGUF file or a checkpoint."""
+        ranks, shape = self._ranks(), self.session.plan.shape
+        read: Callable[[], TensorSource] = partial(tensor_index.checkpoint_source, path)
+        if is_gguf(path):
+            read = partial(gguf_tensors.gguf_source, path, shape)
+        elif is_huggingface_folder(path):
+            read = partial(huggingface_names.huggingface_source, path, shape)
+        source = read_tensors.raise_on_all_ranks(ranks, read)
+        if source.left_out and ranks.rank == 0:
+            warnings.warn(source.left_out, stacklevel=2)
+        return source
+
+    def _weight_shards(self) -> list[Shard]:
+        """What weights alone fill of what is trained; optimizer states are not among it."""
+        kinds = huggingface_names.WEIGHT_KINDS
+        return [shard for _, shard in self._shards() if shard.kind in kinds]
+
+    def _frozen_shards(self) -> Iterator[Shard]:
+        store = self.session.part.store
+        for name, layout in store.frozen_layouts.items():
+            for part, slices in layout.parts(store.frozen_values[name]):
+                yield Shard(layout.name, "parameter", part, layout.shape, slices)
 
     def _ranks(self) -> LoadingRanks:
         mesh = self.session.mesh

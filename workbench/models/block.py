@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from workbench.models.attention.latent_attention import LatentAttention
 from workbench.models.attention.score_rule import ScoreRule
-from workbench.models.counter_dropout import Dropout
+from workbench.models.counter_dropout import Dropout, TokenRows, rows_of_tokens
 from workbench.models.moe import MoE
 from workbench.models.seams import Activate, AddNorm, Attend, NoRope, PartialRope, Positions, Rope
 from workbench.models.weight_init import seed_of
@@ -104,6 +104,12 @@ class Block(nn.Module):
         """(branch not yet added, residual stream), both [B, T, D], and the aux loss of an MoE
         layer.
         """
+        with rows_of_tokens(TokenRows(positions.rows, positions.region_rows)):
+            return self._forward(x_BTD, residual_BTD, positions)
+
+    def _forward(
+        self, x_BTD: Tensor, residual_BTD: Tensor | None, positions: Positions
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         h, residual = _enter(self.attention_norm, x_BTD, residual_BTD)
         attended = _leave(self.attention_output_norm, self.attention(h, positions))
         attended = self.attention_dropout(attended, positions.rows)

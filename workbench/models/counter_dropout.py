@@ -8,7 +8,9 @@ draws, and backward and activation checkpointing draw masks again instead of sav
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +21,34 @@ from workbench.runtime_facts.cast_sizes import DROPOUT_CHUNK_NUMEL
 
 SAMPLE_STRIDE = 2**32
 """Distance of token ids from one sample to the next, at the same position."""
+
+
+class TokenRows(NamedTuple):
+    """Ids of the tokens of a layer (`SampleIndices.rows`), for what drops elements within it."""
+
+    local: Tensor | None
+    """Of the tokens of the residual stream [B, T], which sequence parallelism shards."""
+    region: Tensor | None
+    """Of all tokens that its tensor-parallel region has."""
+
+
+_NO_ROWS = TokenRows(None, None)
+_token_rows: ContextVar[TokenRows] = ContextVar("token_rows", default=_NO_ROWS)
+
+
+def token_rows() -> TokenRows:
+    """Ids of the tokens of the layer that is computed."""
+    return _token_rows.get()
+
+
+@contextmanager
+def rows_of_tokens(rows: TokenRows) -> Iterator[None]:
+    """A context whose layer has tokens of these ids."""
+    before = _token_rows.set(rows)
+    try:
+        yield
+    finally:
+        _token_rows.reset(before)
 
 
 class SampleIndices:
@@ -138,7 +168,10 @@ def apply_dropout(x_BTD: Tensor, rows_BT: Tensor, key: int, rate: float, first: 
     channels = x_BTD.shape[-1]
     keys_N2 = row_keys(rows_BT.flatten(), key)
     for into, part, keys in _chunks(
-        max(1, DROPOUT_CHUNK_NUMEL // channels), out.flatten(0, -2), x_BTD.flatten(0, -2), keys_N2
+        max(1, DROPOUT_CHUNK_NUMEL // max(1, channels)),
+        out.flatten(0, -2),
+        x_BTD.flatten(0, -2),
+        keys_N2,
     ):
         torch.mul(part, keep_mask(keys, channels, rate, first), out=into)
     return out.mul_(1 / (1 - rate))

@@ -65,18 +65,26 @@ class GroupedLinear(nn.Module):
         self.bias = nn.Parameter(torch.empty(groups, outputs)) if bias else None
         self.bias_share = 1.0
         """The share of the bias that is added here, where several ranks' results are summed."""
+        self.add_adapter: Callable[[Tensor, Tensor, RowGroups], Tensor] | None = None
+        """Adds to the output [R, out] what adapters make of the rows [R, in]."""
 
     def forward(self, x_RI: Tensor, groups: RowGroups) -> Tensor:
         """Rows [R, in], those of group 0 first and so on, to [R, out]."""
-        output: Tensor
-        if self.bias is None and has_grouped_kernel(x_RI, self.weight):
-            output = _GroupedKernel.apply(x_RI, self.weight, groups)
-            return output
         bias = (
             self.bias if self.bias is None or self.bias_share == 1 else self.bias * self.bias_share
         )
-        output = _GemmPerGroup.apply(x_RI, self.weight, bias, groups)
-        return output
+        y_RO = grouped_linear(x_RI, self.weight, bias, groups)
+        return y_RO if self.add_adapter is None else self.add_adapter(y_RO, x_RI, groups)
+
+
+def grouped_linear(x_RI: Tensor, weight: Tensor, bias: Tensor | None, groups: RowGroups) -> Tensor:
+    """Rows [R, in], each times its group's weight [out, in] of [groups, out, in], to [R, out]."""
+    output: Tensor
+    if bias is None and has_grouped_kernel(x_RI, weight):
+        output = _GroupedKernel.apply(x_RI, weight, groups)
+    else:
+        output = _GemmPerGroup.apply(x_RI, weight, bias, groups)
+    return output
 
 
 def has_grouped_kernel(x_RI: Tensor, weight: Tensor) -> bool:
@@ -101,15 +109,18 @@ class _GroupedKernel(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x_RI: Tensor, weight: Tensor, groups: RowGroups) -> Tensor:
-        ctx.save_for_backward(x_RI, weight)
+        # A frozen weight has no gradient, which alone needs the input.
+        ctx.save_for_backward(x_RI if ctx.needs_input_grad[1] else None, weight)
         ctx.groups = groups
         return F.grouped_mm(x_RI, weight.transpose(1, 2), offs=groups.ends_E)
 
     @staticmethod
-    def backward(ctx: Any, gradient_RO: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, gradient_RO: Tensor) -> tuple[Tensor, Tensor | None, None]:
         x_RI, weight = ctx.saved_tensors
         gradient_RO, ends_E = gradient_RO.contiguous(), ctx.groups.ends_E
         x_gradient = F.grouped_mm(gradient_RO, weight, offs=ends_E)
+        if x_RI is None:
+            return x_gradient, None, None
         weight_gradient = F.grouped_mm(gradient_RO.T, x_RI, offs=ends_E)
         # A product over no rows: zero, whatever the kernel leaves there.
         weight_gradient.masked_fill_(ctx.groups.empty_E[:, None, None], 0)
@@ -127,8 +138,8 @@ class _GemmPerGroup(torch.autograd.Function):
     def forward(
         ctx: Any, x_RI: Tensor, weight: Tensor, bias: Tensor | None, groups: RowGroups
     ) -> Tensor:
-        ctx.save_for_backward(x_RI, weight)
-        ctx.groups, ctx.has_bias = groups, bias is not None
+        ctx.save_for_backward(x_RI if ctx.needs_input_grad[1] else None, weight)
+        ctx.groups, ctx.has_bias = groups, ctx.needs_input_grad[2]
         y_RO = x_RI.new_empty(len(x_RI), weight.shape[1])
         for group, rows in groups.slices():
             if bias is None:
@@ -140,13 +151,15 @@ class _GemmPerGroup(torch.autograd.Function):
     @staticmethod
     def backward(
         ctx: Any, gradient_RO: Tensor
-    ) -> tuple[Tensor | None, Tensor, Tensor | None, None]:
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         x_RI, weight = ctx.saved_tensors
-        x_gradient, weight_gradient = torch.empty_like(x_RI), torch.zeros_like(weight)
+        x_gradient = gradient_RO.new_empty(len(gradient_RO), weight.shape[2])
+        weight_gradient = None if x_RI is None else torch.zeros_like(weight)
         bias_gradient = weight.new_zeros(weight.shape[:2]) if ctx.has_bias else None
         for group, rows in ctx.groups.slices():
             torch.mm(gradient_RO[rows], weight[group], out=x_gradient[rows])
-            torch.mm(gradient_RO[rows].T, x_RI[rows], out=weight_gradient[group])
+            if weight_gradient is not None:
+                torch.mm(gradient_RO[rows].T, x_RI[rows], out=weight_gradient[group])
             if bias_gradient is not None:
                 bias_gradient[group] = gradient_RO[rows].sum(0)
         return x_gradient, weight_gradient, bias_gradient, None

@@ -36,6 +36,7 @@ class Positions(NamedTuple):
         document_starts: Index of the first token of each token's document [B, S], where attention
             ends at documents; of unsharded sequences.
         window: Tables of cosines and sines of layers with a window, where these have others.
+        region_rows: As `rows`, of all tokens that tensor-parallel regions have.
     """
 
     indices: Tensor
@@ -44,6 +45,7 @@ class Positions(NamedTuple):
     rows: Tensor | None = None
     document_starts: Tensor | None = None
     window: tuple[Tensor, Tensor] | None = None
+    region_rows: Tensor | None = None
 
 
 def rotary_positions(indices: Tensor, rope_dim: int, theta: float, dtype: torch.dtype) -> Positions:

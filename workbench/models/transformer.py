@@ -77,6 +77,8 @@ class Transformer(nn.Module):
         self.indices: Callable[[Tensor], Tensor] = whole_sequence
         self.length: int | None = None
         self.local_part_of: Callable[[Tensor], Tensor] = _all_tokens
+        self.drops_in_layers = False
+        """Whether something within a layer drops elements: adapters' dropout."""
         self.attach_aux_loss: Callable[[Tensor, Tensor], Tensor] = _needs_head
         dropped = counter_dropout("embedding", dropout, seed)
         self.embedding: Embedding | None = Embedding(shape, dropped)
@@ -131,9 +133,10 @@ class Transformer(nn.Module):
             # Rotary tables go on: only differences of positions within a document count.
             if self.shape.positions == "learned":
                 positions = positions._replace(indices=indices - starts[:, indices])
-        if not self.dropout or not self.training:
+        if not (self.dropout or self.drops_in_layers) or not self.training:
             return positions
-        return positions._replace(rows=self.local_part_of(self.samples.rows(x.shape[0], indices)))
+        rows = self.samples.rows(x.shape[0], indices)
+        return positions._replace(rows=self.local_part_of(rows), region_rows=rows)
 
     def _rotary_positions(self, indices: Tensor, dtype: torch.dtype) -> Positions:
         shape = self.shape

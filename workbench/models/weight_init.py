@@ -56,12 +56,18 @@ class WeightInit:
             into.zero_()
         elif "norm" in name:
             into.fill_(self.norm_weight)
+        elif name.endswith("lora_b"):  # an adapter adds nothing at first
+            into.zero_()
         else:
             key = seed_of(name, self.seed)
-            self.drawer.fill(into, slices, shape, key, self.deviation(name))
+            self.drawer.fill(into, slices, shape, key, self.deviation(name, shape[-1]))
 
-    def deviation(self, name: str) -> float:
-        """Standard deviation of a matrix."""
+    def deviation(self, name: str, inputs: int) -> float:
+        """Standard deviation of a matrix of so many inputs; of an adapter's as wide as PEFT's
+        uniform distribution to 1 / sqrt(inputs).
+        """
+        if name.endswith("lora_a"):
+            return 1 / math.sqrt(3 * inputs)
         if name.endswith(INTO_RESIDUAL):
             return STANDARD_DEVIATION / math.sqrt(2 * self.num_layers)
         return STANDARD_DEVIATION

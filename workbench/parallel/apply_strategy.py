@@ -1,12 +1,14 @@
 """Applies a plan's strategy to its model, in one fixed order (torchtitan's `parallelize`).
 
 pipeline stages -> kernels -> context -> tensor or operator strategies -> fp8 GEMMs -> experts ->
-tiles -> activation checkpointing -> tied weights -> initial weights -> data (ZeRO).
+adapters (LoRA) -> tiles -> activation checkpointing -> tied weights -> initial weights -> data
+(ZeRO).
 
 - Pipeline stages come first, so that no rank ever holds the whole model.
 - Kernels come before anything is sharded: they replace what a seam runs, and an axis wraps or
   replaces the seam.
 - Context replaces attention, which an operator strategy then wraps.
+- Adapters are split as their layers are, and so come after the axes.
 - Activation checkpointing wraps what a layer will run, and so comes after the axes.
 - Weights are drawn once every layout is known, so that a rank draws only its shards.
 """
@@ -41,6 +43,7 @@ from workbench.parallel.data.zero_shards import ParamAndGradStore
 from workbench.parallel.expert.apply_expert import apply_expert_parallel, gradient_reduction_axes
 from workbench.parallel.expert.aux_loss import AuxLossCarrier
 from workbench.parallel.layout import Layout
+from workbench.parallel.lora.apply_lora import apply_lora
 from workbench.parallel.mesh import Mesh, MeshAxis
 from workbench.parallel.operators.apply_operators import (
     apply_operator_strategies,
@@ -154,6 +157,7 @@ def parallelize(
         ParamInit(device, dtype, fill, copies, master, plan.training.optimizer.delayed_update),
         overlap,
         separate=tied,
+        loads_frozen=plan.finetune is not None and plan.finetune.base is not None,
     )
     return ParallelModel(built, store, tied, aux_loss, samples, activation_offload=offload)
 
@@ -208,6 +212,8 @@ def _build_stage(
 
         apply_float8(model, mesh)
     apply_expert_parallel(model, layouts, mesh, plan.strategy.tensor.sequence, count_reader)
+    if plan.lora:
+        apply_lora(model, layouts, plan.lora, plan.training.seed)
     recomputed = recomputed_modules(plan.strategy.recompute, plan.shape)
     apply_tiling(model, layouts, plan.strategy.data.tile_factor, recomputed)
     apply_activation_checkpointing(model, recomputed, offload)

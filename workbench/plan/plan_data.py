@@ -69,7 +69,7 @@ def changed(written: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str,
             _make_finetune(result)
         elif keys[0] == "training" and isinstance(result.get("finetune"), dict):
             keys[0] = "finetune"  # which has the fields of training, and more
-        _assign(result, keys, value)
+        _assign(result, keys, copy.deepcopy(value))  # a later change may be of its fields
     return result
 
 

@@ -198,12 +198,13 @@ def persistent_tensors(session: Session) -> dict[str, list[Tensor]]:
 
 def host_tensors(session: Session) -> dict[str, list[Tensor]]:
     """Tensors that live in host memory as long as the session (offload), by memory category."""
-    host, scratch = session.part.store.host, session.optimizer.scratch
+    store, scratch = session.part.store, session.optimizer.scratch
     found = {"activations": _offloaded_activations(session)}
-    if host is None:
+    if store.host is None:
         return found
     temporary = [] if scratch is None else [scratch.buffer]
-    return found | host.persistent() | _states(session, on_host=True) | {"temporary": temporary}
+    found |= store.host.persistent() | _states(session, on_host=True) | {"temporary": temporary}
+    return found | {"parameters": found["parameters"] + store.frozen_on_host()}
 
 
 def _offloaded_activations(session: Session) -> list[Tensor]:

@@ -349,13 +349,14 @@ def _verification_session(
     session = Session.build(plan, mesh, device, dtype, drawer=None)
     with torch.no_grad():
         store, state = session.part.store, session.optimizer.state()
-        for name, layout in store.layouts.items():
-            value = store.values[name]
+        values, layouts = store.values | store.frozen_values, store.layouts | store.frozen_layouts
+        for name, layout in layouts.items():
+            value = values[name]
             weight = verification_weight(layout.name, layout.shape, plan.training.seed, value.dtype)
             value.copy_(layout.take(weight))
-            if (master := state[name].get("master")) is not None:
+            if name in state and (master := state[name].get("master")) is not None:
                 master.copy_(value)
-        store.gather_updated_params()
+        store.gather_params()
     return session
 
 

@@ -14,6 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from workbench.adapters.lora_linear import add_adapters
 from workbench.engine.optimizer import learning_rate
 from workbench.engine.preference_pass import needs_reference_table
 from workbench.engine.verify.paired_answers import EagerPairs
@@ -157,7 +158,7 @@ def train_on_one_device(
             group["lr"] = learning_rate(applied, plan.training.optimizer, plan.training.steps)
         optimizer.step()
         stepped.store()
-    return ReferenceRun(losses, first, {n: p.detach().cpu() for n, p in model.named_parameters()})
+    return ReferenceRun(losses, first, {n: p.detach().cpu() for n, p in _trained(model).items()})
 
 
 def _pairs(model: nn.Module, plan: ResolvedPlan) -> EagerPairs | None:
@@ -206,11 +207,15 @@ def _convert_to_float8(model: nn.Module, device: torch.device) -> None:
     )
 
 
+def _trained(model: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
 class _SteppedParameters:
     """What the optimizer steps: a model's parameters, or fp32 copies where they have 16 bits."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.parameters = dict(model.named_parameters())
+        self.parameters = _trained(model)
         self.targets = {
             name: p if p.element_size() > 2 else nn.Parameter(p.detach().float())
             for name, p in self.parameters.items()
@@ -248,6 +253,8 @@ def _model(
         return _python_model(plan, samples, dtype, rows)
     model = Transformer(plan.shape, plan.training.dropout, plan.training.seed)
     model.samples = samples
+    if plan.lora:
+        add_adapters(model, plan.lora, plan.training.seed)
     for seam in (module for module in model.modules() if isinstance(module, Attend)):
         seam.kernel = attention
     return model

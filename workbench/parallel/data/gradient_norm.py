@@ -19,10 +19,21 @@ class GradientNorm:
         mesh: Says which of several copies of a slice this rank owns.
         finds_overflow: Whether an overflow in a gradient that this rank does not own makes the
             result NaN (loss scaling).
+        device: Where gradients are.
+        dtype: Of gradients.
     """
 
-    def __init__(self, layouts: Mapping[str, Layout], mesh: Mesh, finds_overflow: bool) -> None:
+    def __init__(
+        self,
+        layouts: Mapping[str, Layout],
+        mesh: Mesh,
+        finds_overflow: bool,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
         self._layouts, self._mesh, self._finds_overflow = dict(layouts), mesh, finds_overflow
+        self._device = device
+        self._dtype = torch.float64 if dtype == torch.float64 else torch.float32
         self._left: Tensor | None = None
 
     def restart(self) -> None:
@@ -43,6 +54,8 @@ class GradientNorm:
         return self._left + self._square(gradients) if gradients else self._left
 
     def _square(self, gradients: Mapping[str, Tensor]) -> Tensor:
+        if not gradients:  # nothing that this rank holds is trained
+            return torch.zeros((), dtype=self._dtype, device=self._device)
         square = square_norm(dict(gradients), self._layouts, self._mesh)
         if self._finds_overflow:
             square = square + unowned_overflow(gradients, self._layouts, self._mesh)

@@ -104,6 +104,21 @@ class BucketMaker:
         grads = self._grads(layout, on_host)
         return ParamBucket(params, grads, on_host, num_pending=len(params.parameters))
 
+    def frozen(
+        self, layout: BucketLayout, layouts: dict[str, Layout], init: ParamInit
+    ) -> ReplicatedParams | ShardedParams:
+        """The bucket of parameters without gradients: without optimizer states either, only its
+        parameters can be in host memory.
+        """
+        params = (
+            ShardedParams(layout, layouts, init, self._plan.offload == "parameters")
+            if self._plan.zero == 3
+            else ReplicatedParams(layout, layouts, init)
+        )
+        for parameter in params.parameters.values():
+            parameter.requires_grad_(False)
+        return params
+
     def _grads(self, layout: BucketLayout, on_host: bool) -> AccumulatedGrads | ShardedGrads:
         device = self._init.device
         if not self._shards_gradients:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -47,6 +48,8 @@ class ParamAndGradStore:
             they were made.
         optimizer_gradients: What the optimizer reads: `gradients`, or their host copies.
         layouts: Where `values` lie in the global tensors.
+        frozen_values, frozen_layouts: The same of parameters without gradients, which are not in
+            `values`: a fine-tuned model's base beside adapters.
 
     Args:
         models: This rank's stages, on the meta device; their parameters are replaced.
@@ -59,6 +62,7 @@ class ParamAndGradStore:
             its gradients, overlapped with the rest of that backward; otherwise after the backward.
         separate: Local name of a parameter that gets a bucket of its own: a tied weight, whose
             gradient another pipeline stage adds to.
+        loads_frozen: Whether frozen parameters are loaded, and need no initial values.
     """
 
     def __init__(
@@ -73,25 +77,38 @@ class ParamAndGradStore:
         init: ParamInit,
         overlap: bool,
         separate: str | None,
+        loads_frozen: bool = False,
     ) -> None:
         self.plan, self.overlap, self._separate = plan, overlap, separate
         self._copies = init.copies
         self.buckets: dict[int, list[ParamBucket]] = {}
+        self.frozen: dict[int, list[ReplicatedParams | ShardedParams]] = {}
+        """Buckets of parameters without gradients of each stage."""
         maker = BucketMaker(plan, shards_gradients, dtype, init, separate, self._add_to_norm)
         materialized: dict[int, nn.Parameter] = {}
+        frozen_init = replace(init, fill=None) if loads_frozen else init
         for stage, model in models.items():
             meta = {n: p for n, p in model.named_parameters() if id(p) not in materialized}
-            own = {name: layouts[name] for name in meta}
+            own = {name: layouts[name] for name, p in meta.items() if p.requires_grad}
             self.buckets[stage] = [
                 maker.make(bucket_layout(names, own, sums, mesh, plan.zero), own)
                 for names in bucket_names(own, sums, plan, dtype, separate)
             ]
-            for bucket in self.buckets[stage]:
-                materialized |= {id(meta[n]): p for n, p in bucket.params.parameters.items()}
+            frozen = {name: layouts[name] for name, p in meta.items() if not p.requires_grad}
+            self.frozen[stage] = [
+                maker.frozen(
+                    bucket_layout(names, frozen, sums, mesh, plan.zero), frozen, frozen_init
+                )
+                for names in bucket_names(frozen, sums, plan, dtype, None)
+            ]
+            for params in (*(b.params for b in self.buckets[stage]), *self.frozen[stage]):
+                materialized |= {id(meta[n]): p for n, p in params.parameters.items()}
         for model in models.values():
             _replace_parameters(model, materialized)
         self._register_shards(layouts, init)
-        self._norm = GradientNorm(self.layouts, mesh, init.dtype == torch.float16)
+        self._norm = GradientNorm(
+            self.layouts, mesh, init.dtype == torch.float16, init.device, dtype
+        )
         self._register_grad_hooks()
         self._install_gatherers(models)
         self._in_flight: list[PendingReduction] = []
@@ -102,7 +119,7 @@ class ParamAndGradStore:
         self._next_bucket = dict.fromkeys(self.buckets, 0)
         """Stage -> the first of its buckets that is not yet reduced after this backward."""
         if init.fill is not None:
-            self.gather_updated_params()
+            self.gather_params()
 
     def _add_to_norm(self, layout: BucketLayout, shard: Tensor) -> None:
         self._norm.add(layout.shard_views(shard))
@@ -116,6 +133,11 @@ class ParamAndGradStore:
             self.values |= layout.shard_views(bucket.params.shard)
             self.gradients |= layout.shard_views(bucket.grads.shard)
             self.layouts |= layout.shard_layouts(layouts)
+        self.frozen_values: dict[str, Tensor] = {}
+        self.frozen_layouts: dict[str, Layout] = {}
+        for params in self._all_frozen():
+            self.frozen_values |= params.layout.shard_views(params.shard)
+            self.frozen_layouts |= params.layout.shard_layouts(layouts)
         self.optimizer_gradients = self.gradients
         self.host: HostShards | None = None
         if self.plan.offload != "none":
@@ -145,7 +167,7 @@ class ParamAndGradStore:
 
     def _install_gatherers(self, models: Mapping[int, nn.Module]) -> None:
         self._gatherers: dict[int, StageGatherer | UnitGatherer] = {}
-        params = [bucket.params for bucket in self._all_buckets()]
+        params = [*(bucket.params for bucket in self._all_buckets()), *self._all_frozen()]
         sharded = {
             id(p): bucket
             for bucket in params
@@ -178,6 +200,9 @@ class ParamAndGradStore:
 
     def _all_buckets(self) -> Iterator[ParamBucket]:
         return (bucket for own in self.buckets.values() for bucket in own)
+
+    def _all_frozen(self) -> Iterator[ReplicatedParams | ShardedParams]:
+        return (params for own in self.frozen.values() for params in own)
 
     def zero_grads(self) -> None:
         """Zero all gradients at the start of a step."""
@@ -247,8 +272,16 @@ class ParamAndGradStore:
             if isinstance(params, ReplicatedParams):
                 params.start_all_gather()
 
+    def gather_params(self) -> None:
+        """After initialization or loading: as `gather_updated_params`, and frozen ones too."""
+        for params in self._all_frozen():
+            if isinstance(params, ReplicatedParams):
+                params.start_all_gather()
+                params.wait_all_gather()
+        self.gather_updated_params()
+
     def gather_updated_params(self) -> None:
-        """After initialization or a step: all-gather the shards that the other ranks have filled
+        """After a step: all-gather the shards that the other ranks have filled
         or stepped, and wait for those that are under way.
 
         ZeRO-3 does not need it: it all-gathers parameters when they are next used.
@@ -265,7 +298,7 @@ class ParamAndGradStore:
 
     def persistent(self) -> dict[str, list[Tensor]]:
         """Device buffers that live from step to step, by category of the memory frame."""
-        params = [bucket.params for bucket in self._all_buckets()]
+        params = [*(bucket.params for bucket in self._all_buckets()), *self._all_frozen()]
         return {
             "parameters": [p.persistent for p in params if not p.on_host],
             "gathered": [p.flat for p in params if isinstance(p, ShardedParams)],
@@ -273,6 +306,10 @@ class ParamAndGradStore:
                 kept for b in self._all_buckets() if (kept := b.grads.persistent) is not None
             ],
         }
+
+    def frozen_on_host(self) -> list[Tensor]:
+        """Shards of frozen parameters that are in host memory (offload)."""
+        return [params.shard for params in self._all_frozen() if params.on_host]
 
     def _on_accumulated(
         self, stage: int, bucket: ParamBucket, name: str, parameter: nn.Parameter

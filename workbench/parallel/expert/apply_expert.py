@@ -8,6 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from workbench.adapters.lora_linear import LoraAdapter, is_adapter
 from workbench.models import Transformer
 from workbench.models.host_counts import CountReader
 from workbench.models.moe import MoE
@@ -91,7 +92,8 @@ def gradient_reduction_axes(
 
     An expert has seen the tokens of all expert ranks already, so that only ranks with the same
     experts sum its gradient. The gradients of a router, of a bias that every tensor rank adds a
-    share of, and of norms of a rank's heads, are partial on the tensor ranks.
+    share of, of norms of a rank's heads, and of what adapters of sharded layers have on every rank,
+    are partial on the tensor ranks.
 
     Args:
         tensor: The tensor axes over which a parameter's gradient is summed.
@@ -105,9 +107,20 @@ def gradient_reduction_axes(
             else mesh["replicas"]
         )
         partial = "tensor" in layout.replicated_over and name.endswith(PARTIAL_GRADIENTS)
+        partial = partial or _is_shared_by_columns_or_rows(name, layouts)
         partial = partial and mesh.operators is None and tensor_axis.size > 1
         sums[name] = (tensor_axis, data) if partial else (*tensor[name], data)
     return sums
+
+
+def _is_shared_by_columns_or_rows(name: str, layouts: Mapping[str, Layout]) -> bool:
+    """Whether a parameter is the part of an adapter that every tensor rank has beside its columns
+    or rows of the weight.
+    """
+    if not is_adapter(name) or "tensor" not in layouts[name].replicated_over:
+        return False
+    weight = layouts[f"{name.rpartition('.')[0]}.weight"]
+    return "tensor" not in weight.replicated_over
 
 
 def _shard_over_experts(
@@ -175,12 +188,13 @@ class PartialLinear(nn.Module):
     def __init__(self, linear: nn.Linear, bias_share: float) -> None:
         super().__init__()
         self.weight, self.bias, self.bias_share = linear.weight, linear.bias, bias_share
+        self.lora: LoraAdapter | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in / ranks] to this rank's partial sum of [..., out]."""
-        return nn.functional.linear(
-            x, self.weight, None if self.bias is None else self.bias * self.bias_share
-        )
+        bias = None if self.bias is None else self.bias * self.bias_share
+        y = nn.functional.linear(x, self.weight, bias)
+        return y if self.lora is None else self.lora.add_to(y, x)
 
 
 def _enter_tensor_region(

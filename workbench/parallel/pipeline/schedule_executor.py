@@ -202,7 +202,8 @@ class ScheduleExecutor:
             state.inputs[stage + 1, microbatch] = y.detach()
         else:
             state.outputs[key] = y.detach()
-        if scale is not None:
+        # A first stage without adapters, of a model that has them elsewhere, has no backward.
+        if scale is not None and y.requires_grad:
             # Backward starts from the edge, so that the output itself is freed once it is sent.
             state.graph_roots[key] = y if stage == self.table.stages - 1 else get_gradient_edge(y)
 
@@ -231,7 +232,8 @@ class ScheduleExecutor:
         gradient = state.output_gradients.pop(key, None)
         if gradient is not None:
             self._wait_receive(Action(stage, "RECV_B", microbatch), gradient, state)
-        torch.autograd.backward(state.graph_roots.pop(key), gradient)
+        if (root := state.graph_roots.pop(key, None)) is not None:
+            torch.autograd.backward(root, gradient)
         x = state.inputs.pop(key, None)
         if x is not None:
             assert x.grad is not None

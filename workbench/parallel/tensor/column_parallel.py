@@ -24,6 +24,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from workbench.adapters.lora_linear import LoraAdapter
 from workbench.parallel.async_collectives import (
     WaitFn,
     all_gather_async,
@@ -31,6 +32,7 @@ from workbench.parallel.async_collectives import (
     start_collective,
 )
 from workbench.parallel.float8.float8_linear import Float8Gemms, Float8Layer, Role, compute_scales
+from workbench.parallel.lora.adapted_columns import AdaptedLayer, adapted_column_parallel_linear
 from workbench.parallel.mesh import MeshAxis
 from workbench.parallel.pipeline.zero_bubble import DeferredWeightGrad, deferred_list_of
 from workbench.parallel.tensor.tensor_collectives import all_gather, share_weight
@@ -210,7 +212,10 @@ class _ColumnParallelGemm(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         num_layers = len(state.layers)
         weights, biases = parameters[:num_layers], parameters[num_layers:]
-        ctx.save_for_backward(x_BTD, *weights)
+        # Gradients of weights alone need the input: frozen ones have none.
+        trained = any(ctx.needs_input_grad[2 : 2 + num_layers])
+        ctx.save_for_backward(x_BTD if trained else None, *weights)
+        ctx.input_shape = x_BTD.shape
         ctx.state = state
         full_BTD = all_gather(x_BTD, state.axis) if state.sequence else x_BTD
         return state.outputs(full_BTD, weights, biases)
@@ -222,15 +227,16 @@ class _ColumnParallelGemm(torch.autograd.Function):
         needed = ctx.needs_input_grad[2:]
         flat = [gradient.flatten(0, -2) for gradient in gradients]
         state.output_gradients = {i: gradient_NO for i, gradient_NO in enumerate(flat) if needed[i]}
-        state.start_gather(x_BTD)
+        if x_BTD is not None:
+            state.start_gather(x_BTD)
         input_gradient_ND = state.input_gradient(flat, weights)
         # Autograd checks the shape of what goes on to a weight's node, which computes the true
         # gradient; these placeholders hold a single element each.
-        placeholders = [x_BTD.new_empty(()).expand(weight.shape) for weight in weights]
+        placeholders = [weight.new_empty(()).expand(weight.shape) for weight in weights]
         biased = needed[len(weights) :] if state.deferred is None else ()
         biases = [gradient_NO.sum(0) if need else None for gradient_NO, need in zip(flat, biased)]
         missing = [None] * (len(weights) - len(biases))
-        input_gradient = state.start_reduce(input_gradient_ND, x_BTD.shape)
+        input_gradient = state.start_reduce(input_gradient_ND, ctx.input_shape)
         return input_gradient, None, *placeholders, *biases, *missing
 
 
@@ -258,6 +264,7 @@ class ColumnParallelLinear(nn.Module):
         self.shard, self.num_shards = shard, num_shards
         self.output: Tensor | None = None
         self.float8: Float8Layer | None = None
+        self.lora: LoraAdapter | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         """The output [B, T, out / shards] that the group has computed from the same input."""
@@ -268,6 +275,11 @@ class ColumnParallelLinear(nn.Module):
     def gemm_parameters(self) -> Parameters:
         """Weight and bias, with gradients summed over the ranks that have the same shard."""
         return self._shared(self.weight), None if self.bias is None else self._shared(self.bias)
+
+    def adapted(self) -> AdaptedLayer:
+        """The frozen weight and bias, and the adapter if there is one."""
+        b = None if self.lora is None else self._shared(self.lora.b)
+        return self.weight, self.bias, self.lora, b
 
     def _shared(self, parameter: Tensor) -> Tensor:
         if self.num_shards == self.axis.size:
@@ -287,9 +299,14 @@ class UngroupedColumnParallelLinear(nn.Module):
     def __init__(self, weight: nn.Parameter, axis: MeshAxis, sequence: bool) -> None:
         super().__init__()
         self.weight, self.axis, self.sequence = weight, axis, sequence
+        self.lora: LoraAdapter | None = None
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         """[B, T, D], or with sequence parallelism [B, T / ranks, D], to [B, T, out / ranks]."""
+        if self.lora is not None:
+            adapted = [(self.weight, None, self.lora, self.lora.b)]
+            (y_BTO,) = adapted_column_parallel_linear(x_BTD, adapted, self.axis, self.sequence)
+            return y_BTO
         layers = [(self.weight, None)]
         (y_BTO,) = column_parallel_linear(x_BTD, layers, self.axis, self.sequence)
         return y_BTO
@@ -305,9 +322,18 @@ class ColumnParallelGroup:
         parent.forward = partial(self._after_gemms, parent.forward)
 
     def _after_gemms(self, forward: Callable[..., Any], x: Tensor, *others: Any) -> Any:
+        if any(layer.lora is not None for layer in self.layers):
+            adapted = [layer.adapted() for layer in self.layers]
+            ys = adapted_column_parallel_linear(x, adapted, self.axis, self.sequence)
+            return self._with_outputs(ys, forward, x, *others)
         parameters = [layer.gemm_parameters() for layer in self.layers]
         float8 = [layer.float8 for layer in self.layers if layer.float8 is not None]
         outputs = column_parallel_linear(x, parameters, self.axis, self.sequence, float8)
+        return self._with_outputs(outputs, forward, x, *others)
+
+    def _with_outputs(
+        self, outputs: Sequence[Tensor], forward: Callable[..., Any], x: Tensor, *others: Any
+    ) -> Any:
         for layer, y in zip(self.layers, outputs):
             layer.output = y
         return forward(x, *others)

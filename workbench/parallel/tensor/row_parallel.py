@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from workbench.adapters.lora_linear import LoraAdapter
 from workbench.parallel.float8.float8_linear import Float8Layer, float8_linear
 from workbench.parallel.mesh import MeshAxis
 from workbench.parallel.tensor.tensor_collectives import reduce_from_tensor_region, scatter_tokens
@@ -35,6 +36,7 @@ class RowParallelLinear(nn.Module):
         self.weight, self.bias, self.axis = weight, bias, axis
         self.num_inputs, self.sequence = num_inputs, sequence
         self.float8: Float8Layer | None = None
+        self.lora: LoraAdapter | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, T, in / ranks] to [B, T, out], or with sequence parallelism [B, T / ranks, out]."""
@@ -46,6 +48,9 @@ class RowParallelLinear(nn.Module):
             if self.float8 is None
             else float8_linear(inputs, weight, self.float8)
         )
+        if self.lora is not None:
+            a = self.lora.a
+            partial = self.lora.add_to(partial, inputs, a[:, : self.num_inputs] if padded else a)
         y = (
             scatter_tokens(partial, self.axis)
             if self.sequence

@@ -21,7 +21,7 @@ from workbench.plan.rules import (
     python_model_rules,
     recompute_rules,
 )
-from workbench.plan.rules.task import preference_rules
+from workbench.plan.rules.task import finetune_rules, preference_rules
 from workbench.plan.rules.task.task_words import in_words_of_task
 from workbench.plan.schema import NARROW, STORED, Plan
 from workbench.untrusted_text import shown
@@ -53,6 +53,7 @@ def problems(plan: ResolvedPlan) -> list[Problem]:
         recompute_rules.problems,
         _documents,
         _training,
+        finetune_rules.problems,
         _corpus,
         preference_rules.problems,
     )

@@ -29,6 +29,12 @@ def problems(plan: ResolvedPlan) -> list[Problem]:
 
 def _axes(plan: ResolvedPlan) -> Iterator[Problem]:
     s = plan.strategy
+    if plan.lora:
+        yield Problem(
+            "finetune.lora",
+            "is set, beside whose adapters frozen weights are not fp8; legal with "
+            "strategy.precision fp8: finetune.method: full",
+        )
     if s.tensor.algorithm != "1d" and s.tensor.ranks > 1:
         yield Problem(
             "strategy.tensor.algorithm",

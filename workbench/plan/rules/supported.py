@@ -113,6 +113,7 @@ ONLY_1D_FIELDS: tuple[tuple[str, Callable[[ResolvedPlan], Any]], ...] = (
     *map(_field_of_shape, ONLY_1D_BLOCK_FIELDS),
     ("model.mla", lambda p: "set" if p.shape.mla else None),
     *ROUTING_FIELDS,
+    ("finetune.lora", lambda p: "set" if p.lora else None),
 )
 """Fields that neither a tensor grid nor an operator strategy knows: slopes of a rank's heads,
 logits that are capped, those of a layer, latents, and other routing.
@@ -147,6 +148,11 @@ def _kernels_of_code(plan: Plan) -> list[Problem]:
     return [Problem("strategy.kernels", f"is '{plan.strategy.kernels}', {why}")]
 
 
+def _set(value: object) -> str | None:
+    """Whether a section is there."""
+    return None if value is None else "set"
+
+
 ENGINE_LIMITS: tuple[tuple[str, Callable[[ResolvedPlan], Any], tuple[Any, ...]], ...] = (
     ("strategy.data.overlap", lambda p: p.strategy.data.overlap, (True,)),
     ("strategy.data.offload_tier", lambda p: p.strategy.data.offload_tier, ("host",)),
@@ -159,6 +165,9 @@ ENGINE_LIMITS: tuple[tuple[str, Callable[[ResolvedPlan], Any], tuple[Any, ...]],
     ),
     ("strategy.precision", lambda p: p.strategy.precision, ("fp32", "tf32", "bf16", "fp16", "fp8")),
     ("strategy.expert.tensor", _split_of_an_expert, (None,)),
+    ("finetune.lora.initial", lambda p: p.lora and p.lora.initial, (None,)),
+    ("finetune.quantize", lambda p: _set(p.finetune and p.finetune.quantize), (None,)),
+    ("finetune.preference", lambda p: _set(p.finetune and p.finetune.preference), (None,)),
     ("model.mtp_layers", lambda p: p.shape.mtp_layers, (0,)),
 )
 """(field, how a complete plan says it, what the engine can do): for `rehearse` and `run`, which

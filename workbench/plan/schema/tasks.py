@@ -130,7 +130,8 @@ class Lora(Frozen):
         0.0, ge=0, lt=1, description="Share of an adapter's inputs dropped in training."
     )
     initial: str | None = Field(
-        None, description="Folder of adapters in PEFT's format to go on from; null: B is zero."
+        None,
+        description="Adapters in PEFT's format to go on from; null: B is zero; estimated only.",
     )
 
 
@@ -174,7 +175,9 @@ class Finetune(Training):
     adapter: Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}$")] = Field(
         "default", description="Name of the adapters, among others of the same base."
     )
-    quantize: Quantize | None = Field(None, description="4-bit base; null: 16 bits or more.")
+    quantize: Quantize | None = Field(
+        None, description="4-bit base; null: 16 bits or more; estimated only."
+    )
     preference: Preference | None = Field(
-        None, description="Train on pairs of answers by DPO; null: on the next token."
+        None, description="Train on pairs of answers by DPO; null: on tokens; estimated only."
     )

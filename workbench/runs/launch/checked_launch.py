@@ -12,7 +12,7 @@ from pathlib import Path
 
 from workbench.checkpoint.checkpoint_lock import clear_unfinished
 from workbench.checkpoint.checksums import refuse_damaged
-from workbench.checkpoint.resume_point import checkpoint_of
+from workbench.checkpoint.resume_point import checkpoint_of, naming_field
 from workbench.errors import PlanError, Problem
 from workbench.interop import export
 from workbench.plan.operators.traced.traced_json import TracedModel
@@ -164,6 +164,9 @@ def _launch(
     """Write the run directory of a plan that has passed preflight, and start its supervisor."""
     if load := plan.checkpoint.load:
         refuse_damaged(Path(load), progress)
+    if plan.finetune and plan.finetune.base:
+        with naming_field("finetune.base"):
+            refuse_damaged(Path(plan.finetune.base), progress)
     full, meeting = plan.pin(), checked_port(port)
     _clear_killed_run(full)
 

@@ -12,7 +12,15 @@ from pathlib import Path
 from workbench.checkpoint.gguf.gguf_metadata import check_gguf
 from workbench.checkpoint.huggingface_folder import check_config
 from workbench.checkpoint.manifest import FINITE, MANIFEST, check_size, read_manifest
-from workbench.checkpoint.resume_point import CONFIG, is_gguf, is_huggingface_folder, steps_done
+from workbench.checkpoint.resume_point import (
+    CONFIG,
+    LOAD,
+    checkpoint_shape,
+    is_gguf,
+    is_huggingface_folder,
+    refuse_other_model,
+    steps_done,
+)
 from workbench.errors import PlanError, Problem, refuse
 from workbench.machine.attached import CPU_RANKS, Attached, attached, is_another_model
 from workbench.plan import corpus_files
@@ -62,7 +70,13 @@ def preflight(
     found, cannot = attached(), unsupported(full, "run", allow_code)
     asked = [*gpu_problems(full, found), *missing_compiler(full.strategy.kernels, full.gpu.device)]
     asked += missing_torchao(full.strategy.precision)
-    asked += [*_corpus(full), *_checkpoint(full), *_root(default_root(root)), *_port(port)]
+    asked += [
+        *_corpus(full),
+        *_checkpoint(full),
+        *_base(full),
+        *_root(default_root(root)),
+        *_port(port),
+    ]
     if not cannot and not asked and not force:
         asked += [*_memory(full, found), *_disk(full, default_root(root))]
     return [*cannot, *asked]
@@ -143,6 +157,19 @@ def _checkpoint(plan: ResolvedPlan) -> list[Problem]:
     load = plan.checkpoint.load
     if load is None:
         return []
+    return _weights(plan, load, resumes=True)
+
+
+def _base(plan: ResolvedPlan) -> list[Problem]:
+    """The same of the weights that are fine-tuned."""
+    base = None if plan.finetune is None else plan.finetune.base
+    if base is None:
+        return []
+    found = _weights(plan, base, resumes=False)
+    return [Problem(one.field.replace(LOAD, "finetune.base"), one.message) for one in found]
+
+
+def _weights(plan: ResolvedPlan, load: str, resumes: bool) -> list[Problem]:
     weights = is_gguf(Path(load)) or is_huggingface_folder(Path(load))
     if not weights and not (Path(load) / MANIFEST).is_file():
         legal = (
@@ -157,7 +184,11 @@ def _checkpoint(plan: ResolvedPlan) -> list[Problem]:
             check_config(Path(load), plan.shape)
         else:
             body = read_manifest(Path(load))
-            steps_done(Path(load), body["meta"], plan)
+            if resumes:
+                steps_done(Path(load), body["meta"], plan)
+            else:
+                other = checkpoint_shape(Path(load), body["meta"])
+                refuse_other_model("model", Path(load), other, plan.shape)
             if body["meta"].get(FINITE) is False:
                 raise refuse(
                     "checkpoint.load",
