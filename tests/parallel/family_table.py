@@ -2,7 +2,7 @@
 
 `python -m tests.parallel.family_table [FAMILY ...]` verifies each cell against one device and
 prints a table: the largest relative difference of loss, gradients and weights in fp64, or the field
-that refuses the plan.
+that refuses the plan. With `--lora` low-rank adapters are trained in place of the weights.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def shape(family: str) -> Shape:
     return shape_of({"model_type": family, **CONFIGS[family]}, family)
 
 
-def plan(family: str, axis: str) -> Plan:
+def plan(family: str, axis: str, lora: bool = False) -> Plan:
     """The plan of a cell. Raises `PlanError` where no such plan is legal."""
     small = shape(family)
     changes = dict(AXES[axis])
@@ -143,15 +143,15 @@ def plan(family: str, axis: str) -> Plan:
             },
         }
     )
-    return written.replace(**changes)
+    return written.replace(**changes, **({"finetune.lora.rank": 3} if lora else {}))
 
 
-def cell(family: str, axis: str) -> str:
+def cell(family: str, axis: str, lora: bool = False) -> str:
     """The largest relative difference, or what refuses the plan."""
     if axis == "experts" and shape(family).moe is None:
         return "dense"
     try:
-        made = plan(family, axis)
+        made = plan(family, axis, lora)
         require(made.resolve(), "run")
     except PlanError as error:
         return f"refused: {error.problems[0].field}"
@@ -160,13 +160,13 @@ def cell(family: str, axis: str) -> str:
     return f"{worst:.0e}" if answer["passed"] else f"FAILS, {answer['worst']['tensor']}"
 
 
-def table(families: Iterable[str]) -> Iterator[str]:
+def table(families: Iterable[str], lora: bool) -> Iterator[str]:
     """The lines of the table, as they are found, and how many of its cells are verified."""
     yield f"| family | {' | '.join(AXES)} |"
     yield f"|---|{'---|' * len(AXES)}"
     verified = refused = 0
     for family in families:
-        cells = [cell(family, axis) for axis in AXES]
+        cells = [cell(family, axis, lora) for axis in AXES]
         refused += sum(it.startswith("refused") for it in cells)
         verified += sum(it[0].isdigit() for it in cells)
         yield f"| {family} | {' | '.join(cells)} |"
@@ -177,5 +177,6 @@ def table(families: Iterable[str]) -> Iterator[str]:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    for line in table(sys.argv[1:] or FAMILIES):
+    asked = [word for word in sys.argv[1:] if word != "--lora"]
+    for line in table(asked or FAMILIES, "--lora" in sys.argv):
         print(line, flush=True)

@@ -14,7 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from workbench.adapters.lora_linear import add_adapters
+from workbench.adapters.lora_linear import LORA_B, add_adapters
 from workbench.engine.optimizer import learning_rate
 from workbench.engine.preference_pass import needs_reference_table
 from workbench.engine.verify.paired_answers import EagerPairs
@@ -79,7 +79,8 @@ def verification_weight(name: str, shape: tuple[int, ...], seed: int, dtype: tor
     generator = torch.Generator().manual_seed(seed_of(name, seed))
     noise = torch.randn(shape, generator=generator, dtype=torch.float32).to(dtype)
     if len(shape) > 1:
-        return noise / math.sqrt(shape[-1])
+        # Scaled adapters on top of their weights must not take activations out of proportion.
+        return noise / math.sqrt(shape[-1]) * (0.1 if name.endswith(LORA_B) else 1)
     return 0.1 * noise + (1 if "norm" in name and name.endswith("weight") else 0)
 
 
