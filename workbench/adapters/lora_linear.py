@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from workbench.adapters.four_bit_linear import FrozenWeight, frozen_linear
 from workbench.models import Transformer
 from workbench.models.counter_dropout import Dropout, token_rows
 from workbench.models.grouped_gemm import GroupedLinear, RowGroups, grouped_linear
@@ -119,12 +120,13 @@ class LoraLinear(nn.Module):
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
-        self.weight, self.bias = linear.weight, linear.bias
+        self.weight: FrozenWeight = linear.weight
+        self.bias = linear.bias
         self.lora: LoraAdapter | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] to [..., out]."""
-        y = F.linear(x, self.weight, self.bias)
+        y = frozen_linear(x, self.weight, self.bias)
         return y if self.lora is None else self.lora.add_to(y, x)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -46,6 +47,7 @@ def load_shards(
     wanted: Sequence[Shard],
     ranks: LoadingRanks | None = None,
     progress: Progress = lambda done, of: None,
+    located: Sequence[Shard] = (),
 ) -> None:
     """Copy stored values into shards, in place, from whatever mesh wrote them.
 
@@ -59,13 +61,15 @@ def load_shards(
         ranks: The ranks that load together; None for a single one.
         progress: Called with the bytes done and in all of this rank: of files that it verifies, and
             of its shards.
+        located: Boxes that are verified alike and copied by a `SliceReader` afterwards.
 
     Raises:
         PlanError: On all ranks; names the file or tensor, and the remedy.
     """
     ranks = ranks or LoadingRanks()
-    found = raise_on_all_ranks(ranks, lambda: locate_boxes(source, wanted))
-    needs = ranks.gather(sorted({box.file for _, boxes in found for box in boxes}))
+    both = raise_on_all_ranks(ranks, lambda: locate_boxes(source, [*wanted, *located]))
+    found = both[: len(wanted)]
+    needs = ranks.gather(sorted({box.file for _, boxes in both for box in boxes}))
     own = assign_files(needs, {file: size for file, (size, _) in source.files.items()})[ranks.rank]
     hashed = sum(size for size, sha256 in map(source.files.__getitem__, own) if sha256)
     total, done = hashed + sum(shard.tensor.nbytes for shard in wanted), 0
@@ -77,6 +81,40 @@ def load_shards(
 
     raise_on_all_ranks(ranks, partial(verify_files, source, own, read))
     raise_on_all_ranks(ranks, lambda: copy_boxes(source, found, read))
+
+
+class SliceReader:
+    """Reads slices of parameters one after another, whose files `load_shards` has verified; a
+    context, within which files stay open.
+
+    Args:
+        source: The index of the stored tensors.
+    """
+
+    def __init__(self, source: TensorSource) -> None:
+        self._source, self._files = source, ExitStack()
+        self._open: dict[str, Any] = {}
+
+    def __enter__(self) -> SliceReader:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._open.clear()
+        self._files.close()
+
+    def __call__(self, into: Tensor, name: str, shape: tuple[int, ...], slices: Slices) -> None:
+        """Fill `into` with what `slices` says of the parameter `name`.
+
+        Raises:
+            ValueError: The stored tensor is another, or its file damaged.
+        """
+        shard = Shard(name, "parameter", into, shape, slices)
+        for box in overlapping_boxes(self._source, shard):
+            if box.file not in self._open:
+                path = self._source.folder / box.file
+                self._open[box.file] = self._files.enter_context(self._source.opened(path))
+            common = intersect(box.slices, slices)
+            _copy(self._source, self._open[box.file], box, common, [shard], lambda nbytes: None)
 
 
 def raise_on_all_ranks(ranks: LoadingRanks, work: Callable[[], T]) -> T:

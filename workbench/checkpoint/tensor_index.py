@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -76,3 +76,14 @@ def checkpoint_source(folder: Path) -> TensorSource:
             stored.boxes.append(box)
     files = {entry["file"]: (entry["bytes"], entry["sha256"]) for entry in body["files"]}
     return TensorSource(folder, found, files, body["meta"])
+
+
+def weights_of_checkpoint(folder: Path) -> TensorSource:
+    """Index of a checkpoint's parameters alone, in whatever dtype.
+
+    Raises:
+        ValueError: As `checkpoint_source`.
+    """
+    source = checkpoint_source(folder)
+    parameters = {key: stored for key, stored in source.tensors.items() if key[1] == "parameter"}
+    return replace(source, tensors=parameters, exact=False)

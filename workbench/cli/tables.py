@@ -47,8 +47,11 @@ NOTE_LABELS = {
     "highest_mfu": "highest MFU on this GPU near this scale",
     "highest_mfu_of": "which is of",
     "nearest": "nearest measured step",
+    "four_bit_base": "4-bit base",
 }
 """Labels of notes whose key says too little."""
+OWN_UNITS = ("memory", "published", "four_bit_base")
+"""Notes whose figures have units of their own, by their names."""
 
 
 def table(
@@ -395,9 +398,10 @@ def notes_table(found: Profile) -> Grid | None:
         elif isinstance(value, Mapping):
             for inner, size in value.items():
                 if size is not None:
+                    about = NOTE_LABELS.get(key, key_label(key))
                     built.add_row(
-                        f"{key_label(key)}: {NOTE_LABELS.get(inner, key_label(inner))}",
-                        _value(inner if key in ("memory", "published") else key, size),
+                        f"{about}: {NOTE_LABELS.get(inner, key_label(inner))}",
+                        _value(inner if key in OWN_UNITS else key, size),
                     )
         else:
             built.add_row(NOTE_LABELS.get(key, key_label(key)), _value(key, value))
@@ -407,12 +411,15 @@ def notes_table(found: Profile) -> Grid | None:
 def _value(name: str, value: object) -> str:
     if isinstance(value, list | tuple) and name == "step_seconds_90":
         return interval_text((value[0], value[1]))
+    if isinstance(value, int) and name in ("bytes", "unquantized_bytes"):
+        return bytes_text(value)
     if isinstance(value, float) and name in ("p50", "p95"):
         return bytes_text(value)
     if isinstance(value, float) and (name == "time" or name.endswith("seconds")):
         return seconds_text(value if value > ROUNDING_SECONDS else 0.0)
     if isinstance(value, float) and (
-        name.endswith(("utilisation", "mfu")) or name.startswith("probability")
+        name.endswith(("utilisation", "mfu"))
+        or name.startswith(("probability", "unquantized_share"))
     ):
         return f"{value:.1%}"
     return digits(value) if isinstance(value, float) else str(value)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from workbench.checkpoint import huggingface_names, read_tensors, tensor_index
@@ -16,7 +17,7 @@ from workbench.checkpoint.background_writer import CheckpointWriter
 from workbench.checkpoint.checkpoint_format import Shard
 from workbench.checkpoint.checkpoint_lock import lock_checkpoints
 from workbench.checkpoint.gguf import gguf_tensors
-from workbench.checkpoint.read_tensors import LoadingRanks, Progress
+from workbench.checkpoint.read_tensors import LoadingRanks, Progress, SliceReader
 from workbench.checkpoint.resume_point import (
     checkpoint_meta,
     is_gguf,
@@ -185,13 +186,19 @@ class SessionCheckpointer:
             wanted = list(self._frozen_shards())
             if self.session.plan.lora is None and self.session.plan.checkpoint.load is None:
                 wanted += self._weight_shards()
-            if wanted:
-                read_tensors.load_shards(self._weights(base), wanted, self._ranks(), progress)
+            quantized = list(self._quantized_boxes())
+            if not wanted and not quantized:
+                return
+            source, ranks = self._weights(base), self._ranks()
+            read_tensors.load_shards(source, wanted, ranks, progress, located=quantized)
+            with SliceReader(source) as read:
+                work = partial(self.session.part.fill_stored, read)
+                read_tensors.raise_on_all_ranks(ranks, work)
 
     def _weights(self, path: Path) -> TensorSource:
         """The parameters of a folder, a GGUF file or a checkpoint."""
         ranks, shape = self._ranks(), self.session.plan.shape
-        read: Callable[[], TensorSource] = partial(tensor_index.checkpoint_source, path)
+        read: Callable[[], TensorSource] = partial(tensor_index.weights_of_checkpoint, path)
         if is_gguf(path):
             read = partial(gguf_tensors.gguf_source, path, shape)
         elif is_huggingface_folder(path):
@@ -208,9 +215,21 @@ class SessionCheckpointer:
 
     def _frozen_shards(self) -> Iterator[Shard]:
         store = self.session.part.store
+        in_four_bits = self.session.part.stored_parts
         for name, layout in store.frozen_layouts.items():
-            for part, slices in layout.parts(store.frozen_values[name]):
-                yield Shard(layout.name, "parameter", part, layout.shape, slices)
+            if name not in in_four_bits:
+                for part, slices in layout.parts(store.frozen_values[name]):
+                    yield Shard(layout.name, "parameter", part, layout.shape, slices)
+
+    def _quantized_boxes(self) -> Iterator[Shard]:
+        """What this rank reads of weights in 4 bits, without memory for it."""
+        dtype = self.session.part.dtype
+        for matrix in self.session.part.stored_matrices():
+            for box in matrix.boxes():
+                extent = [stop - start for start, stop in box]
+                values = torch.empty(extent, dtype=dtype, device="meta")
+                weight = matrix.weight
+                yield Shard(weight.name, "parameter", values, weight.shape, box)
 
     def _ranks(self) -> LoadingRanks:
         mesh = self.session.mesh

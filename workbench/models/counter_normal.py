@@ -50,6 +50,9 @@ class NormalDrawer:
         chunk_numel: Numbers drawn at a time.
     """
 
+    draws = True
+    """Whether what it fills has values afterwards."""
+
     def __init__(self, device: torch.device, chunk_numel: int = CPU_CHUNK_NUMEL) -> None:
         self.device, self.chunk_numel = device, chunk_numel
 

@@ -125,7 +125,8 @@ class Transformer(nn.Module):
         """Indices and rotary tables of the tokens that attention sees, and their ids for
         dropout.
         """
-        dtype = next(self.parameters()).dtype
+        # A frozen weight in 4 bits is bytes.
+        dtype = next(p.dtype for p in self.parameters() if p.is_floating_point())
         indices = self.indices(x)
         positions = self._rotary_positions(indices, dtype)
         if (starts := self.samples.document_starts) is not None:

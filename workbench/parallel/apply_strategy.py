@@ -1,8 +1,8 @@
 """Applies a plan's strategy to its model, in one fixed order (torchtitan's `parallelize`).
 
 pipeline stages -> kernels -> context -> tensor or operator strategies -> fp8 GEMMs -> experts ->
-adapters (LoRA) -> tiles -> activation checkpointing -> tied weights -> initial weights -> data
-(ZeRO).
+adapters (LoRA) -> 4-bit weights -> tiles -> activation checkpointing -> tied weights -> initial
+weights -> data (ZeRO).
 
 - Pipeline stages come first, so that no rank ever holds the whole model.
 - Kernels come before anything is sharded: they replace what a seam runs, and an axis wraps or
@@ -15,14 +15,15 @@ adapters (LoRA) -> tiles -> activation checkpointing -> tied weights -> initial 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
 
 import torch
 from torch import nn
 
+from workbench.adapters.four_bit_linear import PARTS
 from workbench.copy_stream import CopyStream
 from workbench.kernels.fused_seams import replace_seams
 from workbench.models import Transformer, counter_normal
@@ -42,7 +43,15 @@ from workbench.parallel.data.tiled_linear import apply_tiling
 from workbench.parallel.data.zero_shards import ParamAndGradStore
 from workbench.parallel.expert.apply_expert import apply_expert_parallel, gradient_reduction_axes
 from workbench.parallel.expert.aux_loss import AuxLossCarrier
-from workbench.parallel.layout import Layout
+from workbench.parallel.four_bit.apply_four_bit import apply_four_bit
+from workbench.parallel.four_bit.fill_four_bit import (
+    ReadSlices,
+    StoredMatrix,
+    StoredWeight,
+    fill_four_bit,
+    stored_matrices,
+)
+from workbench.parallel.layout import Layout, Slices
 from workbench.parallel.lora.apply_lora import apply_lora
 from workbench.parallel.mesh import Mesh, MeshAxis
 from workbench.parallel.operators.apply_operators import (
@@ -51,6 +60,7 @@ from workbench.parallel.operators.apply_operators import (
 )
 from workbench.parallel.python_model_stage import apply_to_python_model
 from workbench.parallel.tensor.apply_tensor import apply_tensor_parallel, tensor_reduction_axes
+from workbench.plan.model.four_bit_base import four_bit_format
 from workbench.plan.optimizer_state import has_master
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.rules.operator_rules import boundary_axes, placements
@@ -79,6 +89,30 @@ class ParallelModel:
     """Local shape of what passes between stages, where the plan's shape does not say it."""
     activation_offload: ActivationOffload | None = None
     """Host memory of recomputed layers' inputs."""
+
+    stored: Mapping[str, StoredWeight] = field(default_factory=dict)
+    """Local name of each weight in 4 bits -> what it is."""
+    dtype: torch.dtype = torch.float32
+    """Of parameters."""
+
+    @property
+    def stored_parts(self) -> set[str]:
+        """Local names of the parameters that are their bytes."""
+        return {f"{name}.{part}" for name in self.stored for part in PARTS}
+
+    def fill_stored(self, read: ReadSlices) -> None:
+        """Fill this rank's shards of weights in 4 bits, which `gather_frozen` gathers.
+
+        Args:
+            read: Reads or draws values of a weight, in the parameters' dtype: they are rounded as
+                those of an unquantized base.
+        """
+        fill_four_bit(self.stored_matrices(), read, self.dtype)
+
+    def stored_matrices(self) -> Iterator[StoredMatrix]:
+        """What this rank's shards hold of weights in 4 bits."""
+        store = self.store
+        return stored_matrices(store.frozen_values, store.frozen_layouts, self.stored)
 
     @property
     def head(self) -> nn.Module | None:
@@ -132,12 +166,14 @@ def parallelize(
     offload = ActivationOffload(copies) if plan.strategy.offload_activations else None
     built: dict[int, Transformer] = {}
     layouts: dict[str, Layout] = {}
+    stored: dict[str, StoredWeight] = {}
     for stage in stages:
-        built[stage], own = _build_stage(
+        built[stage], own, of_stage = _build_stage(
             plan, mesh, stage, partition, count_reader, aux_loss, offload
         )
         built[stage].samples = samples
         layouts |= own
+        stored |= of_stage
     _tie_weights(plan, built, layouts)
     tied = _tied_across_stages(plan, layouts, {0, len(partition) - 1} <= set(stages))
     fill = None
@@ -146,6 +182,7 @@ def parallelize(
         init = WeightInit(plan.shape.layers, plan.training.seed, drawing, norms)
         fill = partial(_draw_shard, init)
     master = has_master(plan.training.optimizer, dtype.itemsize)
+    loads_frozen = plan.finetune is not None and plan.finetune.base is not None
     store = ParamAndGradStore(
         built,
         layouts,
@@ -157,9 +194,13 @@ def parallelize(
         ParamInit(device, dtype, fill, copies, master, plan.training.optimizer.delayed_update),
         overlap,
         separate=tied,
-        loads_frozen=plan.finetune is not None and plan.finetune.base is not None,
+        loads_frozen=loads_frozen,
     )
-    return ParallelModel(built, store, tied, aux_loss, samples, activation_offload=offload)
+    part = ParallelModel(built, store, tied, aux_loss, samples, None, offload, stored, dtype)
+    if stored and drawing is not None and drawing.draws and not loads_frozen:
+        part.fill_stored(partial(_draw_slices, init))
+        store.gather_frozen()
+    return part
 
 
 def _chunk_numel(plan: ResolvedPlan) -> int:
@@ -182,8 +223,10 @@ def _build_stage(
     count_reader: CountReader,
     aux_loss: AuxLossCarrier,
     offload: ActivationOffload | None,
-) -> tuple[Transformer, dict[str, Layout]]:
-    """A stage on the meta device, everything but ZeRO applied, and its parameters' layouts."""
+) -> tuple[Transformer, dict[str, Layout], dict[str, StoredWeight]]:
+    """A stage on the meta device, everything but ZeRO applied, its parameters' layouts, and its
+    weights in 4 bits.
+    """
     with torch.device("meta"):
         model = Transformer(
             plan.shape, plan.training.dropout, plan.training.seed, _layers_of(stage, partition)
@@ -214,13 +257,16 @@ def _build_stage(
     apply_expert_parallel(model, layouts, mesh, plan.strategy.tensor.sequence, count_reader)
     if plan.lora:
         apply_lora(model, layouts, plan.lora, plan.training.seed)
+    stored: dict[str, StoredWeight] = {}
+    if (form := four_bit_format(plan)) is not None:
+        stored = apply_four_bit(model, layouts, form, plan.strategy.kernels)
     recomputed = recomputed_modules(plan.strategy.recompute, plan.shape)
     apply_tiling(model, layouts, plan.strategy.data.tile_factor, recomputed)
     apply_activation_checkpointing(model, recomputed, offload)
     if model.head is not None:  # vocabulary parallelism has replaced the head that had them
         model.head.kernels = plan.strategy.kernels  # type: ignore[assignment]
         model.head.plain_below = min_fused_logits  # type: ignore[assignment]
-    return model, layouts
+    return model, layouts, stored
 
 
 def _layers_of(stage: int, partition: list[int]) -> range:
@@ -269,6 +315,12 @@ def _draw_shard(init: WeightInit, _: str, layout: Layout, local: torch.Tensor) -
     """Draw the slices of a global tensor that this rank holds; padding stays zero."""
     for view, slices in layout.parts(local):
         init.fill(view, slices, layout.name, layout.shape)
+
+
+def _draw_slices(
+    init: WeightInit, into: torch.Tensor, name: str, shape: tuple[int, ...], slices: Slices
+) -> None:
+    init.fill(into, slices, name, shape)
 
 
 def _tie_weights(

@@ -26,6 +26,7 @@ from workbench.costmodel.step_time import (
     step_time,
     step_time_breakdown,
 )
+from workbench.plan.model.four_bit_base import four_bit_notes
 from workbench.plan.operators.traced.traced_json import TracedModel
 from workbench.plan.rank_placement import first_ranks_of_replicas, representative_ranks
 from workbench.plan.resolved_plan import ResolvedPlan
@@ -154,7 +155,7 @@ def _measured_notes(full: ResolvedPlan, w: Workload, time: StepTime, mfu: float)
 
 def _scope_notes(full: ResolvedPlan, w: Workload, microbatches: int) -> dict[str, Any]:
     """Where kernels' costs are from, what is not modelled, and a timeline of `microbatches`."""
-    notes: dict[str, Any] = {}
+    notes: dict[str, Any] = four_bit_notes(full)
     if w.uses_fused_kernels:
         notes["kernels"] = kernel_cost_source(full.gpu, full.strategy.kernels)
     if full.shape.unmodelled:

@@ -22,6 +22,8 @@ class ScratchOnly(NormalDrawer):
     Under fake tensors the hundred operators of each chunk would take longer than a step.
     """
 
+    draws = False
+
     def fill_matrix(
         self, into_RC: Tensor, row: int, column: int, key: int, deviation: float
     ) -> None:

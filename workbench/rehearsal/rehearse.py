@@ -24,6 +24,7 @@ from workbench.models.torch_dispatch import (
 from workbench.models.traced.export_trace import one_module
 from workbench.models.traced.value_dependence import place_and_error, value_dependent
 from workbench.parallel.mesh import Mesh, build_mesh
+from workbench.plan.model.four_bit_base import four_bit_notes
 from workbench.plan.rank_placement import representative_ranks
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.rules.supported import require
@@ -117,7 +118,7 @@ def rehearse(
 
 
 def _notes(plan: ResolvedPlan, counted: dict[int, Counter[Operator]] | None) -> dict[str, Any]:
-    notes: dict[str, Any] = {}
+    notes: dict[str, Any] = four_bit_notes(plan)
     if plan.gpu.device != "cpu":
         notes["left_out"] = [BESIDE_ALLOCATED]
     if not plan.code and plan.shape.unmodelled:

@@ -11,6 +11,7 @@ from typing import Any
 
 from workbench.checkpoint.resume_point import finished_checkpoints
 from workbench.errors import refuse
+from workbench.plan.model.four_bit_base import four_bit_notes
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.schema import Plan
 from workbench.profile import Profile
@@ -147,8 +148,9 @@ def profile_of(folder: str | Path) -> Profile:
     Raises `PlanError` where it holds no plan.
     """
     folder = Path(folder).absolute()
-    found = measured_frames(folder.name, Plan.load(folder / "plan.yaml").resolve())
-    profile = found.read(history(folder)).profile()
+    plan = Plan.load(folder / "plan.yaml").resolve()
+    profile = measured_frames(folder.name, plan).read(history(folder)).profile()
+    profile.notes.update(four_bit_notes(plan))
     profile.notes["run_dir"] = str(folder)
     recorded = {Path(path).name for path in profile.notes["checkpoints"]}
     unrecorded = [

@@ -42,6 +42,7 @@ from workbench.engine.verify.tensor_difference import (
 )
 from workbench.engine.verify.verified_attention import attention_of_ranks, attention_of_reference
 from workbench.models.seams import IGNORE_INDEX
+from workbench.parallel.layout import Slices
 from workbench.parallel.mesh import Mesh, build_mesh
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.rules.float8_rules import verified_precision
@@ -352,12 +353,22 @@ def _verification_session(
         values, layouts = store.values | store.frozen_values, store.layouts | store.frozen_layouts
         for name, layout in layouts.items():
             value = values[name]
+            if name in session.part.stored_parts:
+                continue
             weight = verification_weight(layout.name, layout.shape, plan.training.seed, value.dtype)
             value.copy_(layout.take(weight))
             if name in state and (master := state[name].get("master")) is not None:
                 master.copy_(value)
+        session.part.fill_stored(partial(_verification_slices, plan.training.seed))
         store.gather_params()
     return session
+
+
+def _verification_slices(
+    seed: int, into: Tensor, name: str, shape: tuple[int, ...], slices: Slices
+) -> None:
+    weight = verification_weight(name, shape, seed, into.dtype)
+    into.copy_(weight[tuple(slice(*bounds) for bounds in slices)])
 
 
 def _share(

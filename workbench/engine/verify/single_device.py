@@ -19,6 +19,8 @@ from workbench.engine.optimizer import learning_rate
 from workbench.engine.preference_pass import needs_reference_table
 from workbench.engine.verify.paired_answers import EagerPairs
 from workbench.errors import PlanError, refuse
+from workbench.kernels.four_bit_weight import quantize_four_bit
+from workbench.kernels.four_bit_weight import reference as dequantized
 from workbench.models import Transformer
 from workbench.models.attention.packed_documents import document_starts
 from workbench.models.counter_dropout import SampleIndices
@@ -29,8 +31,12 @@ from workbench.models.weight_init import seed_of
 from workbench.parallel.operators.apply_traced import traced_forward
 from workbench.parallel.operators.factor_redistribution import FactorGrid
 from workbench.parallel.operators.traced_module import trace_for_plan
+from workbench.plan.model.block_linears import model_linears
+from workbench.plan.model.four_bit_base import four_bit_format
+from workbench.plan.model.model_shape import Shape
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.schema import Plan
+from workbench.runtime_facts.four_bit_sizes import FourBitFormat
 
 CPU = torch.device("cpu")
 
@@ -117,6 +123,8 @@ def train_on_one_device(
             parameter.copy_(
                 verification_weight(name, tuple(parameter.shape), plan.training.seed, dtype)
             )
+    if (form := four_bit_format(plan)) is not None:
+        _round_to_four_bits(model, plan.shape, form)
     if float8:
         _convert_to_float8(model, device)
     pairs = _pairs(model, plan)
@@ -195,6 +203,14 @@ def _forward(model: nn.Module, plan: ResolvedPlan, tokens: Tensor, targets: Tens
         shape = list(tokens.shape)
         raise refuse("model.python", f"{what}; legal: one that takes {shape} tokens") from error
     return loss
+
+
+@torch.no_grad()
+def _round_to_four_bits(model: nn.Module, shape: Shape, form: FourBitFormat) -> None:
+    """Replace weights of the blocks' linear layers by what 4 bits leave of them."""
+    for path in model_linears(shape):
+        weight = model.get_parameter(f"{path}.weight")
+        weight.copy_(dequantized(quantize_four_bit(weight, form)))
 
 
 def _convert_to_float8(model: nn.Module, device: torch.device) -> None:

@@ -68,7 +68,10 @@ class ReplicatedParams:
     ) -> None:
         self.layout = layout
         flat = torch.zeros(layout.numel, dtype=init.dtype, device=init.device)
-        self.parameters = {name: nn.Parameter(view) for name, view in layout.views(flat).items()}
+        floats = init.dtype.is_floating_point  # bytes can have no gradient
+        self.parameters = {
+            name: nn.Parameter(view, floats) for name, view in layout.views(flat).items()
+        }
         self.flat = flat.data
         self.shard = local_shard(self.flat, layout.shard_axis)
         _init_shard(self.shard, layout, layouts, init)
@@ -103,8 +106,9 @@ class ShardedParams:
     ) -> None:
         self.layout, self.on_host = layout, on_host
         flat = without_storage(layout.numel, init.dtype, init.device)
+        floats = init.dtype.is_floating_point
         self.parameters = {
-            name: nn.Parameter(view_without_storage(flat, start, layout.shapes[name]))
+            name: nn.Parameter(view_without_storage(flat, start, layout.shapes[name]), floats)
             for name, start, _ in layout.spans()
         }
         # An alias with a version counter of its own: to autograd, refilling the buffer with the

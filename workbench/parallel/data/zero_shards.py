@@ -94,13 +94,15 @@ class ParamAndGradStore:
                 maker.make(bucket_layout(names, own, sums, mesh, plan.zero), own)
                 for names in bucket_names(own, sums, plan, dtype, separate)
             ]
-            frozen = {name: layouts[name] for name, p in meta.items() if not p.requires_grad}
-            self.frozen[stage] = [
-                maker.frozen(
-                    bucket_layout(names, frozen, sums, mesh, plan.zero), frozen, frozen_init
-                )
-                for names in bucket_names(frozen, sums, plan, dtype, None)
-            ]
+            self.frozen[stage] = []
+            for own_init, frozen in _frozen(meta, layouts, frozen_init):
+                over = {name: sums[name][-1:] for name in frozen}
+                self.frozen[stage] += [
+                    maker.frozen(
+                        bucket_layout(names, frozen, over, mesh, plan.zero), frozen, own_init
+                    )
+                    for names in bucket_names(frozen, over, plan, dtype, None)
+                ]
             for params in (*(b.params for b in self.buckets[stage]), *self.frozen[stage]):
                 materialized |= {id(meta[n]): p for n, p in params.parameters.items()}
         for model in models.values():
@@ -274,11 +276,15 @@ class ParamAndGradStore:
 
     def gather_params(self) -> None:
         """After initialization or loading: as `gather_updated_params`, and frozen ones too."""
+        self.gather_frozen()
+        self.gather_updated_params()
+
+    def gather_frozen(self) -> None:
+        """All-gather the shards of frozen parameters that the other ranks have filled."""
         for params in self._all_frozen():
             if isinstance(params, ReplicatedParams):
                 params.start_all_gather()
                 params.wait_all_gather()
-        self.gather_updated_params()
 
     def gather_updated_params(self) -> None:
         """After a step: all-gather the shards that the other ranks have filled
@@ -381,6 +387,21 @@ class ParamAndGradStore:
         for reduction in reductions:
             reduction.advance()
         self._in_flight = [reduction for reduction in self._in_flight if not reduction.done]
+
+
+def _frozen(
+    meta: Mapping[str, nn.Parameter], layouts: Mapping[str, Layout], init: ParamInit
+) -> Iterator[tuple[ParamInit, dict[str, Layout]]]:
+    """Layouts of the parameters without gradients, and how they start: those in the dtype of all
+    others, and the bytes of weights in 4 bits, which are quantized once there are shards of them.
+    """
+    for stored in (False, True):
+        own = {
+            name: layouts[name]
+            for name, p in meta.items()
+            if not p.requires_grad and (p.dtype == torch.uint8) == stored
+        }
+        yield replace(init, dtype=torch.uint8, fill=None) if stored else init, own
 
 
 def _replace_parameters(model: nn.Module, materialized: Mapping[int, nn.Parameter]) -> None:

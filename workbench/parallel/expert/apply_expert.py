@@ -8,6 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from workbench.adapters.four_bit_linear import FrozenWeight, frozen_linear
 from workbench.adapters.lora_linear import LoraAdapter, is_adapter
 from workbench.models import Transformer
 from workbench.models.host_counts import CountReader
@@ -187,13 +188,14 @@ class PartialLinear(nn.Module):
 
     def __init__(self, linear: nn.Linear, bias_share: float) -> None:
         super().__init__()
-        self.weight, self.bias, self.bias_share = linear.weight, linear.bias, bias_share
+        self.weight: FrozenWeight = linear.weight
+        self.bias, self.bias_share = linear.bias, bias_share
         self.lora: LoraAdapter | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in / ranks] to this rank's partial sum of [..., out]."""
         bias = None if self.bias is None else self.bias * self.bias_share
-        y = nn.functional.linear(x, self.weight, bias)
+        y = frozen_linear(x, self.weight, bias)
         return y if self.lora is None else self.lora.add_to(y, x)
 
 

@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from workbench.adapters.four_bit_linear import FrozenWeight, frozen_linear
 from workbench.adapters.lora_linear import LoraAdapter
 from workbench.parallel.mesh import MeshAxis
 from workbench.parallel.tensor.tensor_collectives import copy_to_tensor_region, gather_tokens
 
-AdaptedLayer = tuple[Tensor, Tensor | None, LoraAdapter | None, Tensor | None]
+AdaptedLayer = tuple[FrozenWeight, Tensor | None, LoraAdapter | None, Tensor | None]
 """Weight [out, in], bias [out], the adapter and its `lora_b` [out, rank]."""
 
 
@@ -38,7 +38,7 @@ def adapted_column_parallel_linear(
         [B, T, out / ranks] of each layer.
     """
     full_BTD = gather_tokens(x_BTD, axis) if sequence else copy_to_tensor_region(x_BTD, axis)
-    ys = [F.linear(full_BTD, weight, bias) for weight, bias, _, _ in layers]
+    ys = [frozen_linear(full_BTD, weight, bias) for weight, bias, _, _ in layers]
     adapted = [(i, each[2], each[3]) for i, each in enumerate(layers) if each[2] is not None]
     adapted = [each for each in adapted if each[1] is not None and each[1].active]
     if not adapted:

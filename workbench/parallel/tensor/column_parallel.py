@@ -24,6 +24,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from workbench.adapters.four_bit_linear import FourBitTensor
 from workbench.adapters.lora_linear import LoraAdapter
 from workbench.parallel.async_collectives import (
     WaitFn,
@@ -303,8 +304,9 @@ class UngroupedColumnParallelLinear(nn.Module):
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         """[B, T, D], or with sequence parallelism [B, T / ranks, D], to [B, T, out / ranks]."""
-        if self.lora is not None:
-            adapted = [(self.weight, None, self.lora, self.lora.b)]
+        if self.lora is not None or isinstance(self.weight, FourBitTensor):
+            b = None if self.lora is None else self.lora.b
+            adapted = [(self.weight, None, self.lora, b)]
             (y_BTO,) = adapted_column_parallel_linear(x_BTD, adapted, self.axis, self.sequence)
             return y_BTO
         layers = [(self.weight, None)]
@@ -322,7 +324,7 @@ class ColumnParallelGroup:
         parent.forward = partial(self._after_gemms, parent.forward)
 
     def _after_gemms(self, forward: Callable[..., Any], x: Tensor, *others: Any) -> Any:
-        if any(layer.lora is not None for layer in self.layers):
+        if any(layer.lora or isinstance(layer.weight, FourBitTensor) for layer in self.layers):
             adapted = [layer.adapted() for layer in self.layers]
             ys = adapted_column_parallel_linear(x, adapted, self.axis, self.sequence)
             return self._with_outputs(ys, forward, x, *others)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from workbench.adapters.four_bit_linear import FrozenWeight, frozen_linear
 from workbench.adapters.lora_linear import LoraAdapter
 from workbench.parallel.float8.float8_linear import Float8Layer, float8_linear
 from workbench.parallel.mesh import MeshAxis
@@ -33,7 +33,8 @@ class RowParallelLinear(nn.Module):
         sequence: bool = False,
     ) -> None:
         super().__init__()
-        self.weight, self.bias, self.axis = weight, bias, axis
+        self.weight: FrozenWeight = weight
+        self.bias, self.axis = bias, axis
         self.num_inputs, self.sequence = num_inputs, sequence
         self.float8: Float8Layer | None = None
         self.lora: LoraAdapter | None = None
@@ -41,13 +42,13 @@ class RowParallelLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[B, T, in / ranks] to [B, T, out], or with sequence parallelism [B, T / ranks, out]."""
         padded = self.num_inputs < self.weight.shape[1]
-        weight = self.weight[:, : self.num_inputs] if padded else self.weight
         inputs = x[..., : self.num_inputs] if padded else x
-        partial = (
-            F.linear(inputs, weight)
-            if self.float8 is None
-            else float8_linear(inputs, weight, self.float8)
-        )
+        columns = self.num_inputs if padded else None
+        if self.float8 is None:
+            partial = frozen_linear(inputs, self.weight, columns=columns)
+        else:
+            assert isinstance(self.weight, Tensor)
+            partial = float8_linear(inputs, self.weight[:, :columns], self.float8)
         if self.lora is not None:
             a = self.lora.a
             partial = self.lora.add_to(partial, inputs, a[:, : self.num_inputs] if padded else a)

@@ -21,7 +21,7 @@ from workbench.plan.rules import (
     python_model_rules,
     recompute_rules,
 )
-from workbench.plan.rules.task import finetune_rules, preference_rules
+from workbench.plan.rules.task import finetune_rules, four_bit_rules, preference_rules
 from workbench.plan.rules.task.task_words import in_words_of_task
 from workbench.plan.schema import NARROW, STORED, Plan
 from workbench.untrusted_text import shown
@@ -54,6 +54,7 @@ def problems(plan: ResolvedPlan) -> list[Problem]:
         _documents,
         _training,
         finetune_rules.problems,
+        four_bit_rules.problems,
         _corpus,
         preference_rules.problems,
     )
@@ -65,11 +66,12 @@ def problems(plan: ResolvedPlan) -> list[Problem]:
             _precision,
             _documents,
             _training,
+            four_bit_rules.problems,
             _corpus,
         )
     if plan.profiled:
         own = (*axis_rules.OF_LAYERS, *layer_profile_rules.RULES)
-        rules = (*own, _batch, _precision, _documents, _training)
+        rules = (*own, _batch, _precision, _documents, _training, four_bit_rules.problems)
     return in_words_of_task((problem for rule in rules for problem in rule(plan)), plan)
 
 

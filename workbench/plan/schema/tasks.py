@@ -145,7 +145,7 @@ class Quantize(Frozen):
     )
     group: Literal[32, 64, 128] = Field(64, description="Columns that share a scale.")
     double: bool = Field(
-        True, description="Quantise the scales to 8 bits too; of nf4 only (int4: false)."
+        True, description="Quantise the scales too: 8 bits, times an fp32 factor of each row."
     )
 
 

@@ -7,6 +7,7 @@ import shutil
 from importlib.util import find_spec
 
 from workbench.errors import Problem
+from workbench.plan.schema import Quantize
 
 
 def compiler() -> str | None:
@@ -33,6 +34,20 @@ def missing_compiler(kernels: str, device: str) -> list[Problem]:
         Problem(
             "strategy.kernels",
             f"is '{kernels}', which needs {needed}; it is not here; legal: 'eager'",
+        )
+    ]
+
+
+def missing_four_bit_kernel(quantize: Quantize | None, kernels: str, device: str) -> list[Problem]:
+    """Why no kernel here dequantizes a 4-bit base; empty if one does, or plain operators do."""
+    if quantize is None or kernels == "eager" or device != "cuda" or find_spec("triton"):
+        return []
+    needed = "whose kernel on GPUs needs Triton (`pip install triton`)"
+    return [
+        Problem(
+            "finetune.quantize",
+            f"is {quantize.format}, {needed}; it is not here; legal: null, or strategy.kernels: "
+            "eager",
         )
     ]
 

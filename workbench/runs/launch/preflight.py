@@ -30,7 +30,11 @@ from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.rules.supported import unsupported
 from workbench.plan.schema import Plan
 from workbench.runs.launch.free_memory import memory_problem
-from workbench.runs.launch.kernel_compilers import missing_compiler, missing_torchao
+from workbench.runs.launch.kernel_compilers import (
+    missing_compiler,
+    missing_four_bit_kernel,
+    missing_torchao,
+)
 from workbench.runs.launch.rendezvous_ports import port_problem
 from workbench.runs.store.run_directory import default_root, unwritable
 from workbench.units import GIB
@@ -70,6 +74,8 @@ def preflight(
     found, cannot = attached(), unsupported(full, "run", allow_code)
     asked = [*gpu_problems(full, found), *missing_compiler(full.strategy.kernels, full.gpu.device)]
     asked += missing_torchao(full.strategy.precision)
+    quantize = None if full.finetune is None else full.finetune.quantize
+    asked += missing_four_bit_kernel(quantize, full.strategy.kernels, full.gpu.device)
     asked += [
         *_corpus(full),
         *_checkpoint(full),

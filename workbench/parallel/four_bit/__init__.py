@@ -1,0 +1,1 @@
+"""Linear layers whose frozen weight is stored in 4 bits."""
