@@ -22,23 +22,34 @@ from workbench.plan.schema import Plan
 CPU = torch.device("cpu")
 PAIRS: dict[str, Any] = {"finetune.method": "full", "finetune.preference": {"beta": 0.3}}
 AUX = {"auxiliary_loss": 0.01}
+ADAPTED: dict[str, Any] = {"finetune.lora": {"rank": 4}, "finetune.preference": {"beta": 0.3}}
+"""Adapters: the reference is the frozen base, by a forward pass of every step."""
+DROPPED = {"finetune.lora": {"rank": 4, "dropout": 0.2}, "finetune.dropout": 0.1}
 PLANS: dict[str, Plan] = {
-    "zero-3": plan(data=2, changes=PAIRS | {"strategy.data.zero": 3}),
-    "tensor and sequence": plan(2, changes=PAIRS | {"strategy.tensor.sequence": True}),
-    "chunked head": plan(1, 2, changes=PAIRS | {"strategy.kernels": "fused"}),
-    "zero bubble, tied": scheduled("zb-h1", shape=GPT, tied=True, changes=PAIRS),
-    "ring": context_plan(2, "ring", changes=PAIRS | {"strategy.recompute": "full"}),
-    "experts": moe_plan(1, 1, 2, 2, moe=AUX, changes=PAIRS),
+    "one device": plan(changes=ADAPTED | DROPPED),
+    "zero-3": plan(data=2, changes=ADAPTED | {"strategy.data.zero": 3}),
+    "tensor and sequence": plan(2, changes=ADAPTED | {"strategy.tensor.sequence": True}),
+    "chunked head, pipeline": plan(1, 2, changes=PAIRS | {"strategy.kernels": "fused"}),
+    "zero bubble, tied": scheduled("zb-h1", shape=GPT, tied=True, changes=ADAPTED),
+    "ring": context_plan(2, "ring", changes=ADAPTED | {"strategy.recompute": "full"}),
+    "ring, all weights": context_plan(2, "ring", changes=PAIRS),
+    "experts": moe_plan(1, 2, 2, 2, moe=AUX, changes=ADAPTED),
 }
 MORE: dict[str, Plan] = {
     "zero-1": plan(data=2, changes=PAIRS | {"strategy.data.zero": 1}),
-    "zero-2": plan(data=2, changes=PAIRS | {"strategy.data.zero": 2}),
-    "ulysses": context_plan(2, "ulysses", changes=PAIRS),
+    "zero-2": plan(data=2, changes=ADAPTED | {"strategy.data.zero": 2}),
+    "offload": plan(
+        data=2, changes=ADAPTED | {"strategy.data.zero": 3, "strategy.data.offload": "parameters"}
+    ),
+    "zero-3, all weights": plan(data=2, changes=PAIRS | {"strategy.data.zero": 3}),
+    "chunked head": plan(2, 2, changes=ADAPTED | {"strategy.kernels": "fused"}),
+    "ulysses": context_plan(2, "ulysses", changes=ADAPTED),
     "usp and pipeline": context_plan(4, "usp", 1, 2, changes=PAIRS),
-    "interleaved": scheduled("interleaved", changes=PAIRS),
-    "zb-v": scheduled("zb-v", changes=PAIRS),
-    "tensor, pipeline and zero-3": plan(2, 2, 2, changes=PAIRS | {"strategy.data.zero": 3}),
-    "experts, pipeline": moe_plan(1, 2, 2, 2, moe=AUX, changes=PAIRS),
+    "interleaved": scheduled("interleaved", changes=ADAPTED),
+    "zb-v": scheduled("zb-v", changes=ADAPTED),
+    "dualpipe-v": scheduled("dualpipe-v", changes=PAIRS),
+    "tensor, pipeline and zero-3": plan(2, 2, 2, changes=ADAPTED | {"strategy.data.zero": 3}),
+    "experts, all weights": moe_plan(1, 1, 2, 2, moe=AUX, changes=PAIRS),
 }
 
 
@@ -81,7 +92,8 @@ def stepped(made: Plan, rank: int) -> tuple[list[float], float]:
     batch = tokens[samples], targets[samples]
     reference = session.reference_log_probs(*batch) + (samples % 5 - 2)
     trained = trained_tokens(targets)
-    result = session.step(0, *batch, trained_tokens=trained, reference_MB=reference)
+    session.set_reference(reference)
+    result = session.step(0, *batch, trained_tokens=trained)
     assert result.preference is not None and result.by_source is None
     return result.preference.tolist(), result.loss.item()
 
@@ -112,10 +124,11 @@ def test_held_out_pairs_are_evaluated_as_they_are_trained() -> None:
     samples = torch.tensor(session.share.samples())
     reference = torch.zeros(samples.shape, dtype=torch.float64)
     batch = tokens[samples], targets[samples]
-    held_out = session.evaluate(*batch, reference)
+    session.set_reference(reference)
+    held_out = session.evaluate(*batch)
     assert held_out is not None and session.part.samples.preference is not None
     sums = session.part.samples.preference.sums.clone()
-    result = session.step(0, *batch, trained_tokens=1, reference_MB=reference)
+    result = session.step(0, *batch, trained_tokens=1)
     pairs = len(tokens) // 2
     assert held_out.item() / pairs == pytest.approx(result.loss.item(), rel=1e-12)
     assert result.preference is not None

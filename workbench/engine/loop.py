@@ -33,7 +33,12 @@ from workbench.engine.measure.step_timeline import StepTimeline
 from workbench.engine.measure.step_under_way import HostCopy, StepUnderWay
 from workbench.engine.measure.telemetry_writer import TelemetryWriter
 from workbench.engine.optimizer import learning_rate
-from workbench.engine.preference_pass import ReferenceTable, num_pairs, reward_record
+from workbench.engine.preference_pass import (
+    ReferenceTable,
+    needs_reference_table,
+    num_pairs,
+    reward_record,
+)
 from workbench.engine.process_group.collective_deadlines import extend_deadlines, restore_deadlines
 from workbench.engine.session import SequenceSources, Session, initial_drawer, rank_share
 from workbench.engine.session_checkpoint import SessionCheckpointer
@@ -126,7 +131,7 @@ class TrainingLoop:
 
     def run(self) -> None:
         """Train from the checkpoint's step, or from 0, to the last step or a stop request."""
-        self.index = self.saver.load(self._loading)
+        self.index = self._load()
         for kernel in self.session.warm_up():
             self._phase("compiling", kernel)
         if not self._compiles_in_first_step:
@@ -154,6 +159,44 @@ class TrainingLoop:
         self._extend_deadlines()  # others wait for a rank whose tracker uploads
         self.trackers.close()
 
+    def _load(self) -> int:
+        """Load what the plan names, and compute a preference's reference where it is the weights
+        that training starts from; returns the steps done.
+        """
+        if not needs_reference_table(self.plan) or self.plan.checkpoint.load is None:
+            first = self.saver.load(self._loading)
+            if needs_reference_table(self.plan):
+                self._compute_references(first)
+            return first
+        # Resumed: the checkpoint's weights are no longer those.
+        self._compute_references(self.saver.load_base(self._loading))
+        return self.saver.load(self._loading)
+
+    def _compute_references(self, first: int) -> None:
+        """Compute log-probabilities of the pairs of steps from `first`, and of held-out ones, by
+        the weights that are loaded.
+        """
+        plan, e, done = self.plan, self.plan.training.evaluation, 0
+        for step in range(first, plan.training.steps):
+            batch = self.feed.load(step)
+            self.references.put("train", step, self.session.reference_log_probs(*batch[:2]))
+            share = 100 * (step + 1 - first) // (plan.training.steps - first)
+            if share > done:
+                done = share
+                self._phase("building", f"log-probabilities of the reference, {share} %")
+        sources: list[int | None] = [None]
+        sources += range(len(self.text.sources)) if len(plan.corpus.mix or []) > 1 else ()
+        for i in range(e.batches if e.every else 0):
+            for source in sources:
+                batch = self.feed.load_evaluation(i, source)
+                log_probs = self.session.reference_log_probs(*batch[:2])
+                self.references.put("holdout", i, log_probs, source)
+
+    def _set_reference(self, part: str, batch: int, source: int | None = None) -> None:
+        """Give the session the reference of a batch, where it was computed beforehand."""
+        if needs_reference_table(self.plan):
+            self.session.set_reference(self.references.get(part, batch, source))
+
     def _observed(self) -> str:
         """What is measured of the step at `index`."""
         return observed_by(self.index - self.first, self.plan.telemetry.memory_every)
@@ -176,6 +219,7 @@ class TrainingLoop:
         began, cpu_began = time.perf_counter(), time.process_time()
         batch = self.feed.load(self.index)
         data_seconds = time.perf_counter() - began
+        self._set_reference("train", self.index)
         asked = self._asked_to_stop()
         self.meter.begin_step()
         timeline = None
@@ -194,13 +238,7 @@ class TrainingLoop:
             tokens: list[int] = contents.trained_tokens.tolist()
             sources = self._sources(contents)
             result = self.session.step(
-                self.index,
-                *batch,
-                self.action_tracker,
-                asked,
-                sum(tokens),
-                sources,
-                self.references.get("train", self.index),
+                self.index, *batch, self.action_tracker, asked, sum(tokens), sources
             )
         counters = self.meter.end_step(observed == "memory")
         if observed == "memory":
@@ -365,9 +403,9 @@ class TrainingLoop:
         total = torch.zeros(count, dtype=torch.float64, device=self.session.device)
         for i in range(batches):
             tokens += self.text.evaluated_tokens(i, source)
-            loss = self.session.evaluate(
-                *self.feed.load_evaluation(i, source), self.references.get("holdout", i, source)
-            )
+            batch = self.feed.load_evaluation(i, source)
+            self._set_reference("holdout", i, source)
+            loss = self.session.evaluate(*batch)
             if loss is not None and counts_own_loss(self.mesh):
                 parts = [loss[None]] if preference is None else [loss[None], preference.sums]
                 total += torch.cat(parts).double()

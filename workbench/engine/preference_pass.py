@@ -92,6 +92,6 @@ class ReferenceTable:
         """Keep those of a batch of the training pairs ("train") or of held-out ones ("holdout")."""
         self._of[part, batch, source] = log_probs_MB.detach().to("cpu", copy=True)
 
-    def get(self, part: str, batch: int, source: int | None = None) -> Tensor | None:
-        """Those of a batch, [M, B]; None where they are computed as they are needed."""
-        return self._of.get((part, batch, source))
+    def get(self, part: str, batch: int, source: int | None = None) -> Tensor:
+        """Those of a batch, [M, B]."""
+        return self._of[part, batch, source]

@@ -16,12 +16,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from workbench.adapters.lora_linear import adapters_disabled
 from workbench.engine.delayed_update import DelayedUpdate
 from workbench.engine.kernel_warm_up import compile_kernels
 from workbench.engine.loss_scaler import LossScaler, found_inf
 from workbench.engine.optimizer import MixedPrecisionOptimizer
 from workbench.engine.precision import plan_dtypes
-from workbench.engine.preference_pass import evaluating, num_pairs, preference_loss
+from workbench.engine.preference_pass import (
+    evaluating,
+    needs_reference_table,
+    num_pairs,
+    preference_loss,
+)
 from workbench.kernels.fused_seams import warm_up
 from workbench.models.attention.packed_documents import document_starts
 from workbench.models.counter_normal import NormalDrawer
@@ -31,6 +37,7 @@ from workbench.parallel.apply_strategy import ParallelModel, parallelize
 from workbench.parallel.context.apply_context import local_tokens
 from workbench.parallel.mesh import TIED_AXIS, Mesh
 from workbench.parallel.pipeline.schedule_executor import ExecutorHooks, ScheduleExecutor
+from workbench.parallel.pipeline.schedule_executor import Observer as ActionObserver
 from workbench.parallel.pipeline.stage_transfers import sum_tied_gradient
 from workbench.parallel.tensor.apply_tensor import boundary_shape, counts_own_loss
 from workbench.plan.resolved_plan import ResolvedPlan
@@ -214,7 +221,6 @@ class Session:
         stop: int = 0,
         trained_tokens: int | None = None,
         sources: SequenceSources | None = None,
-        reference_MB: Tensor | None = None,
     ) -> StepResult:
         """Forward, backward and optimizer step on this data-parallel rank's microbatches.
 
@@ -233,8 +239,6 @@ class Session:
             trained_tokens: Tokens of the global batch that have a target; None: all of them.
             sources: Of this rank's sequences; then the loss of each source is summed with the
                 rest, in the same all-reduce.
-            reference_MB: Log-probabilities of the sequences under a preference's reference, where
-                they are known; else a forward pass of it comes first.
 
         Returns:
             Loss, gradient norm and summed stop requests of the whole job, not yet synchronised with
@@ -257,8 +261,7 @@ class Session:
         self._find_documents(targets_MBT)
         own = self._own(tokens_MBT, targets_MBT)
         if (preference := self.part.samples.preference) is not None:
-            with watch.action("REFERENCE", None):
-                self._take_reference(own, reference_MB)
+            self._take_reference(own, watch)
             preference.start(trained_tokens / num_pairs(self.plan))
         with nullcontext() if sources is None else self._observed_losses(tokens_MBT):
             loss = self.executor.step(*own, scale, watch.action)
@@ -369,16 +372,13 @@ class Session:
         summed = None if parts is None else both[3:]
         return both[0], both[1].sqrt(), both[2], summed
 
-    def evaluate(
-        self, tokens_MBT: Tensor, targets_MBT: Tensor, reference_MB: Tensor | None = None
-    ) -> Tensor | None:
+    def evaluate(self, tokens_MBT: Tensor, targets_MBT: Tensor) -> Tensor | None:
         """Summed loss of this rank's microbatches, without backward; of pairs, `sums` of the
         preference loss then has their rewards.
 
         Args:
             tokens_MBT: Inputs, as in `step`.
             targets_MBT: Next tokens, same shape.
-            reference_MB: As in `step`.
 
         Returns:
             A scalar; None on stages without the head.
@@ -386,7 +386,7 @@ class Session:
         self._find_documents(targets_MBT)
         own = self._own(tokens_MBT, targets_MBT)
         if (preference := self.part.samples.preference) is not None:
-            self._take_reference(own, reference_MB)
+            self._take_reference(own, NullObserver())
             preference.start()
         with evaluating(self.part.stages):
             return self.executor.evaluate(*own)
@@ -395,18 +395,32 @@ class Session:
         """Log-probabilities of this rank's sequences [M, B] under a preference's reference: the
         weights as they are, with adapters off; zero on stages without the head.
         """
-        return self._take_reference(self._own(tokens_MBT, targets_MBT), None).clone()
+        return self._reference_pass(self._own(tokens_MBT, targets_MBT)).clone()
 
-    def _take_reference(self, own: tuple[Tensor, Tensor], known_MB: Tensor | None) -> Tensor:
-        """Give the preference loss its reference [M, B], and return it: what is known, or what a
-        forward pass of the step's microbatches computes, with adapters off and without gradients.
+    def set_reference(self, log_probs_MB: Tensor) -> None:
+        """Set the log-probabilities [M, B] of the next step's, or evaluation's, sequences under a
+        preference's reference, where they are known beforehand (`needs_reference_table`).
         """
         preference = self.part.samples.preference
         assert preference is not None, "the plan trains on no pairs"
-        if known_MB is not None:
-            return preference.reference_MB.copy_(known_MB)
-        with preference.reference_pass(), evaluating(self.part.stages):
-            self.executor.evaluate(*own)
+        preference.reference_MB.copy_(log_probs_MB)
+
+    def _take_reference(self, own: tuple[Tensor, Tensor], watch: Observer) -> None:
+        """Compute the preference's reference, unless it is known beforehand."""
+        if needs_reference_table(self.plan):
+            return
+        self._reference_pass(own, lambda label, action: watch.action("REFERENCE", None))
+
+    def _reference_pass(
+        self, own: tuple[Tensor, Tensor], observe: ActionObserver | None = None
+    ) -> Tensor:
+        """Log-probabilities of the sequences [M, B] by a forward pass with adapters off, without
+        gradients; it is the preference loss' reference then.
+        """
+        preference = self.part.samples.preference
+        assert preference is not None, "the plan trains on no pairs"
+        with preference.reference_pass(), evaluating(self.part.stages), adapters_disabled():
+            self.executor.evaluate(*own, observe)
         return preference.reference_MB
 
 
@@ -421,12 +435,14 @@ def initial_drawer(
     """What draws the initial weights of a run; None where it loads a checkpoint or weights, which
     fill every parameter.
 
-    Of adapters a checkpoint holds nothing else: a frozen base is drawn again where it was drawn.
+    Of adapters a checkpoint holds nothing else: a frozen base is drawn again where it was drawn. So
+    are the weights that a preference's reference is, where they are trained.
     """
     base = plan.finetune and plan.finetune.base
     if plan.lora:
         return drawer if base is None or plan.checkpoint.load is None else None
-    return drawer if base is None and plan.checkpoint.load is None else None
+    loads_all = plan.checkpoint.load is not None and not needs_reference_table(plan)
+    return drawer if base is None and not loads_all else None
 
 
 def clip_factor(norm: Tensor, limit: float | None) -> Tensor | None:

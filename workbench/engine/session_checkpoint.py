@@ -180,6 +180,40 @@ class SessionCheckpointer:
         self.session.part.store.gather_params()
         return steps
 
+    def load_base(self, progress: Progress = lambda done, of: None) -> int:
+        """Load the weights that training started from, where the plan goes on from a checkpoint; of
+        a plan without `finetune.base` they are those that the session has drawn.
+
+        Args:
+            progress: As in `load`.
+
+        Returns:
+            The steps that `checkpoint.load` has done.
+
+        Raises:
+            ValueError: On every rank, naming a damaged file; or where `checkpoint.load` is weights,
+                of which nothing says that training started from them.
+        """
+        plan, ranks = self.session.plan, self._ranks()
+        assert plan.checkpoint.load is not None
+        folder = Path(plan.checkpoint.load)
+        if is_gguf(folder) or is_huggingface_folder(folder):
+            raise ValueError(
+                f"checkpoint.load: {folder} is weights, and finetune.preference compares with those"
+                " that training starts from; legal: finetune.base in its place, or a checkpoint"
+            )
+        if plan.finetune is not None and plan.finetune.base is not None:
+            with naming_field("finetune.base"):
+                source = self._weights(Path(plan.finetune.base))
+                read_tensors.load_shards(source, self._weight_shards(), ranks, progress)
+        self.session.part.store.gather_params()
+        source = read_tensors.raise_on_all_ranks(
+            ranks, lambda: tensor_index.checkpoint_source(folder)
+        )
+        return read_tensors.raise_on_all_ranks(
+            ranks, lambda: steps_done(folder, dict(source.meta), plan)
+        )
+
     def _load_base(self, base: Path, progress: Progress) -> None:
         """Load the weights that are fine-tuned, but those that a checkpoint brings."""
         with naming_field("finetune.base"):

@@ -39,6 +39,7 @@ ACTION_STYLES: dict[str, tuple[str, str]] = {
     "B": ("backward", "#E69F00"),
     "I": ("input gradient", "#F2C45A"),
     "W": ("weight gradient", "#B5651D"),
+    "REFERENCE": ("reference forward", "#86A9D9"),
     "P2P": ("send / receive", "#66C9A9"),
     "SEND_F": ("send / receive", "#66C9A9"),
     "RECV_F": ("send / receive", "#66C9A9"),

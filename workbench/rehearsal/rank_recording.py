@@ -104,6 +104,10 @@ class RankRecording:
         """
         if not self.executor.is_replaying:
             raise NotAlikeError(f"microbatches of the rank that rank {rank} follows are not alike")
+        if any([kind for kind, _ in step.around].count(SCHEDULE) > 1 for step in self.steps):
+            raise NotAlikeError(
+                "a step has a schedule of a reference's forward passes beside its own"
+            )
         live = ReplayedLiveBytes(self.session.device)
         executor = FollowingExecutor(self.executor, live, plan, rank)
         for recorded in self.steps:

@@ -313,18 +313,14 @@ def compare_with_reference(
     references = (
         [session.reference_log_probs(*share) for share in shares]
         if needs_reference_table(plan)
-        else [None] * len(shares)
+        else []
     )
-    losses = [
-        session.step(
-            i,
-            *share,
-            recorder,
-            trained_tokens=trained_tokens(batches[i][1]),
-            reference_MB=references[i],
-        ).loss
-        for i, share in enumerate(shares)
-    ]
+    losses: list[Tensor] = []
+    for i, share in enumerate(shares):
+        if references:
+            session.set_reference(references[i])
+        trained = trained_tokens(batches[i][1])
+        losses.append(session.step(i, *share, recorder, trained_tokens=trained).loss)
     weights, layouts = session.part.store.values, session.part.store.layouts
 
     def differences() -> Iterator[TensorDifference]:

@@ -14,7 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from workbench.adapters.lora_linear import LORA_B, add_adapters
+from workbench.adapters.lora_linear import LORA_B, adapters_disabled, add_adapters
 from workbench.engine.optimizer import learning_rate
 from workbench.engine.preference_pass import needs_reference_table
 from workbench.engine.verify.paired_answers import EagerPairs
@@ -180,10 +180,11 @@ def _pairs(model: nn.Module, plan: ResolvedPlan) -> EagerPairs | None:
 def _evaluate(
     model: nn.Module, tokens: Tensor, targets: Tensor, rows: int, device: torch.device
 ) -> None:
-    """Run a batch through a model in evaluation mode, `rows` sequences at a time."""
+    """Run a batch through the model without its adapters, `rows` sequences at a time."""
     model.eval()
-    for pair in zip(tokens.split(rows), targets.split(rows)):
-        model(*(each.to(device) for each in pair))
+    with adapters_disabled():
+        for pair in zip(tokens.split(rows), targets.split(rows)):
+            model(*(each.to(device) for each in pair))
     model.train()
 
 

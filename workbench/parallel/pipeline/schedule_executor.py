@@ -129,13 +129,15 @@ class ScheduleExecutor:
         """
         return self._run(self.row, tokens_MBT, targets_MBT, scale, observe)
 
-    def evaluate(self, tokens_MBT: Tensor, targets_MBT: Tensor) -> Tensor | None:
+    def evaluate(
+        self, tokens_MBT: Tensor, targets_MBT: Tensor, observe: Observer | None = None
+    ) -> Tensor | None:
         """The microbatches' summed loss without gradients: the forward actions of the table alone.
 
         None on ranks without the head.
         """
         with torch.no_grad():
-            return self._run(self.evaluation_row, tokens_MBT, targets_MBT, None, None)
+            return self._run(self.evaluation_row, tokens_MBT, targets_MBT, None, observe)
 
     def deferred_tensors(self, action: Action) -> list[Tensor]:
         """Operands of the weight gradients that an action's microbatch has deferred to W."""

@@ -148,11 +148,6 @@ def _kernels_of_code(plan: Plan) -> list[Problem]:
     return [Problem("strategy.kernels", f"is '{plan.strategy.kernels}', {why}")]
 
 
-def _set(value: object) -> str | None:
-    """Whether a section is there."""
-    return None if value is None else "set"
-
-
 ENGINE_LIMITS: tuple[tuple[str, Callable[[ResolvedPlan], Any], tuple[Any, ...]], ...] = (
     ("strategy.data.overlap", lambda p: p.strategy.data.overlap, (True,)),
     ("strategy.data.offload_tier", lambda p: p.strategy.data.offload_tier, ("host",)),
@@ -166,7 +161,6 @@ ENGINE_LIMITS: tuple[tuple[str, Callable[[ResolvedPlan], Any], tuple[Any, ...]],
     ("strategy.precision", lambda p: p.strategy.precision, ("fp32", "tf32", "bf16", "fp16", "fp8")),
     ("strategy.expert.tensor", _split_of_an_expert, (None,)),
     ("finetune.lora.initial", lambda p: p.lora and p.lora.initial, (None,)),
-    ("finetune.preference", lambda p: _set(p.finetune and p.finetune.preference), (None,)),
     ("model.mtp_layers", lambda p: p.shape.mtp_layers, (0,)),
 )
 """(field, how a complete plan says it, what the engine can do): for `rehearse` and `run`, which
