@@ -69,7 +69,7 @@ OUTSIDE = {
     "checkpoint": {"torch", "safetensors", "numpy", "gguf"},
     "runs": {"psutil", "orjson", "pynvml", "pandas"},
     "kernels": {"torch", "triton"},
-    "adapters": {"torch"},
+    "adapters": {"torch", *PYDANTIC},
     "parallel": {"torch", "torchao"},
     "engine": {"torch", "torchao", "accelerate", "safetensors", "numpy"},
     "rehearsal": {"torch"},

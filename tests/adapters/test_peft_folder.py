@@ -14,7 +14,6 @@ from torch import Tensor
 
 from tests.checkpoint.test_transformers import VARIANTS, logits, random_model, runs, write
 from tests.parallel.family_table import CONFIGS
-from workbench.adapters.lora_scale import LoraSettings
 from workbench.adapters.peft_folder import PeftAdapters, read_peft_folder
 from workbench.adapters.peft_names import adapter_extents, peft_modules
 from workbench.adapters.peft_writer import write_peft_folder
@@ -23,7 +22,9 @@ from workbench.errors import PlanError
 from workbench.models import Transformer
 from workbench.plan.catalog.families.table import FAMILIES
 from workbench.plan.catalog.huggingface_config import shape_of
+from workbench.plan.model.block_linears import lora_scale
 from workbench.plan.model.model_shape import Shape
+from workbench.plan.schema import Lora
 
 RANK = 4
 FUSED = ("gpt2", "phi3", "falcon", "bloom", "gpt_neox")
@@ -86,15 +87,17 @@ def test_peft_loads_what_is_written(family: str, keys: dict[str, Any], tmp_path:
     peft = pytest.importorskip("peft", reason="compares with PEFT")
     shape = small(family, **keys)
     names, rslora = adapted(family, shape), bool(list(CONFIGS).index(family) % 2)
-    values, settings = drawn(shape, names), LoraSettings(RANK, 6, rslora)
+    values, lora = drawn(shape, names), Lora(rank=RANK, alpha=6, rslora=rslora)
     folder = tmp_path / "adapter"
     folder.mkdir()
     write_peft_folder(
-        folder, FAMILIES[family], shape, settings, names, torch.float32, values.__getitem__
+        folder, FAMILIES[family], shape, lora, names, torch.float32, values.__getitem__
     )
     read = read_peft_folder(folder, FAMILIES[family], shape)
     assert read.ranks == dict.fromkeys(names, RANK)
-    assert read.scales == pytest.approx(dict.fromkeys(names, settings.scale), rel=1e-12)
+    assert read.scales == pytest.approx(
+        dict.fromkeys(names, lora_scale(6, RANK, rslora)), rel=1e-12
+    )
     updates = updates_of(read)
     for name in names:
         assert torch.equal(updates.updates[f"{name}.weight"].a, values[f"{name}.lora_a"])
@@ -154,7 +157,7 @@ def written(tmp_path: Path, shape: Shape, dtype: torch.dtype = torch.float32) ->
     values, folder = drawn(shape, names), tmp_path / "adapter"
     folder.mkdir()
     write_peft_folder(
-        folder, FAMILIES["llama"], shape, LoraSettings(RANK, 8), names, dtype, values.__getitem__
+        folder, FAMILIES["llama"], shape, Lora(rank=RANK, alpha=8), names, dtype, values.__getitem__
     )
     return folder
 
@@ -229,8 +232,8 @@ def test_what_peft_cannot_express_is_refused(
     family: str, names: list[str], words: str, tmp_path: Path
 ) -> None:
     shape = small(family)
-    values, settings = drawn(shape, names), LoraSettings(RANK, 8)
-    arguments = (settings, names, torch.float32, values.__getitem__)
+    values, lora = drawn(shape, names), Lora(rank=RANK, alpha=8)
+    arguments = (lora, names, torch.float32, values.__getitem__)
     with pytest.raises(PlanError) as refused:
         write_peft_folder(tmp_path, FAMILIES[family], shape, *arguments)
     assert words in str(refused.value) and not list(tmp_path.iterdir())

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from workbench.adapters.lora_scale import lora_scale
+from workbench.checkpoint.resume_point import ADAPTER_CONFIG
 from workbench.errors import PlanError, refuse
+from workbench.plan.model.block_linears import lora_scale
 from workbench.safe_io import json_files
 from workbench.safe_io.files import read_some, unread
 from workbench.safe_io.json_field_checks import flag, number, text, whole
 from workbench.untrusted_text import shown
 
-ADAPTER_CONFIG = "adapter_config.json"
 MOST_BYTES = 16 * 2**20
 ALL_LINEAR = "all-linear"
 INITIAL = (True, False, "gaussian", "eva", "orthogonal")

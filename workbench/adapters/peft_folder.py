@@ -6,11 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from workbench.adapters.lora_scale import LoraSettings
+from workbench.adapters.lora_linear import LORA_A, LORA_B
 from workbench.adapters.peft_config import ALL_LINEAR, read_peft_config
 from workbench.adapters.peft_names import (
-    LORA_A,
-    LORA_B,
     PREFIX,
     ROUTER,
     THEIRS,
@@ -40,14 +38,12 @@ class PeftAdapters:
 
     Attributes:
         source: `NAME.lora_a`, `NAME.lora_b`, and parameters stored complete.
-        settings: Rank, alpha and dropout of those without a pattern of their own.
         ranks: Projection -> rank.
         scales: Projection -> scale.
         replaced: Parameters that are stored complete (`modules_to_save`, `bias`).
     """
 
     source: TensorSource
-    settings: LoraSettings
     ranks: Mapping[str, int]
     scales: Mapping[str, float]
     replaced: tuple[str, ...]
@@ -106,10 +102,8 @@ class _Folder:
         tensors = {name: StoredTensor(extents[name], own) for name, own in boxes.items()} | replaced
         by_kind = {(name, kind): it for name, it in tensors.items() for kind in WEIGHT_KINDS}
         size = {self.path.name: (self.path.stat().st_size, None)}
-        c = self.config
         return PeftAdapters(
             TensorSource(self.folder, by_kind, size, {}, exact=False),
-            LoraSettings(c.rank, c.alpha, c.rslora, c.dropout),
             ranks,
             scales,
             tuple(replaced),

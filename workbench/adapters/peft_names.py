@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from workbench.adapters.lora_linear import LORA_A, LORA_B
 from workbench.checkpoint.huggingface_names import parameter_shapes, stored_parts
 from workbench.plan.catalog.families.family import Family
 from workbench.plan.catalog.families.stored_parts import Slices, StoredPart
@@ -21,7 +22,6 @@ from workbench.plan.model.model_shape import Shape
 
 PREFIX = "base_model.model."
 """What PEFT's wrapper puts before a module's name."""
-LORA_A, LORA_B = "lora_a", "lora_b"
 THEIRS = {LORA_A: "lora_A.weight", LORA_B: "lora_B.weight"}
 WEIGHT = ".weight"
 ROUTER = ".route"

@@ -5,18 +5,15 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from workbench.adapters.lora_scale import LoraSettings
-from workbench.adapters.peft_config import ADAPTER_CONFIG
+from workbench.adapters.lora_linear import LORA_A, LORA_B
 from workbench.adapters.peft_names import (
-    LORA_A,
-    LORA_B,
     PREFIX,
     THEIRS,
     WEIGHT,
@@ -27,11 +24,14 @@ from workbench.adapters.peft_names import (
 )
 from workbench.checkpoint.checkpoint_format import write_atomically
 from workbench.checkpoint.huggingface_names import stored_parts
+from workbench.checkpoint.resume_point import ADAPTER_CONFIG
 from workbench.checkpoint.safetensors_writer import TensorEntry, write_safetensors
 from workbench.errors import refuse
 from workbench.plan.catalog.families.family import Family
 from workbench.plan.catalog.families.stored_parts import StoredPart
+from workbench.plan.model.block_linears import adapter_scale
 from workbench.plan.model.model_shape import Shape
+from workbench.plan.schema import Lora
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 EXPERT_BRANCHES = ("gate", "up")
@@ -52,7 +52,7 @@ def write_peft_folder(
     folder: Path,
     family: Family,
     shape: Shape,
-    settings: LoraSettings,
+    lora: Lora,
     names: Iterable[str],
     dtype: torch.dtype,
     read: Callable[[str], Tensor],
@@ -65,7 +65,7 @@ def write_peft_folder(
         folder: An existing folder.
         family: The family whose names the modules have.
         shape: The model.
-        settings: Rank, alpha and dropout.
+        lora: Rank, alpha, dropout, and how they are scaled.
         names: Projections that have adapters.
         dtype: Of the adapters.
         read: Name with `lora_a` or `lora_b` -> value.
@@ -80,7 +80,7 @@ def write_peft_folder(
         OSError: The disk refuses.
     """
     modules, names = peft_modules(family, shape), list(names)
-    pairs = _pairs(modules, names, settings.rank)
+    pairs = _pairs(modules, names, lora.rank)
     _refuse_inexpressible(family, modules, pairs)
     entries, of_key = [], {}
     for pair in pairs:
@@ -103,7 +103,7 @@ def write_peft_folder(
         return value
 
     size, _ = write_safetensors(folder / ADAPTER_WEIGHTS, entries, made, wrote)
-    config = adapter_config(family, shape, settings, pairs, base)
+    config = adapter_config(family, shape, lora, pairs, base)
     write_atomically(folder / ADAPTER_CONFIG, json.dumps(config, indent=2) + "\n")
     return {
         "files": [ADAPTER_CONFIG, ADAPTER_WEIGHTS],
@@ -128,19 +128,20 @@ def _of_leaf(parts: dict[str, list[StoredPart]], leaf: str) -> list[tuple[str, S
 
 
 def adapter_config(
-    family: Family, shape: Shape, settings: LoraSettings, pairs: list[_Pair], base: str | None
+    family: Family, shape: Shape, lora: Lora, pairs: list[_Pair], base: str | None
 ) -> dict[str, Any]:
     """Content of adapter_config.json."""
-    if settings.rslora and any(one.expert is not None for pair in pairs for one in pair.chosen):
+    if lora.rslora and any(one.expert is not None for pair in pairs for one in pair.chosen):
         # PEFT 0.21 doubles rank and alpha of experts that it fuses, which keeps alpha / rank alone.
-        settings = replace(settings, alpha=settings.scale * settings.rank, rslora=False)
+        scale = adapter_scale(lora)
+        lora = lora.model_copy(update={"alpha": scale * lora.rank, "rslora": False})
     parts = stored_parts(family, shape)
     everything = {part.key.rpartition(".")[0] for own in parts.values() for part in own}
     adapted = {pair.module.name: pair for pair in pairs}
     short = {name: _shortest(name, adapted.keys(), everything) for name in adapted}
     fused = {short[pair.module.name]: len(pair.chosen) for pair in pairs if len(pair.chosen) > 1}
     grown = {
-        name: settings.alpha * (math.sqrt(count) if settings.rslora else count)
+        name: lora.alpha * (math.sqrt(count) if lora.rslora else count)
         for name, count in fused.items()
     }
     weights = [part for own in parts.values() for part in own if part.key.endswith(WEIGHT)]
@@ -148,12 +149,12 @@ def adapter_config(
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base,
-        "r": settings.rank,
-        "lora_alpha": _plain(settings.alpha),
-        "lora_dropout": settings.dropout,
-        "use_rslora": settings.rslora,
+        "r": lora.rank,
+        "lora_alpha": _plain(lora.alpha),
+        "lora_dropout": lora.dropout,
+        "use_rslora": lora.rslora,
         "target_modules": sorted(set(short.values())),
-        "rank_pattern": {name: settings.rank * count for name, count in fused.items()},
+        "rank_pattern": {name: lora.rank * count for name, count in fused.items()},
         "alpha_pattern": {name: _plain(alpha) for name, alpha in grown.items()},
         "fan_in_fan_out": any(part.transposed for part in weights),
         "bias": "none",

@@ -5,12 +5,13 @@ to.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from workbench.adapters.peft_names import LORA_A, LORA_B, WEIGHT, adapted_names
+from workbench.adapters.lora_linear import LORA_A, LORA_B
+from workbench.adapters.peft_names import WEIGHT, adapted_names
 from workbench.checkpoint.checkpoint_format import Shard, Slices
 from workbench.checkpoint.read_tensors import load_shards
 from workbench.checkpoint.tensor_index import TensorSource
@@ -31,6 +32,10 @@ class WeightUpdates:
 
     updates: Mapping[str, LowRankUpdate]
     replaced: Mapping[str, Tensor]
+
+    def changes(self, name: str) -> bool:
+        """Whether a parameter is updated or replaced."""
+        return name in self.updates or name in self.replaced
 
     def apply(self, name: str, slices: Slices, value: Tensor) -> None:
         """Update a box of an unsharded parameter in place.
@@ -70,7 +75,7 @@ def read_updates(
     names = adapted_names(name for name, kind in source.tensors if kind == "parameter")
     wanted = [f"{name}.{leaf}" for name in names for leaf in (LORA_A, LORA_B)]
     shards = {name: _shard(source, name) for name in (*wanted, *replaced)}
-    load_shards(source, list(shards.values()))
+    load_shards(replace(source, exact=False), list(shards.values()))  # without moments, in fp32
     updates = {
         name + WEIGHT: LowRankUpdate(
             shards[f"{name}.{LORA_A}"].tensor, shards[f"{name}.{LORA_B}"].tensor, scales[name]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,8 @@ from workbench.safe_io.json_field_checks import has, object_, text, whole
 
 CONFIG = "config.json"
 """Configuration in a folder of Hugging Face weights."""
+ADAPTER_CONFIG = "adapter_config.json"
+"""Configuration in a folder of adapters in PEFT's format."""
 STEP = re.compile(r"step-(\d{8})")
 LOAD = "checkpoint.load"
 TRAINED_FIELDS = {"method", "lora", "adapter", "quantize", "base_sha256"}
@@ -110,6 +112,12 @@ def naming_field(field: str) -> Iterator[None]:
         ) from None
     except ValueError as error:
         raise ValueError(str(error).replace(LOAD, field)) from None
+
+
+def holds_adapters(meta: Mapping[str, Any]) -> bool:
+    """Whether a checkpoint of this `meta` holds adapters alone."""
+    tune = meta.get("finetune")
+    return isinstance(tune, dict) and tune.get("method") == "lora"
 
 
 def checkpoint_meta(plan: Plan, step: int) -> dict[str, Any]:

@@ -96,24 +96,33 @@ def weights(
     *,
     type: Literal["f32", "f16", "bf16", "q8_0"] | None = None,
     tokenizer: str | Path | None = None,
+    merge: bool = False,
+    base: str | Path | None = None,
 ) -> dict[str, Any]:
-    """Export a checkpoint's weights for Hugging Face, or as GGUF.
+    """Export a checkpoint's weights for Hugging Face, PEFT or GGUF.
 
     Under Hugging Face's names bit for bit. Works in a child process, tensor by tensor. A plan
     starts from what is written where its `model` and `checkpoint.load` name it.
 
+    Of a run that trained adapters these are written, as `peft.PeftModel.from_pretrained` loads
+    them; those named by `finetune.adapter` into a folder of that name. Merged, W + s B A is
+    computed in fp32 and rounded once to the base's dtype.
+
     Args:
-        source: A checkpoint, or a run: its latest checkpoint.
+        source: A checkpoint, or a run: its latest checkpoint; merging, also a PEFT folder.
         to: New folder to write into, or new file that ends in .gguf.
         progress: Called with (bytes done, bytes in all, what).
         type: Of a GGUF file's matrices; default f16.
         tokenizer: A GGUF file whose tokenizer and chat template a GGUF file gets.
+        merge: Merge adapters into their base.
+        base: The weights that were fine-tuned; default those that the run's plan names.
 
     Returns:
         What was written: parameters, tensors, dtype, bytes.
 
     Raises:
-        PlanError: The checkpoint is damaged, its model has no such names, or `to` exists.
+        PlanError: The checkpoint is damaged, its model has no such names, the base is not the one
+            that was fine-tuned, or `to` exists.
     """
     from workbench.runs.launch import subprocess_verbs
 
@@ -122,7 +131,7 @@ def weights(
     options = [word for name, it in given.items() if it is not None for word in (name, str(it))]
     if options and Path(to).suffix != ".gguf":
         raise refuse(options[0], f"is for a GGUF file; '{to}' is to end in .gguf")
-    return subprocess_verbs.export_weights(folder, to, progress, *options)
+    return subprocess_verbs.export_weights(folder, to, merge, base, progress, *options)
 
 
 def watch(run: Run | str | Path) -> Dashboard:

@@ -78,6 +78,7 @@ def generate(
     tokens: int = 64,
     tensor: int = 1,
     chat: bool = False,
+    adapter: str | Path | None = None,
     progress: Callable[[str], None] | None = None,
     loading: Callable[[int, int, str], None] | None = None,
 ) -> dict[str, Any]:
@@ -91,6 +92,7 @@ def generate(
         tokens: Most tokens to generate; the model's end-of-text token ends it earlier.
         tensor: Tensor-parallel ranks.
         chat: Render the prompt by the model's chat template, as a user's message.
+        adapter: Folder of adapters in PEFT's format, merged into the weights in memory.
         progress: Called with each piece of text.
         loading: Called with (bytes done, bytes in all, what) while the first rank loads.
 
@@ -98,12 +100,14 @@ def generate(
         The text, its token ids, the number of tokens of the prompt, and the seconds it took.
 
     Raises:
-        PlanError: The file is damaged, its tokenizer is not known, or the model is illegal on so
-            many ranks.
+        PlanError: A file is damaged, the adapters are of another model, the tokenizer is not
+            known, or the model is illegal on so many ranks.
     """
     from workbench.runs.launch import subprocess_verbs
 
-    return subprocess_verbs.generate(model, prompt, tokens, tensor, chat, progress, loading)
+    return subprocess_verbs.generate(
+        model, prompt, tokens, tensor, chat, adapter, progress, loading
+    )
 
 
 def perplexity(
@@ -114,6 +118,7 @@ def perplexity(
     pipeline: int = 1,
     data: int = 1,
     length: int = 256,
+    adapter: str | Path | None = None,
     loading: Callable[[int, int, str], None] | None = None,
 ) -> dict[str, Any]:
     """Measure the perplexity of a model on texts, on any mesh.
@@ -128,6 +133,7 @@ def perplexity(
         pipeline: Pipeline ranks.
         data: Data-parallel ranks.
         length: Tokens of a window that are read.
+        adapter: Folder of adapters in PEFT's format, merged into the weights in memory.
         loading: Called with (bytes done, bytes in all, what) while the first rank loads.
 
     Returns:
@@ -139,7 +145,9 @@ def perplexity(
     from workbench.runs.launch import subprocess_verbs
 
     files = [texts] if isinstance(texts, str | Path) else texts
-    return subprocess_verbs.perplexity(model, files, tensor, pipeline, data, length, loading)
+    return subprocess_verbs.perplexity(
+        model, files, tensor, pipeline, data, length, adapter, loading
+    )
 
 
 def _sources(what: Any) -> list[str | Path]:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 def weights(
     source: Annotated[
-        Path, typer.Argument(metavar="SOURCE", help="A checkpoint, or a run: its latest one.")
+        Path, typer.Argument(metavar="SOURCE", help="Checkpoint, run, or PEFT folder.")
     ],
     to: Annotated[
         Path, typer.Option("--to", help="New folder to write into, or new file that ends in .gguf.")
@@ -36,12 +36,21 @@ def weights(
     tokenizer: Annotated[
         Path | None, typer.Option("--tokenizer", help="GGUF file whose tokenizer a GGUF file gets.")
     ] = None,
+    merge: Annotated[bool, typer.Option("--merge", help="Merge adapters into their base.")] = False,
+    base: Annotated[
+        Path | None, typer.Option("--base", help="Weights that were fine-tuned; default the run's.")
+    ] = None,
     json: Json = False,
 ) -> None:
     with Status("reading") as status:
-        found = verbs.weights(source, to, _progress(status), type=type, tokenizer=tokenizer)
+        found = verbs.weights(
+            source, to, _progress(status), type=type, tokenizer=tokenizer, merge=merge, base=base
+        )
     words = f"{found['parameters']:,} parameters in {found['tensors']} tensors of {found['dtype']}"
     use = f"a plan starts from them with --set model={to} --set checkpoint.load={to}"
+    if "adapter" in found:
+        to = Path(found["folder"])
+        use = f"generate and perplexity take them with --adapter {to}"
     size = bytes_text(found["bytes"])
     emit(json, found, lambda: [f"{words}, {size}, written to {to}; {use}"])
 
@@ -118,6 +127,9 @@ def _progress(status: Status) -> Callable[[int, int, str], None]:
 
 Model = Annotated[Path, typer.Argument(metavar="MODEL", help="GGUF file, or Hugging Face folder.")]
 Tensor = Annotated[int, typer.Option("--tensor", min=1, help="Tensor-parallel ranks.")]
+Adapter = Annotated[
+    Path | None, typer.Option("--adapter", help="Folder of adapters in PEFT's format.")
+]
 
 
 def generate(
@@ -128,6 +140,7 @@ def generate(
     chat: Annotated[
         bool, typer.Option("--chat", help="The prompt is a user's message to a chat model.")
     ] = False,
+    adapter: Adapter = None,
     json: Json = False,
 ) -> None:
     with nullcontext() if json else Status("starting") as status:
@@ -144,6 +157,7 @@ def generate(
             tokens=tokens,
             tensor=tensor,
             chat=chat,
+            adapter=adapter,
             progress=None if json else show,
             loading=_progress(status) if status is not None else None,
         )
@@ -159,6 +173,7 @@ def perplexity(
     pipeline: Annotated[int, typer.Option("--pipeline", min=1, help="Pipeline ranks.")] = 1,
     data: Annotated[int, typer.Option("--data", min=1, help="Data-parallel ranks.")] = 1,
     length: Annotated[int, typer.Option("--length", min=1, help="Tokens of a window.")] = 256,
+    adapter: Adapter = None,
     json: Json = False,
 ) -> None:
     with nullcontext() if json else Status("starting") as status:
@@ -169,6 +184,7 @@ def perplexity(
             pipeline=pipeline,
             data=data,
             length=length,
+            adapter=adapter,
             loading=_progress(status) if status is not None else None,
         )
     said = f"perplexity {found['perplexity']:.2f} on {found['tokens']:,} tokens"

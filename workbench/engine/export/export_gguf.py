@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from workbench.checkpoint import read_tensors
+from workbench.checkpoint.checkpoint_format import Shard
 from workbench.checkpoint.gguf.gguf_writer import (
     FILE_TYPES,
     gguf_architecture,
@@ -23,17 +24,16 @@ from workbench.checkpoint.gguf.gguf_writer import (
     write_gguf,
 )
 from workbench.checkpoint.huggingface_names import parameter_shapes
-from workbench.checkpoint.resume_point import checkpoint_shape
-from workbench.checkpoint.tensor_index import TensorSource, checkpoint_source
+from workbench.checkpoint.resume_point import is_gguf
 from workbench.engine.export.export_weights import (
     ByteCounter,
     Progress,
     answered,
     as_json,
-    check_files,
     shard_of,
     unwritable,
 )
+from workbench.engine.export.exported_weights import ExportedWeights, weights_to_export
 from workbench.errors import refuse
 
 
@@ -43,16 +43,20 @@ def export_gguf(
     kind: str = "f16",
     tokenizer: Path | None = None,
     progress: Progress = lambda done, of, what: None,
+    base: Path | None = None,
 ) -> dict[str, Any]:
-    """Write a checkpoint's parameters into a new GGUF file.
+    """Write a checkpoint's parameters into a new GGUF file; adapters merged into their base, W +
+    s B A in fp32.
 
     Args:
-        checkpoint: A checkpoint.
+        checkpoint: A checkpoint, or a folder of adapters in PEFT's format.
         to: The file, which appears when all is written.
         kind: Of matrices: f32, f16, bf16 or q8_0. A matrix whose rows q8_0's blocks of 32 do not
             divide is f16.
-        tokenizer: A GGUF file whose tokenizer and chat template are written too.
+        tokenizer: A GGUF file whose tokenizer and chat template are written too; None: those of the
+            base, if it is one.
         progress: Called with (bytes done, bytes in all, current step).
+        base: The weights that adapters are merged into; None: those that the run says.
 
     Returns:
         Tensors, parameters, bytes and type written, and the matrices that are f16 in q8_0's place.
@@ -61,21 +65,23 @@ def export_gguf(
         ValueError: The checkpoint is damaged, no architecture of GGUF expresses the model, the
             tokenizer is of another vocabulary, or `to` exists or cannot be written.
     """
-    source = checkpoint_source(checkpoint)
-    shape = checkpoint_shape(checkpoint, dict(source.meta))
+    weights = weights_to_export(checkpoint, base)
+    shape = weights.shape
     gguf_architecture(shape)
     if to.exists():
         raise refuse("--to", f"'{to}' is there already; legal: a new file")
     extents = parameter_shapes(shape)
+    if tokenizer is None and weights.base is not None and is_gguf(weights.base):
+        tokenizer = weights.base
     fields = {} if tokenizer is None else tokenizer_fields(tokenizer, shape)
     elements = sum(int(np.prod(extent)) for extent in extents.values())
-    total = sum(size for size, _ in source.files.values()) + 4 * elements
-    count = ByteCounter(total, progress)
-    check_files(source, count)
+    count = ByteCounter(weights.checked_bytes + 4 * elements, progress)
+    count.what = "checking weights"
+    weights.check(count)
 
     def read(name: str) -> np.ndarray:
         count.what = f"writing {name}"
-        value = _read(source, name, extents[name])
+        value = _read(weights, name, extents[name])
         count(4 * value.size)
         return value
 
@@ -99,11 +105,15 @@ def export_gguf(
     }
 
 
-def _read(source: TensorSource, name: str, extent: tuple[int, ...]) -> np.ndarray:
+def _read(weights: ExportedWeights, name: str, extent: tuple[int, ...]) -> np.ndarray:
     """A parameter, fp32."""
-    shard = shard_of(source, name, extent, tuple((0, n) for n in extent), device="cpu")
-    read_tensors.copy_boxes(source, [(shard, read_tensors.overlapping_boxes(source, shard))])
-    return shard.tensor.float().numpy()
+    slices = tuple((0, n) for n in extent)
+    boxes = read_tensors.overlapping_boxes(
+        weights.source, shard_of(weights.source, name, extent, slices)
+    )
+    target = Shard(name, "parameter", torch.empty(extent, dtype=torch.float32), extent, slices)
+    value: np.ndarray = weights.read(target, boxes).numpy()
+    return value
 
 
 def main() -> int:
@@ -113,10 +123,11 @@ def main() -> int:
     parser.add_argument("--to", type=Path, required=True)
     parser.add_argument("--type", choices=FILE_TYPES, default="f16")
     parser.add_argument("--tokenizer", type=Path)
+    parser.add_argument("--base", type=Path)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     given = arguments.checkpoint, arguments.to, arguments.type, arguments.tokenizer
-    return answered(lambda: export_gguf(*given, progress=as_json))
+    return answered(lambda: export_gguf(*given, as_json, arguments.base))
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,21 +21,15 @@ from torch import Tensor
 
 from workbench.checkpoint import read_tensors, safetensors_writer, tensor_integrity
 from workbench.checkpoint.checkpoint_format import Shard, Slices, write_atomically
-from workbench.checkpoint.huggingface_names import (
-    config_json,
-    parameter_shapes,
-    stored_parts,
-    writing_family,
-)
-from workbench.checkpoint.resume_point import CONFIG, checkpoint_shape
+from workbench.checkpoint.huggingface_names import parameter_shapes, stored_parts
+from workbench.checkpoint.resume_point import CONFIG
 from workbench.checkpoint.safetensors_writer import TORCH_DTYPES, TensorEntry
-from workbench.checkpoint.tensor_index import TensorSource, checkpoint_source
+from workbench.checkpoint.tensor_index import TensorSource
 from workbench.engine.exit_codes import exit_status
+from workbench.engine.export.exported_weights import ExportedWeights, weights_to_export
 from workbench.errors import PlanError, refuse
-from workbench.plan.catalog.families.family import Family
 from workbench.plan.catalog.families.stored_parts import StoredPart, stored_extents
 from workbench.plan.catalog.huggingface_files import INDEX_FILE, SINGLE_FILE
-from workbench.plan.model.model_shape import Shape
 
 SHARD_BYTES = 5 * 10**9
 """Maximum size of a file; a larger tensor gets a file of its own."""
@@ -47,15 +41,18 @@ def export_checkpoint(
     to: Path,
     progress: Progress = lambda done, of, what: None,
     shard_bytes: int = SHARD_BYTES,
+    base: Path | None = None,
 ) -> dict[str, Any]:
-    """Write a checkpoint's parameters, unconverted, into a new folder.
+    """Write a checkpoint's parameters, unconverted, into a new folder; adapters merged into their
+    base, W + s B A in fp32, rounded once to the base's dtype.
 
     Args:
-        checkpoint: A checkpoint.
+        checkpoint: A checkpoint, or a folder of adapters in PEFT's format.
         to: The folder, which appears when all is written.
         progress: Called with (bytes done, bytes in all, current step); bytes are those read to
             verify and those written.
         shard_bytes: Maximum size of a file.
+        base: The weights that adapters are merged into; None: those that the run says.
 
     Returns:
         Files, tensors, parameters, bytes and dtype written.
@@ -64,21 +61,19 @@ def export_checkpoint(
         ValueError: The checkpoint is damaged, no family's names express the model, or `to`
             exists or cannot be written.
     """
-    source = checkpoint_source(checkpoint)
-    shape = checkpoint_shape(checkpoint, dict(source.meta))
-    family = writing_family(shape)
-    stored = _stored_tensors(source, family, shape)
+    weights = weights_to_export(checkpoint, base)
+    stored = _stored_tensors(weights)
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
         raise refuse("--to", f"'{to}' is there already; legal: a new folder, or an empty one")
-    total = sum(size for size, _ in source.files.values()) + sum(
-        tensor.entry.nbytes for tensor in stored
-    )
+    total = weights.checked_bytes + sum(tensor.entry.nbytes for tensor in stored)
     count = ByteCounter(total, progress)
-    check_files(source, count)
+    count.what = "checking weights"
+    weights.check(count)
     writing = to.with_name(f".{to.name}.writing-{os.getpid()}")
     try:
         writing.mkdir(parents=True)
-        answer = _write(source, shape, stored, writing, count, shard_bytes)
+        answer = _write(weights, stored, writing, count, shard_bytes)
+        weights.copy_tokenizer(writing)
         if to.exists():
             to.rmdir()
         writing.rename(to)
@@ -124,9 +119,10 @@ class _StoredTensor:
     parts: list[tuple[StoredPart, Shard]]
 
 
-def _stored_tensors(source: TensorSource, family: Family, shape: Shape) -> list[_StoredTensor]:
+def _stored_tensors(weights: ExportedWeights) -> list[_StoredTensor]:
     """The family's tensors, in the order of the model's parameters."""
-    extents, parts = parameter_shapes(shape), stored_parts(family, shape)
+    source, shape = weights.source, weights.shape
+    extents, parts = parameter_shapes(shape), stored_parts(weights.family, shape)
     of_key: dict[str, list[tuple[StoredPart, Shard]]] = {}
     for name, own in parts.items():
         for part in own:
@@ -142,16 +138,17 @@ def _stored_tensors(source: TensorSource, family: Family, shape: Shape) -> list[
 def shard_of(
     source: TensorSource, name: str, shape: tuple[int, ...], slices: Slices, device: str = "meta"
 ) -> Shard:
-    """A box of an unsharded parameter as a shard to load; on 'meta' it has no storage yet."""
+    """A box of an unsharded parameter as a shard to load, in its dtype, of a quantised one in fp32;
+    on 'meta' it has no storage yet.
+    """
     stored = source.tensors.get((name, "parameter"))
-    dtype = TORCH_DTYPES[stored.boxes[0].dtype] if stored else torch.float32
+    dtype = TORCH_DTYPES.get(stored.boxes[0].dtype, torch.float32) if stored else torch.float32
     extent = [stop - start for start, stop in slices]
     return Shard(name, "parameter", torch.empty(extent, dtype=dtype, device=device), shape, slices)
 
 
 def _write(
-    source: TensorSource,
-    shape: Shape,
+    weights: ExportedWeights,
     stored: list[_StoredTensor],
     folder: Path,
     count: ByteCounter,
@@ -159,7 +156,7 @@ def _write(
 ) -> dict[str, Any]:
     by_key = {tensor.entry.key: tensor for tensor in stored}
     boxes = {
-        (shard.name, shard.slices): read_tensors.overlapping_boxes(source, shard)
+        (shard.name, shard.slices): read_tensors.overlapping_boxes(weights.source, shard)
         for tensor in stored
         for _, shard in tensor.parts
     }
@@ -169,9 +166,8 @@ def _write(
         entry = by_key[key].entry
         made = torch.zeros(entry.shape, dtype=entry.dtype)
         for part, shard in by_key[key].parts:
-            target = replace(shard, tensor=torch.empty_like(shard.tensor, device="cpu"))
-            read_tensors.copy_boxes(source, [(target, boxes[shard.name, shard.slices])])
-            value = target.tensor.transpose(-1, -2) if part.transposed else target.tensor
+            found = weights.read(shard, boxes[shard.name, shard.slices])
+            value = found.transpose(-1, -2) if part.transposed else found
             theirs = made[tuple(slice(*its) for its in part.theirs)]
             theirs.copy_(value.reshape(theirs.shape))
         return made
@@ -196,7 +192,7 @@ def _write(
         }
         write_atomically(folder / INDEX_FILE, json.dumps(index, indent=2) + "\n")
     dtype = entries[0].dtype
-    write_atomically(folder / CONFIG, json.dumps(config_json(shape, dtype), indent=2) + "\n")
+    write_atomically(folder / CONFIG, json.dumps(weights.config(dtype), indent=2) + "\n")
     return {
         "files": files,
         "tensors": len(entries),
@@ -221,11 +217,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m workbench.engine.export.export_weights")
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("--to", type=Path, required=True)
+    parser.add_argument("--base", type=Path)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
 
     given = arguments.checkpoint, arguments.to
-    return answered(lambda: export_checkpoint(*given, as_json))
+    return answered(lambda: export_checkpoint(*given, as_json, base=arguments.base))
 
 
 def as_json(done: int, of: int, what: str) -> None:

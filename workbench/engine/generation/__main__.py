@@ -13,9 +13,12 @@ from typing import Any
 
 import torch
 
+from workbench.adapters.peft_folder import read_peft_folder
+from workbench.adapters.weight_updates import WeightUpdates, read_updates
 from workbench.corpora.tokenizers.model_tokenizer import ModelTokenizer
 from workbench.corpora.tokenizers.read_tokenizer import read_tokenizer
 from workbench.engine.exit_codes import exit_status
+from workbench.engine.export.exported_weights import family_of_base
 from workbench.engine.generation.greedy import generate_greedily
 from workbench.engine.generation.loaded_model import load_session, weights_plan
 from workbench.engine.generation.perplexity import measure_perplexity
@@ -44,7 +47,7 @@ def _checked(ids: list[int], tokenizer: ModelTokenizer, plan: ResolvedPlan) -> l
     return ids
 
 
-def _loaded(plan: ResolvedPlan, rank: int) -> Session:
+def _loaded(plan: ResolvedPlan, updates: WeightUpdates | None, rank: int) -> Session:
     """A rank's part of the model; rank 0 prints the bytes loaded, at every percent."""
     shown = 0
 
@@ -54,7 +57,7 @@ def _loaded(plan: ResolvedPlan, rank: int) -> Session:
             shown = share
             print(json.dumps({"done": done, "of": of, "what": "loading weights"}), flush=True)
 
-    return load_session(plan, rank, progress=show)
+    return load_session(plan, rank, progress=show, updates=updates)
 
 
 def generate(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -75,8 +78,11 @@ def generate(arguments: argparse.Namespace) -> dict[str, Any]:
             f"is {arguments.tokens}, after {len(prompt)} of the prompt; the model has positions "
             f"for {plan.shape.max_positions} in all",
         )
+    updates = _updates(arguments, plan)
     found, seconds = run_ranks(
-        plan.world_size, partial(_generate, plan, prompt, arguments.tokens, tokenizer), DAY_SECONDS
+        plan.world_size,
+        partial(_generate, plan, updates, prompt, arguments.tokens, tokenizer),
+        DAY_SECONDS,
     )[0]
     return {
         "text": tokenizer.decode(found),
@@ -109,9 +115,14 @@ def _templated(tokenizer: ModelTokenizer, prompt: str) -> str:
 
 
 def _generate(
-    plan: ResolvedPlan, prompt: list[int], most: int, tokenizer: ModelTokenizer, rank: int
+    plan: ResolvedPlan,
+    updates: WeightUpdates | None,
+    prompt: list[int],
+    most: int,
+    tokenizer: ModelTokenizer,
+    rank: int,
 ) -> tuple[list[int], float]:
-    session = _loaded(plan, rank)
+    session = _loaded(plan, updates, rank)
     began, seen = time.monotonic(), list[int]()
 
     def show(token: int) -> None:
@@ -145,14 +156,25 @@ def perplexity(arguments: argparse.Namespace) -> dict[str, Any]:
     _checked(ids, tokenizer, plan)
     if len(ids) < 2:
         raise refuse("texts", f"have {len(ids)} tokens, of which none follows another; legal: 2")
-    work = partial(_perplexity, plan, ids)
+    work = partial(_perplexity, plan, _updates(arguments, plan), ids)
     value, tokens = run_ranks(plan.world_size, work, DAY_SECONDS)[0]
     mesh = {axis: getattr(arguments, axis) for axis in ("tensor", "pipeline", "data")}
     return {"perplexity": value, "tokens": tokens, "length": arguments.length, **mesh}
 
 
-def _perplexity(plan: ResolvedPlan, ids: list[int], rank: int) -> tuple[float, int]:
-    return measure_perplexity(_loaded(plan, rank), ids)
+def _perplexity(
+    plan: ResolvedPlan, updates: WeightUpdates | None, ids: list[int], rank: int
+) -> tuple[float, int]:
+    return measure_perplexity(_loaded(plan, updates, rank), ids)
+
+
+def _updates(arguments: argparse.Namespace, plan: ResolvedPlan) -> WeightUpdates | None:
+    """The adapters that are merged into the weights, read once for all ranks."""
+    if arguments.adapter is None:
+        return None
+    family = family_of_base(Path(arguments.model), plan.shape)
+    found = read_peft_folder(arguments.adapter, family, plan.shape)
+    return read_updates(found.source, found.scales, found.replaced)
 
 
 def _text(path: Path) -> str:
@@ -181,6 +203,8 @@ def main() -> int:
     measuring.add_argument("texts", type=Path, nargs="+")
     for option in ("--tensor", "--pipeline", "--data", "--length"):
         measuring.add_argument(option, type=int, required=True)
+    for command in (generating, measuring):
+        command.add_argument("--adapter", type=Path)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     return exit_status(lambda: print(json.dumps(arguments.work(arguments)), flush=True))

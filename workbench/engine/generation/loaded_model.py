@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from workbench.adapters.weight_updates import WeightUpdates
 from workbench.checkpoint.read_tensors import Progress
 from workbench.engine.session import Session, initial_drawer
 from workbench.engine.session_checkpoint import SessionCheckpointer
@@ -64,6 +65,7 @@ def load_session(
     rank: int,
     dtype: torch.dtype | None = None,
     progress: Progress = lambda done, of: None,
+    updates: WeightUpdates | None = None,
 ) -> Session:
     """A rank's part of the model, on CPU, in evaluation mode, with the weights it loads.
 
@@ -72,6 +74,7 @@ def load_session(
         rank: This rank.
         dtype: Overrides the plan's precision.
         progress: Called with the bytes done and in all of this rank.
+        updates: Adapters that are merged into the weights.
 
     Raises:
         PlanError: On every rank, naming what is wrong with the weights.
@@ -81,9 +84,20 @@ def load_session(
     cpu = torch.device("cpu")
     session = Session.build(plan, mesh, cpu, dtype, drawer=initial_drawer(plan))
     SessionCheckpointer(session, Path("unused")).load(progress)
+    if updates is not None:
+        _merge(session, updates)
     for stage in session.part.stages.values():
         stage.eval()
     return session
+
+
+def _merge(session: Session, updates: WeightUpdates) -> None:
+    """Merge adapters into what this rank holds of the weights, in its dtype."""
+    store = session.part.store
+    for name, layout in store.layouts.items():
+        for part, slices in layout.parts(store.values[name]):
+            updates.apply(layout.name, slices, part.detach())
+    store.gather_params()
 
 
 def only_stage(session: Session) -> Transformer:

@@ -95,4 +95,9 @@ def adapter_scale(lora: Lora) -> float:
     """What an adapter's output is multiplied by: alpha / rank (2106.09685), or alpha / sqrt(rank)
     (2312.03732).
     """
-    return lora.alpha / (lora.rank**0.5 if lora.rslora else lora.rank)
+    return lora_scale(lora.alpha, lora.rank, lora.rslora)
+
+
+def lora_scale(alpha: float, rank: int, rslora: bool) -> float:
+    """The same of numbers that need not be a plan's."""
+    return alpha / (rank**0.5 if rslora else rank)

@@ -12,7 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from workbench.checkpoint.resume_point import checkpoint_of
+from workbench.checkpoint.manifest import read_manifest
+from workbench.checkpoint.resume_point import ADAPTER_CONFIG, checkpoint_of, holds_adapters
 from workbench.errors import ChildError, PlanError, refuse
 from workbench.machine.attached import attached, host_memory
 from workbench.machine.gpu_catalog import local_constants
@@ -194,6 +195,8 @@ def _refuse_other_gpus(plan: ResolvedPlan) -> None:
 def export_weights(
     source: str | Path,
     to: str | Path,
+    merge: bool = False,
+    base: str | Path | None = None,
     progress: Callable[[int, int, str], None] | None = None,
     *options: str,
 ) -> dict[str, Any]:
@@ -207,11 +210,28 @@ def export_weights(
             if progress and "done" in record:
                 progress(record["done"], record["of"], record["what"])
 
-    checkpoint, folder = checkpoint_of(source, "SOURCE"), Path(to).absolute()
-    module = "export_gguf" if folder.suffix == SUFFIX else "export_weights"
+    folder = Path(to).absolute()
+    checkpoint, module = _exported(source, folder, merge)
     command = [str(checkpoint), "--to", str(folder), *options]
+    command += [] if base is None else ["--base", str(Path(base).expanduser().absolute())]
     child_process.python(f"workbench.engine.export.{module}", command, on_line)
     return {"source": str(checkpoint), **record}
+
+
+def _exported(source: str | Path, to: Path, merge: bool) -> tuple[Path, str]:
+    """The checkpoint or PEFT folder that `source` names, and the module that exports it."""
+    merged = "export_gguf" if to.suffix == SUFFIX else "export_weights"
+    if (Path(source) / ADAPTER_CONFIG).is_file():
+        if not merge:
+            raise refuse("--merge", f"is needed: '{source}' is a folder of adapters already")
+        return Path(source).absolute(), merged
+    checkpoint = checkpoint_of(source, "SOURCE")
+    adapters = holds_adapters(read_manifest(checkpoint)["meta"])
+    if merge and not adapters:
+        raise refuse("--merge", f"is for adapters; '{checkpoint}' holds all weights")
+    if adapters and not merge and to.suffix == SUFFIX:
+        raise refuse("--merge", f"is needed: '{checkpoint}' holds adapters, which GGUF has not")
+    return checkpoint, merged if merge or not adapters else "export_adapter"
 
 
 def gpu_check(what: Literal["facts", "all-reduce"], *options: str) -> dict[str, Any]:
@@ -292,13 +312,18 @@ def generate(
     tokens: int,
     tensor: int,
     chat: bool,
+    adapter: str | Path | None = None,
     progress: Callable[[str], None] | None = None,
     loading: LoadingProgress | None = None,
 ) -> dict[str, Any]:
     """Generate in a child process; see `workbench.generate`."""
     if half := HALF.search(prompt):
         raise refuse("prompt", f"is no UTF-8 text at character {half.start()}")
-    options = [*_whole_numbers(tokens=tokens, tensor=tensor), *["--chat"] * chat]
+    options = [
+        *_whole_numbers(tokens=tokens, tensor=tensor),
+        *["--chat"] * chat,
+        *_adapter(adapter),
+    ]
     with tempfile.TemporaryDirectory() as folder:
         # A command line holds 128 KiB of an argument.
         path = Path(folder, "prompt.txt")
@@ -313,13 +338,20 @@ def perplexity(
     pipeline: int,
     data: int,
     length: int,
+    adapter: str | Path | None = None,
     loading: LoadingProgress | None = None,
 ) -> dict[str, Any]:
     """Measure perplexity in a child process; see `workbench.perplexity`."""
     if not texts:
         raise refuse("texts", "are none; give at least one file")
-    options = _whole_numbers(tensor=tensor, pipeline=pipeline, data=data, length=length)
+    options = _whole_numbers(tensor=tensor, pipeline=pipeline, data=data, length=length) + _adapter(
+        adapter
+    )
     return _generated(["perplexity", *options, "--", str(model), *map(str, texts)], None, loading)
+
+
+def _adapter(folder: str | Path | None) -> list[str]:
+    return [] if folder is None else [f"--adapter={folder}"]
 
 
 def _whole_numbers(**options: int) -> list[str]:

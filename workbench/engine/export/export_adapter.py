@@ -1,0 +1,119 @@
+"""Export of a checkpoint's adapters as a folder in PEFT's format.
+
+`python -m workbench.engine.export.export_adapter CHECKPOINT --to FOLDER` prints its progress as
+JSON lines, the answer last.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from workbench.adapters.peft_writer import write_peft_folder
+from workbench.adapters.trained_adapters import base_of_run, trained_adapters
+from workbench.checkpoint import read_tensors
+from workbench.checkpoint.huggingface_names import writing_family
+from workbench.checkpoint.safetensors_writer import TORCH_DTYPES
+from workbench.checkpoint.tensor_index import checkpoint_source
+from workbench.engine.export.export_weights import (
+    ByteCounter,
+    Progress,
+    answered,
+    as_json,
+    check_files,
+    shard_of,
+    unwritable,
+)
+from workbench.engine.export.exported_weights import base_path, family_of_base
+from workbench.errors import refuse
+
+DEFAULT = "default"
+"""Name of adapters that lie in the folder itself; others have a folder of their name in it."""
+
+
+def export_adapter(
+    checkpoint: Path,
+    to: Path,
+    base: Path | None = None,
+    progress: Progress = lambda done, of, what: None,
+) -> dict[str, Any]:
+    """Write a checkpoint's adapters, unconverted, as PEFT does.
+
+    Args:
+        checkpoint: A checkpoint of adapters.
+        to: The folder. Adapters with a name of their own get a folder of that name in it.
+        base: The weights that were fine-tuned; None: those that the run says.
+        progress: Called with (bytes done, bytes in all, current step).
+
+    Returns:
+        Files, tensors, parameters, bytes and dtype written, and the adapters' name.
+
+    Raises:
+        ValueError: The checkpoint is damaged, PEFT cannot express its adapters, or the folder
+            exists or cannot be written.
+    """
+    source = checkpoint_source(checkpoint)
+    trained = trained_adapters(source)
+    shape, name = trained.shape, trained.tune.adapter
+    folder = to if name == DEFAULT else to / name
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise refuse("--to", f"'{folder}' is there already; legal: a new folder, or an empty one")
+    drawn = base is None and trained.tune.base_sha256 is None and base_of_run(checkpoint) is None
+    path = None if drawn else base_path(checkpoint, base)
+    family = writing_family(shape) if path is None else family_of_base(path, shape)
+    size = sum(size for size, _ in source.files.values())
+    count = ByteCounter(size, progress)
+    check_files(source, count)
+    dtype = TORCH_DTYPES[source.tensors[f"{trained.names[0]}.lora_a", "parameter"].boxes[0].dtype]
+
+    def read(parameter: str) -> Tensor:
+        extent = source.tensors[parameter, "parameter"].shape
+        shard = shard_of(source, parameter, extent, tuple((0, n) for n in extent), device="cpu")
+        boxes = read_tensors.overlapping_boxes(source, shard)
+        read_tensors.copy_boxes(source, [(shard, boxes)])
+        return shard.tensor
+
+    writing = folder.with_name(f".{folder.name}.writing-{os.getpid()}")
+    try:
+        writing.mkdir(parents=True)
+        answer = write_peft_folder(
+            writing,
+            family,
+            shape,
+            trained.lora,
+            trained.names,
+            dtype,
+            read,
+            None if path is None else str(path),
+        )
+        if folder.exists():
+            folder.rmdir()
+        writing.rename(folder)
+    except OSError as error:
+        raise unwritable(folder, error) from None
+    finally:
+        shutil.rmtree(writing, ignore_errors=True)
+    return {"folder": str(folder), "adapter": name, **answer}
+
+
+def main() -> int:
+    """Export; 2 with one line on stderr where it is refused."""
+    parser = argparse.ArgumentParser(prog="python -m workbench.engine.export.export_adapter")
+    parser.add_argument("checkpoint", type=Path)
+    parser.add_argument("--to", type=Path, required=True)
+    parser.add_argument("--base", type=Path)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    given = arguments.checkpoint, arguments.to, arguments.base
+    return answered(lambda: export_adapter(*given, as_json))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
