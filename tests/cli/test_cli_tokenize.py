@@ -33,7 +33,7 @@ def test_sources_go_into_one_dataset(home: Path, capsys: pytest.CaptureFixture[s
     (home / "b.txt").write_text("one more")
     found = answered(capsys, "a.jsonl", "b.txt", "-o", "out")
     assert (found["documents"], found["skipped"], found["vocabulary"]) == (5, 1, 256)
-    tokens, documents = read_indexed(home / "out.bin")
+    tokens, documents, _ = read_indexed(home / "out.bin")
     assert tokens.tolist() == byte_tokens([*DOCUMENTS, "one more"])
     assert documents.tolist()[-2:] == [len(tokens) - 9, len(tokens)]
     again = answered(capsys, "out.idx", "-o", "again")

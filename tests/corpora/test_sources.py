@@ -56,7 +56,7 @@ def test_jsonl_and_parquet_are_documents(tmp_path: Path) -> None:
 def test_a_cache_entry_is_megatrons_format_with_its_documents(tmp_path: Path) -> None:
     found = loaded(tmp_path, source=str(write_jsonl(tmp_path / "a.jsonl", DOCUMENTS)))
     assert found.path is not None
-    tokens, documents = read_indexed(found.path)
+    tokens, documents, _ = read_indexed(found.path)
     written = [d.encode() for d in DOCUMENTS if d]
     assert [bytes(tokens[a:b].tolist()) for a, b in pairwise(documents)] == [
         d + b"\0" for d in written

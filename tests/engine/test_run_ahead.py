@@ -15,7 +15,7 @@ import torch
 from tests.engine.test_loop import Records, refusal, steps, trained
 from workbench.engine import loop
 from workbench.engine.data.batch_feed import BatchFeed
-from workbench.engine.data.batch_sampler import BatchContents
+from workbench.engine.data.batch_sampler import Batch, BatchContents
 from workbench.engine.measure import step_under_way
 from workbench.engine.measure.step_under_way import HostCopy, StepUnderWay
 from workbench.engine.session import Session, StepResult
@@ -127,10 +127,10 @@ class Text:
         self.prepared: list[int] = []
         self.seconds = seconds
 
-    def batch(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def batch(self, step: int) -> Batch:
         time.sleep(self.seconds)
         self.prepared.append(step)
-        return torch.full((1, 1, 4), step), torch.full((1, 1, 4), step + 1)
+        return Batch(torch.full((1, 1, 4), step), torch.full((1, 1, 4), step + 1), None)
 
     def contents(self, step: int) -> BatchContents:
         return BatchContents(np.array([4]), np.array([[0]]))
@@ -155,7 +155,7 @@ def test_the_next_batch_is_prepared_in_page_locked_memory(monkeypatch: pytest.Mo
     batches = feed(text)
     batches._page_locked = True
     for step in (5, 6, 9):  # an evaluation or a resumption may jump
-        tokens, targets = batches.load(step)
+        tokens, targets, _ = batches.load(step)
         assert (int(tokens[0, 0, 0]), int(targets[0, 0, 0])) == (step, step + 1)
         assert tokens is batches.tokens
     assert batches._next is not None and batches._next[0] == 10

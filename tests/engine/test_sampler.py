@@ -50,7 +50,7 @@ def test_ranks_together_are_one_device() -> None:
 
 
 def test_targets_are_the_next_tokens() -> None:
-    inputs, targets = BatchSampler(tokens(), 10, 4, data_share(4, 2)).batch(0)
+    inputs, targets, _ = BatchSampler(tokens(), 10, 4, data_share(4, 2)).batch(0)
     assert inputs.dtype == torch.int64
     assert torch.equal(inputs + 1, targets)
 

@@ -40,7 +40,7 @@ def sampler(of: TokenizedCorpus, rank: int = 0, ranks: int = 1) -> BatchSampler:
 
 @pytest.mark.parametrize("part", ["batch", "evaluation"])
 def test_the_last_token_of_a_document_has_no_target(part: str) -> None:
-    inputs, targets = getattr(sampler(corpus()), part)(0)
+    inputs, targets, _ = getattr(sampler(corpus()), part)(0)
     ends = np.isin(inputs + 1, BOUNDARIES)
     assert ends.any()
     assert not ends.all()

@@ -109,7 +109,7 @@ def expected(home: Path) -> tuple[list[float], dict[int, float]]:
     optimizer = torch.optim.AdamW(groups, betas=(o.beta1, o.beta2), eps=o.epsilon)
     trained, held = [], {}
     for step in range(t.steps):
-        tokens, targets = text.batch(step)
+        tokens, targets, _ = text.batch(step)
         loss = model(tokens[0], targets[0]) / targets.numel()
         optimizer.zero_grad()
         loss.backward()
@@ -121,7 +121,7 @@ def expected(home: Path) -> tuple[list[float], dict[int, float]]:
         if (step + 1) % t.evaluation.every == 0:
             with torch.no_grad():
                 batches = [text.evaluation(i) for i in range(t.evaluation.batches)]
-                total = sum(model(x[0], y[0]).item() / y.numel() for x, y in batches)
+                total = sum(model(x[0], y[0]).item() / y.numel() for x, y, _ in batches)
             held[step + 1] = total / len(batches)
     return trained, held
 

@@ -61,6 +61,16 @@ def _read(piece: Piece) -> bytes:
 
 
 def _json_rows(piece: Piece, column: str) -> Iterator[bytes]:
+    for i, row in json_objects(piece):
+        yield _field(row, column, piece, i)
+
+
+def json_objects(piece: Piece) -> Iterator[tuple[int, Any]]:
+    """Rows of a piece of JSONL, each with its line in the piece, from 0.
+
+    Raises:
+        ValueError: A row is no JSON; names the file and the row.
+    """
     block = _read(piece)
     if piece.start == 0:
         block = block.removeprefix(BOM)
@@ -71,26 +81,39 @@ def _json_rows(piece: Piece, column: str) -> Iterator[bytes]:
             row = orjson.loads(line)
         except ValueError as error:
             why = str(error).partition(": line ")[0]
-            raise ValueError(f"{_row(piece, i)} is no JSON: {why}") from None
-        yield _field(row, column, piece, i)
+            raise ValueError(f"{row_name(piece, i)} is no JSON: {why}") from None
+        yield i, row
+
+
+def parquet_objects(piece: Piece) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Rows of a row group of Parquet with all their columns, each with its place in it, from 0."""
+    file = parquet_file(Path(piece.path), "corpus")
+    batches = file.iter_batches(batch_size=256, row_groups=[piece.start])
+    yield from enumerate(row for batch in batches for row in batch.to_pylist())
 
 
 def _field(row: Any, column: str, piece: Piece, i: int) -> bytes:
     if not isinstance(row, dict):
-        raise ValueError(f"{_row(piece, i)} is {shown(row)}; legal: an object with '{column}'")
+        raise ValueError(f"{row_name(piece, i)} is {shown(row)}; legal: an object with '{column}'")
     if column not in row:
         has = ", ".join(shown(name) for name in list(row)[:20]) or "none"
-        raise ValueError(f"{_row(piece, i)} has no field '{column}' (corpus.field); it has {has}")
+        raise ValueError(
+            f"{row_name(piece, i)} has no field '{column}' (corpus.field); it has {has}"
+        )
     text = row[column]
     if text is None:
         return b""
     if not isinstance(text, str):
-        raise ValueError(f"{_row(piece, i)} has '{column}' = {shown(text)}; legal: text")
+        raise ValueError(f"{row_name(piece, i)} has '{column}' = {shown(text)}; legal: text")
     return text.encode()
 
 
-def _row(piece: Piece, i: int) -> str:
-    """The file and row, counted from 1; the file is read again up to it."""
+def row_name(piece: Piece, i: int) -> str:
+    """The file and row `i` of a piece, counted from 1; the file is read again up to it."""
+    if piece.format == "parquet":
+        file = parquet_file(Path(piece.path), "corpus")
+        before = sum(file.metadata.row_group(g).num_rows for g in range(piece.start))
+        return f"{piece.path}: row {before + i + 1}"
     with open(piece.path, "rb") as file:
         before, left = 0, piece.start
         while left > 0 and (block := file.read(min(left, 2**24))):

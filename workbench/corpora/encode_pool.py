@@ -21,7 +21,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from workbench.corpora.encoder import Encoded, Encoder, Encoding
+from workbench.corpora.encoder import Encoded, Encoder, Encoding, encoding_of
 from workbench.corpora.pieces import Piece
 from workbench.errors import ChildError
 
@@ -137,7 +137,7 @@ class _Child:
 
 def serve(requests: BinaryIO, answers: BinaryIO) -> None:
     """Encode pieces until `requests` ends: the child's side."""
-    encoder = Encoder(Encoding(**json.loads(requests.readline())))
+    encoder = Encoder(encoding_of(json.loads(requests.readline())))
     for line in requests:
         try:
             done = encoder.encode(Piece(**json.loads(line)))

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from workbench.corpora.conversations.chat_encoder import DTYPE, ChatEncoder, ChatEncoding
 from workbench.corpora.documents import decoded, documents
 from workbench.corpora.pieces import Piece
 from workbench.corpora.tokenizers.text_tokenizer import load_tokenizer
@@ -27,11 +30,21 @@ class Encoding:
     vocab: int
     """Ids are below it."""
     column: str
+    chat: ChatEncoding | None = None
+    """How conversations do; None: documents are text."""
 
     @property
     def dtype(self) -> np.dtype:
         """Type of stored tokens: those of Megatron's format that hold the ids."""
+        if self.chat is not None:
+            return DTYPE
         return np.dtype(np.uint16 if self.vocab <= 2**16 else np.int32)
+
+
+def encoding_of(data: Mapping[str, Any]) -> Encoding:
+    """An encoding from what `asdict` made of it."""
+    chat = data["chat"]
+    return Encoding(**{**data, "chat": chat and ChatEncoding(**chat)})
 
 
 @dataclass(frozen=True)
@@ -55,6 +68,9 @@ class Encoder:
     def __init__(self, encoding: Encoding) -> None:
         self.encoding = encoding
         self._tokenizer = load_tokenizer(Path(encoding.tokenizer)) if encoding.tokenizer else None
+        self._chats = None
+        if encoding.chat is not None:
+            self._chats = ChatEncoder(encoding.chat, self._tokenizer, encoding.end)
 
     def encode(self, piece: Piece) -> Encoded:
         """Tokens of `piece`, an end-of-text token after each document that ends in it.
@@ -62,6 +78,11 @@ class Encoder:
         Raises:
             ValueError: A row cannot be read; names the file and the row.
         """
+        if self._chats is not None:
+            conversations = self._chats.encode(piece)
+            tokens = np.concatenate([np.empty(0, DTYPE), *conversations])
+            sizes = np.array([len(one) for one in conversations], np.int32)
+            return Encoded(tokens, sizes, 0, True, piece.size)
         parts: list[np.ndarray] = []
         lengths: list[int] = []
         skipped = 0

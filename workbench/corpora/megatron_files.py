@@ -36,6 +36,8 @@ class IndexedTokens(NamedTuple):
     tokens: np.ndarray
     documents: np.ndarray
     """int64 [documents + 1]: the first token of each document, and the number of tokens."""
+    sequences: np.ndarray
+    """int64 [sequences + 1]: those of each sequence, of which a document has one or more."""
 
 
 def read_indexed(path: Path) -> IndexedTokens:
@@ -98,7 +100,7 @@ def _checked(
     if not ordered or (np.diff(documents) < 0).any():
         raise ValueError(f"{index}: its documents do not go from sequence 0 to {last} in order")
     tokens = np.memmap(path, dtype, mode="r") if said else np.empty(0, dtype)
-    return IndexedTokens(tokens, starts[documents])
+    return IndexedTokens(tokens, starts[documents], starts)
 
 
 class IndexedWriter:
@@ -118,8 +120,17 @@ class IndexedWriter:
         self._hash = hashlib.sha256()
         self._file = data.open("wb")
 
-    def add(self, tokens: np.ndarray, lengths: np.ndarray, ends: bool = True) -> None:
-        """Append documents of `lengths`; unless `ends`, the last one goes on in the next call."""
+    def add(
+        self, tokens: np.ndarray, lengths: np.ndarray, ends: bool = True, each: int = 1
+    ) -> None:
+        """Append sequences of `lengths`.
+
+        Args:
+            tokens: Of all of them.
+            lengths: Tokens of each.
+            ends: Whether the last document ends here, or goes on in the next call.
+            each: Sequences of a document; 0: all are one.
+        """
         content = np.ascontiguousarray(tokens, self.dtype).data
         self._file.write(content)
         self._hash.update(content)
@@ -127,7 +138,8 @@ class IndexedWriter:
         before = len(self._lengths)
         self._lengths.frombytes(np.asarray(lengths, np.int32).tobytes())
         last = len(self._lengths) + (1 if ends else 0)
-        self._documents.extend(range(before + 1, last))
+        each = each or max(1, len(lengths))
+        self._documents.extend(range(before + each, last, each))
 
     def finish(self) -> tuple[int, str]:
         """Write the index. Returns the number of documents, and the sha256 of the tokens."""

@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, cast
 
 from workbench.errors import refuse
+from workbench.runtime_facts.conversation_fields import FIELDS
 
 if TYPE_CHECKING:  # the children that encode pieces start faster without the plan's schema
     from workbench.plan.corpus_files import SourceFiles
@@ -55,14 +56,23 @@ def pieces(of: SourceFiles) -> Iterator[Piece]:
     """
     for path in of.paths:
         try:
-            if of.format == "parquet":
+            kind = row_file(path) if of.format in FIELDS else of.format
+            if kind == "python":
+                size = path.stat().st_size
+                yield Piece(kind, str(path), 0, size, size)
+            elif kind == "parquet":
                 yield from _row_groups(path, of)
-            elif of.format == "jsonl":
+            elif kind == "jsonl":
                 yield from _rows(path, of)
             else:
                 yield from _text(path)
         except OSError as error:
             raise refuse(f"{of.where}.source", f"{path} cannot be read: {error}") from None
+
+
+def row_file(path: Path) -> str:
+    """How a file of conversations is read: a module's docstrings, Parquet, else JSONL."""
+    return {".py": "python", ".parquet": "parquet"}.get(path.suffix, "jsonl")
 
 
 def total_bytes(of: SourceFiles) -> int:
@@ -125,7 +135,15 @@ def _character_end(file: Any, here: int, size: int) -> int:
 
 def _row_groups(path: Path, of: SourceFiles) -> Iterator[Piece]:
     file = parquet_file(path, of.where)
-    schema = file.schema_arrow
+    if of.format not in FIELDS:
+        _check_column(path, file.schema_arrow, of)
+    groups = file.num_row_groups
+    share = path.stat().st_size // max(1, groups)
+    for group in range(groups):
+        yield Piece("parquet", str(path), group, group + 1, share)
+
+
+def _check_column(path: Path, schema: Any, of: SourceFiles) -> None:
     if of.column not in schema.names:
         has = ", ".join(f"'{name}'" for name in schema.names[:20])
         raise refuse(
@@ -136,10 +154,6 @@ def _row_groups(path: Path, of: SourceFiles) -> Iterator[Piece]:
         raise refuse(
             f"{of.where}.field", f"is '{of.column}', which holds {kind} in {path}; legal: text"
         )
-    groups = file.num_row_groups
-    share = path.stat().st_size // max(1, groups)
-    for group in range(groups):
-        yield Piece("parquet", str(path), group, group + 1, share)
 
 
 def parquet_file(path: Path, where: str) -> Any:

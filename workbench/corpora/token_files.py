@@ -30,7 +30,8 @@ def open_tokens(of: SourceFiles) -> IndexedTokens:
         raise refuse(f"{of.where}.source", f"{path} cannot be read: {unread(error)}") from None
     except ValueError as error:
         raise refuse(f"{of.where}.source", " ".join(str(error).split())) from None
-    return IndexedTokens(tokens, np.array([0, len(tokens)]))
+    alone = np.array([0, len(tokens)])
+    return IndexedTokens(tokens, alone, alone)
 
 
 def check_tokens(found: IndexedTokens, vocab: int, of: SourceFiles) -> None:

@@ -10,12 +10,13 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from workbench.corpora.conversations.chat_encoder import PLAIN_TEMPLATE, ChatEncoding
 from workbench.corpora.encode_pool import encode_all
 from workbench.corpora.encoder import BYTES, Encoding
 from workbench.corpora.megatron_files import IndexedWriter, read_indexed
@@ -30,11 +31,19 @@ from workbench.corpora.token_cache import (
     write_whole,
 )
 from workbench.corpora.token_files import check_tokens, ended_by, open_tokens
-from workbench.corpora.tokenizers.text_tokenizer import end_token, load_tokenizer, vocabulary_size
+from workbench.corpora.tokenizers.chat_template import ChatTemplate
+from workbench.corpora.tokenizers.read_tokenizer import own_template
+from workbench.corpora.tokenizers.text_tokenizer import (
+    control_tokens,
+    end_token,
+    load_tokenizer,
+    vocabulary_size,
+)
 from workbench.corpora.trained_bpe import sample_texts, train_bpe
 from workbench.errors import PlanError, refuse
 from workbench.plan import corpus_files, schema
 from workbench.plan.corpus_files import TOKENIZED, UNINDEXED, SourceFiles, source_files
+from workbench.runtime_facts.conversation_fields import FIELDS, PREFERENCES
 
 FORMAT = 1
 """Changes when the same text is to become other tokens."""
@@ -56,6 +65,7 @@ class SourceTokens:
     weight: float
     """Share of the samples, relative to the other sources."""
     documents: int
+    """Of conversations how many there are, or pairs."""
     skipped: int
     """Documents without a token, which were left out."""
     sha256: str
@@ -66,6 +76,12 @@ class SourceTokens:
     boundaries: np.ndarray | None = None
     """int64: the first token of each document, ascending, counted from the first of `train`, after
     whose last the tokens of `holdout` go on; None where documents are not separated."""
+    kind: str = "text"
+    """Format of conversations, of which ids without loss are stored as their complement; else
+    text."""
+    conversations: np.ndarray | None = None
+    """int64 [conversations + 1]: the first token of each, as in `boundaries`, and the number of
+    tokens; None of text. Of preferences a pair is two: the chosen and the rejected one."""
 
 
 @dataclass(frozen=True)
@@ -113,8 +129,7 @@ def load_corpus(
     folder.mkdir(parents=True, exist_ok=True)
     work = _Work(corpus, vocab, folder, deadline, progress, processes)
     encoding = work.encoding()
-    parts: Sequence[schema.TextSource] = corpus.mix or [corpus]
-    found = [work.source_tokens(part, i, encoding) for i, part in enumerate(parts)]
+    found = [work.source_tokens(part, i, encoding) for i, part in enumerate(work.parts())]
     tokenizer = Path(encoding.tokenizer) if encoding and encoding.tokenizer else None
     size = encoding.vocab if encoding else vocab
     return TokenizedCorpus(tuple(found), corpus.tokenizer, tokenizer, size)
@@ -135,6 +150,10 @@ class _Work:
         if self._files is None:
             self._files = source_files(self.corpus)
         return self._files
+
+    def parts(self) -> Sequence[schema.TextSource]:
+        """The sources of the corpus."""
+        return self.corpus.mix or [self.corpus]
 
     def encoding(self) -> Encoding:
         """How text becomes tokens; trains the BPE where there is none in the cache."""
@@ -166,6 +185,8 @@ class _Work:
         sha256 = pinned or corpus_files.corpus_sha256(self.files()[index])
         kind = corpus_files.source_format(part)
         tokenized = kind in TOKENIZED
+        if kind in FIELDS:
+            encoding = replace(encoding, chat=self._chat(kind, encoding))
         key = _key(sha256, kind, part, None if tokenized else encoding, self.vocab)
         began, encoded = time.monotonic(), False
         entry = read_entry(self.folder, key)
@@ -181,8 +202,8 @@ class _Work:
             indexed = open_tokens(self.files()[index])
         else:
             indexed = read_indexed(self.folder / f"{key}.bin")
-        boundaries, tokens = None, indexed.tokens
-        if self.corpus.separate_documents:
+        boundaries, tokens, documents = None, indexed.tokens, entry["documents"]
+        if kind not in FIELDS and self.corpus.separate_documents:
             marked = kind in UNINDEXED
             boundaries = ended_by(tokens, encoding.end) if marked else indexed.documents[:-1]
             if len(boundaries) >= len(tokens) == len(np.unique(boundaries)):
@@ -192,18 +213,42 @@ class _Work:
                     f"which predicts none; legal: false, or longer documents",
                 )
         split = len(tokens) - int(len(tokens) * self.corpus.holdout)
+        if kind in FIELDS:
+            groups = len(indexed.documents) - 1
+            split = int(indexed.documents[groups - int(groups * self.corpus.holdout)])
+            documents = (len(indexed.sequences) - 1) // (1 + (kind == PREFERENCES))
         return SourceTokens(
             source=part.source,
             train=tokens[:split],
             holdout=tokens[split:],
             weight=part.weight if isinstance(part, schema.WeightedSource) else 1.0,
-            documents=entry["documents"],
+            documents=documents,
             skipped=entry["skipped"],
             sha256=sha256,
             seconds=time.monotonic() - began if encoded else None,
             path=None if tokenized else self.folder / f"{key}.bin",
             boundaries=boundaries,
+            kind=kind if kind in FIELDS else "text",
+            conversations=indexed.sequences if kind in FIELDS else None,
         )
+
+    def _chat(self, kind: str, encoding: Encoding) -> ChatEncoding:
+        """How conversations become tokens: the chat template is the plan's, or the tokenizer's."""
+        template, path = corpus_files.template_text(self.corpus), encoding.tokenizer
+        where = "corpus.tokenizer" if template is None else "corpus.template"
+        special, controls = {"eos_token": "\0"}, []
+        if path is not None:
+            tokenizer = load_tokenizer(Path(path))
+            own, special = own_template(Path(path))
+            template, controls = template or own, control_tokens(tokenizer)
+            special.setdefault("eos_token", str(tokenizer.id_to_token(encoding.end)))
+        if self.corpus.tokenizer in ("bytes", "bpe"):
+            template = template or PLAIN_TEMPLATE
+        try:
+            ChatTemplate(template or "", special)
+        except ValueError as error:
+            raise refuse(where, f"has no chat template that can be read: {error}") from None
+        return ChatEncoding(kind, template, special, controls, self.corpus.loss_on == "all")
 
     def _check_vocab(self, least: int) -> None:
         if self.vocab < least:
@@ -240,7 +285,7 @@ class _Work:
         data, index = self.folder / f"{key}.bin", self.folder / f"{key}.idx"
         drafts = draft_of(data), draft_of(index)
         remove_abandoned(self.folder, key)
-        encoding = Encoding(encoding.tokenizer, encoding.end, encoding.vocab, files.column)
+        encoding = replace(encoding, column=files.column)
         try:
             writer = IndexedWriter(*drafts, encoding.dtype)
             try:
@@ -250,7 +295,8 @@ class _Work:
                 writer.close()
             if writer.count < 2:
                 empty = f": all {skipped} documents are empty" if skipped else ""
-                raise refuse(f"{files.where}.source", f"{files.source} has no text{empty}")
+                what = "conversations" if encoding.chat else "text"
+                raise refuse(f"{files.where}.source", f"{files.source} has no {what}{empty}")
             if entry := read_entry(self.folder, key, report=False):
                 return entry  # another node was faster, and ranks map its file already
             drafts[0].replace(data)
@@ -266,9 +312,12 @@ class _Work:
     def _write(self, files: SourceFiles, encoding: Encoding, writer: IndexedWriter) -> int:
         """Encode a source into `writer`; returns how many documents were skipped."""
         total, done, skipped = total_bytes(files), 0, 0
+        each = 2 if files.format == PREFERENCES else 1
+        if files.source == "stdlib" and encoding.chat is not None:
+            each = 0  # docstrings of a module are alike: none is held out from its others
         try:
             for part in encode_all(encoding, pieces(files), total, self.processes):
-                writer.add(part.tokens, part.lengths, part.ends)
+                writer.add(part.tokens, part.lengths, part.ends, each)
                 skipped += part.skipped
                 done += part.size
                 self.progress(done, total, files.source)
@@ -280,7 +329,7 @@ class _Work:
 
     def _bpe(self) -> Path:
         """A BPE of the model's vocabulary, trained on all sources of text together."""
-        for part, at in ((p, i) for i, p in enumerate(self.corpus.mix or [self.corpus])):
+        for at, part in enumerate(self.parts()):
             if corpus_files.source_format(part) in TOKENIZED:
                 where = f"corpus.mix.{at}" if self.corpus.mix else "corpus"
                 raise refuse(
@@ -292,7 +341,9 @@ class _Work:
         if sha256 is None:
             hashes = [corpus_files.corpus_sha256(one) for one in self.files()]
             sha256 = corpus_files.mixed_sha256(hashes) if self.corpus.mix else hashes[0]
-        path = self.folder / f"{sha256[:32]}-bpe-{self.vocab}.tokenizer.json"
+        kinds = sorted({corpus_files.source_format(p) for p in self.parts()} & set(FIELDS))
+        name = "-".join([sha256[:32], *kinds, "bpe", str(self.vocab)])
+        path = self.folder / f"{name}.tokenizer.json"
         if not path.exists():
             with locked(path.with_suffix(".lock"), self.deadline):
                 if not path.exists():
@@ -316,6 +367,8 @@ def _key(
     else:
         tokenizer = encoding.tokenizer
         how |= {"end": encoding.end, "vocab": encoding.vocab}
+        if encoding.chat is not None:
+            how["chat"] = asdict(encoding.chat)
         how["tokenizer"] = (
             tokenizer and corpus_files.file_sha256(Path(tokenizer), "corpus.tokenizer").hex()
         )

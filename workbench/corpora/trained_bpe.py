@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from workbench.corpora.conversations.chat_encoder import chat_texts
 from workbench.corpora.documents import decoded, documents
 from workbench.corpora.pieces import pieces
 from workbench.plan.corpus_files import SourceFiles
+from workbench.runtime_facts.conversation_fields import FIELDS
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -23,6 +25,9 @@ def sample_texts(sources: list[SourceFiles]) -> Iterator[str]:
     found = [(one, piece) for one in sources for piece in pieces(one)]
     total = sum(piece.size for _, piece in found)
     for source, piece in found[:: max(1, round(total / TRAIN_BYTES))]:
+        if source.format in FIELDS:
+            yield from chat_texts(piece, source.format)
+            continue
         for batch in documents(piece, source.column):
             for text in batch:
                 yield decoded(text, piece)

@@ -45,9 +45,11 @@ from workbench.engine.session_checkpoint import SessionCheckpointer
 from workbench.errors import refuse
 from workbench.parallel.mesh import Mesh
 from workbench.parallel.tensor.apply_tensor import counts_own_loss
+from workbench.plan.corpus_files import conversation_format
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.planned_device import tensor_device
 from workbench.runs.store.stop_request import read_stop
+from workbench.runtime_facts.conversation_fields import PREFERENCES
 from workbench.runtime_facts.phase_deadlines import SLOW_FACTOR
 from workbench.units import bytes_text
 
@@ -101,15 +103,17 @@ class TrainingLoop:
             self.saver.prepare()
 
     def _text(self) -> TextSampler:
-        if self.plan.finetune is not None and self.plan.finetune.preference is not None:
-            what = "needs pairs of answers, and corpus.source is text; legal: without it"
+        pairs = conversation_format(self.plan.corpus) == PREFERENCES
+        if self.plan.finetune and self.plan.finetune.preference and not pairs:
+            what = "needs pairs of answers, and corpus has none; legal: corpus.format: preferences"
             raise refuse("finetune.preference", what)
         t, share = self.plan.training, rank_share(self.plan, self.mesh)
         deadline = SLOW_FACTOR * self.plan.telemetry.timeout_seconds
         corpus = tokenized_corpus.load_corpus(
             self.plan.corpus, self.plan.vocab, deadline=deadline, progress=self._tokenizing
         )
-        text = TextSampler(corpus, t.sequence_length, t.global_batch, share, t.seed)
+        packing = bool(self.plan.corpus.packing)
+        text = TextSampler(corpus, t.sequence_length, t.global_batch, share, t.seed, packing)
         if t.evaluation.every:
             # Refuse held-out text that is too short now, not at the first evaluation.
             text.evaluation(0)
@@ -229,7 +233,7 @@ class TrainingLoop:
                 self._open_window()
                 self.action_tracker = sampler = StepSampler(self.session, self.meter)
                 self._samples.append(SampledStep(self.index, sampler))
-                stack.enter_context(sampler.step(batch))
+                stack.enter_context(sampler.step(batch[:2]))
             elif observed == "timeline":
                 self.action_tracker = timeline = StepTimeline(self.session)
                 stack.enter_context(timeline.step())
@@ -237,8 +241,9 @@ class TrainingLoop:
             assert contents is not None
             tokens: list[int] = contents.trained_tokens.tolist()
             sources = self._sources(contents)
+            tracker, all_tokens = self.action_tracker, sum(tokens)
             result = self.session.step(
-                self.index, *batch, self.action_tracker, asked, sum(tokens), sources
+                self.index, *batch[:2], tracker, asked, all_tokens, sources, batch.starts
             )
         counters = self.meter.end_step(observed == "memory")
         if observed == "memory":

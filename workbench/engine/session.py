@@ -221,6 +221,7 @@ class Session:
         stop: int = 0,
         trained_tokens: int | None = None,
         sources: SequenceSources | None = None,
+        starts_MBT: Tensor | None = None,
     ) -> StepResult:
         """Forward, backward and optimizer step on this data-parallel rank's microbatches.
 
@@ -239,6 +240,8 @@ class Session:
             trained_tokens: Tokens of the global batch that have a target; None: all of them.
             sources: Of this rank's sequences; then the loss of each source is summed with the
                 rest, in the same all-reduce.
+            starts_MBT: Index in its sequence of the first token of each token's document; None: a
+                sequence is one document, or its targets say it (`document_starts`).
 
         Returns:
             Loss, gradient norm and summed stop requests of the whole job, not yet synchronised with
@@ -258,7 +261,7 @@ class Session:
             self.delayed.start()
         self.part.aux_loss.start(scale)
         self.part.samples.start_step(index * t.global_batch + self.share.first, self.share.stride)
-        self._find_documents(targets_MBT)
+        self._find_documents(targets_MBT, starts_MBT)
         own = self._own(tokens_MBT, targets_MBT)
         if (preference := self.part.samples.preference) is not None:
             self._take_reference(own, watch)
@@ -339,10 +342,11 @@ class Session:
         by_source = None if by_source is None else by_source / scale
         return StepResult(loss / scale, norm / scale, stop, scale, skipped, by_source)
 
-    def _find_documents(self, targets_MBT: Tensor) -> None:
+    def _find_documents(self, targets_MBT: Tensor, starts_MBT: Tensor | None) -> None:
         """Tell the stages where the documents of their microbatches start."""
         if self.plan.corpus.separate_documents:
-            self.part.samples.starts_of_step = document_starts(targets_MBT)
+            found = document_starts(targets_MBT) if starts_MBT is None else starts_MBT
+            self.part.samples.starts_of_step = found
 
     def _own(self, tokens_MBT: Tensor, targets_MBT: Tensor) -> tuple[Tensor, Tensor]:
         """This rank's part of the sequences, along the context axis."""
@@ -372,18 +376,21 @@ class Session:
         summed = None if parts is None else both[3:]
         return both[0], both[1].sqrt(), both[2], summed
 
-    def evaluate(self, tokens_MBT: Tensor, targets_MBT: Tensor) -> Tensor | None:
+    def evaluate(
+        self, tokens_MBT: Tensor, targets_MBT: Tensor, starts_MBT: Tensor | None = None
+    ) -> Tensor | None:
         """Summed loss of this rank's microbatches, without backward; of pairs, `sums` of the
         preference loss then has their rewards.
 
         Args:
             tokens_MBT: Inputs, as in `step`.
             targets_MBT: Next tokens, same shape.
+            starts_MBT: As in `step`.
 
         Returns:
             A scalar; None on stages without the head.
         """
-        self._find_documents(targets_MBT)
+        self._find_documents(targets_MBT, starts_MBT)
         own = self._own(tokens_MBT, targets_MBT)
         if (preference := self.part.samples.preference) is not None:
             self._take_reference(own, NullObserver())

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import sysconfig
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 from workbench.errors import refuse
 from workbench.plan import schema
-from workbench.safe_io.files import unread
+from workbench.runtime_facts.conversation_fields import FIELDS, row_format
+from workbench.safe_io.files import read_some, unread
 
 TEXT = frozenset(
     {
@@ -58,8 +61,16 @@ TOKENIZED = frozenset({"npy", "raw", "megatron"})
 """Formats that hold tokens, which no tokenizer reads."""
 UNINDEXED = frozenset({"npy", "raw"})
 """Those of them that do not say where documents end."""
-FOLDERS = {"jsonl": (".jsonl", ".ndjson"), "parquet": (".parquet",)}
+FOLDERS = {
+    "jsonl": (".jsonl", ".ndjson"),
+    "parquet": (".parquet",),
+    **dict.fromkeys(FIELDS, (".jsonl", ".ndjson", ".parquet")),
+}
 """Format -> suffixes that a folder is searched for; other folders hold text."""
+MOST_TEMPLATE = 2**20
+"""Bytes of the largest chat template that is read."""
+MOST_FIRST_ROW = 2**24
+"""Characters of a first row that are looked at."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +112,7 @@ def source_files(corpus: schema.Corpus) -> list[SourceFiles]:
 
 def _source_files(of: schema.TextSource, where: str) -> SourceFiles:
     path, kind = Path(of.source).expanduser(), source_format(of)
-    if of.field is not None and kind not in FOLDERS:
+    if of.field is not None and (kind not in FOLDERS or kind in FIELDS):
         raise refuse(f"{where}.field", f"is '{of.field}', and {kind} has no fields; legal: none")
     if of.dtype is not None and kind != "raw":
         raise refuse(f"{where}.dtype", f"is {of.dtype}, and {kind} is not raw tokens; legal: none")
@@ -117,7 +128,9 @@ def _source_files(of: schema.TextSource, where: str) -> SourceFiles:
 
 
 def source_format(of: schema.TextSource) -> schema.CorpusFormat:
-    """The format of a source: the plan's, else what the file's name says, else text."""
+    """The format of a source: the plan's, else what the file's name says, else text. What a JSONL
+    file holds its first row says, unless `field` names it.
+    """
     if of.format is not None or of.source == "stdlib":
         return of.format or "text"
     path = Path(of.source).expanduser()
@@ -127,7 +140,27 @@ def source_format(of: schema.TextSource) -> schema.CorpusFormat:
         return "megatron" if os.path.exists(path.with_suffix(".idx")) else "raw"
     if not os.path.exists(path) and os.path.exists(_megatron(path)[1]):
         return "megatron"
-    return "text" if os.path.isdir(path) else SUFFIXES.get(path.suffix, "text")
+    found = "text" if os.path.isdir(path) else SUFFIXES.get(path.suffix, "text")
+    return _row_format(path) if found == "jsonl" and of.field is None else found
+
+
+def _row_format(path: Path) -> schema.CorpusFormat:
+    """jsonl, or the format of conversations that the first row of a file is of."""
+    try:
+        with path.open(encoding="utf-8-sig") as file:
+            lines = iter(lambda: file.readline(MOST_FIRST_ROW), "")
+            row = json.loads(next(filter(str.strip, lines), ""))
+    except (OSError, ValueError, RecursionError):
+        return "jsonl"  # what is wrong with it is said where all of it is read
+    kind = row_format(row) if isinstance(row, dict) else None
+    return cast("schema.CorpusFormat", kind or "jsonl")
+
+
+def conversation_format(corpus: schema.Corpus) -> str | None:
+    """The format of conversations that a corpus has a source of; None where all are text."""
+    parts: Sequence[schema.TextSource] = corpus.mix or [corpus]
+    found = [source_format(part) for part in parts]
+    return next((kind for kind in FIELDS if kind in found), None)
 
 
 def _megatron(path: Path) -> tuple[Path, Path]:
@@ -192,6 +225,27 @@ def file_sha256(path: Path, field: str) -> bytes:
 def mixed_sha256(hashes: Sequence[str]) -> str:
     """Hash that names a mixture's sources, in order."""
     return hashlib.sha256("".join(hashes).encode()).hexdigest()
+
+
+def template_path(corpus: schema.Corpus) -> Path | None:
+    """The file that `corpus.template` names. Raises `PlanError` where it is none."""
+    if corpus.template is None:
+        return None
+    path = Path(corpus.template).expanduser()
+    if not os.path.isfile(path):
+        raise refuse(
+            "corpus.template", f"'{corpus.template}' is no file; legal: one with a chat template"
+        )
+    return path
+
+
+def template_text(corpus: schema.Corpus) -> str | None:
+    """The chat template in that file. Raises `PlanError` where it cannot be read."""
+    path = template_path(corpus)
+    try:
+        return None if path is None else read_some(path, MOST_TEMPLATE)
+    except (OSError, UnicodeDecodeError) as error:
+        raise refuse("corpus.template", f"'{path}' cannot be read: {unread(error)}") from None
 
 
 def tokenizer_path(corpus: schema.Corpus) -> Path | None:

@@ -16,6 +16,7 @@ from workbench.machine.hardware import GPU, Fabric
 from workbench.plan import corpus_files, schema
 from workbench.plan.base_weights import base_sha256
 from workbench.plan.catalog import catalog, gguf_config, huggingface_config
+from workbench.plan.conversation_corpus import resolved_corpus
 from workbench.plan.model import python_model_file
 from workbench.plan.model.attention_kernel import decided_attention
 from workbench.plan.model.layer_profile import LayerProfile
@@ -80,6 +81,7 @@ def resolve(plan: Plan) -> ResolvedPlan:
             "cluster": cluster,
             plan.task_section: task,
             "strategy": strategy,
+            "corpus": resolved_corpus(plan.corpus),
         }
     )
     result = _decided(filled, model, gpu)
@@ -153,6 +155,12 @@ def _pinned_corpus(corpus: schema.Corpus) -> dict[str, Any]:
         _expect("corpus.tokenizer_sha256", corpus.tokenizer_sha256, sha256, named)
         changes["corpus.tokenizer"] = _absolute(str(tokenizer))
         changes["corpus.tokenizer_sha256"] = sha256
+    if template := corpus_files.template_path(corpus):
+        sha256 = corpus_files.file_sha256(template, "corpus.template").hex()
+        named = f"template {corpus.template_sha256}, '{template}'"
+        _expect("corpus.template_sha256", corpus.template_sha256, sha256, named)
+        changes["corpus.template"] = _absolute(str(template))
+        changes["corpus.template_sha256"] = sha256
     return changes
 
 

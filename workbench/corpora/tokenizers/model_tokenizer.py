@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from workbench.errors import refuse
 
@@ -56,46 +54,18 @@ class ModelTokenizer:
     def chat(self, messages: Sequence[Mapping[str, str]]) -> str:
         """Messages as the file's chat template renders them, with the beginning of an answer.
 
-        The template is code of whoever made the file: it runs in jinja2's sandbox, which reaches
-        neither attributes of Python nor files.
-
         Args:
             messages: Mappings with role and content.
 
         Raises:
             PlanError: The file has no template, or it fails.
         """
-        from jinja2 import TemplateError
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
+        from workbench.corpora.tokenizers.chat_template import ChatTemplate
 
         if self.template is None:
             raise refuse("chat", f"'{self.source}' has no chat template; give plain text")
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-        )
-        environment.globals |= {"raise_exception": _raise, "strftime_now": _now}
-        environment.filters["tojson"] = _json
         try:
-            text = environment.from_string(self.template).render(
-                messages=list(messages), add_generation_prompt=True, **self.special
-            )
-            text.encode()  # an escape in a template can say half of a character
-            return text
-        except (RecursionError, MemoryError):
-            why = "it takes more depth or memory than there is"
-        except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError) as error:
-            why = str(error) or type(error).__name__
-        raise refuse("chat", f"the chat template of '{self.source}' fails: {why}") from None
-
-
-def _raise(message: str) -> None:
-    raise ValueError(message)
-
-
-def _now(form: str) -> str:
-    return datetime.now().strftime(form)
-
-
-def _json(value: Any, indent: int | None = None) -> str:
-    """As transformers renders it: without jinja2's escapes for HTML."""
-    return json.dumps(value, ensure_ascii=False, indent=indent)
+            return ChatTemplate(self.template, self.special).render(messages, True).text
+        except ValueError as error:
+            why = f"the chat template of '{self.source}' fails: {error}"
+            raise refuse("chat", why) from None

@@ -61,6 +61,11 @@ def end_token(path: Path, tokenizer: Tokenizer, asked: str | None) -> int:
     )
 
 
+def control_tokens(tokenizer: Tokenizer) -> list[str]:
+    """Texts of the tokens that are no text, such as the one that ends an answer."""
+    return [each.content for each in tokenizer.get_added_tokens_decoder().values() if each.special]
+
+
 def _named_end(path: Path) -> list[str]:
     if path.suffix == SUFFIX:
         special = read_gguf_tokenizer(path).special

@@ -6,16 +6,15 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+
+from workbench.engine.data.batch_sampler import Batch
 
 if TYPE_CHECKING:
     from workbench.engine.data.batch_sampler import BatchContents, BatchSampler
 
-Batch = tuple[Tensor, Tensor]
-
 
 class BatchFeed:
-    """Fills the same two tensors with each batch, in stream order.
+    """Fills the same tensors with each batch, in stream order.
 
     On CUDA a thread gathers the next step's batch into page-locked memory, from which it is copied
     without the host waiting. On CPU the step has the cores, and a thread would only take them.
@@ -36,6 +35,7 @@ class BatchFeed:
         self.text, self.seconds = text, seconds
         self.tokens = torch.zeros(shape, dtype=torch.long, device=device)
         self.targets = torch.zeros_like(self.tokens)
+        self.starts: torch.Tensor | None = None
         self.contents: BatchContents | None = None
         self._next: tuple[int, Future[tuple[Batch, BatchContents]]] | None = None
         self._page_locked = device.type == "cuda"
@@ -72,16 +72,22 @@ class BatchFeed:
             self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _prepare(self, step: int) -> tuple[Batch, BatchContents]:
-        tokens, targets = self.text.batch(step)
+        batch = self.text.batch(step)
         if self._page_locked:
-            tokens, targets = tokens.pin_memory(), targets.pin_memory()
-        return (tokens, targets), self.text.contents(step)
+            tokens, targets, starts = batch
+            starts = None if starts is None else starts.pin_memory()
+            batch = Batch(tokens.pin_memory(), targets.pin_memory(), starts)
+        return batch, self.text.contents(step)
 
     def _fill(self, batch: Batch) -> Batch:
         # Page-locked memory is not given out again before the copy has left it.
-        for into, source in zip((self.tokens, self.targets), batch, strict=True):
-            into.copy_(source, non_blocking=True)
-        return self.tokens, self.targets
+        if batch.starts is not None and self.starts is None:
+            self.starts = torch.zeros_like(self.tokens)
+        filled = Batch(self.tokens, self.targets, self.starts)
+        for into, source in zip(filled, batch, strict=True):
+            if into is not None and source is not None:
+                into.copy_(source, non_blocking=True)
+        return filled
 
 
 def _one_thread(device: torch.device) -> ThreadPoolExecutor:

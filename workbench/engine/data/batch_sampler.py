@@ -1,12 +1,11 @@
 """Deterministic sampling of batches, which resumes by sample index on any mesh.
 
-Training text of each source is cut into sequences of `sequence_length` inputs (and one more token,
-the last target); `corpora.sample_order` says which of them sample g of the run is. A step takes the
-next `global_batch` samples, of which each rank takes its share (`plan.stage_replicas`): all data
-coordinates, or all replicas of a stage, have together the batch of one device.
+Each source has its sequences: windows of text, or conversations (`text_sequences`,
+`conversation_sequences`); `corpora.sample_order` says which of them sample g of the run is. A step
+takes the next `global_batch` samples, of which each rank takes its share (`plan.stage_replicas`):
+all data coordinates, or all replicas of a stage, have together the batch of one device.
 
-Sequences go over the ends of documents. Where documents are separated the last token of each has no
-target (`models/attention/packed_documents.py`).
+The two sequences of a preference pair are samples 2i and 2i + 1.
 """
 
 from __future__ import annotations
@@ -17,13 +16,26 @@ import numpy as np
 import torch
 
 from workbench.corpora.sample_order import Places, SampleOrder
-from workbench.models.seams import IGNORE_INDEX
+from workbench.engine.data.conversation_sequences import ConversationSequences
+from workbench.engine.data.text_sequences import TextSequences
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from workbench.corpora.tokenized_corpus import SourceTokens, TokenizedCorpus
     from workbench.plan.stage_replicas import BatchShare
+
+Sequences = TextSequences | ConversationSequences
+
+
+class Batch(NamedTuple):
+    """Sequences of a step; each int64 [microbatches, sequences, sequence_length]."""
+
+    tokens: Tensor
+    targets: Tensor
+    starts: Tensor | None
+    """Index in its sequence of the first token of each token's document; None where targets say it
+    (`document_starts`), or a sequence is one document."""
 
 
 class BatchContents(NamedTuple):
@@ -44,9 +56,11 @@ class BatchSampler:
         global_batch: Sequences per step, over all ranks.
         share: Which of them are this rank's, by microbatch.
         seed: Selects the permutations.
+        packing: Whether a sequence holds several conversations.
 
     Raises:
-        ValueError: The text of a source is shorter than one sequence; names the field.
+        ValueError: The text of a source is shorter than one sequence, or it has no conversation;
+            names the field.
     """
 
     def __init__(
@@ -56,6 +70,7 @@ class BatchSampler:
         global_batch: int,
         share: BatchShare,
         seed: int = 0,
+        packing: bool = False,
     ) -> None:
         # A source without weight has no samples, and may be shorter than one.
         self.sources = [one for one in corpus.sources if one.weight > 0]
@@ -63,27 +78,51 @@ class BatchSampler:
         self.global_batch = global_batch
         self.seed = seed
         self.samples = np.array(share.samples())
+        self.packing = packing
+        self._sequences: dict[str, list[Sequences]] = {}
+        separate = packing or any(one.boundaries is not None for one in self.sources)
+        chats = any(one.conversations is not None for one in self.sources)
+        self._with_starts = separate and chats
         self.train = self._order("train")
         self._holdout: SampleOrder | None = None
         self._last: tuple[int, Places] | None = None
 
-    def _order(self, part: str) -> SampleOrder:
-        counts = [self._sequences(one, part) for one in self.sources]
-        return SampleOrder(counts, [one.weight for one in self.sources], self.seed)
+    def sequences(self, part: str) -> list[Sequences]:
+        """The sequences of each source; of its `train` or `holdout` part."""
+        if part not in self._sequences:
+            self._sequences[part] = [self._of_source(one, part) for one in self.sources]
+        return self._sequences[part]
 
-    def _sequences(self, source: SourceTokens, part: str) -> int:
-        text = getattr(source, part)
-        count = (len(text) - 1) // self.sequence_length
-        if count < 1:
-            what = "training text" if part == "train" else "held-out text"
-            of = f" of {source.source}" if len(self.sources) > 1 else ""
+    def _of_source(self, one: SourceTokens, part: str) -> Sequences:
+        what = "training" if part == "train" else "held-out"
+        of = f" of {one.source}" if len(self.sources) > 1 else ""
+        length = self.sequence_length
+        if one.conversations is not None:
+            found = ConversationSequences(one, part, length, self.packing, self.seed)
+            if found.count < 1:
+                raise ValueError(
+                    f"training.sequence_length: {length} leaves no answer of "
+                    f"{found.packed.conversations} {what} conversations{of}; take a larger "
+                    "corpus.source, another corpus.holdout or longer sequences"
+                )
+            return found
+        text = TextSequences(one, part, length)
+        if text.count < 1:
             raise ValueError(
-                f"training.sequence_length: {self.sequence_length} needs "
-                f"{self.sequence_length + 1} tokens, the {what}{of} "
-                f"has {len(text)}; take a larger corpus.source, another corpus.holdout or shorter "
-                f"sequences"
+                f"training.sequence_length: {length} needs {length + 1} tokens, the {what} "
+                f"text{of} has {len(text.text)}; take a larger corpus.source, another "
+                "corpus.holdout or shorter sequences"
             )
-        return count
+        return text
+
+    @property
+    def together(self) -> int:
+        """Samples that stand next to each other: 2 of preferences."""
+        return self.sequences("train")[0].together
+
+    def _order(self, part: str) -> SampleOrder:
+        counts = [one.count // one.together for one in self.sequences(part)]
+        return SampleOrder(counts, [one.weight for one in self.sources], self.seed)
 
     def contents(self, step: int) -> BatchContents:
         """What the batch of `step` is made of."""
@@ -96,40 +135,21 @@ class BatchSampler:
         return int(self._with_targets("holdout", self._held_out(samples, source)).sum())
 
     def _with_targets(self, part: str, places: Places) -> np.ndarray:
-        counts = np.zeros(len(self.sources), np.int64)
-        for i in range(len(self.sources)):
-            sequences = places.sequence[places.source == i]
-            first, stop = self._boundaries(i, part, sequences)
-            counts[i] = len(sequences) * self.sequence_length - (stop - first).sum()
-        return counts
-
-    def _boundaries(
-        self, source: int, part: str, sequences: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Of a source's boundaries the first and the one after the last that is a target of each of
-        `sequences`; no such boundaries where documents are not separated.
-        """
-        one = self.sources[source]
-        if one.boundaries is None:
-            return np.zeros_like(sequences), np.zeros_like(sequences)
-        start = sequences * self.sequence_length + (len(one.train) if part == "holdout" else 0)
-        within = start, start + self.sequence_length
-        first, stop = (np.searchsorted(one.boundaries, at, side="right") for at in within)
-        return first, stop
+        found = [
+            one.trained(places.sequence[places.source == i])
+            for i, one in enumerate(self.sequences(part))
+        ]
+        return np.array(found, np.int64)
 
     def sample_index(self, step: int) -> int:
         """Samples consumed before `step` over all ranks, which checkpoints record."""
         return step * self.global_batch
 
-    def batch(self, step: int) -> tuple[Tensor, Tensor]:
-        """Inputs and targets of `step` (from 0).
-
-        Returns:
-            Two int64 tensors [microbatches, sequences, sequence_length].
-        """
+    def batch(self, step: int) -> Batch:
+        """This rank's sequences of `step` (from 0)."""
         return self.take(self.sample_index(step))
 
-    def take(self, sample: int) -> tuple[Tensor, Tensor]:
+    def take(self, sample: int) -> Batch:
         """This rank's part of the global batch from sample index `sample`, as `batch`."""
         places = self._located(sample)
         own = Places(places.source[self.samples], places.sequence[self.samples])
@@ -138,12 +158,13 @@ class BatchSampler:
     def _located(self, sample: int) -> Places:
         """Where the samples of the global batch from `sample` are, of which one is remembered."""
         if self._last is None or self._last[0] != sample:
-            places = self.train.locate(sample + np.arange(self.global_batch))
-            self._last = sample, places
+            samples = sample + np.arange(self.global_batch)
+            found = self.train.locate(samples // self.together)
+            self._last = sample, self._sides(samples, found)
         return self._last[1]
 
-    def evaluation(self, batch: int, source: int | None = None) -> tuple[Tensor, Tensor]:
-        """The `batch`-th global batch of the held-out text, unshuffled; shapes as in `batch`.
+    def evaluation(self, batch: int, source: int | None = None) -> Batch:
+        """The `batch`-th global batch of the held-out text, unshuffled.
 
         Held-out text that is too short wraps around.
 
@@ -156,35 +177,29 @@ class BatchSampler:
 
     def _held_out(self, samples: np.ndarray, source: int | None) -> Places:
         self._holdout = self._holdout or self._order("holdout")
+        turns = samples // self.together
         if source is None:
-            return self._holdout.locate_unshuffled(samples)
-        sequences = samples % self._holdout.sequences[source]
-        return Places(np.full_like(samples, source), sequences)
+            found = self._holdout.locate_unshuffled(turns)
+        else:
+            sequences = turns % self._holdout.sequences[source]
+            found = Places(np.full_like(turns, source), sequences)
+        return self._sides(samples, found)
 
-    def _gather(self, part: str, places: Places) -> tuple[Tensor, Tensor]:
-        length = self.sequence_length
-        texts = [getattr(source, part) for source in self.sources]
-        flat = [
-            texts[source][sequence * length : sequence * length + length + 1].astype(np.int64)
+    def _sides(self, samples: np.ndarray, found: Places) -> Places:
+        """Sequences of samples, where those that stand together are found as one."""
+        count = self.together
+        return Places(found.source, found.sequence * count + samples % count)
+
+    def _gather(self, part: str, places: Places) -> Batch:
+        sources = self.sequences(part)
+        found = [
+            sources[source].sequence(sequence)
             for source, sequence in zip(places.source.flat, places.sequence.flat, strict=True)
         ]
-        rows = np.stack(flat)
-        targets = rows[:, 1:].copy()
-        self._leave_out_ends(part, places, targets)
-        shape = *places.sequence.shape, length
+        shape = *places.sequence.shape, self.sequence_length
         # torch.tensor copies into torch's own memory, where an allocator count sees it; from_numpy
         # would not.
-        return torch.tensor(rows[:, :-1].reshape(shape)), torch.tensor(targets.reshape(shape))
-
-    def _leave_out_ends(self, part: str, places: Places, targets: np.ndarray) -> None:
-        """Take their targets [sequences, sequence_length] from the last tokens of documents."""
-        for row, (source, sequence) in enumerate(
-            zip(places.source.flat, places.sequence.flat, strict=True)
-        ):
-            one = self.sources[source]
-            if one.boundaries is None:
-                continue
-            (first,), (stop,) = self._boundaries(source, part, np.array([sequence]))
-            start = sequence * self.sequence_length
-            start += len(one.train) if part == "holdout" else 0
-            targets[row, one.boundaries[first:stop] - start - 1] = IGNORE_INDEX
+        columns = zip(*found, strict=True)
+        tokens, targets = (torch.tensor(np.stack(next(columns)).reshape(shape)) for _ in range(2))
+        starts = torch.tensor(np.stack(next(columns)).reshape(shape)) if self._with_starts else None
+        return Batch(tokens, targets, starts)

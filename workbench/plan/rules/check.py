@@ -21,7 +21,12 @@ from workbench.plan.rules import (
     python_model_rules,
     recompute_rules,
 )
-from workbench.plan.rules.task import finetune_rules, four_bit_rules, preference_rules
+from workbench.plan.rules.task import (
+    conversation_rules,
+    finetune_rules,
+    four_bit_rules,
+    preference_rules,
+)
 from workbench.plan.rules.task.task_words import in_words_of_task
 from workbench.plan.schema import NARROW, STORED, Plan
 from workbench.untrusted_text import shown
@@ -57,6 +62,7 @@ def problems(plan: ResolvedPlan) -> list[Problem]:
         four_bit_rules.problems,
         _corpus,
         preference_rules.problems,
+        conversation_rules.problems,
     )
     if plan.code:
         rules = (
@@ -68,6 +74,7 @@ def problems(plan: ResolvedPlan) -> list[Problem]:
             _training,
             four_bit_rules.problems,
             _corpus,
+            conversation_rules.problems,
         )
     if plan.profiled:
         own = (*axis_rules.OF_LAYERS, *layer_profile_rules.RULES)
@@ -371,7 +378,8 @@ def _training(plan: Plan) -> Iterator[Problem]:
 def _documents(plan: ResolvedPlan) -> Iterator[Problem]:
     """Why documents of a packed sequence cannot be separated."""
     if plan.corpus.separate_documents and (why := _undivided_documents(plan)):
-        yield Problem("corpus.separate_documents", f"is true, and {why}")
+        field = "packing" if plan.corpus.packing else "separate_documents"
+        yield Problem(f"corpus.{field}", f"is true, and {why}")
 
 
 def _undivided_documents(plan: ResolvedPlan) -> str | None:

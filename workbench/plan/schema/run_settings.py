@@ -15,9 +15,24 @@ from pydantic import (
 from workbench.fields.bounds import KEPT, SECONDS, SourceWeight, StepsOrNever
 from workbench.fields.frozen import Frozen
 
-CorpusFormat = Literal["text", "jsonl", "parquet", "npy", "raw", "megatron"]
+CorpusFormat = Literal[
+    "text", "jsonl", "parquet", "npy", "raw", "megatron", "messages", "completions", "preferences"
+]
 TokenDtype = Literal["uint8", "uint16", "uint32", "int32", "int64"]
-WRITTEN_IF_SET = frozenset({"format", "field", "dtype", "end_of_text", "mix", "tokenizer_sha256"})
+WRITTEN_IF_SET = frozenset(
+    {
+        "format",
+        "field",
+        "dtype",
+        "end_of_text",
+        "mix",
+        "tokenizer_sha256",
+        "template",
+        "template_sha256",
+        "loss_on",
+        "packing",
+    }
+)
 """Fields of a corpus that a written plan leaves out where they are null."""
 
 
@@ -28,7 +43,8 @@ class TextSource(Frozen):
         "stdlib", description="stdlib = the Python standard library's sources, or a file or folder."
     )
     format: CorpusFormat | None = Field(
-        None, description="How the source is read; by its suffix where left out, a folder as text."
+        None,
+        description="How the source is read; default by its suffix, of JSONL by its first row.",
     )
     field: str | None = Field(
         None, description="Field of each JSONL row, or column of a Parquet file; default text."
@@ -71,8 +87,21 @@ class Corpus(TextSource):
     separate_documents: bool = Field(
         False, description="Tokens attend to their own document only; its last token has no target."
     )
+    template: str | None = Field(
+        None, description="File with a chat template (jinja2), in place of the tokenizer's own."
+    )
+    loss_on: Literal["answers", "all"] | None = Field(
+        None, description="Tokens of a conversation that have loss; default answers."
+    )
+    packing: bool | None = Field(
+        None,
+        description="Several conversations a sequence, separate; default true, preferences: false.",
+    )
     holdout: float = Field(
-        0.05, ge=0, lt=1, description="Last share of the text, kept for evaluation."
+        0.05,
+        ge=0,
+        lt=1,
+        description="Last share of the text, or of conversations, kept for evaluation.",
     )
     mix: Annotated[list[WeightedSource], Field(min_length=1)] | None = Field(
         None, description="Sources by weight, in place of `source`."
@@ -81,6 +110,9 @@ class Corpus(TextSource):
         None, description="Hash of the text; filled when a plan is resolved."
     )
     tokenizer_sha256: str | None = Field(
+        None, description="Hash of that file; filled when a plan is resolved."
+    )
+    template_sha256: str | None = Field(
         None, description="Hash of that file; filled when a plan is resolved."
     )
 

@@ -1,0 +1,1 @@
+"""Conversations, completions and preference pairs: read, rendered, and marked where answers are."""
