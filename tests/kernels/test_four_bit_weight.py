@@ -160,5 +160,7 @@ def test_refusals_name_what_is_legal() -> None:
             quantize_four_bit(torch.zeros(2, 128), FORMS[1])._replace(row_factors=None),
             torch.float32,
         )
+    with pytest.raises(ValueError, match="scales is on meta, but numbers on cpu; legal: one"):
+        dequantize_four_bit(own._replace(scales=own.scales.to("meta")), torch.float32)
     with pytest.raises(ValueError, match=r"numbers are torch\.int8; legal: torch\.uint8"):
         dequantize_four_bit(own._replace(numbers=own.numbers.view(torch.int8)), torch.float32)

@@ -6,7 +6,7 @@ what is refused.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,9 +15,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from workbench.adapters.four_bit_linear import four_bit_linear
 from workbench.kernels import activation, bias_dropout_residual, cross_entropy, residual_norm, rope
 from workbench.kernels import linear_cross_entropy as head
 from workbench.kernels.adamw import AdamWTensor, FusedAdamW
+from workbench.kernels.four_bit_weight import FourBitWeight, quantize_four_bit
+from workbench.kernels.four_bit_weight import reference as four_bit_reference
 from workbench.kernels.fused_seams import replace_seams
 from workbench.kernels.weight_only_gemv import reference as matvec_reference
 from workbench.kernels.weight_only_gemv import weight_only_gemv
@@ -25,6 +28,7 @@ from workbench.kernels.weight_quantization import QuantizedWeight, quantize_weig
 from workbench.models import Transformer
 from workbench.models.seams import IGNORE_INDEX, rotary_positions
 from workbench.plan.model.model_shape import Shape
+from workbench.runtime_facts.four_bit_sizes import FourBitFormat
 
 pytestmark = [
     pytest.mark.gpu,
@@ -170,6 +174,25 @@ def _matvec(bits: int, tokens: int) -> Operator:
     return Operator(inputs, run, lambda *inputs: matvec_reference(*arrange(*inputs)), trained=0)
 
 
+def _frozen(form: FourBitFormat) -> Operator:
+    def inputs(width: int) -> list[Tensor]:
+        columns = width // form.group * form.group
+        *parts, _ = quantize_four_bit(normal(ROWS, columns), form)
+        return [normal(7, columns), *(part for part in parts if isinstance(part, Tensor))]
+
+    def weight(parts: Sequence[Tensor]) -> FourBitWeight:
+        numbers, scales, *factors = parts
+        return FourBitWeight(numbers, scales, factors[0] if factors else None, form)
+
+    def run(kernels: str, x: Tensor, *parts: Tensor) -> Tensor:
+        return four_bit_linear(x, weight(parts), kernels=kernels)
+
+    def truth(x: Tensor, *parts: Tensor) -> Tensor:
+        return x @ four_bit_reference(weight(parts)).double().t()
+
+    return Operator(inputs, run, truth, trained=1)
+
+
 OPERATORS = {
     "rmsnorm": _norm(False),
     "layernorm": _norm(True),
@@ -186,6 +209,8 @@ OPERATORS = {
     "4 bits": _matvec(4, 1),
     "8 bits, 7 tokens": _matvec(8, 7),
     "4 bits, 8 tokens": _matvec(4, 8),
+    "NF4": _frozen(FourBitFormat("nf4", 64, True)),
+    "INT4": _frozen(FourBitFormat("int4", 32, False)),
 }
 
 

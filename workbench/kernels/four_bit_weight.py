@@ -250,6 +250,9 @@ def dequantize_four_bit(
     for name, part in (("numbers", numbers), ("scales", scales), ("row_factors", factors)):
         if part is not None and part.dtype != torch.uint8:
             raise ValueError(f"dequantize_four_bit: {name} are {part.dtype}; legal: torch.uint8")
+        if part is not None and part.device != numbers.device:
+            where = f"{name} is on {part.device}, but numbers on {numbers.device}"
+            raise ValueError(f"dequantize_four_bit: {where}; legal: one device")
     rows = tuple(numbers.shape[:-1])
     check_shape("dequantize_four_bit", "scales", scales, (*rows, form.scale_bytes(columns)))
     check_shape("dequantize_four_bit", "row_factors", factors, (*rows, form.row_factor_bytes))
