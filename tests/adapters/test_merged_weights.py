@@ -27,10 +27,13 @@ from workbench.engine.export.export_gguf import export_gguf
 from workbench.engine.export.export_weights import export_checkpoint
 from workbench.engine.verify.forked_ranks import run_ranks
 from workbench.errors import PlanError
+from workbench.kernels.four_bit_weight import quantize_four_bit
+from workbench.kernels.four_bit_weight import reference as dequantized
 from workbench.plan.base_weights import base_sha256
 from workbench.plan.catalog.families.table import FAMILIES
 from workbench.plan.model.model_shape import Shape
 from workbench.plan.schema import Lora
+from workbench.runtime_facts.four_bit_sizes import FourBitFormat
 
 LORA = Lora(rank=RANK, alpha=6, rslora=True)
 SCALE = 6 / RANK**0.5
@@ -72,6 +75,29 @@ def test_a_folder_of_16_bits_is_merged_and_rounded_once(tmp_path: Path) -> None:
     assert {**said[0], "dtype": 0, "torch_dtype": 0} == {**said[1], "dtype": 0, "torch_dtype": 0}
     assert (tmp_path / "to" / "tokenizer.json").read_text() == "tokenizer.json"
     assert (tmp_path / "to" / "generation_config.json").is_file()
+
+
+def test_a_base_in_four_bits_is_merged_as_it_was_trained(tmp_path: Path) -> None:
+    """W is the dequantized value, of layers without adapters too; of values in the run's dtype."""
+    base = tmp_path / "base"
+    shape = small("llama").model_copy(update={"ffn": 64})
+    base_of("llama", shape, base)
+    values = drawn(shape, ["blocks.0.attention.q", "blocks.1.mlp.down"])
+    quantize = {"format": "nf4", "group": 32, "double": True}
+    path = write_adapter_checkpoint(tmp_path / "run", shape, values, LORA, quantize=quantize)
+    export_checkpoint(path, tmp_path / "to", base=base)
+    stored, merged = (load_file(it / "model.safetensors") for it in (base, tmp_path / "to"))
+    form = FourBitFormat("nf4", 32, True)
+    for key, adapter in (
+        ("model.layers.0.self_attn.q_proj.weight", "blocks.0.attention.q"),
+        ("model.layers.1.mlp.down_proj.weight", "blocks.1.mlp.down"),
+        ("model.layers.0.mlp.up_proj.weight", None),
+    ):
+        exact = dequantized(quantize_four_bit(stored[key], form)).double()
+        exact += update(values, adapter) if adapter else 0
+        torch.testing.assert_close(merged[key].double(), exact, rtol=1e-6, atol=1e-7)
+    for key in ("model.embed_tokens.weight", "model.norm.weight"):
+        assert torch.equal(merged[key], stored[key])
 
 
 @pytest.mark.parametrize("family", ["gpt2", "mixtral", "falcon"])

@@ -15,6 +15,8 @@ from workbench.adapters.peft_names import WEIGHT, adapted_names
 from workbench.checkpoint.checkpoint_format import Shard, Slices
 from workbench.checkpoint.read_tensors import load_shards
 from workbench.checkpoint.tensor_index import TensorSource
+from workbench.kernels.four_bit_weight import round_to_four_bits
+from workbench.runtime_facts.four_bit_sizes import FourBitFormat
 
 
 @dataclass(frozen=True)
@@ -27,26 +29,43 @@ class LowRankUpdate:
 
 
 @dataclass(frozen=True)
+class FourBitRounding:
+    """What adapters were trained beside: weights in 4 bits, of values in `dtype`."""
+
+    names: frozenset[str]
+    form: FourBitFormat
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
 class WeightUpdates:
-    """Updates by the name of the parameter; `replaced` parameters take a value in place of W."""
+    """Updates by the name of the parameter; `replaced` parameters take a value in place of W, and
+    W of a base in 4 bits is its dequantized value.
+    """
 
     updates: Mapping[str, LowRankUpdate]
     replaced: Mapping[str, Tensor]
+    four_bit: FourBitRounding | None = None
 
     def changes(self, name: str) -> bool:
-        """Whether a parameter is updated or replaced."""
-        return name in self.updates or name in self.replaced
+        """Whether a parameter is updated, replaced or in 4 bits."""
+        return name in self.updates or name in self.replaced or self._is_rounded(name)
+
+    def _is_rounded(self, name: str) -> bool:
+        return self.four_bit is not None and name in self.four_bit.names
 
     def apply(self, name: str, slices: Slices, value: Tensor) -> None:
         """Update a box of an unsharded parameter in place.
 
         Args:
             name: The parameter.
-            slices: (start, stop) of each dim.
+            slices: (start, stop) of each dim; complete rows of a base in 4 bits.
             value: W there, in fp32 or fp64.
         """
         if (given := self.replaced.get(name)) is not None:
             value.copy_(given[tuple(slice(*its) for its in slices)])
+        if self.four_bit is not None and self._is_rounded(name):
+            round_to_four_bits(value, self.four_bit.form, self.four_bit.dtype)
         update = self.updates.get(name)
         if update is None or not value.numel():
             return

@@ -137,6 +137,22 @@ def reference(weight: FourBitWeight) -> Tensor:
     return output
 
 
+def round_to_four_bits(
+    values: Tensor, form: FourBitFormat, dtype: torch.dtype | None = None
+) -> None:
+    """Replace values by what 4 bits leave of them, in place, some rows at a time.
+
+    Args:
+        values: [..., N, K] of a weight, complete rows.
+        form: The format.
+        dtype: What they are rounded to before they are quantized; None: their own.
+    """
+    rows = values.flatten(0, -2)
+    step = max(1, DEQUANTIZE_NUMEL // max(1, rows.shape[-1]))
+    for some in rows.split(step):
+        some.copy_(reference(quantize_four_bit(some.to(dtype or some.dtype), form)))
+
+
 def scales_of(weight: FourBitWeight) -> Tensor:
     """The scales [..., N, K / group], fp32."""
     if weight.row_factors is None:

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from workbench.adapters.peft_folder import read_peft_folder
-from workbench.adapters.trained_adapters import base_of_run, trained_adapters
-from workbench.adapters.weight_updates import WeightUpdates, read_updates
+from workbench.adapters.trained_adapters import TrainedAdapters, base_of_run, trained_adapters
+from workbench.adapters.weight_updates import FourBitRounding, WeightUpdates, read_updates
 from workbench.checkpoint import read_tensors, tensor_integrity
 from workbench.checkpoint.checkpoint_format import Shard
 from workbench.checkpoint.gguf.gguf_tensors import gguf_source
@@ -36,12 +36,16 @@ from workbench.checkpoint.resume_point import (
     refuse_other_model,
 )
 from workbench.checkpoint.tensor_index import Box, TensorSource, checkpoint_source
+from workbench.engine.precision import DTYPES
 from workbench.errors import refuse
 from workbench.plan.base_weights import base_sha256
 from workbench.plan.catalog.families.family import Family
 from workbench.plan.catalog.families.table import FAMILIES
+from workbench.plan.model.block_linears import model_linears
 from workbench.plan.model.model_shape import Shape
 from workbench.plan.resolution import model_shape
+from workbench.plan.schema import STORED
+from workbench.runtime_facts.four_bit_sizes import FourBitFormat
 
 BASE = "--base"
 TOKENIZER_FILES = (
@@ -171,9 +175,20 @@ def weights_to_export(source: Path, base: Path | None = None) -> ExportedWeights
     weights = base_source(path, trained.shape)
     for file in found.files:
         tensor_integrity.verify_file(found, file)
-    updates = read_updates(found, trained.scales)
+    updates = replace(read_updates(found, trained.scales), four_bit=_four_bit_rounding(trained))
     family = family_of_base(path, trained.shape)
     return ExportedWeights(weights, trained.shape, family, updates, path, trained.tune.base_sha256)
+
+
+def _four_bit_rounding(trained: TrainedAdapters) -> FourBitRounding | None:
+    """How the weights were stored that a checkpoint's adapters were trained beside."""
+    quantize = trained.tune.quantize
+    if quantize is None:
+        return None
+    form = FourBitFormat(quantize.format, quantize.group, quantize.double)
+    names = frozenset(f"{path}.weight" for path in model_linears(trained.shape))
+    precision = trained.source.meta["precision"]
+    return FourBitRounding(names, form, DTYPES[STORED.get(precision, precision)])
 
 
 def _of_peft_folder(folder: Path, base: Path | None) -> ExportedWeights:

@@ -19,8 +19,7 @@ from workbench.engine.optimizer import learning_rate
 from workbench.engine.preference_pass import needs_reference_table
 from workbench.engine.verify.paired_answers import EagerPairs
 from workbench.errors import PlanError, refuse
-from workbench.kernels.four_bit_weight import quantize_four_bit
-from workbench.kernels.four_bit_weight import reference as dequantized
+from workbench.kernels.four_bit_weight import round_to_four_bits
 from workbench.models import Transformer
 from workbench.models.attention.packed_documents import document_starts
 from workbench.models.counter_dropout import SampleIndices
@@ -211,7 +210,7 @@ def _round_to_four_bits(model: nn.Module, shape: Shape, form: FourBitFormat) -> 
     """Replace weights of the blocks' linear layers by what 4 bits leave of them."""
     for path in model_linears(shape):
         weight = model.get_parameter(f"{path}.weight")
-        weight.copy_(dequantized(quantize_four_bit(weight, form)))
+        round_to_four_bits(weight, form)
 
 
 def _convert_to_float8(model: nn.Module, device: torch.device) -> None:
