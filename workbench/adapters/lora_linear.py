@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from typing import cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from workbench.adapters.four_bit_linear import FrozenWeight, frozen_linear
+from workbench.adapters.thin_gemms import add_up_projection, scaled_down_projection
 from workbench.models import Transformer
 from workbench.models.counter_dropout import Dropout, token_rows
 from workbench.models.grouped_gemm import GroupedLinear, RowGroups, grouped_linear
@@ -85,7 +85,7 @@ class LoraAdapter:
         if self.dropout.rate and self.dropout.training:
             rows = token_rows()
             x = self.dropout(x, rows.local if local else rows.region)
-        return F.linear(x, self.a if a is None else a) * self.scale
+        return scaled_down_projection(x, self.a if a is None else a, self.scale)
 
     def add_up(self, y: Tensor, down: Tensor, b: Tensor | None = None) -> Tensor:
         """y + (s x A^T) B^T, in place of y [..., out], which no backward reads.
@@ -95,9 +95,7 @@ class LoraAdapter:
             down: s x A^T [..., rank].
             b: In place of `lora_b`.
         """
-        flat = y.view(-1, y.shape[-1])
-        wide = (self.b if b is None else b).t()
-        return flat.addmm_(down.reshape(-1, down.shape[-1]), wide).view_as(y)
+        return add_up_projection(y, down, self.b if b is None else b)
 
     def add_to(self, y: Tensor, x: Tensor, a: Tensor | None = None) -> Tensor:
         """The layer's output with what the adapter adds to it, in place of `y` [..., out]."""

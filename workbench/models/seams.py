@@ -120,16 +120,18 @@ class _RmsNorm(torch.autograd.Function):
         return (upcast * scale_BT1).to(x_BTD.dtype).mul_(weight_D)
 
     @staticmethod
-    def backward(ctx: Any, gradient_BTD: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx: Any, gradient_BTD: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
         x_BTD, weight_D, scale_BT1 = ctx.saved_tensors
         gradient = at_least_fp32(gradient_BTD)
         unit = at_least_fp32(x_BTD) * scale_BT1
-        weight_gradient = (gradient * unit).flatten(0, -2).sum(0)
+        weight_gradient: Tensor | None = None
+        if ctx.needs_input_grad[1]:  # not of a frozen weight
+            weight_gradient = (gradient * unit).flatten(0, -2).sum(0).to(weight_D.dtype)
         factor = 1 + at_least_fp32(weight_D) if ctx.zero_centered else weight_D
         x_gradient = gradient * factor
         projection_BT1 = (x_gradient * unit).mean(-1, keepdim=True)
         x_gradient.sub_(unit.mul_(projection_BT1)).mul_(scale_BT1)
-        return x_gradient.to(x_BTD.dtype), weight_gradient.to(weight_D.dtype), None, None
+        return x_gradient.to(x_BTD.dtype), weight_gradient, None, None
 
 
 class Rope(nn.Module):
