@@ -16,13 +16,13 @@ import torch
 
 from workbench.checkpoint.float8_blocks import FLOAT8, SCALES, Float8Blocks, scales_of
 from workbench.checkpoint.huggingface_folder import check_config, refuse_inexpressible
-from workbench.checkpoint.resume_point import CONFIG
+from workbench.checkpoint.resume_point import CONFIG, is_huggingface_folder
 from workbench.checkpoint.safetensors_reader import READ_DTYPES, SafetensorsFile, read_header
 from workbench.checkpoint.tensor_index import Box, StoredTensor, TensorSource
 from workbench.models import Transformer
 from workbench.plan.catalog.families.family import Family
 from workbench.plan.catalog.families.stored_parts import StoredPart, TensorNames, stored_extents
-from workbench.plan.catalog.families.table import family_of
+from workbench.plan.catalog.families.table import FAMILIES, family_of
 from workbench.plan.catalog.float8_weights import float8_blocks
 from workbench.plan.catalog.huggingface_files import weight_files
 from workbench.plan.model.model_shape import Shape
@@ -48,6 +48,20 @@ def writing_family(shape: Shape) -> Family:
     family = family_of(shape)
     refuse_inexpressible(shape, family)
     return family
+
+
+def family_of_weights(path: str | Path | None, shape: Shape) -> Family:
+    """The family whose names weights have: that of a Hugging Face folder, else the one that
+    expresses the model.
+
+    Args:
+        path: The weights; None: there are no files of them.
+        shape: Their model.
+    """
+    if path is None or not is_huggingface_folder(Path(path)):
+        return writing_family(shape)
+    config = json.loads((Path(path) / CONFIG).read_text(encoding="utf-8"))
+    return FAMILIES[config["model_type"]]
 
 
 def stored_parts(family: Family, shape: Shape) -> dict[str, list[StoredPart]]:

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from workbench.adapters.initial_adapters import initial_adapters
 from workbench.checkpoint import huggingface_names, read_tensors, tensor_index
 from workbench.checkpoint.background_writer import CheckpointWriter
 from workbench.checkpoint.checkpoint_format import Shard
@@ -159,6 +160,8 @@ class SessionCheckpointer:
         if plan.finetune is not None and plan.finetune.base is not None:
             self._load_base(Path(plan.finetune.base), progress)
         if plan.checkpoint.load is None:
+            if plan.lora is not None and plan.lora.initial is not None:
+                self._load_initial(Path(plan.lora.initial), progress)
             self.session.part.store.gather_params()
             return 0
         folder = Path(plan.checkpoint.load)
@@ -228,6 +231,19 @@ class SessionCheckpointer:
             with SliceReader(source) as read:
                 work = partial(self.session.part.fill_stored, read)
                 read_tensors.raise_on_all_ranks(ranks, work)
+
+    def _load_initial(self, folder: Path, progress: Progress) -> None:
+        """Load the adapters that training goes on from, under the names that the base has."""
+        plan, ranks = self.session.plan, self._ranks()
+        assert plan.finetune is not None and plan.lora is not None
+        base, shape, lora = plan.finetune.base, plan.shape, plan.lora
+
+        def read() -> TensorSource:
+            family = huggingface_names.family_of_weights(base, shape)
+            return initial_adapters(folder, family, shape, lora)
+
+        source = read_tensors.raise_on_all_ranks(ranks, read)
+        read_tensors.load_shards(source, self._weight_shards(), ranks, progress)
 
     def _weights(self, path: Path) -> TensorSource:
         """The parameters of a folder, a GGUF file or a checkpoint."""

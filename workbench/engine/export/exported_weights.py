@@ -21,6 +21,7 @@ from workbench.checkpoint.gguf.gguf_tensors import gguf_source
 from workbench.checkpoint.huggingface_names import (
     FURTHER_LAYERS,
     config_json,
+    family_of_weights,
     huggingface_source,
     writing_family,
 )
@@ -40,7 +41,6 @@ from workbench.engine.precision import DTYPES
 from workbench.errors import refuse
 from workbench.plan.base_weights import base_sha256
 from workbench.plan.catalog.families.family import Family
-from workbench.plan.catalog.families.table import FAMILIES
 from workbench.plan.model.block_linears import model_linears
 from workbench.plan.model.model_shape import Shape
 from workbench.plan.resolution import model_shape
@@ -176,7 +176,7 @@ def weights_to_export(source: Path, base: Path | None = None) -> ExportedWeights
     for file in found.files:
         tensor_integrity.verify_file(found, file)
     updates = replace(read_updates(found, trained.scales), four_bit=_four_bit_rounding(trained))
-    family = family_of_base(path, trained.shape)
+    family = family_of_weights(path, trained.shape)
     return ExportedWeights(weights, trained.shape, family, updates, path, trained.tune.base_sha256)
 
 
@@ -195,7 +195,7 @@ def _of_peft_folder(folder: Path, base: Path | None) -> ExportedWeights:
     if base is None:
         raise refuse(BASE, f"is needed to merge the adapters of '{folder}'")
     shape = shape_of_base(base)
-    weights, family = base_source(base, shape), family_of_base(base, shape)
+    weights, family = base_source(base, shape), family_of_weights(base, shape)
     adapters = read_peft_folder(folder, family, shape, "SOURCE")
     updates = read_updates(adapters.source, adapters.scales, adapters.replaced)
     return ExportedWeights(weights, shape, family, updates, base)
@@ -220,14 +220,6 @@ def shape_of_base(base: Path) -> Shape:
     if (base / MANIFEST).is_file():
         return checkpoint_shape(base, dict(checkpoint_source(base).meta))
     return model_shape(str(base))
-
-
-def family_of_base(base: Path, shape: Shape) -> Family:
-    """The family whose names the base's modules have: its own, or the one that expresses it."""
-    if is_huggingface_folder(base):
-        config = json.loads((base / CONFIG).read_text(encoding="utf-8"))
-        return FAMILIES[config["model_type"]]
-    return writing_family(shape)
 
 
 def base_source(base: Path, shape: Shape) -> TensorSource:

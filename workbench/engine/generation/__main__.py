@@ -15,10 +15,10 @@ import torch
 
 from workbench.adapters.peft_folder import read_peft_folder
 from workbench.adapters.weight_updates import WeightUpdates, read_updates
+from workbench.checkpoint.huggingface_names import family_of_weights
 from workbench.corpora.tokenizers.model_tokenizer import ModelTokenizer
 from workbench.corpora.tokenizers.read_tokenizer import read_tokenizer
 from workbench.engine.exit_codes import exit_status
-from workbench.engine.export.exported_weights import family_of_base
 from workbench.engine.generation.greedy import generate_greedily
 from workbench.engine.generation.loaded_model import load_session, weights_plan
 from workbench.engine.generation.perplexity import measure_perplexity
@@ -172,7 +172,7 @@ def _updates(arguments: argparse.Namespace, plan: ResolvedPlan) -> WeightUpdates
     """The adapters that are merged into the weights, read once for all ranks."""
     if arguments.adapter is None:
         return None
-    family = family_of_base(Path(arguments.model), plan.shape)
+    family = family_of_weights(Path(arguments.model), plan.shape)
     found = read_peft_folder(arguments.adapter, family, plan.shape)
     return read_updates(found.source, found.scales, found.replaced)
 

@@ -160,7 +160,6 @@ ENGINE_LIMITS: tuple[tuple[str, Callable[[ResolvedPlan], Any], tuple[Any, ...]],
     ),
     ("strategy.precision", lambda p: p.strategy.precision, ("fp32", "tf32", "bf16", "fp16", "fp8")),
     ("strategy.expert.tensor", _split_of_an_expert, (None,)),
-    ("finetune.lora.initial", lambda p: p.lora and p.lora.initial, (None,)),
     ("model.mtp_layers", lambda p: p.shape.mtp_layers, (0,)),
 )
 """(field, how a complete plan says it, what the engine can do): for `rehearse` and `run`, which

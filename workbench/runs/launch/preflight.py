@@ -13,6 +13,7 @@ from workbench.checkpoint.gguf.gguf_metadata import check_gguf
 from workbench.checkpoint.huggingface_folder import check_config
 from workbench.checkpoint.manifest import FINITE, MANIFEST, check_size, read_manifest
 from workbench.checkpoint.resume_point import (
+    ADAPTER_CONFIG,
     CONFIG,
     LOAD,
     checkpoint_shape,
@@ -80,6 +81,7 @@ def preflight(
         *_corpus(full),
         *_checkpoint(full),
         *_base(full),
+        *_initial_adapters(full),
         *_root(default_root(root)),
         *_port(port),
     ]
@@ -173,6 +175,15 @@ def _base(plan: ResolvedPlan) -> list[Problem]:
         return []
     found = _weights(plan, base, resumes=False)
     return [Problem(one.field.replace(LOAD, "finetune.base"), one.message) for one in found]
+
+
+def _initial_adapters(plan: ResolvedPlan) -> list[Problem]:
+    """Whether the adapters that training goes on from are there; the ranks read them."""
+    initial = None if plan.lora is None else plan.lora.initial
+    if initial is None or (Path(initial) / ADAPTER_CONFIG).is_file():
+        return []
+    legal = f"legal: a folder that holds {ADAPTER_CONFIG}, as PEFT writes it, or null"
+    return [Problem("finetune.lora.initial", f"'{initial}' holds no adapters; {legal}")]
 
 
 def _weights(plan: ResolvedPlan, load: str, resumes: bool) -> list[Problem]:
