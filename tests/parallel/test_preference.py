@@ -20,9 +20,10 @@ from workbench.parallel.mesh import build_mesh
 from workbench.plan.schema import Plan
 
 CPU = torch.device("cpu")
-PAIRS: dict[str, Any] = {"finetune.method": "full", "finetune.preference": {"beta": 0.3}}
+DPO: dict[str, Any] = {"finetune.preference": {"beta": 0.3}, "corpus.format": "preferences"}
+PAIRS: dict[str, Any] = DPO | {"finetune.method": "full"}
 AUX = {"auxiliary_loss": 0.01}
-ADAPTED: dict[str, Any] = {"finetune.lora": {"rank": 4}, "finetune.preference": {"beta": 0.3}}
+ADAPTED: dict[str, Any] = DPO | {"finetune.lora": {"rank": 4}}
 """Adapters: the reference is the frozen base, by a forward pass of every step."""
 DROPPED = {"finetune.lora": {"rank": 4, "dropout": 0.2}, "finetune.dropout": 0.1}
 PLANS: dict[str, Plan] = {

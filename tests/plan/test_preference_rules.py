@@ -8,11 +8,12 @@ from tests.parallel.small import plan
 from workbench.errors import PlanError
 from workbench.plan.schema import Plan
 
-PAIRS: dict[str, Any] = {"finetune.preference": {}}
+PAIRS: dict[str, Any] = {"finetune.preference": {}, "corpus.format": "preferences"}
 
 
 def test_the_default_micro_batch_is_a_pair() -> None:
     written = {"model": "tiny-gpt", "cluster": {"gpu": "local", "gpus": 2}}
+    written["corpus"] = {"format": "preferences"}
     resolved = Plan.model_validate(written | {"finetune": {"preference": {}}}).resolve()
     assert resolved.training.micro_batch == 2 and resolved.training.global_batch == 16
     assert resolved.finetune is not None and resolved.finetune.preference is not None
@@ -24,7 +25,8 @@ def test_the_default_micro_batch_is_a_pair() -> None:
     [
         ({"finetune.micro_batch": 3, "finetune.global_batch": 6}, "micro_batch", "e.g. 2 or 4"),
         ({"finetune.micro_batch": 1}, "micro_batch", "is 1, .* e.g. 2$"),
-        ({"corpus.separate_documents": True}, "separate_documents", "legal: False"),
+        ({"corpus.format": "messages"}, "finetune.preference", "stdlib holds messages; legal: "),
+        ({"corpus.format": None}, "finetune.preference", "stdlib holds text; legal: corpus.format"),
         ({"strategy.stack": "megatron"}, "strategy.stack", "legal: 'workbench'"),
     ],
 )

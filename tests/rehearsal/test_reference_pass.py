@@ -21,6 +21,8 @@ def made(strategy: str, preference: dict[str, Any] | None, gpus: int = 2) -> Res
         "strategy.data.bucket_mib": 1.0,
         "finetune.lora": {"rank": 4},
         "finetune.preference": preference,
+        "corpus.format": "completions" if preference is None else "preferences",
+        "corpus.packing": False,
         "finetune.sequence_length": 48,
         "finetune.micro_batch": 2,
         "finetune.global_batch": BATCH * REPLICAS.get(strategy, 1),

@@ -104,6 +104,8 @@ def step_time(
     if w.fixed.delays_update:  # beside the passes of the next step
         after["optimizer"] = np.maximum(0.0, after["optimizer"] - makespan)
     after["offload"] = exposed_offload(w, constants, _owned(w), makespan, stepping)
+    if w.fixed.reference_pass:
+        after["reference"] = _forward_makespan(w, durations)
     after["overhead"] = step_overhead(w.fixed.world_size, constants)
     return StepTime(makespan + _sum(after.values()), durations, bubble, after, calls)
 
@@ -460,6 +462,16 @@ def _bubble(w: Workload, d: MicrobatchDurations, busy: Number) -> Number:
         s.schedule, w.pipeline, m, s.chunks, forward, backward - weight, weight
     )
     return bubble
+
+
+def _forward_makespan(w: Workload, d: MicrobatchDurations) -> Number:
+    """Seconds of the forward passes of all microbatches alone, as of a preference's reference: the
+    slowest rank's, and the others' of one microbatch while the pipeline fills.
+    """
+    slowest = d.forward.max(axis=0)
+    fill = (w.rank_multiplicity * d.forward).sum(axis=0) - slowest
+    seconds: Number = _longest(w, d.forward) + fill / w.fixed.chunks
+    return seconds
 
 
 def _bubble_on_shared_cores(bubble: Number, busy: Number, sharing: float) -> Number:

@@ -42,14 +42,11 @@ from workbench.engine.preference_pass import (
 from workbench.engine.process_group.collective_deadlines import extend_deadlines, restore_deadlines
 from workbench.engine.session import SequenceSources, Session, initial_drawer, rank_share
 from workbench.engine.session_checkpoint import SessionCheckpointer
-from workbench.errors import refuse
 from workbench.parallel.mesh import Mesh
 from workbench.parallel.tensor.apply_tensor import counts_own_loss
-from workbench.plan.corpus_files import conversation_format
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.planned_device import tensor_device
 from workbench.runs.store.stop_request import read_stop
-from workbench.runtime_facts.conversation_fields import PREFERENCES
 from workbench.runtime_facts.phase_deadlines import SLOW_FACTOR
 from workbench.units import bytes_text
 
@@ -103,10 +100,6 @@ class TrainingLoop:
             self.saver.prepare()
 
     def _text(self) -> TextSampler:
-        pairs = conversation_format(self.plan.corpus) == PREFERENCES
-        if self.plan.finetune and self.plan.finetune.preference and not pairs:
-            what = "needs pairs of answers, and corpus has none; legal: corpus.format: preferences"
-            raise refuse("finetune.preference", what)
         t, share = self.plan.training, rank_share(self.plan, self.mesh)
         deadline = SLOW_FACTOR * self.plan.telemetry.timeout_seconds
         corpus = tokenized_corpus.load_corpus(

@@ -81,6 +81,7 @@ STEP_PART_COLOURS: dict[str, str] = {
     "bubble": "#D9D2C5",
     "optimizer": "#5B4BB5",
     "offload": "#B9ADE8",
+    "reference": "#2C7FB8",
     "stall": "#3B3B3B",
     "overhead": "#9C9C9C",
     "idle": "#C7B8A0",

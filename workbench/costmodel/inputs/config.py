@@ -82,6 +82,8 @@ class FixedConfig:
     """Tiles of each linear of a layer, which ZeRO-3 gathers and reduces one by one."""
     offloads_to_disk: float
     """1 where offloaded states are on disks, and pass through host memory."""
+    reference_pass: bool
+    """Whether each step begins with forward passes of a preference's reference."""
     delays_update: float
     """1 where the host steps by the last step's gradients while the next step is computed."""
     offloads_checkpoints: float
@@ -229,6 +231,7 @@ def fixed_config(plan: ResolvedPlan) -> FixedConfig:
         num_zero_in_flight=s.data.in_flight,
         tile_factor=s.data.tile_factor,
         offloads_to_disk=float(s.data.offload_tier == "disk"),
+        reference_pass=runs_reference(plan),
         delays_update=float(t.optimizer.delayed_update),
         offloads_checkpoints=float(s.offload_activations),
         algorithm=s.tensor.algorithm,
@@ -251,6 +254,13 @@ def fixed_config(plan: ResolvedPlan) -> FixedConfig:
         dropout=t.dropout > 0,
         operators=None,
     )
+
+
+def runs_reference(plan: Plan) -> bool:
+    """Whether a step compares with a reference that it computes: of full fine-tuning it is known
+    before the first step.
+    """
+    return plan.lora is not None and plan.finetune is not None and bool(plan.finetune.preference)
 
 
 def _stepped(plan: Plan) -> dict[str, Any]:

@@ -29,6 +29,7 @@ PART_NAMES = {
     "pipeline_comm": "transfers between pipeline stages",
     "optimizer": "the optimizer",
     "offload": "transfers to and from host memory",
+    "reference": "the forward passes of the preference's reference",
     "overhead": "the fixed cost of a step",
     "stall": "messages that wait for a host that stalls",
 }

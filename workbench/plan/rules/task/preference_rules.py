@@ -7,7 +7,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from workbench.errors import Problem
+from workbench.plan.corpus_files import conversation_format
 from workbench.plan.resolved_plan import ResolvedPlan
+from workbench.runtime_facts.conversation_fields import PREFERENCES
 
 
 def problems(plan: ResolvedPlan) -> Iterator[Problem]:
@@ -21,6 +23,12 @@ def problems(plan: ResolvedPlan) -> Iterator[Problem]:
             "finetune.micro_batch",
             f"is {batch}, and finetune.preference has pairs, the chosen and the rejected answer in "
             f"one micro-batch; legal: even numbers, e.g. {near}",
+        )
+    if (kind := conversation_format(plan.corpus)) != PREFERENCES:
+        yield Problem(
+            "finetune.preference",
+            f"needs pairs of answers, and {plan.corpus.source} holds {kind or 'text'}; legal: "
+            f"corpus.format: {PREFERENCES}, or no finetune.preference",
         )
     alone = (
         ("strategy.tensor.algorithm", s.tensor.algorithm, "1d"),
