@@ -104,6 +104,16 @@ def test_one_step(tmp_path: Path, text: Path) -> None:
     assert steps(records, "checkpoint") == [1]
 
 
+def test_fine_tuning_leaves_what_it_trained(tmp_path: Path, text: Path) -> None:
+    changes = {"finetune__lora__rank": 2, "checkpoint__every": 0}
+    code, records = trained(tmp_path / "run", text, **changes)
+    assert (code, steps(records, "checkpoint")) == (0, [3])
+    (checkpoint,) = finished_checkpoints(tmp_path / "run" / "checkpoints")
+    again = {**changes, "checkpoint__load": str(checkpoint), "finetune__steps": 5}
+    code, records = trained(tmp_path / "again", text, **again)
+    assert (code, steps(records, "step"), steps(records, "checkpoint")) == (0, [3, 4], [5])
+
+
 def test_a_checkpoint_every_step_of_which_one_is_kept(tmp_path: Path, text: Path) -> None:
     code, records = trained(tmp_path / "run", text, checkpoint__every=1, checkpoint__keep=1)
     assert (code, steps(records, "checkpoint")) == (0, [1, 2, 3])

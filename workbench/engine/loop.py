@@ -96,7 +96,7 @@ class TrainingLoop:
         self._last_end = 0.0
         self.references = ReferenceTable()
         self.saver = SessionCheckpointer(self.session, run_dir, self._saved)
-        if plan.checkpoint.every:
+        if plan.saves_at_end:
             self.saver.prepare()
 
     def _text(self) -> TextSampler:
@@ -415,14 +415,16 @@ class TrainingLoop:
         return {"loss": loss_of_pair, **reward_record(rewards)}
 
     def _save(self, asked: bool) -> None:
-        """Start writing a checkpoint, every `checkpoint.every` steps and where `asked`.
+        """Start writing a checkpoint, every `checkpoint.every` steps, at the end, and where
+        `asked`.
 
         A checkpoint that cannot be written does not end the training: it is reported, and the next
         one is attempted as planned.
         """
         self._report_unsaved(self.saver.check)
         every, last = self.plan.checkpoint.every, self.index == self.plan.training.steps
-        if not asked and not (every and (self.index % every == 0 or last)):
+        due = bool(every) and self.index % every == 0
+        if not (asked or due or (last and self.plan.saves_at_end)):
             return
         self._end_window()
         self._phase("checkpointing")

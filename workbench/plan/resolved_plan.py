@@ -177,6 +177,13 @@ class ResolvedPlan(Plan):
         return self.task.global_batch // (self.task.micro_batch * self.sizes["data"])
 
     @property
+    def saves_at_end(self) -> bool:
+        """Whether a run leaves a checkpoint of its last step: where any are asked for, and of
+        fine-tuning always, whose weights are what it is for.
+        """
+        return bool(self.checkpoint.every) or self.finetune is not None
+
+    @property
     def shards_gradients(self) -> bool:
         """Whether ranks keep shards of gradients alone (ZeRO-2 and 3): they are reduced after each
         microbatch, or after the only one, which asks for no unsharded sum.

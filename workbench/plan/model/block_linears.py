@@ -76,6 +76,12 @@ def adapted_linears(shape: Shape, lora: Lora) -> dict[str, LinearSize]:
     return {path: size for path, size in linears.items() if is_adapted(path, lora)}
 
 
+def adapter_parameters(shape: Shape, lora: Lora) -> int:
+    """Parameters of all adapters: rank x (inputs + outputs) of each adapted layer."""
+    sizes = adapted_linears(shape, lora).values()
+    return sum((size.experts or 1) * lora.rank * (size.outputs + size.inputs) for size in sizes)
+
+
 def is_adapted(path: str, lora: Lora) -> bool:
     """Whether the linear layer at `path` has an adapter.
 

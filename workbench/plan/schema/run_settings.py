@@ -132,7 +132,7 @@ class Checkpoint(Frozen):
     """What is saved, and what is loaded at the start."""
 
     every: StepsOrNever = Field(
-        0, description="Steps between checkpoints; 0: only at the end of the run, if at all."
+        0, description="Steps between checkpoints; 0: none, but the last step of fine-tuning."
     )
     keep: Annotated[PositiveInt, KEPT] = Field(2, description="Checkpoints kept.")
     load: str | None = Field(

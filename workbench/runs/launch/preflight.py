@@ -25,6 +25,7 @@ from workbench.checkpoint.resume_point import (
 from workbench.errors import PlanError, Problem, refuse
 from workbench.machine.attached import CPU_RANKS, Attached, attached, is_another_model
 from workbench.plan import corpus_files
+from workbench.plan.model.block_linears import adapter_parameters
 from workbench.plan.model.parameter_count import parameters
 from workbench.plan.optimizer_state import state_bytes
 from workbench.plan.resolved_plan import ResolvedPlan
@@ -245,8 +246,10 @@ def _disk(plan: ResolvedPlan, root: Path) -> list[Problem]:
     one goes).
     """
     each = state_bytes(plan)
-    num_checkpoints = plan.checkpoint.keep + 1 if plan.checkpoint.every else 0
+    num_checkpoints = plan.checkpoint.keep + 1 if plan.checkpoint.every else plan.saves_at_end
     count = 0 if plan.code else parameters(plan.shape).total  # of code nobody knows before it runs
+    if plan.lora:  # and nothing of what is frozen
+        count = adapter_parameters(plan.shape, plan.lora)
     need = SPARE_BYTES + num_checkpoints * (each.parameter + each.optimizer) * count
     nearest = next(folder for folder in (root, *root.parents) if folder.exists())
     free = shutil.disk_usage(nearest).free
