@@ -102,8 +102,9 @@ def test_bytes_that_are_not_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def loaded_bytes(made: ResolvedPlan, folder: Path, rank: int) -> list[tuple[str, Any, Any]]:
-    session = session_of(made, rank)
-    SessionCheckpointer(session, folder).load()
+    session, seen = session_of(made, rank), list[tuple[int, int]]()
+    SessionCheckpointer(session, folder).load(lambda *bytes_read: seen.append(bytes_read))
+    assert seen == sorted(seen) and seen[-1][0] == seen[-1][1] > 0
     store, part = session.part.store, session.part
     return [
         (layout.name, slices, view.tolist())

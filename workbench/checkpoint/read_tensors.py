@@ -59,8 +59,8 @@ def load_shards(
         source: The index of the stored tensors.
         wanted: This rank's shards.
         ranks: The ranks that load together; None for a single one.
-        progress: Called with the bytes done and in all of this rank: of files that it verifies, and
-            of its shards.
+        progress: Called with the bytes done and in all of this rank: of files that it verifies, of
+            its shards, and of `located`.
         located: Boxes that are verified alike and copied by a `SliceReader` afterwards.
 
     Raises:
@@ -72,7 +72,7 @@ def load_shards(
     needs = ranks.gather(sorted({box.file for _, boxes in both for box in boxes}))
     own = assign_files(needs, {file: size for file, (size, _) in source.files.items()})[ranks.rank]
     hashed = sum(size for size, sha256 in map(source.files.__getitem__, own) if sha256)
-    total, done = hashed + sum(shard.tensor.nbytes for shard in wanted), 0
+    total, done = hashed + sum(shard.tensor.nbytes for shard in (*wanted, *located)), 0
 
     def read(nbytes: int) -> None:
         nonlocal done
@@ -89,10 +89,11 @@ class SliceReader:
 
     Args:
         source: The index of the stored tensors.
+        read: Called with the bytes of each part.
     """
 
-    def __init__(self, source: TensorSource) -> None:
-        self._source, self._files = source, ExitStack()
+    def __init__(self, source: TensorSource, read: Callable[[int], None]) -> None:
+        self._source, self._read, self._files = source, read, ExitStack()
         self._open: dict[str, Any] = {}
 
     def __enter__(self) -> SliceReader:
@@ -114,7 +115,7 @@ class SliceReader:
                 path = self._source.folder / box.file
                 self._open[box.file] = self._files.enter_context(self._source.opened(path))
             common = intersect(box.slices, slices)
-            _copy(self._source, self._open[box.file], box, common, [shard], lambda nbytes: None)
+            _copy(self._source, self._open[box.file], box, common, [shard], self._read)
 
 
 def raise_on_all_ranks(ranks: LoadingRanks, work: Callable[[], T]) -> T:

@@ -219,6 +219,13 @@ class SessionCheckpointer:
 
     def _load_base(self, base: Path, progress: Progress) -> None:
         """Load the weights that are fine-tuned, but those that a checkpoint brings."""
+        done, total = 0, 0
+
+        def report(now: int, of: int) -> None:
+            nonlocal done, total
+            done, total = now, of
+            progress(now, of)
+
         with naming_field("finetune.base"):
             wanted = list(self._frozen_shards())
             if self.session.plan.lora is None and self.session.plan.checkpoint.load is None:
@@ -227,8 +234,8 @@ class SessionCheckpointer:
             if not wanted and not quantized:
                 return
             source, ranks = self._weights(base), self._ranks()
-            read_tensors.load_shards(source, wanted, ranks, progress, located=quantized)
-            with SliceReader(source) as read:
+            read_tensors.load_shards(source, wanted, ranks, report, located=quantized)
+            with SliceReader(source, lambda nbytes: report(done + nbytes, total)) as read:
                 work = partial(self.session.part.fill_stored, read)
                 read_tensors.raise_on_all_ranks(ranks, work)
 
