@@ -63,6 +63,28 @@ def test_a_plan_is_tokenized_once(home: Path, capsys: pytest.CaptureFixture[str]
     assert "were tokenized already" in capsys.readouterr().out
 
 
+def test_what_has_loss_is_shown(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    turns = [{"role": "user", "content": "Hi\nyou"}, {"role": "assistant", "content": "Yes"}]
+    rows = [{"messages": turns}, {"messages": [turns[0], {**turns[1], "content": "Y" * 90}]}]
+    (home / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (found,) = answered(capsys, "a.jsonl")["sources"]
+    assert found["documents"] == 2 and found["loss_tokens"] == 4 + 91
+    assert found["first"] == [
+        {"text": "user: Hi\nyou\nassistant: ", "loss": False},
+        {"text": "Yes\0", "loss": True},
+        {"text": "\n", "loss": False},
+    ]
+    (home / "plan.yaml").write_text(
+        "model: tiny\ncluster: {gpu: local, gpus: 1}\ncorpus: {source: a.jsonl, holdout: 0}\n"
+        "training: {sequence_length: 64}\n"
+    )
+    assert answer(["tokenize", "plan.yaml"]) == 0
+    shown = capsys.readouterr().out
+    assert "tokens in 2 conversations, 95 of them with loss" in shown
+    assert "2 conversations in 2 sequences, 71.9% filled; 1 cut, 0 left out" in shown
+    assert "user: Hi\\nyou\\nassistant: ⟦Yes⟧\\n" in shown
+
+
 @pytest.mark.parametrize(
     ("words", "field"),
     [
@@ -73,6 +95,7 @@ def test_a_plan_is_tokenized_once(home: Path, capsys: pytest.CaptureFixture[str]
         (["a.jsonl", "-o", "no/such/folder"], "--output"),
         (["out.bin", "-o", "out"], "--output"),
         (["none.jsonl"], "corpus.source"),
+        (["chat.jsonl", "-o", "out"], "--output"),
     ],
 )
 def test_refused(
@@ -82,6 +105,7 @@ def test_refused(
     (home / "plan.yaml").write_text("model: tiny\ncluster: {gpu: local, gpus: 1}\n")
     if words[0] == "out.bin":
         answered(capsys, "a.jsonl", "-o", "out")
+    write_jsonl(home / "chat.jsonl", ["a"], field="messages")
     before = sorted(home.iterdir())
     found = answered(capsys, *words)
     assert found["problems"][0]["field"] == field

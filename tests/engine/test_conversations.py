@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from tests.engine.test_loop import trained
 from tests.parallel.small import GPT, LLAMA, plan
 from tests.parallel.test_packed_documents import gradients, model_of
 from workbench.corpora.tokenized_corpus import SourceTokens, TokenizedCorpus
@@ -80,9 +83,9 @@ def test_every_conversation_is_seen_once_with_its_targets() -> None:
         targets = [id if id % 3 == 0 or id == last else IGNORE_INDEX for id in ids[1:]]
         expected.append((ids[:-1], targets))
     assert sorted(documents) == expected
-    assert found.packed[:4] == (10, found.count, 1, 0)
+    assert found.report[:4] == (10, found.count, 1, 0)
     places = sum(min(n - 1, LENGTH) for n in LENGTHS[:TRAINED])
-    assert found.packed.filled == places / (found.count * LENGTH)
+    assert found.report.filled == places / (found.count * LENGTH)
     assert found.count == -(-places // LENGTH)
 
 
@@ -97,7 +100,7 @@ def silent(lengths: list[int], until: int) -> SourceTokens:
 
 def test_what_keeps_no_answer_is_left_out() -> None:
     found = ConversationSequences(silent([16, 5], 13), "train", LENGTH, packing=False, seed=0)
-    assert found.packed[:4] == (2, 1, 0, 1)
+    assert found.report[:4] == (2, 1, 0, 1)
     assert found.sequence(0).tokens[0] == 16
 
 
@@ -186,3 +189,34 @@ def test_pairs_stand_side_by_side_in_every_rank() -> None:
 def test_conversations_without_answers_are_refused() -> None:
     with pytest.raises(ValueError, match="12 leaves no answer of 2 training conversations"):
         sampler(silent([9, 5], 14))
+
+
+def test_a_run_does_not_depend_on_how_conversations_are_packed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
+    chats = tmp_path / "chats.jsonl"
+    with chats.open("w") as file:
+        for i in range(12):
+            said = [{**turn, "content": chr(65 + i) + turn["content"]} for turn in turns]
+            file.write(json.dumps({"messages": said}) + "\n")
+    found = []
+    for packing, batch in ((True, 2), (False, 6)):
+        changes: dict[str, Any] = {
+            "corpus__packing": packing,
+            "corpus__holdout": 0.5,
+            "training__sequence_length": 70,
+            "training__global_batch": batch,
+            "training__evaluation": {"every": 1, "batches": 1},
+            "training__steps": 1,
+        }
+        code, records = trained(tmp_path / str(packing), chats, **changes)
+        assert code == 0
+        (step,) = (one for one in records if one["kind"] == "step")
+        (held_out,) = (one for one in records if one["kind"] == "evaluation")
+        assert step["tokens"] == 18
+        found.append([step["loss"], step["gradient_norm"], held_out["loss"]])
+        words = [one["detail"] or "" for one in records if one["kind"] == "phase"]
+        assert any(f"6 conversations in {batch} sequences" in each for each in words)
+    assert found[0] == pytest.approx(found[1], rel=2e-5)

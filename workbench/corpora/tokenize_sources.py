@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from workbench.corpora.conversations.packed_conversations import PackedConversations
 from workbench.corpora.encoder import BYTES
 from workbench.corpora.megatron_files import IndexedTokens, IndexedWriter, read_indexed
 from workbench.corpora.token_cache import draft_of
@@ -15,10 +18,23 @@ from workbench.corpora.tokenized_corpus import Progress, SourceTokens, Tokenized
 from workbench.corpora.tokenizers.text_tokenizer import load_tokenizer, vocabulary_size
 from workbench.errors import refuse
 from workbench.plan import schema
-from workbench.plan.corpus_files import SourceFiles, source_files, tokenizer_path
+from workbench.plan.corpus_files import (
+    SourceFiles,
+    conversation_format,
+    source_files,
+    tokenizer_path,
+)
 
 MOST_SEQUENCE = 2**30
 """Tokens of one sequence of the written index, whose length is an int32."""
+
+
+class SequencesOf(NamedTuple):
+    """How a plan makes sequences of conversations."""
+
+    length: int
+    packing: bool
+    seed: int
 
 
 def tokenize(
@@ -27,6 +43,7 @@ def tokenize(
     output: Path | None,
     processes: int | None,
     progress: Progress,
+    sequences: SequencesOf | None = None,
 ) -> dict[str, Any]:
     """Encode every source of `corpus` into the cache.
 
@@ -36,20 +53,28 @@ def tokenize(
         output: Prefix of a .bin and .idx to write the tokens of all sources into, in order.
         processes: Processes that encode; by default one a core.
         progress: Called with the bytes that are encoded, those of the source, and the source.
+        sequences: What conversations are packed into; None: nothing is said of it.
 
     Returns:
-        Of each source its documents, tokens and time, and what they add up to.
+        Of each source its documents, tokens and time, and what they add up to. Of conversations
+        also the tokens with loss, the first one with what has loss, and how they are packed.
 
     Raises:
         PlanError: A source or the tokenizer is unfit, or `output` cannot be written.
     """
     if processes is not None and processes < 1:
         raise refuse("--processes", f"is {processes}; legal: 1 or more")
+    if output is not None and (kind := conversation_format(corpus)):
+        why = "and Megatron-LM's files do not say which tokens have loss; legal: text, or none"
+        raise refuse("--output", f"is '{output}' of {kind}, {why}")
     found = load_corpus(
         corpus, vocab or _vocabulary(corpus), progress=progress, processes=processes
     )
     files = source_files(corpus)
-    rows = [_row(one, of) for one, of in zip(found.sources, files, strict=True)]
+    rows = [
+        {**_row(one, of), **_conversations(one, found.tokenizer_file, sequences)}
+        for one, of in zip(found.sources, files, strict=True)
+    ]
     answer: dict[str, Any] = {
         "sources": rows,
         "documents": sum(row["documents"] for row in rows),
@@ -83,6 +108,40 @@ def _row(found: SourceTokens, of: SourceFiles) -> dict[str, Any]:
         "seconds": found.seconds,
         "path": str(found.path or of.paths[0]),
     }
+
+
+def _conversations(
+    one: SourceTokens, tokenizer: Path | None, sequences: SequencesOf | None
+) -> dict[str, Any]:
+    """What has loss, and how conversations are packed; nothing of text."""
+    if one.conversations is None:
+        return {}
+    text = one.train if len(one.train) else one.holdout
+    parts = (one.train, one.holdout)
+    chunks = (part[i : i + CHUNK] for part in parts for i in range(0, len(part), CHUNK))
+    first = text[: int(one.conversations[1])]
+    found: dict[str, Any] = {
+        "loss_tokens": sum(int((chunk >= 0).sum()) for chunk in chunks),
+        "first": list(_segments(first, tokenizer)),
+    }
+    if sequences is not None:
+        packed = PackedConversations(one, "train", *sequences).report
+        found |= {"packed": {**packed._asdict(), "words": str(packed)}}
+    return found
+
+
+def _segments(tokens: np.ndarray, tokenizer: Path | None) -> Iterator[dict[str, Any]]:
+    """The text of a conversation in parts with and without loss."""
+    loss = tokens >= 0
+    ids = np.where(loss, tokens, ~tokens)
+    reader = None if tokenizer is None else load_tokenizer(tokenizer)
+    for start, stop in pairwise([0, *np.flatnonzero(np.diff(loss)) + 1, len(ids)]):
+        own = ids[start:stop].tolist()
+        if reader is None:
+            words = bytes(own).decode(errors="replace")
+        else:
+            words = reader.decode(own, skip_special_tokens=False)
+        yield {"text": words, "loss": bool(loss[start])}
 
 
 def _write(corpus: TokenizedCorpus, files: list[SourceFiles], output: Path) -> str:

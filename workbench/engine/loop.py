@@ -18,6 +18,7 @@ from workbench.corpora import tokenized_corpus
 from workbench.engine.data.batch_feed import BatchFeed
 from workbench.engine.data.batch_sampler import BatchContents
 from workbench.engine.data.batch_sampler import BatchSampler as TextSampler
+from workbench.engine.data.conversation_sequences import ConversationSequences
 from workbench.engine.garbage_collection import collected_on_common_steps
 from workbench.engine.measure.allocator_memory import memory_meter
 from workbench.engine.measure.experiment_trackers import Trackers
@@ -107,6 +108,9 @@ class TrainingLoop:
         )
         packing = bool(self.plan.corpus.packing)
         text = TextSampler(corpus, t.sequence_length, t.global_batch, share, t.seed, packing)
+        for one, sequences in zip(text.sources, text.sequences("train"), strict=True):
+            if isinstance(sequences, ConversationSequences):
+                self._phase("building", f"{one.source}: {sequences.report}")
         if t.evaluation.every:
             # Refuse held-out text that is too short now, not at the first evaluation.
             text.evaluation(0)

@@ -43,12 +43,13 @@ def tokenize(
 
     Returns:
         Of each source its documents, those skipped, tokens, seconds (None: from the cache) and
-        path; and what they add up to.
+        path; and what they add up to. Of conversations also the tokens with loss, the first one in
+        parts with and without, and of a plan how they are packed.
 
     Raises:
         PlanError: A source, the tokenizer or an option is unfit; names the file and the row.
     """
-    from workbench.corpora.tokenize_sources import tokenize
+    from workbench.corpora.tokenize_sources import SequencesOf, tokenize
 
     options = {
         "tokenizer": tokenizer,
@@ -59,16 +60,18 @@ def tokenize(
         "vocab": vocab,
     }
     given = {name: value for name, value in options.items() if value is not None}
-    plan = _plan(what)
+    plan, sequences = _plan(what), None
     if plan is not None:
         if given:
             names = ", ".join(f"--{name.replace('_', '-')}" for name in given)
             raise refuse(names, "is for sources; a plan says it in `corpus`")
-        corpus, vocab = plan.pin().corpus, plan.resolve().vocab
+        full = plan.pin()
+        corpus, vocab, t = full.corpus, full.vocab, full.training
+        sequences = SequencesOf(t.sequence_length, bool(corpus.packing), t.seed)
     else:
         corpus = _corpus(_sources(what), given)
     path = None if output is None else Path(output)
-    return tokenize(corpus, vocab, path, processes, progress)
+    return tokenize(corpus, vocab, path, processes, progress, sequences)
 
 
 def generate(

@@ -17,6 +17,8 @@ from workbench.cli.progress import LINE_SECONDS, Status
 from workbench.units import bytes_text
 from workbench.untrusted_text import visible
 
+MOST_SAMPLE = 1000
+"""Characters of a conversation that are shown."""
 GgufType = Literal["f32", "f16", "bf16", "q8_0"]
 
 if TYPE_CHECKING:
@@ -105,11 +107,26 @@ def _lines(found: dict[str, Any]) -> Iterator[Grid | str | None]:
         took = "were tokenized already"
         if (seconds := one["seconds"]) is not None:
             took = f"in {seconds:.1f} s, {one['bytes'] / max(seconds, 1e-9) / 1e6:,.1f} MB/s"
-        words = f"{one['tokens']:,} tokens in {one['documents']:,} documents{skipped}, {took}"
+        what = "documents"
+        if (loss := one.get("loss_tokens")) is not None:
+            what = "pairs" if one["format"] == "preferences" else "conversations"
+            skipped = f", {loss:,} of them with loss"
+        words = f"{one['tokens']:,} tokens in {one['documents']:,} {what}{skipped}, {took}"
         yield f"{one['source']}: {words}; {one['path']}"
+        if packed := one.get("packed"):
+            yield f"  to train on: {packed['words']}"
+        if parts := one.get("first"):
+            text = "".join(f"⟦{each['text']}⟧" if each["loss"] else each["text"] for each in parts)
+            yield f"  the first, ⟦what has loss⟧ in brackets: {_one_line(text)}"
     yield f"{found['tokens']:,} tokens below {found['vocabulary']:,}, by {found['tokenizer']}"
     if found["output"]:
         yield f"written to {found['output']}"
+
+
+def _one_line(text: str) -> str:
+    """The beginning of a text, its line feeds written out."""
+    words = visible(text.replace("\n", "\\n"))
+    return words if len(words) <= MOST_SAMPLE else f"{words[:MOST_SAMPLE]}…"
 
 
 def _progress(status: Status) -> Callable[[int, int, str], None]:

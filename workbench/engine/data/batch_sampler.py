@@ -102,7 +102,7 @@ class BatchSampler:
             if found.count < 1:
                 raise ValueError(
                     f"training.sequence_length: {length} leaves no answer of "
-                    f"{found.packed.conversations} {what} conversations{of}; take a larger "
+                    f"{found.report.conversations} {what} conversations{of}; take a larger "
                     "corpus.source, another corpus.holdout or longer sequences"
                 )
             return found

@@ -39,6 +39,7 @@ from workbench.runs.launch.kernel_compilers import (
 )
 from workbench.runs.launch.rendezvous_ports import port_problem
 from workbench.runs.store.run_directory import default_root, unwritable
+from workbench.runtime_facts.conversation_fields import FIELDS, PREFERENCES
 from workbench.units import GIB
 
 SPARE_BYTES = 64 * 2**20
@@ -132,18 +133,29 @@ def gpu_problems(plan: ResolvedPlan, found: Attached) -> list[Problem]:
 
 def _corpus(plan: Plan) -> list[Problem]:
     """Text there is, and enough of it for one sequence: a token is a byte or more, and each
-    document has an end token. What a Parquet file holds is not known before it is read.
+    document has an end token. What a Parquet file holds is not known before it is read, and a
+    conversation may be shorter.
     """
     try:
         sources = corpus_files.source_files(plan.corpus)
     except PlanError as error:
         return error.problems
     problems = []
+    if plan.finetune and plan.finetune.preference:
+        problems = [
+            Problem(
+                f"{one.where}.source",
+                f"'{one.source}' is {one.format}, and finetune.preference compares answers; legal: "
+                "rows of prompt, chosen and rejected (corpus.format: preferences)",
+            )
+            for one in sources
+            if one.format != PREFERENCES
+        ]
     length = plan.training.sequence_length
     for one in sources:
         tokens = sum(path.stat().st_size + 1 for path in one.paths)
         tokens -= int(tokens * plan.corpus.holdout)
-        if one.format == "parquet" or tokens > length:
+        if one.format in ("parquet", *FIELDS) or tokens > length:
             continue
         problems.append(
             Problem(
