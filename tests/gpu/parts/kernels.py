@@ -32,6 +32,8 @@ OPERATORS = (
     "4 bits",
     "8 bits, 7 tokens",
     "4 bits, 8 tokens",
+    "NF4",
+    "INT4",
 )
 """Those of `test_gpu.OPERATORS`, which cannot be asked before the interpreter is chosen."""
 SMALL_WIDTHS = {64: 32, 4096: 128, 4098: 130, 16384: 256}
