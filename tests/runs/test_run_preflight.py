@@ -126,16 +126,10 @@ def test_a_folder_that_may_not_be_entered_is_told_by_field(
     assert len(told) == 1 and told[0].startswith("corpus.source") and "may not be read" in told[0]
 
 
-def test_preferences_ask_for_pairs(plan: Plan, tmp_path: Path) -> None:
-    """A conversation may be shorter than a sequence."""
+def test_a_conversation_may_be_shorter_than_a_sequence(plan: Plan, tmp_path: Path) -> None:
     chats = tmp_path / "a.jsonl"
     chats.write_text('{"prompt": "a", "completion": "b"}\n')
-    task = {"finetune": {**plan.training.model_dump(), "micro_batch": 2, "global_batch": 12}}
-    made = plan.replace(**{"corpus.source": str(chats), **task})
-    assert messages(made, root=tmp_path) == []
-    alone = made.replace(**{"finetune.preference": {}, "corpus.packing": False})
-    (told,) = messages(alone, root=tmp_path)
-    assert told.startswith("corpus.source") and "is completions, and finetune.preference" in told
+    assert messages(plan.replace(**{"corpus.source": str(chats)}), root=tmp_path) == []
 
 
 def test_a_corpus_shorter_than_a_sequence_is_refused(plan: Plan, tmp_path: Path) -> None:

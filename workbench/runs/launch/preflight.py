@@ -39,7 +39,7 @@ from workbench.runs.launch.kernel_compilers import (
 )
 from workbench.runs.launch.rendezvous_ports import port_problem
 from workbench.runs.store.run_directory import default_root, unwritable
-from workbench.runtime_facts.conversation_fields import FIELDS, PREFERENCES
+from workbench.runtime_facts.conversation_fields import FIELDS
 from workbench.units import GIB
 
 SPARE_BYTES = 64 * 2**20
@@ -141,16 +141,6 @@ def _corpus(plan: Plan) -> list[Problem]:
     except PlanError as error:
         return error.problems
     problems = []
-    if plan.finetune and plan.finetune.preference:
-        problems = [
-            Problem(
-                f"{one.where}.source",
-                f"'{one.source}' is {one.format}, and finetune.preference compares answers; legal: "
-                "rows of prompt, chosen and rejected (corpus.format: preferences)",
-            )
-            for one in sources
-            if one.format != PREFERENCES
-        ]
     length = plan.training.sequence_length
     for one in sources:
         tokens = sum(path.stat().st_size + 1 for path in one.paths)
