@@ -22,9 +22,12 @@ from tests.conftest import Ask
 from tests.parallel.small import LLAMA, plan
 from workbench import verbs
 from workbench.adapters.peft_folder import read_peft_folder
+from workbench.adapters.weight_updates import WeightUpdates, read_updates
 from workbench.engine.export.export_adapter import export_adapter
 from workbench.engine.export.export_gguf import export_gguf
 from workbench.engine.export.export_weights import export_checkpoint
+from workbench.engine.generation.loaded_model import load_session, weights_plan
+from workbench.engine.generation.perplexity import measure_perplexity
 from workbench.engine.verify.forked_ranks import run_ranks
 from workbench.errors import PlanError
 from workbench.kernels.four_bit_weight import quantize_four_bit
@@ -186,6 +189,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "other model": ({"shape": small("llama", num_hidden_layers=3)}, "model.layers: is 3; in "),
     "no base": ({"base": None}, "--base: is needed: {path} does not say where its base is"),
     "base is gone": ({"base": "gone"}, "--base: is needed: 'gone', of which {path} has adapters"),
+    "no weights": ({"base": Path(__file__).parent}, "adapters' holds no weights; legal: a folder"),
     "all weights": ({"method": "full"}, "--base: is for adapters; '{path}' holds all weights"),
     "damaged": ({"adapter": "a/b"}, "is damaged: its meta does not say what finetune trained"),
 }
@@ -207,6 +211,48 @@ def test_what_cannot_be_merged_is_refused_by_name(case: str, tmp_path: Path) -> 
     assert not (tmp_path / "to").exists()
 
 
+def test_the_base_is_the_one_that_the_run_says(tmp_path: Path) -> None:
+    shape, base = small("llama"), tmp_path / "base"
+    base_of("llama", shape, base)
+    values = drawn(shape, ["blocks.0.attention.q"])
+    path = write_adapter_checkpoint(tmp_path / "run", shape, values, LORA, base_sha256(base))
+    made = plan(changes={"finetune.base": str(base)})
+    (tmp_path / "run" / "plan.yaml").write_text(made.to_yaml())
+    assert export_checkpoint(path, tmp_path / "merged")["dtype"] == "float32"
+    export_adapter(path, tmp_path / "adapter")
+    said = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert said["base_model_name_or_path"] == str(base)
+    (base / "config.json").write_text("{")
+    with pytest.raises(PlanError, match=r"base/config\.json' is no model configuration"):
+        export_adapter(path, tmp_path / "second")
+
+
+def perplexity_of(
+    model: Path, updates: WeightUpdates | None, mesh: dict[str, int], rank: int
+) -> float:
+    session = load_session(weights_plan(model, length=16, **mesh), rank, updates=updates)
+    return measure_perplexity(session, [n % 250 for n in range(3, 400, 3)]).perplexity
+
+
+@pytest.mark.parametrize("axis", ["tensor", "pipeline"])
+def test_ranks_merge_adapters_into_their_own_slices(axis: str, tmp_path: Path) -> None:
+    pytest.importorskip("gguf", reason="the package gguf is not installed")
+    from tests.checkpoint.gguf_samples import SHAPE, write_sample
+
+    base, merged = tmp_path / "base.gguf", tmp_path / "merged.gguf"
+    write_sample(base)
+    values = drawn(SHAPE, ["blocks.1.attention.v", "blocks.0.mlp.down"])
+    path = write_adapter_checkpoint(tmp_path / "run", SHAPE, values, LORA)
+    export_gguf(path, merged, "f32", base=base)
+    export_adapter(path, tmp_path / "adapter", base)
+    found = read_peft_folder(tmp_path / "adapter", FAMILIES["llama"], SHAPE)
+    updates = read_updates(found.source, found.scales)
+    own = run_ranks(2, partial(perplexity_of, base, updates, {axis: 2}))
+    plain, expected = (perplexity_of(it, None, {}, 0) for it in (base, merged))
+    assert own == pytest.approx([expected] * 2, rel=1e-6)
+    assert abs(plain / expected - 1) > 1e-4
+
+
 @pytest.mark.slow
 def test_adapters_go_out_and_generate_as_merged_weights_do(tmp_path: Path, ask: Ask) -> None:
     pytest.importorskip("gguf", reason="the package gguf is not installed")
@@ -217,26 +263,16 @@ def test_adapters_go_out_and_generate_as_merged_weights_do(tmp_path: Path, ask: 
     values = {name: value * 4 for name, value in drawn(SHAPE, ["blocks.1.attention.v"]).items()}
     path = write_adapter_checkpoint(run, SHAPE, values, LORA, base_sha256(base), adapter="tone")
     code, said, _ = ask("weights", path, "--to", tmp_path / "adapters", "--base", base)
-    adapter = tmp_path / "adapters" / "tone"
+    adapter, merged = tmp_path / "adapters" / "tone", tmp_path / "merged.gguf"
     assert code == 0 and f"with --adapter {adapter}" in " ".join(said.split())
-    merged = tmp_path / "merged.gguf"
     words = ("--type", "f32", "--merge", "--base", base)
     assert ask("weights", path, "--to", merged, *words)[0] == 0
-    one, two = (verbs.generate(base, "ab", tokens=6, tensor=n, adapter=adapter) for n in (1, 2))
-    plain, expected = (verbs.generate(it, "ab", tokens=6) for it in (base, merged))
-    assert one["tokens"] == two["tokens"] == expected["tokens"] != plain["tokens"]
-    text = tmp_path / "text.txt"
-    text.write_text("a text of bytes, " * 20)
-    measured = [
-        verbs.perplexity(base, text, length=32, pipeline=2, adapter=adapter)["perplexity"],
-        verbs.perplexity(merged, text, length=32)["perplexity"],
-    ]
-    assert measured[0] == pytest.approx(measured[1], rel=1e-6)
+    two = verbs.generate(base, "ab", tokens=6, tensor=2, adapter=adapter)
+    assert two["tokens"] == verbs.generate(merged, "ab", tokens=6)["tokens"]
     refused = {
         ("weights", path, "--to", tmp_path / "a.gguf"): "--merge: is needed: ",
         ("weights", adapter, "--to", tmp_path / "a"): "--merge: is needed: ",
-        ("weights", adapter, "--to", tmp_path / "a", "--merge"): "--base: is needed to merge",
-        ("generate", base, "ab", "--adapter", tmp_path): "adapter_config.json' cannot be read: No",
+        ("perplexity", base, __file__, "--adapter", run): "adapter_config.json' cannot be read: No",
     }
     for command, wanted in refused.items():
         code, _, why = ask(*command)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.checkpoint.test_transformers import VARIANTS, logits, random_model, runs, write
@@ -162,6 +163,20 @@ def written(tmp_path: Path, shape: Shape, dtype: torch.dtype = torch.float32) ->
     return folder
 
 
+def test_a_value_that_is_not_finite_is_refused_by_place(tmp_path: Path) -> None:
+    shape = small("llama")
+    folder = written(tmp_path, shape)
+    path = folder / "adapter_model.safetensors"
+    tensors = load_file(path)
+    name = "base_model.model.model.layers.1.self_attn.q_proj.lora_B.weight"
+    tensors[name][3, 1] = float("nan")
+    save_file(tensors, path)
+    adapters = read_peft_folder(folder, FAMILIES["llama"], shape)
+    with pytest.raises(PlanError) as refused:
+        updates_of(adapters)
+    assert f"{path}: {name} is nan at [3, 1]" in str(refused.value)
+
+
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "peft_type": ({"peft_type": "IA3"}, "peft_type of '{}' is 'IA3'; legal here: 'LORA'"),
     "dora": ({"use_dora": True}, "sets 'use_dora', which changes what adapters compute"),
@@ -204,7 +219,7 @@ def test_adapters_of_another_model_are_refused_by_name(tmp_path: Path) -> None:
         with pytest.raises(PlanError) as refused:
             read_peft_folder(folder, FAMILIES[family], small(family, **{key: value}))
         assert words in str(refused.value), refused.value
-    weights = folder / "adapter_model.safetensors"
+    config, weights = folder / "adapter_config.json", folder / "adapter_model.safetensors"
     content = weights.read_bytes()
     weights.write_bytes(content[:-1])
     with pytest.raises(PlanError, match="is damaged: it has"):
@@ -212,7 +227,10 @@ def test_adapters_of_another_model_are_refused_by_name(tmp_path: Path) -> None:
     weights.rename(folder / "adapter_model.bin")
     with pytest.raises(PlanError, match=r"is a pickle; save it as adapter_model\.safetensors"):
         read_peft_folder(folder, FAMILIES["llama"], shape)
-    (folder / "adapter_config.json").unlink()
+    config.write_text('{"r": 4, "r": 4}')
+    with pytest.raises(PlanError, match="is no configuration of adapters: r is written twice"):
+        read_peft_folder(folder, FAMILIES["llama"], shape)
+    config.unlink()
     with pytest.raises(PlanError, match=r"adapter_config\.json' cannot be read: No such file"):
         read_peft_folder(folder, FAMILIES["llama"], shape)
 

@@ -153,7 +153,8 @@ class _Reading:
         except (OSError, UnicodeDecodeError) as error:
             raise refuse(field, f"'{path}' cannot be read: {unread(error)}") from None
         except PlanError as error:
-            raise refuse(field, f"'{path}' is {error.problems[0].message}") from None
+            why = f"{error.problems[0].field} {error.problems[0].message}".strip()
+            raise refuse(field, f"'{path}' is no configuration of adapters: {why}") from None
         if not isinstance(found, dict):
             raise refuse(field, f"'{path}' is no JSON object; get the adapters again")
         self.keys: dict[str, Any] = found

@@ -22,7 +22,7 @@ from workbench.checkpoint.tensor_index import Box, StoredTensor, TensorSource
 from workbench.models import Transformer
 from workbench.plan.catalog.families.family import Family
 from workbench.plan.catalog.families.stored_parts import StoredPart, TensorNames, stored_extents
-from workbench.plan.catalog.families.table import FAMILIES, family_of
+from workbench.plan.catalog.families.table import family_of
 from workbench.plan.catalog.float8_weights import float8_blocks
 from workbench.plan.catalog.huggingface_files import weight_files
 from workbench.plan.model.model_shape import Shape
@@ -57,11 +57,13 @@ def family_of_weights(path: str | Path | None, shape: Shape) -> Family:
     Args:
         path: The weights; None: there are no files of them.
         shape: Their model.
+
+    Raises:
+        PlanError: The folder is of another model, or no family expresses it.
     """
     if path is None or not is_huggingface_folder(Path(path)):
         return writing_family(shape)
-    config = json.loads((Path(path) / CONFIG).read_text(encoding="utf-8"))
-    return FAMILIES[config["model_type"]]
+    return check_config(Path(path), shape)
 
 
 def stored_parts(family: Family, shape: Shape) -> dict[str, list[StoredPart]]:

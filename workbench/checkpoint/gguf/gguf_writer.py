@@ -51,6 +51,11 @@ def gguf_architecture(shape: Shape) -> str:
     return nearest
 
 
+def has_tokenizer(path: Path) -> bool:
+    """Whether a GGUF file holds a tokenizer. Raises PlanError."""
+    return open_gguf(path).get("tokenizer.ggml.tokens") is not None
+
+
 def tokenizer_fields(path: Path, shape: Shape) -> dict[str, Any]:
     """The fields of a file's tokenizer.
 

@@ -20,6 +20,7 @@ from workbench.adapters.peft_writer import write_peft_folder
 from workbench.adapters.trained_adapters import base_of_run, trained_adapters
 from workbench.checkpoint import read_tensors
 from workbench.checkpoint.huggingface_names import family_of_weights
+from workbench.checkpoint.resume_point import naming_field
 from workbench.checkpoint.safetensors_writer import TORCH_DTYPES
 from workbench.checkpoint.tensor_index import checkpoint_source
 from workbench.engine.export.export_weights import (
@@ -31,7 +32,7 @@ from workbench.engine.export.export_weights import (
     shard_of,
     unwritable,
 )
-from workbench.engine.export.exported_weights import base_path
+from workbench.engine.export.exported_weights import BASE, base_path
 from workbench.errors import refuse
 
 DEFAULT = "default"
@@ -67,7 +68,8 @@ def export_adapter(
         raise refuse("--to", f"'{folder}' is there already; legal: a new folder, or an empty one")
     drawn = base is None and trained.tune.base_sha256 is None and base_of_run(checkpoint) is None
     path = None if drawn else base_path(checkpoint, base)
-    family = family_of_weights(path, shape)
+    with naming_field(BASE):
+        family = family_of_weights(path, shape)
     size = sum(size for size, _ in source.files.values())
     count = ByteCounter(size, progress)
     check_files(source, count)

@@ -20,6 +20,7 @@ from workbench.checkpoint.checkpoint_format import Shard
 from workbench.checkpoint.gguf.gguf_writer import (
     FILE_TYPES,
     gguf_architecture,
+    has_tokenizer,
     tokenizer_fields,
     write_gguf,
 )
@@ -71,8 +72,9 @@ def export_gguf(
     if to.exists():
         raise refuse("--to", f"'{to}' is there already; legal: a new file")
     extents = parameter_shapes(shape)
-    if tokenizer is None and weights.base is not None and is_gguf(weights.base):
-        tokenizer = weights.base
+    base = weights.base
+    if tokenizer is None and base is not None and is_gguf(base) and has_tokenizer(base):
+        tokenizer = base
     fields = {} if tokenizer is None else tokenizer_fields(tokenizer, shape)
     elements = sum(int(np.prod(extent)) for extent in extents.values())
     count = ByteCounter(weights.checked_bytes + 4 * elements, progress)

@@ -194,6 +194,7 @@ def _four_bit_rounding(trained: TrainedAdapters) -> FourBitRounding | None:
 def _of_peft_folder(folder: Path, base: Path | None) -> ExportedWeights:
     if base is None:
         raise refuse(BASE, f"is needed to merge the adapters of '{folder}'")
+    _refuse_no_weights(base)
     shape = shape_of_base(base)
     weights, family = base_source(base, shape), family_of_weights(base, shape)
     adapters = read_peft_folder(folder, family, shape, "SOURCE")
@@ -212,7 +213,14 @@ def base_path(checkpoint: Path, base: Path | None) -> Path:
         raise refuse(BASE, f"is needed: {checkpoint} does not say where its base is")
     if not Path(said).exists():
         raise refuse(BASE, f"is needed: '{said}', of which {checkpoint} has adapters, is gone")
+    _refuse_no_weights(Path(said))
     return Path(said)
+
+
+def _refuse_no_weights(base: Path) -> None:
+    if not (is_gguf(base) or is_huggingface_folder(base) or (base / MANIFEST).is_file()):
+        legal = "a folder of Hugging Face weights, a GGUF file, or a checkpoint"
+        raise refuse(BASE, f"'{base}' holds no weights; legal: {legal}")
 
 
 def shape_of_base(base: Path) -> Shape:
