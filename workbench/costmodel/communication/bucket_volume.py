@@ -15,6 +15,8 @@ from workbench.costmodel.communication.packed_buckets import (
 from workbench.costmodel.inputs.parameter_tensors import EMBEDDING_NORM, TABLE, num_tiles
 from workbench.costmodel.inputs.rank_workload import Workload
 
+EMBEDDING_PLACE = -1
+"""Place of the embedding among layers, by their indices."""
 BucketCollective = tuple[str, str, int, str, float, str]
 """(axis, kind, group size, `parameter` or `gradient` dtype, bytes, action)."""
 
@@ -39,6 +41,7 @@ def bucket_collectives(w: Workload, place: int) -> Counter[BucketCollective]:
 
 
 def _reductions(w: Workload, stage: list[PackedBucket]) -> Iterator[tuple[BucketCollective, int]]:
+    stage = [bucket for bucket in stage if not bucket.frozen]
     hooks = "B" if w.pipeline == 1 else "REDUCE_GRAD"
     times = int(w.microbatches) if w.zero >= 2 and w.reduce_microbatch else 1
     for index, bucket in enumerate(stage):
@@ -72,7 +75,8 @@ def _gathers(w: Workload, stage: list[PackedBucket]) -> Iterator[tuple[BucketCol
     if not w.zero:
         return
     for bucket in stage:
-        for action, times in _gathers_by_action(w, bucket).items():
+        gathers = _frozen_model_gathers if w.fixed.adapter_rank else _gathers_by_action
+        for action, times in gathers(w, bucket).items():
             size = bucket.elements * float(w.element_bytes)
             yield ("data", "all_gather", bucket.shards, "parameter", size, action), times
 
@@ -97,6 +101,32 @@ def _gathers_by_action(w: Workload, bucket: PackedBucket) -> dict[str, int]:
     if TILE in bucket.unit:
         return {"F": m, "B": m * _tile_gathers_in_backward(w, bucket.unit)}
     return {"F": m, "B": 0 if bucket.unit == "head" else m}
+
+
+def _frozen_model_gathers(w: Workload, bucket: PackedBucket) -> dict[str, int]:
+    """The same of a model whose adapters alone are trained.
+
+    Nothing updates a frozen bucket. Backward ends with the first layer that has an adapter; it and
+    those that are prefetched in front of it stay gathered for the next forward.
+    """
+    m = int(w.microbatches)
+    if w.zero < 3:
+        return {} if bucket.frozen else {"OPTIMIZER": 1}
+    if w.searched.keep_gathered or w.pipeline > 1:
+        return {"F": 1}
+    first = next(layer for layer, names in enumerate(w.fixed.adapted) if names)
+    ahead = first - (w.fixed.num_zero_in_flight - 1)
+    if bucket.unit == "head":
+        return {"F": m, "B": 0}
+    if bucket.unit == "embedding":
+        has_norm = any(p.name.startswith(EMBEDDING_NORM) for p in bucket.members)
+        read = has_norm and ahead <= EMBEDDING_PLACE
+        head = m * int(w.shape.tied and any(p.name == TABLE for p in bucket.members))
+        return {"F": (1 if read else m) + head, "B": int(read) * m}
+    layer = int(bucket.unit)
+    if layer < ahead:
+        return {"F": m, "B": 0}
+    return {"F": 1 if layer <= first else m, "B": m}
 
 
 def _tile_gathers_in_backward(w: Workload, unit: str) -> int:

@@ -8,12 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from operator import add
 
 import numpy as np
 
 from workbench.costmodel.communication import bucket_volume
+from workbench.costmodel.communication.adapter_volume import adapter_collectives
 from workbench.costmodel.communication.collective_call import (
     CollectiveCall,
     gradient_dtype_name,
@@ -110,6 +111,8 @@ def _tensor_calls(w: Workload) -> list[CollectiveCall]:
         return grid_collectives(w)
     if w.fixed.grid is not None:
         return operator_collectives(w)
+    if w.fixed.adapter_rank:
+        return adapter_collectives(w)
     t, m, dtype, stream = w.tensor, w.microbatches, w.dtype, w.hidden_activation_bytes
     two, first, last, gathered = 2 * w.layers, w.has_embedding, w.has_head, 2 * w.recomputed_layers
     if w.fixed.expert_tensor and w.shape.moe and not w.shape.moe.shared:
@@ -308,7 +311,8 @@ def _tied_transfers(w: Workload) -> Iterator[tuple[str, Number, Number]]:
     or a rank's shard, which is smaller or larger than the other end's where both have other
     replicas.
     """
-    ends = w.zeros + float(w.shape.tied) * abs(w.has_embedding - w.has_head)
+    is_exchanged = float(w.shape.tied and not w.fixed.adapter_rank)
+    ends = w.zeros + is_exchanged * abs(w.has_embedding - w.has_head)
     table = w.table_params * w.gradient_element_bytes
     if not w.fixed.replicas:
         shard = w.searched.shard if w.zero else 1
@@ -394,17 +398,17 @@ def _data_calls(w: Workload) -> list[CollectiveCall]:
     under ZeRO-1 and 2, before every forward and backward under ZeRO-3.
     """
     counts = w.param_counts
-    if w.shape.moe is None or counts.adapters.any():
-        return _group_calls(w, counts.trained, counts.total, 1.0)
+    found = _group_calls(w, counts.trained_dense, [counts.dense, counts.adapters], 1.0)
+    if w.shape.moe is None:
+        return found
     # Experts that other ranks hold are replicated, and sharded, over fewer ranks.
-    dense, experts = counts.dense, counts.experts
+    trained, gathered = counts.trained_experts, [counts.experts, counts.expert_adapters]
     spread = w.searched.expert / w.experts_over_tensor
-    found = _group_calls(w, dense, dense, 1.0)
     if np.ndim(spread) == 0:
-        return found + _group_calls(w, experts, experts, spread)
+        return found + _group_calls(w, trained, gathered, spread)
     # Of candidates those that spread no experts exchange over the same links as a dense model.
     for each, those in ((1.0, spread == 1), (spread, spread != 1)):
-        calls = _group_calls(w, experts, experts, each)
+        calls = _group_calls(w, trained, gathered, each)
         found += [replace(call, count=call.count * those) for call in calls]
     return found
 
@@ -415,10 +419,10 @@ def reductions_a_step(w: Workload) -> Number:
 
 
 def _group_calls(
-    w: Workload, elements: Array, gathered: Array, spread: Number
+    w: Workload, elements: Array, gathered: Sequence[Array], spread: Number
 ) -> list[CollectiveCall]:
-    """Reductions of `elements` gradients, and all-gathers of `gathered` parameters, which each of
-    `spread` ranks holds a part of its own of.
+    """Reductions of `elements` gradients, and all-gathers of each of `gathered` parameters, which
+    each of `spread` ranks holds a part of its own of.
     """
     group = w.data * w.searched.context / spread
     shard = np.maximum(1.0, w.searched.shard / spread)
@@ -430,7 +434,8 @@ def _group_calls(
         return reductions
     if w.zero < 3:
         return [*reductions, _updated_parameters(w, elements * w.element_bytes, shard, within)]
-    return [*reductions, *_unshards(w, gathered, shard, within)]
+    unshards = (_unshards(w, each, shard, within) for each in gathered if each.any())
+    return [*reductions, *chain.from_iterable(unshards)]
 
 
 def _reductions(

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from itertools import groupby
 
 import numpy as np
 
+from workbench.costmodel.inputs.adapted_layers import adapted_layer
 from workbench.costmodel.inputs.config import stage_homes
 from workbench.costmodel.inputs.operator_stages import stage_parts
 from workbench.costmodel.inputs.operator_strategies import stage_parameters
 from workbench.costmodel.inputs.parameter_tensors import (
     TABLE,
     ParameterTensor,
+    adapter_tensors,
     first_tensors,
     layer_tensors,
     norm_tensors,
@@ -46,6 +49,8 @@ class StageParameter:
     """Whether backward makes its gradient: a user's module may have parameters that it does not
     read.
     """
+    frozen: bool = False
+    """Whether it is a frozen weight, beside which adapters train."""
 
 
 @dataclass(frozen=True)
@@ -61,16 +66,34 @@ class PackedBucket:
     shards: int
     """Equal shards that ZeRO makes of it; 1: none."""
 
+    @property
+    def frozen(self) -> bool:
+        """Whether its parameters have no gradients and are never updated."""
+        return self.members[0].frozen
+
 
 def rank_buckets(w: Workload, pipeline_rank: int) -> list[list[PackedBucket]]:
-    """Buckets of every stage of a pipeline rank, in the order in which backward fills them."""
+    """Buckets of every stage of a pipeline rank, in the order in which backward fills them; frozen
+    ones behind those that are trained.
+    """
     s = w.fixed
     homes = stage_homes(s.pipeline, s.schedule, len(s.partition), s.table).tolist()
     mine = [stage for stage, home in enumerate(homes) if home == pipeline_rank]
     ends = {0, len(homes) - 1}
     both = ends <= set(mine)
-    apart = bool(w.zero) and w.shape.tied and not both
-    return [_pack(w, list(_parameters(w, stage, len(homes), both, apart))) for stage in mine]
+    apart = bool(w.zero) and w.shape.tied and not both and not w.fixed.adapter_rank
+    return [
+        [
+            bucket
+            for _, own in groupby(sorted(parameters, key=_is_frozen), _is_frozen)
+            for bucket in _pack(w, list(own))
+        ]
+        for parameters in (_parameters(w, stage, len(homes), both, apart) for stage in mine)
+    ]
+
+
+def _is_frozen(parameter: StageParameter) -> bool:
+    return parameter.frozen
 
 
 def _pack(w: Workload, parameters: list[StageParameter]) -> list[PackedBucket]:
@@ -149,12 +172,16 @@ def _parameters(
         yield from _under_operators(w, stage, both, apart)
         return
     shape, partition, sides = w.shape, w.fixed.partition, _partial_sides(w)
+    base_is_frozen = w.fixed.adapter_rank > 0
 
-    def packed(unit: str, tensors: Iterable[ParameterTensor]) -> Iterator[StageParameter]:
+    def packed(
+        unit: str, tensors: Iterable[ParameterTensor], frozen: bool = base_is_frozen
+    ) -> Iterator[StageParameter]:
         for t in tensors:
             own = t.experts and bool(w.searched.expert > 1)
             size = round(float(t.elements))
-            yield StageParameter(unit, size, sides[t.role], experts=own, name=t.name)
+            over = () if frozen else sides[t.role]
+            yield StageParameter(unit, size, over, False, own, t.name, frozen=frozen)
 
     if stage == 0:
         table, *rest = packed("embedding", first_tensors(w))
@@ -167,10 +194,15 @@ def _parameters(
         yield from packed(str(layer), [t for t in tensors if not t.is_tile])
         for number, tile in enumerate([t for t in tensors if t.is_tile], 1):
             yield from packed(f"{layer}{TILE}{number}", [tile])
+        if base_is_frozen:
+            names = adapted_layer(w.fixed, layer).adapted
+            yield from packed(str(layer), adapter_tensors(w, names), frozen=False)
     if stage == stages - 1:
         yield from packed("head", norm_tensors(w))
         if not (shape.tied and both):
-            yield StageParameter("head", round(float(w.table_params)), sides["matrix"], apart)
+            yield StageParameter(
+                "head", round(float(w.table_params)), sides["matrix"], apart, frozen=base_is_frozen
+            )
 
 
 def _under_operators(w: Workload, stage: int, both: bool, apart: bool) -> Iterator[StageParameter]:

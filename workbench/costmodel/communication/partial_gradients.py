@@ -13,11 +13,13 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 
 from workbench.costmodel.communication.collective_call import CollectiveCall, gradient_dtype_name
+from workbench.costmodel.inputs.adapted_layers import adapted_layers
 from workbench.costmodel.inputs.config import Array, Number
 from workbench.costmodel.inputs.operator_stages import rank_parameters
 from workbench.costmodel.inputs.operator_strategies import RankGrid, group_name
 from workbench.costmodel.inputs.parameter_tensors import (
     ParameterTensor,
+    adapter_tensors,
     first_tensors,
     layer_tensors,
     norm_tensors,
@@ -56,7 +58,9 @@ def partial_gradient_sums(w: Workload) -> list[CollectiveCall]:
 def _partial(w: Workload) -> Iterator[PartialGradients]:
     if w.fixed.grid is not None:
         yield from _of_parameters(w, w.fixed.grid)
-    elif w.fixed.adapter_rank == 0:
+    elif w.fixed.adapter_rank:
+        yield "tensor", "", w.tensor, _of_adapters(w)
+    else:
         yield from _of_tensor_ranks(w) if w.fixed.algorithm == "1d" else _of_grid(w)
 
 
@@ -80,6 +84,16 @@ def _of_tensor_ranks(w: Workload) -> Iterator[PartialGradients]:
         yield "tensor", "", w.tensor, w.searched.sequence * _elements(w, "hidden")
     if w.shape.moe is not None or w.shape.qk_norm == "head":
         yield "tensor", "", w.tensor, _elements(w, "partial")
+
+
+def _of_adapters(w: Workload) -> Array:
+    """Elements of what tensor ranks have alike beside their columns or rows of a weight."""
+    partial = {"partial": 1.0, "hidden": w.searched.sequence}
+    total = w.zeros
+    for kind, count in adapted_layers(w):
+        for t in adapter_tensors(w, kind.adapted):
+            total = total + count * t.elements * partial.get(t.role, 0.0)
+    return total
 
 
 def _of_grid(w: Workload) -> Iterator[PartialGradients]:

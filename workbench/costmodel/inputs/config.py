@@ -19,6 +19,7 @@ from workbench.costmodel.frameworks.framework_profile import FrameworkProfile, p
 from workbench.costmodel.inputs.operator_strategies import OperatorStrategies, RankGrid
 from workbench.costmodel.inputs.traced_stages import TracedStages
 from workbench.machine.hardware import GPU, Fabric
+from workbench.plan.model.block_linears import adapted_by_layer, first_backward_layer
 from workbench.plan.model.model_shape import Shape
 from workbench.plan.optimizer_state import DTYPE_BYTES, master_bytes, moment_bytes, num_moments
 from workbench.plan.rank_placement import RankPlace, axis_strides, table_row
@@ -121,8 +122,12 @@ class FixedConfig:
     """
     adapter_rank: int
     """Rank of LoRA adapters; 0: the whole model is trained."""
-    adapts_all_projections: bool
-    """Whether every projection has an adapter, or only those of attention."""
+    adapted: tuple[tuple[str, ...], ...]
+    """Names in their block of the linear layers that have an adapter, by layer; empty without
+    adapters.
+    """
+    drops_adapter_inputs: bool
+    """Whether adapters have dropout, each of its own copy of its input."""
     dropout: bool
     """Whether both residual branches of a layer apply dropout, with masks that backward draws
     again.
@@ -250,7 +255,8 @@ def fixed_config(plan: ResolvedPlan) -> FixedConfig:
         transport=transport(plan.gpu),
         pair_groups=pair_groups(plan),
         adapter_rank=plan.lora.rank if plan.lora else 0,
-        adapts_all_projections=bool(plan.lora and plan.lora.targets == "all"),
+        adapted=adapted_by_layer(plan.shape, plan.lora) if plan.lora else (),
+        drops_adapter_inputs=bool(plan.lora and plan.lora.dropout),
         dropout=t.dropout > 0,
         operators=None,
     )
@@ -400,6 +406,9 @@ def recomputed_layers_of(plan: ResolvedPlan) -> tuple[Array, Array]:
         if isinstance(recompute, list)
         else np.full(layers.shape, recompute == "full")
     )
+    if plan.lora:
+        adapted = adapted_by_layer(plan.shape, plan.lora)
+        chosen = chosen & (layers >= first_backward_layer(adapted, partition[0]))
     return count_recomputed(chosen, partition)
 
 

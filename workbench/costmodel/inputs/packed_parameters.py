@@ -27,12 +27,16 @@ class BucketElements:
     """Elements of one plan's buckets, by rank."""
 
     dense: Array
-    """Of all buckets but those of experts, padding included."""
+    """Of all buckets but those of experts, padding included, and of adapters."""
     experts: Array
+    adapters: Array
+    expert_adapters: Array
     stepped: Array
     """What the first rank of a shard group steps: padding has no moments."""
     layer: Array
     """Of the buckets of the largest layer under ZeRO-3."""
+    trained_layer: Array
+    """The same of what has gradients."""
 
     def of(self, ranks: NDArray[np.int64]) -> BucketElements:
         """Those of some ranks, which may be named several times."""
@@ -52,12 +56,15 @@ def packed_params(w: RankShapes, own: ParamCounts, exact: BucketElements | None)
     aligned = _aligned_params(w, own)
     if exact is None:
         return aligned
-    layer = exact.layer if w.zero == 3 else aligned.layer
-    return replace(aligned, dense=exact.dense, experts=exact.experts, layer=layer)
+    units = aligned.layer, aligned.trained_layer
+    if w.zero == 3:
+        units = exact.layer, exact.trained_layer
+    counts = exact.dense, exact.experts, units[0], exact.adapters, exact.expert_adapters, units[1]
+    return ParamCounts(*counts, frozen=own.frozen)
 
 
 def _aligned_params(w: RankShapes, own: ParamCounts) -> ParamCounts:
-    if not w.fixed.framework.data_parallel.packs_buckets or w.fixed.adapter_rank:
+    if not w.fixed.framework.data_parallel.packs_buckets:
         return own
     if w.fixed.grid is not None:
         return params_on_shapes(w, aligned_numel)
@@ -65,7 +72,9 @@ def _aligned_params(w: RankShapes, own: ParamCounts) -> ParamCounts:
     if w.shape.moe is not None:
         layer = _padding(layer_tensors(w, is_moe=True))
     layers = w.dense_layers * dense + (w.layers - w.dense_layers) * layer
-    return replace(own, dense=own.dense + layers + _ends(w), layer=own.layer + layer)
+    unit = own.layer + layer
+    trained = own.trained_layer if own.frozen else unit
+    return replace(own, dense=own.dense + layers + _ends(w), layer=unit, trained_layer=trained)
 
 
 def _ends(w: RankShapes) -> Number:

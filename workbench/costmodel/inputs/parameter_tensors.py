@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
 
+from workbench.costmodel.inputs.adapted_layers import (
+    EXPERTS,
+    ONTO_LATENTS,
+    ROW_PARALLEL,
+    linear_widths,
+)
 from workbench.costmodel.inputs.config import Number
 from workbench.costmodel.inputs.rank_shapes import RankShapes
 from workbench.plan.model.model_shape import Mla
@@ -161,3 +167,21 @@ def _moe_tensors(w: RankShapes) -> Iterator[ParameterTensor]:
         yield ParameterTensor(tensor.elements * own, tensor.role, experts=True)
     if moe.shared:
         yield from _mlp_tensors(w, w.shared_ffn, roles)
+
+
+def adapter_tensors(w: RankShapes, names: Iterable[str]) -> Iterator[ParameterTensor]:
+    """A and B of the adapters of some linears of a block (LoRA, 2106.09685).
+
+    Of a linear that is sharded by outputs every tensor rank has all of A, with a partial gradient;
+    of one that is sharded by inputs, all of B; of one onto latents, both.
+    """
+    for name in names:
+        inputs, outputs, experts = linear_widths(w, name)
+        roles, last = ["partial", "complete"], name.rpartition(".")[2]
+        if last in ROW_PARALLEL:
+            roles.reverse()
+        elif last in ONTO_LATENTS:
+            roles = ["hidden", "hidden"]
+        for role, width in zip(roles, (inputs, outputs)):
+            elements = experts * w.fixed.adapter_rank * width
+            yield ParameterTensor(elements, role, name.startswith(EXPERTS))

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from workbench.costmodel.inputs.adapted_layers import adapter_counts, layer_adapter_counts
 from workbench.costmodel.inputs.config import Array, Number
 from workbench.costmodel.inputs.operator_stages import rank_parameters
 from workbench.costmodel.inputs.rank_shapes import RankShapes
@@ -36,16 +37,34 @@ class ParamCounts:
     """Parameters of one layer: the unit that ZeRO-3 all-gathers."""
     adapters: Array
     """Parameters of LoRA adapters, replicated as the dense ones are."""
+    expert_adapters: Array
+    """Those of experts, replicated as these are."""
+    trained_layer: Number
+    """Parameters with gradients of one layer."""
+    frozen: bool = False
+    """Whether adapters alone have gradients."""
 
     @property
     def total(self) -> Array:
         """All parameters."""
-        return self.dense + self.experts + self.adapters
+        return self.dense + self.experts + self.adapters + self.expert_adapters
+
+    @property
+    def trained_dense(self) -> Array:
+        """Parameters with gradients and optimizer states, but experts': of adapters where there are
+        any.
+        """
+        return self.adapters if self.frozen else self.dense
+
+    @property
+    def trained_experts(self) -> Array:
+        """The same of experts."""
+        return self.expert_adapters if self.frozen else self.experts
 
     @property
     def trained(self) -> Array:
-        """Parameters with gradients and optimizer states: only the adapters where there are any."""
-        return np.where(self.adapters > 0, self.adapters, self.total)
+        """The same of both."""
+        return self.trained_dense + self.trained_experts
 
 
 def count_params(w: RankShapes) -> ParamCounts:
@@ -72,7 +91,11 @@ def count_params(w: RankShapes) -> ParamCounts:
     dense = w.layers * layer + w.dense_layers * mlp + sparse * router + _ends(w)
     experts = sparse * (moe.experts / w.searched.expert * expert if moe else 0.0)
     unit = layer + (mlp if moe is None else router + moe.experts / w.searched.expert * expert)
-    return ParamCounts(dense, experts, unit, w.layers * _adapter(w))
+    if not w.fixed.adapter_rank:
+        return ParamCounts(dense, experts, unit, w.zeros, w.zeros, unit)
+    own, of_experts = adapter_counts(w)
+    most = layer_adapter_counts(w)
+    return ParamCounts(dense, experts, unit + most, own, of_experts, most, frozen=True)
 
 
 def params_on_shapes(w: RankShapes, size: Callable[[int], int] = int) -> ParamCounts:
@@ -88,21 +111,8 @@ def params_on_shapes(w: RankShapes, size: Callable[[int], int] = int) -> ParamCo
         experts.append(float(sum(size(p.elements) for p in own if p.is_of_experts)))
         dense.append(by_unit.total() - experts[-1])
         largest.append(float(max((n for u, n in by_unit.items() if u.isdigit()), default=0)))
-    return ParamCounts(np.array(dense), np.array(experts), np.array(largest), w.zeros)
-
-
-def _adapter(w: RankShapes) -> Number:
-    """LoRA parameters of one layer (2106.09685): rank x (inputs + outputs) of each adapted
-    projection.
-    """
-    rank, h, thin = (
-        w.fixed.adapter_rank,
-        w.weight_in_dim / w.tiling.hidden_parts,
-        w.tiling.in_dim_share,
-    )
-    attention = 4 * h + thin * (w.q_width + w.k_width + w.v_width + w.o_width)
-    wide = (2 if w.shape.gated else 1) * (h + thin * w.ffn) + thin * w.ffn + h
-    return rank * (attention + wide * w.fixed.adapts_all_projections)
+    unit = np.array(largest)
+    return ParamCounts(np.array(dense), np.array(experts), unit, w.zeros, w.zeros, unit)
 
 
 def _block_widths(w: RankShapes) -> BlockWidths:

@@ -69,6 +69,8 @@ class RankShapes:
     """Rows of the schedule's table that this entry stands for."""
     rank_multiplicity: Array
     """How many they are."""
+    layer_indices: tuple[tuple[int, ...], ...]
+    """Indices of the layers of each."""
     layers: Array
     dense_layers: Array
     """Layers with a dense feed-forward; the others are MoE layers."""

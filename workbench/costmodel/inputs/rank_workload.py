@@ -139,6 +139,7 @@ def assemble_workload(
         reduce_microbatch=np.maximum(k.reduce_microbatch, microbatches == 1),
         alike=alike,
         rank_multiplicity=np.array([len(ranks) for ranks in alike], dtype=float).reshape(by_rank),
+        layer_indices=_layer_indices(s, places),
         layers=layers[at],
         dense_layers=dense[at],
         recomputed_layers=_sum_over_stages(s, places, k.recomputed_layers),
@@ -218,6 +219,14 @@ def stage_layers(s: FixedConfig) -> tuple[Array, Array]:
         np.bincount(x, minlength=s.pipeline).astype(float) for x in (where, where[dense])
     )
     return every, some
+
+
+def _layer_indices(s: FixedConfig, places: Sequence[RankPlace]) -> tuple[tuple[int, ...], ...]:
+    """Indices of the layers of each of `places`, where adapters tell layers apart."""
+    if not s.adapter_rank:
+        return ()
+    homes = layer_homes(s)
+    return tuple(tuple(np.flatnonzero(homes == place.stage).tolist()) for place in places)
 
 
 def _last_rank(s: FixedConfig) -> int:

@@ -9,13 +9,15 @@ is saved.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 
+from workbench.costmodel.inputs.adapted_layers import AdaptedLayer, last_layers
 from workbench.costmodel.inputs.config import Array, Number
 from workbench.costmodel.inputs.layer_gemms import layer_gemms
 from workbench.costmodel.inputs.rank_workload import Workload
+from workbench.costmodel.memory.adapter_memory import BaseSaved, saved_with_adapters
 from workbench.costmodel.memory.attention_memory import (
     padded_output_bytes,
     restored_attention_bytes,
@@ -73,7 +75,7 @@ class LayerActivations:
 
 
 def layer_activations(
-    w: Workload, is_moe: bool = False, is_split: bool = False
+    w: Workload, is_moe: bool = False, is_split: bool = False, adapted: AdaptedLayer | None = None
 ) -> LayerActivations:
     """Activation memory of one transformer layer and one microbatch.
 
@@ -81,11 +83,17 @@ def layer_activations(
         w: Per-rank problem sizes.
         is_moe: Whether the feed-forward is an MoE.
         is_split: Whether its backward leaves weight gradients to a separate W.
+        adapted: Which of its linears have adapters, where the others are frozen.
     """
     wide, matrix = _feed_forward(w, is_moe)
     is_shared = w.shape.parallel_residual == "one_norm"
-    ffn = _feed_forward_saved(w, is_moe)
-    saved, needed = _saved_and_needed(w, is_moe, wide, ffn)
+    ffn, norm, delta = _feed_forward_saved(w, is_moe), last_norm_saved(w), 0.0 * w.tokens
+    if adapted is not None:
+        base = _base_saved(w, is_moe)
+        own = saved_with_adapters(w, adapted, base)
+        delta = own.attention + own.norm + own.feed_forward - base.total
+        ffn, norm = own.feed_forward, own.norm
+    saved, needed = _saved_and_needed(w, is_moe, wide, delta)
     shard = w.residual_bytes
     branch = shard + (wide if w.shape.mlp == "relu" else 0.0)
     # Row-parallel output projection under sequence parallelism: its all-gathered input, its partial
@@ -97,6 +105,8 @@ def layer_activations(
         waiting = shard * (1 + (w.layers > 1))
         last_gemm = np.maximum(last_gemm, branch + shard) + waiting
     backward = _feed_forward_backward(w, wide, matrix, is_split)
+    if adapted is not None:
+        backward = _frozen_feed_forward_backward(w, wide, adapted)
     if is_moe and not w.fixed.framework.experts.weights_outputs:
         backward = np.maximum(backward, _routed_backward(w))
     if w.fixed.algorithm != "1d":
@@ -117,35 +127,82 @@ def layer_activations(
         * float(not is_moe),
         freed_feed_forward=ffn,
         # Branches that share a norm have both run backward when it does.
-        freed_before_norm=saved if is_shared else ffn + last_norm_saved(w),
+        freed_before_norm=saved if is_shared else ffn + norm,
         norm_backward=norm_backward(w),
         output_norm_backward=np.maximum(0.0, norm_backward(w) - 2 * shard) * w.shape.norms_outputs,
     )
 
 
+def last_layer_activations(w: Workload, is_split: bool = False) -> LayerActivations:
+    """That of the last layer of each of `w.places`, at whose backward memory peaks."""
+    if not w.fixed.adapter_rank:
+        return layer_activations(w, w.shape.moe is not None, is_split)
+    found: dict[str, Number] = {}
+    for kind, is_last in last_layers(w):
+        own = layer_activations(w, kind.is_moe, is_split, kind)
+        for field in fields(own):
+            value = np.where(is_last, getattr(own, field.name), found.get(field.name, 0.0))
+            found[field.name] = value
+    return LayerActivations(**found)
+
+
+def _base_saved(w: Workload, is_moe: bool) -> BaseSaved:
+    """What a layer saves where every weight has a gradient, by what reads it."""
+    wide, _ = _feed_forward(w, is_moe)
+    apart = w.shape.branch_norms == "both"
+    output_norm = norm_saved(w, own_input=False) * apart
+    shares = w.shape.parallel_residual == "one_norm"
+    routed = w.routed_rows_per_token * w.expert_ffn * w.tokens * w.element_bytes * is_moe
+    has_product = float(w.shape.mlp != "relu")
+    gathered = routed_input = 0.0 * w.tokens
+    if is_moe:
+        routed_input = w.routed_rows_per_token * w.hidden_activation_bytes
+        gathered = _gathered_moe_input(w)
+    product = has_product * wide
+    return BaseSaved(
+        first_norm=norm_saved(w) - w.residual_bytes,
+        last_norm=last_norm_saved(w) - w.residual_bytes * (1 - shares) + output_norm,
+        first_output=w.residual_bytes,
+        last_output=w.residual_bytes * (1 - shares) + gathered,
+        last_output_read=np.where(gathered > 0, gathered, w.residual_bytes),
+        attention=_attention_saved(w),
+        unread_output=_unread_output(w),
+        activation=_feed_forward_saved(w, is_moe) - product - routed_input - gathered,
+        dense_product=product - has_product * routed,
+        routed_product=has_product * routed,
+        routed_input=routed_input,
+    )
+
+
+def _attention_saved(w: Workload) -> Number:
+    """Bytes that attention saves, from what projects its input to what projects its output."""
+    widths = w.q_width + w.k_width + w.v_width + w.o_width
+    own = widths * w.tokens * w.element_bytes + _ulysses_saved(w)
+    own = own + padded_output_bytes(w) * (1 - w.searched.selective)
+    own = own + saved_attention_bytes(w) * (1 - w.searched.selective)
+    return own + _mla_latents(w) + head_norms_saved(w)
+
+
+def _unread_output(w: Workload) -> Number:
+    """Bytes of attention's output that its own backward does not read: of math attention, which
+    reads its probabilities, where it is recomputed, and where it is a copy.
+    """
+    is_copy = np.maximum(np.asarray(w.ulysses > 1), np.asarray(w.padded_output_width > 0))
+    unread = np.maximum(is_copy, w.searched.selective) if w.fixed.attention != "math" else 1.0
+    return unread * w.o_width * w.tokens * w.element_bytes
+
+
 def _saved_and_needed(
-    w: Workload, is_moe: bool, wide: Number, ffn: Number
+    w: Workload, is_moe: bool, wide: Number, delta: Number
 ) -> tuple[Number, Number]:
     """(bytes saved from forward to backward, bytes that backward reads); selective recompute saves
-    less than backward reads.
+    less than backward reads, and frozen weights change it by `delta`.
     """
-    padded_output = padded_output_bytes(w) * (1 - w.searched.selective)
-    attention = (
-        w.q_width + w.k_width + w.v_width + w.o_width
-    ) * w.tokens * w.element_bytes + _ulysses_saved(w)
-    attention = attention + padded_output
-    saved = residual_norms_saved(w) + _mla_latents(w) + head_norms_saved(w) + attention + ffn
     recompute = w.fixed.framework.recompute
-    saved = saved + _fp8_saved_delta(w, is_moe) - _frozen_inputs(w, wide)
-    saved = (
-        saved
-        + w.fixed.framework.saved_tensors.dropout_masks
-        * w.tokens
-        * w.hidden_per_rank
-        * 2
-        / w.sequence_parallel
-        + saved_attention_bytes(w) * (1 - w.searched.selective)
-    )
+    saved = residual_norms_saved(w) + _attention_saved(w) + _feed_forward_saved(w, is_moe)
+    saved = saved + _fp8_saved_delta(w, is_moe) + delta
+    masks = w.fixed.framework.saved_tensors.dropout_masks * w.tokens * w.hidden_per_rank * 2
+    saved = saved + masks / w.sequence_parallel
     if recompute.alternate_ops:
         return saved + w.searched.selective * (alternate_ops_saved(w, wide) - saved), saved
     if recompute.saved_share is not None:
@@ -172,6 +229,24 @@ def _feed_forward_backward(w: Workload, wide: Number, matrix: Number, is_split: 
     return np.maximum(peak, _cast_to_fp8_bytes(w, wide, matrix)) + gathered
 
 
+def _frozen_feed_forward_backward(w: Workload, wide: Number, layer: AdaptedLayer) -> Number:
+    """The same where weights are frozen: of a down projection with an adapter, its input's
+    gradients through both, and their sum.
+
+    Its input is freed by then but where nothing saved it.
+    """
+    if not (layer.has_branch_gradient or layer.last("gate", "up", "down")):
+        return 0.0 * wide
+    adapted = bool(layer.last("down"))
+    frees = adapted and w.shape.mlp != "relu"
+    summed = 3 * adapted
+    activated = 3 if w.shape.gated else 2
+    if not (layer.has_branch_gradient or layer.last("gate", "up")):
+        summed = activated = 0  # nothing in front of it has a gradient
+    gathered = w.hidden_activation_bytes - w.residual_bytes
+    return max(1, summed - frees, activated - frees) * wide + gathered
+
+
 def _unit_bucket_bytes(w: Workload) -> Number:
     """Bytes of the bucket of a ZeRO-3 unit's gradients, which the first of them allocates once it
     is computed, where the engine does so.
@@ -179,8 +254,7 @@ def _unit_bucket_bytes(w: Workload) -> Number:
     behavior = w.fixed.framework.data_parallel
     if w.zero < 3 or not behavior.frees_buffers or w.fixed.traced is not None:
         return 0.0
-    bucket: Number = w.packed_counts.layer * w.gradient_element_bytes
-    return bucket * w.reduce_microbatch * has_weight_gradients(w)
+    return w.packed_counts.trained_layer * w.gradient_element_bytes * w.reduce_microbatch
 
 
 def _tiled_feed_forward_backward(w: Workload, wide: Number, tile: Number) -> Number:
@@ -219,6 +293,9 @@ def _cast_to_fp8_bytes(w: Workload, wide: Number, matrix: Number) -> Number:
 
 def _column_parallel_backward(w: Workload, wide: Number, matrix: Number) -> Number:
     """Temporaries during the backward of gate and up, whose input is all-gathered once more."""
+    if not has_weight_gradients(w):  # or not, where only gradients of frozen weights need it
+        of_gemm = (2 if w.shape.gated else 1) * wide + w.hidden_activation_bytes
+        return np.maximum(of_gemm, 3 * w.hidden_activation_bytes)
     operands = w.hidden_activation_bytes + (2 if w.shape.gated else 1) * wide
     gradient = matrix * w.element_bytes * separate_weight_gradients(w)
     return input_gradient_in_flight(w) + weight_gradient_peak(
@@ -356,15 +433,6 @@ def _fp8_saved_delta(w: Workload, is_moe: bool) -> Number:
     return (attended + replaced) * quantized.element_bytes / w.element_bytes - replaced
 
 
-def _frozen_inputs(w: Workload, wide: Number) -> Number:
-    """Bytes of feed-forward inputs that only gradients of frozen weights without adapters would
-    read.
-    """
-    if not w.fixed.adapter_rank or w.fixed.adapts_all_projections:
-        return 0.0
-    return w.residual_bytes + wide
-
-
 def _feed_forward(w: Workload, is_moe: bool) -> tuple[Number, Number]:
     """(bytes of one tensor of feed-forward width, parameters of the down projection)."""
     moe = w.shape.moe
@@ -388,13 +456,17 @@ def _feed_forward_saved(w: Workload, is_moe: bool) -> Number:
     if is_moe and w.shape.moe is not None:
         copies = w.fixed.framework.experts.routed_copies
         saved += (
-            w.hidden_activation_bytes
-            * (w.sequence_parallel > 1)
-            * w.fixed.framework.experts.weights_outputs
+            _gathered_moe_input(w)
             + (w.routed_rows_per_token * copies * w.hidden_activation_bytes)
             + w.shape.moe.experts * w.tokens * 4
         )
     return saved
+
+
+def _gathered_moe_input(w: Workload) -> Number:
+    """Bytes of an MoE layer's input, all-gathered from sequence shards."""
+    gathers = w.fixed.framework.experts.weights_outputs * (w.sequence_parallel > 1)
+    return gathers * w.hidden_activation_bytes
 
 
 def _kept_choices(w: Workload) -> Number:
@@ -499,48 +571,14 @@ def boundary_bytes(w: Workload) -> tuple[Array, Array]:
     )
 
 
-def deferred_weight_bytes(w: Workload, is_moe: bool = False) -> Number:
-    """Bytes that a layer saves between I and W (zero bubble): inputs and output gradients of its
-    GEMMs.
-
-    Where sequences are all-gathered, column-parallel layers compute W at once, since they would
-    have to keep full-sequence gradients. On a tensor grid no W is deferred. In an MoE layer
-    attention alone defers, and experts that every token visits: routers and grouped GEMMs compute
-    their weights' gradients in I.
-    """
-    if w.fixed.algorithm != "1d":
-        return w.zeros
-    bytes_of_width, hidden = w.tokens * w.element_bytes, w.hidden_activation_bytes
-    ffn = w.shared_ffn if is_moe else w.ffn
-    wide, has_wide = ffn * bytes_of_width, np.greater(ffn, 0)
-    attention = 2 * hidden + (_projected_width(w) + w.o_width) * bytes_of_width
-    all_layers = attention + has_wide * (2 * hidden + (3 if w.shape.gated else 2) * wide)
-    row_parallel = hidden + w.o_width * bytes_of_width + has_wide * (hidden + wide)
-    if w.shape.mla is not None:  # those onto latents are deferred all the same
-        onto = (w.shape.mla.q_rank or 0) + w.shape.mla.kv_rank + w.shape.mla.rope_dim
-        row_parallel = row_parallel + (w.hidden_per_rank + onto) * bytes_of_width / w.tensor
-    return np.where(w.sequence_parallel > 1, row_parallel, all_layers)
-
-
-def _projected_width(w: Workload) -> Number:
-    """Outputs of the projections in front of attention, and inputs of those that read latents."""
-    mla = w.shape.mla
-    if mla is None:
-        return w.q_width + w.k_width + w.v_width
-    latents = 2 * ((mla.q_rank or 0) + mla.kv_rank) + mla.rope_dim
-    return latents + w.q_width + w.heads * (mla.nope_dim + mla.value_dim)
-
-
 def embedding_backward(w: Workload) -> Number:
     """Temporaries of the embedding's backward: its gradient is dense, and a tied one is added to
     the head's.
     """
-    table = w.table_params * has_weight_gradients(w)
-    positions = (
-        w.shape.max_positions * w.weight_in_dim * has_weight_gradients(w)
-        if w.shape.positions == "learned"
-        else 0.0
-    )
+    if not has_weight_gradients(w):
+        return 0.0 * w.tokens
+    table = w.table_params
+    positions = w.shape.max_positions * w.weight_in_dim if w.shape.positions == "learned" else 0.0
     gradients = w.hidden_activation_bytes + np.maximum(table, positions) * w.element_bytes
     if w.fixed.framework.model_states.frees_gradients:  # this gradient is the one that is kept
         return gradients
@@ -556,4 +594,4 @@ def has_tied_head_on_rank(w: Workload) -> bool:
     """Whether embedding and head of one rank share a weight, so that the head's gradient waits for
     the embedding's.
     """
-    return w.shape.tied and w.pipeline == 1 and w.fixed.adapter_rank == 0
+    return w.shape.tied and w.pipeline == 1

@@ -38,11 +38,11 @@ def with_packed_buckets(w: Workload) -> Workload:
 
 
 def _is_packed(w: Workload) -> bool:
-    """Whether buckets hold the model's tensors one by one: not those of adapters, of the prediction
-    of further tokens, and of latent attention on a tensor grid.
+    """Whether buckets hold the model's tensors one by one: not those of the prediction of further
+    tokens, and of latent attention on a tensor grid.
     """
     on_grid = w.shape.mla and w.fixed.algorithm != "1d"
-    unknown = w.fixed.adapter_rank or on_grid or w.shape.mtp_layers
+    unknown = on_grid or w.shape.mtp_layers
     return w.fixed.framework.data_parallel.packs_buckets and not unknown
 
 
@@ -62,11 +62,18 @@ def _elements(w: Workload, ranks: list[list[PackedBucket]]) -> BucketElements:
     def by_rank(numbers: Iterable[float]) -> Array:
         return np.array([*numbers], dtype=float)
 
+    has_frozen = w.fixed.adapter_rank > 0
+    base = [[b for b in own if b.frozen is has_frozen] for own in ranks]
+    trained = [[b for b in own if not b.frozen] for own in ranks]
+    adapters = trained if has_frozen else [[] for _ in ranks]
     return BucketElements(
-        dense=by_rank(sum(b.elements for b in own if not b.experts) for own in ranks),
-        experts=by_rank(sum(b.elements for b in own if b.experts) for own in ranks),
-        stepped=by_rank(sum(map(_in_first_shard, own)) for own in ranks),
+        dense=by_rank(sum(b.elements for b in own if not b.experts) for own in base),
+        experts=by_rank(sum(b.elements for b in own if b.experts) for own in base),
+        adapters=by_rank(sum(b.elements for b in own if not b.experts) for own in adapters),
+        expert_adapters=by_rank(sum(b.elements for b in own if b.experts) for own in adapters),
+        stepped=by_rank(sum(map(_in_first_shard, own)) for own in trained),
         layer=by_rank(map(_largest_layer, ranks)),
+        trained_layer=by_rank(map(_largest_layer, trained)),
     )
 
 

@@ -101,7 +101,7 @@ def _eager_loss(w: Workload) -> HeadMemory:
     gradient, blocks = _projection(w, table, logits_16bit)
     gathered = w.hidden_activation_bytes * gathers_sequence(w)
     return HeadMemory(
-        saved=norm_saved(w) + split * 10 * w.tokens,
+        saved=norm_saved(w) - _unread_input(w) + split * 10 * w.tokens,
         logits=w.upcast_bytes * logits,
         forward=np.maximum(
             split * (w.upcast_bytes * logits + cast)
@@ -110,10 +110,7 @@ def _eager_loss(w: Workload) -> HeadMemory:
             logits_16bit + blocks,
         ),
         loss=split * cast + (1 - split) * (2 * w.upcast_bytes * logits) + extra,
-        projection=input_gradient_in_flight(w)
-        + weight_gradient_peak(
-            w, gathered + logits_16bit + blocks, gradient, accumulated_gradient_bytes(w, table)
-        ),
+        projection=_projection_backward(w, gathered, logits_16bit + blocks, gradient),
         norm=norm_backward(w),
     )
 
@@ -151,20 +148,37 @@ def _fused_loss(w: Workload) -> HeadMemory:
     return HeadMemory(
         saved=norm_saved(w)
         - (1 - split) * w.hidden_activation_bytes
+        - split * _unread_input(w)
         + split * w.upcast_bytes * tokens,
         logits=split * logits + (1 - split) * gradients,
         forward=split * (logits + blocks)
         + (1 - split) * (gradients + chunk_logits + w.hidden_activation_bytes),
         loss=(1 - split) * fp16 * gradients * w.element_bytes / w.upcast_bytes,
-        projection=input_gradient_in_flight(w)
-        + weight_gradient_peak(
-            w,
-            gathered + split * (logits + blocks),
-            split * gradient,
-            accumulated_gradient_bytes(w, table),
-        ),
+        projection=_projection_backward(w, gathered, split * (logits + blocks), split * gradient),
         norm=norm_backward(w),
     )
+
+
+def _unread_input(w: Workload) -> Number:
+    """Bytes of the head's input, which only the gradient of a weight that is not frozen reads."""
+    return w.residual_bytes * (1 - has_weight_gradients(w))
+
+
+def _projection_backward(w: Workload, gathered: Number, logits: Number, gradient: Number) -> Number:
+    """Temporaries during the output projection's backward; of a frozen one its input's gradient
+    alone, beside that of the logits or its own shard.
+
+    Args:
+        w: Per-rank problem sizes.
+        gathered: Bytes of the all-gathered input.
+        logits: Bytes of the gradient of the logits.
+        gradient: Bytes of the weight's.
+    """
+    if not has_weight_gradients(w):
+        shard = w.residual_bytes * gathers_sequence(w)
+        return w.hidden_activation_bytes + np.maximum(logits, shard)
+    operands, table = gathered + logits, accumulated_gradient_bytes(w, w.table_params)
+    return input_gradient_in_flight(w) + weight_gradient_peak(w, operands, gradient, table)
 
 
 def _projection(w: Workload, table: Number, logits: Number) -> tuple[Number, Number]:

@@ -74,7 +74,7 @@ def params_outside_tables(w: Workload, p: ParamCounts) -> Number:
     adapters.
     """
     shared = w.has_embedding * w.has_head * float(w.shape.tied)
-    return p.total - p.adapters - w.table_params * (w.has_embedding + w.has_head - shared)
+    return p.dense + p.experts - w.table_params * (w.has_embedding + w.has_head - shared)
 
 
 def unsharded_state_bytes(s: FixedConfig, gradient_bytes: float) -> float:
@@ -92,12 +92,13 @@ def unsharded_state_bytes(s: FixedConfig, gradient_bytes: float) -> float:
 
 def sharded_params(w: Workload, p: ParamCounts) -> Array:
     """Parameters of one rank after ZeRO shards them over data x context ranks."""
-    return np.asarray((p.dense + p.adapters) / w.searched.shard + p.experts / _expert_shard(w))
+    experts = (p.experts + p.expert_adapters) / _expert_shard(w)
+    return np.asarray((p.dense + p.adapters) / w.searched.shard + experts)
 
 
 def owned_params(w: Workload, p: ParamCounts) -> tuple[Array, Array]:
-    """(dense parameters or adapters, experts) whose optimizer states a rank holds."""
-    dense, experts = (p.adapters, w.zeros) if w.fixed.adapter_rank else (p.dense, p.experts)
+    """(dense parameters or adapters, those of experts) whose optimizer states a rank holds."""
+    dense, experts = p.trained_dense, p.trained_experts
     if w.zero == 0:
         return dense, experts
     return np.asarray(dense / w.searched.shard), np.asarray(experts / _expert_shard(w))

@@ -76,6 +76,6 @@ def _rounded_master_bytes(w: Workload, p: ParamCounts) -> Number:
     """
     if w.fixed.precision != "fp8" or not w.fixed.framework.model_states.fp8_parameters:
         return 0.0
-    tables = p.total - p.adapters - params_outside_tables(w, p)
+    tables = p.dense + p.experts - params_outside_tables(w, p)
     shard = w.searched.shard if w.zero >= 1 else 1
     return np.maximum(0.0, sum(owned_params(w, p)) - tables / shard) * w.element_bytes

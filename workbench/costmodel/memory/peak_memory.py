@@ -22,7 +22,7 @@ from workbench.costmodel.memory.live_sets.stage_phases import (
 )
 from workbench.costmodel.memory.model_states import ModelStates, model_states
 from workbench.costmodel.memory.optimizer_step import optimizer_step_buffers
-from workbench.costmodel.memory.step_buffers import step_buffers
+from workbench.costmodel.memory.step_buffers import most_gathered, step_buffers
 from workbench.costmodel.rates.constants import Constants
 from workbench.vocabulary import FRAGMENTATION, OUTSIDE
 
@@ -89,9 +89,7 @@ def peak_memory(w: Workload, constants: Constants) -> PeakMemory:
         "peak": peak,
         "before_optimizer": persistent,
         "after_optimizer": persistent,
-        "maximum": _own_maxima(
-            [*phases.values(), {"gathered": buffers["gathered"]} if "gathered" in buffers else {}]
-        ),
+        "maximum": _own_maxima([*phases.values(), _most_gathered(w, buffers)]),
     }
     with_overhead = {
         m: live if m == "initialised" else add_categories(live, reserved)
@@ -103,6 +101,12 @@ def peak_memory(w: Workload, constants: Constants) -> PeakMemory:
         for name, live in phases.items()
     }
     return PeakMemory(with_overhead, beyond, by_phase, total_bytes(peak), first)
+
+
+def _most_gathered(w: Workload, buffers: MemoryByCategory) -> MemoryByCategory:
+    if "gathered" not in buffers:
+        return {}
+    return {"gathered": most_gathered(w, w.packed_counts, buffers["gathered"])}
 
 
 def max_peak_bytes(w: Workload, constants: Constants) -> Array:

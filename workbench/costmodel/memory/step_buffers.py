@@ -6,11 +6,13 @@ from __future__ import annotations
 
 import numpy as np
 
+from workbench.costmodel.inputs.config import Array, Number
 from workbench.costmodel.inputs.parameter_tensors import tile_elements
 from workbench.costmodel.inputs.rank_parameters import ParamCounts
 from workbench.costmodel.inputs.rank_workload import Workload
 from workbench.costmodel.memory import activation_memory
 from workbench.costmodel.memory.live_sets.stage_phases import MemoryByCategory, add_categories
+from workbench.plan.model.block_linears import first_backward_layer
 
 
 def step_buffers(w: Workload, p: ParamCounts) -> MemoryByCategory:
@@ -46,7 +48,7 @@ def zero_working_set(w: Workload, p: ParamCounts) -> MemoryByCategory:
         }
     if w.fixed.tile_factor > 1:
         return _tiled_working_set(w, p)
-    unit = np.maximum(p.layer, np.maximum(w.has_embedding, w.has_head) * (w.table_params))
+    unit: Number = np.maximum(p.layer, np.maximum(w.has_embedding, w.has_head) * (w.table_params))
     if w.fixed.framework.data_parallel.ends_are_units:
         ends = p.total - w.layers * p.layer
         apart = 1 + w.has_embedding * w.has_head * (
@@ -68,13 +70,29 @@ def zero_working_set(w: Workload, p: ParamCounts) -> MemoryByCategory:
     window = unit + (w.fixed.num_zero_in_flight - 1) * p.layer
     units = np.where(keeps_gathered > 0, p.total, np.minimum(p.total, np.minimum(window, limit)))
     unit = np.minimum(unit, limit)
-    gradient = (
-        unit
-        * w.gradient_element_bytes
-        * w.reduce_microbatch
-        * activation_memory.has_weight_gradients(w)
-    )
+    if p.frozen:
+        unit = p.trained_layer
+    gradient = unit * w.gradient_element_bytes * w.reduce_microbatch
     return {"gathered": units * w.element_bytes, "communication": w.zeros + gradient}
+
+
+def most_gathered(w: Workload, p: ParamCounts, gathered: Array) -> Array:
+    """Bytes of the most that ZeRO-3 has all-gathered at once, given that of its working set.
+
+    Backward ends with the first layer that has an adapter. That one and those prefetched in front
+    of it stay for the next microbatch's forward, which gathers others in front of them.
+    """
+    kept = np.maximum(w.searched.keep_gathered, w.pipeline > 1)
+    if not p.frozen or w.zero < 3 or w.fixed.tile_factor > 1:
+        return gathered
+    flight = w.fixed.num_zero_in_flight
+    first = first_backward_layer(w.fixed.adapted, len(w.fixed.adapted))
+    frozen = p.layer - p.trained_layer
+    layers = min(first + 1, 2 * flight) * frozen
+    with_table = min(first + 1, 2 * flight - 1) * frozen + w.has_embedding * w.table_params
+    units = p.trained_layer + np.maximum(layers, with_table)
+    units = units * (first > 0) * (w.microbatches > 1) * (1 - kept)
+    return np.asarray(np.maximum(gathered, units * w.element_bytes))
 
 
 def _tiled_working_set(w: Workload, p: ParamCounts) -> MemoryByCategory:

@@ -17,7 +17,7 @@ from workbench.costmodel.memory.activation_memory import (
     embedding_backward,
     has_tied_head_on_rank,
     has_weight_gradients,
-    layer_activations,
+    last_layer_activations,
 )
 from workbench.costmodel.memory.live_sets.stage_phases import MemoryByCategory
 from workbench.costmodel.memory.step_buffers import zero_working_set
@@ -98,6 +98,8 @@ def _unit(w: Workload, p: ParamCounts) -> Number:
 def _last_reduced(w: Workload, p: ParamCounts) -> Number:
     """Elements of the layer's bucket that is reduced last, or of the largest behind it."""
     tiled, largest = tile_elements(w)
+    if not has_weight_gradients(w):
+        return p.trained_layer
     rest: Number = np.maximum(p.layer - tiled, largest * (w.fixed.num_zero_in_flight > 2))
     return rest
 
@@ -156,7 +158,7 @@ def _head_bucket(w: Workload, p: ParamCounts) -> Number:
     """
     own = _own_bucket(w, w.head_params)
     shared = np.minimum(_bucket_elements(w), p.trained)
-    untied = w.has_head * (1 - float(has_tied_head_on_rank(w)))
+    untied = w.has_head * has_weight_gradients(w) * (1 - float(has_tied_head_on_rank(w)))
     return _gradient_bytes(w, untied * np.where(own > 0, own, shared))
 
 
@@ -176,8 +178,11 @@ def _layer_phase(w: Workload, p: ParamCounts) -> MemoryByCategory:
     gradients = np.minimum(_bucket_elements(w), p.trained)
     if w.zero == 3:
         pending = w.fixed.num_zero_in_flight - 1
-        head = w.has_head * w.head_params * (1 - float(has_tied_head_on_rank(w)))
-        gradients = p.layer + np.maximum((pending > 0) * head, _layers_behind(w, p, pending))
+        untied = has_weight_gradients(w) * (1 - float(has_tied_head_on_rank(w)))
+        head = w.has_head * w.head_params * untied
+        gradients = p.trained_layer + np.maximum(
+            (pending > 0) * head, _layers_behind(w, p, pending)
+        )
     elif (matrix := _largest_matrix(w)) is not None:
         gradients = np.where(
             matrix > _bucket_elements(w), w.fixed.num_zero_in_flight * matrix, gradients
@@ -193,19 +198,22 @@ def _layers_behind(w: Workload, p: ParamCounts, pending: int) -> Number:
     former microbatches, from there, less what their activations took; a pipeline reduces all
     layers together.
     """
-    saved = layer_activations(w, is_moe=w.shape.moe is not None)
+    saved = last_layer_activations(w)
     freed = np.where(w.recomputed_layers > 0, saved.checkpoint, saved.saved)
-    leaving = w.searched.offload_optimizer * p.layer * (w.searched.shard > 1) / w.searched.shard
+    shared = (w.searched.shard > 1) / w.searched.shard
+    leaving = w.searched.offload_optimizer * p.trained_layer * shared
     number = np.minimum(pending, np.maximum(0, w.layers - 1)) * (w.pipeline == 1)
-    each = p.layer - freed / w.gradient_element_bytes
+    each = p.trained_layer - freed / w.gradient_element_bytes
     behind = number * each + leaving * (number > 0) * (1 + (w.microbatches > 1))
     most: Number = np.maximum(0.0, behind)
     return most
 
 
 def _largest_matrix(w: Workload) -> Number | None:
-    """Elements of a layer's largest matrix; None on a grid, where each rank has another."""
-    if w.fixed.grid is not None:
+    """Elements of a layer's largest matrix with a gradient; None on a grid, where each rank has
+    another, and of adapters, whose buckets hold many.
+    """
+    if w.fixed.grid is not None or w.fixed.adapter_rank:
         return None
     width = w.weight_in_dim / w.tiling.hidden_parts * w.tiling.in_dim_share
     moe = w.shape.moe
@@ -218,7 +226,7 @@ def _embedding_phase(w: Workload, p: ParamCounts) -> MemoryByCategory:
     """Nothing is all-gathered for the embedding; gradients in flight, or all of them where a
     pipeline reduces them together.
     """
-    table = w.has_embedding * w.vocab_rows * w.weight_in_dim
+    table = w.has_embedding * w.vocab_rows * w.weight_in_dim * has_weight_gradients(w)
     pending = w.fixed.num_zero_in_flight - 1
     if w.zero == 3:
         in_flight = pending * _last_reduced(w, p) + table
@@ -247,4 +255,4 @@ def _former_bytes(w: Workload, p: ParamCounts, table: Number) -> Number:
 
 
 def _gradient_bytes(w: Workload, elements: Number) -> Number:
-    return elements * w.gradient_element_bytes * w.reduce_microbatch * has_weight_gradients(w)
+    return elements * w.gradient_element_bytes * w.reduce_microbatch

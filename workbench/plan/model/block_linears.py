@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
@@ -80,6 +80,29 @@ def adapter_parameters(shape: Shape, lora: Lora) -> int:
     """Parameters of all adapters: rank x (inputs + outputs) of each adapted layer."""
     sizes = adapted_linears(shape, lora).values()
     return sum((size.experts or 1) * lora.rank * (size.outputs + size.inputs) for size in sizes)
+
+
+def adapted_by_layer(shape: Shape, lora: Lora) -> tuple[tuple[str, ...], ...]:
+    """Names in their block of the linear layers that have an adapter, by block, in its order."""
+    return tuple(
+        tuple(
+            name
+            for name in block_linears(shape, layer)
+            if is_adapted(f"blocks.{layer}.{name}", lora)
+        )
+        for layer in range(shape.layers)
+    )
+
+
+def first_backward_layer(adapted: Sequence[Sequence[str]], first_stage: int) -> int:
+    """Index of the first block that has a backward, where all but adapters is frozen.
+
+    Args:
+        adapted: As `adapted_by_layer`.
+        first_stage: Number of blocks of the first pipeline stage; later ones receive inputs with
+            gradients.
+    """
+    return next((i for i, names in enumerate(adapted[:first_stage]) if names), first_stage)
 
 
 def is_adapted(path: str, lora: Lora) -> bool:

@@ -6,9 +6,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from workbench.costmodel.inputs.adapted_layers import adapted_layers
 from workbench.costmodel.inputs.config import Array, Number
 from workbench.costmodel.inputs.rank_workload import Workload
 from workbench.costmodel.memory import activation_memory
+from workbench.costmodel.memory.live_sets.deferred_weights import deferred_weight_bytes
 from workbench.costmodel.memory.loss_memory import HeadMemory
 from workbench.schedules import receives_early
 
@@ -57,25 +59,45 @@ def activations_in_flight(w: Workload, head: HeadMemory) -> ActivationsInFlight:
 
 def stage_activations(w: Workload) -> StageActivations:
     """What a microbatch leaves in the stages of a rank."""
+    frozen = w.fixed.adapter_rank > 0
+    saved, deferred = (_adapted_layers(w), w.zeros) if frozen else _layers(w)
+    beside, _ = activation_memory.boundary_bytes(w)
+    if w.shape.mtp_layers:  # each norms its two inputs, and projects what it joins
+        further = w.shape.mtp_layers * (2 + 2)
+        beside = beside + w.has_head * further * w.residual_bytes
+    return StageActivations(
+        np.asarray(saved),
+        beside,
+        np.asarray(deferred) * float(w.fixed.splits_backward),
+        w.has_head * (1 + w.shape.mtp_layers),
+    )
+
+
+def _layers(w: Workload) -> tuple[Number, Number]:
+    """(bytes that the layers of a rank save of a microbatch, those that they leave for W)."""
     dense = activation_memory.layer_activations(w)
     moe = activation_memory.layer_activations(w, is_moe=w.shape.moe is not None)
     share = np.divide(w.dense_layers, np.maximum(w.layers, 1))
     layer_saved = share * dense.saved + (1 - share) * moe.saved
     checkpoint = share * dense.checkpoint + (1 - share) * moe.checkpoint
     saved = (w.layers - w.recomputed_layers) * layer_saved + w.recomputed_layers * checkpoint
-    beside, _ = activation_memory.boundary_bytes(w)
-    if w.shape.mtp_layers:  # each norms its two inputs, and projects what it joins
-        further = w.shape.mtp_layers * (2 + 2)
-        beside = beside + w.has_head * further * w.residual_bytes
-    of_dense = activation_memory.deferred_weight_bytes(w)
-    of_moe = activation_memory.deferred_weight_bytes(w, is_moe=w.shape.moe is not None)
-    deferred = w.layers * (share * of_dense + (1 - share) * of_moe)
-    return StageActivations(
-        saved,
-        beside,
-        deferred * float(w.fixed.splits_backward),
-        w.has_head * (1 + w.shape.mtp_layers),
-    )
+    of_dense = deferred_weight_bytes(w)
+    of_moe = deferred_weight_bytes(w, is_moe=w.shape.moe is not None)
+    return saved, w.layers * (share * of_dense + (1 - share) * of_moe)
+
+
+def _adapted_layers(w: Workload) -> Number:
+    """Bytes that they save beside frozen weights; those in front of the first adapter save
+    nothing.
+    """
+    kinds = [(kind, n) for kind, n in adapted_layers(w) if kind.has_backward]
+    recomputed = w.recomputed_layers / np.maximum(1, sum((n for _, n in kinds), w.zeros))
+    saved: Number = w.zeros
+    for kind, count in kinds:
+        own = activation_memory.layer_activations(w, kind.is_moe, adapted=kind)
+        of_layer = (1 - recomputed) * own.saved + recomputed * own.checkpoint
+        saved = saved + count * of_layer
+    return saved
 
 
 def between_stages(w: Workload) -> Array:

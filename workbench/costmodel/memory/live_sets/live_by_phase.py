@@ -8,7 +8,7 @@ import numpy as np
 
 from workbench.costmodel.inputs.config import Number
 from workbench.costmodel.inputs.rank_workload import Workload
-from workbench.costmodel.memory.activation_memory import layer_activations
+from workbench.costmodel.memory.activation_memory import last_layer_activations
 from workbench.costmodel.memory.live_sets.activations_in_flight import activations_in_flight
 from workbench.costmodel.memory.live_sets.operator_live_sets import operator_live_sets
 from workbench.costmodel.memory.live_sets.several_stages import (
@@ -47,7 +47,7 @@ def live_by_phase(w: Workload) -> dict[str, MemoryByCategory]:
         return operator_live_sets(w)
     if counts_by_action(w):
         return several_stages_live_sets(w)
-    head, layer = head_memory(w), layer_activations(w, w.shape.moe is not None)
+    head, layer = head_memory(w), last_layer_activations(w)
     flight = activations_in_flight(w, head)
     full = {"activations": flight.total, "logits": flight.logits}
     return {

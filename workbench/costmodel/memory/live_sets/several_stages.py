@@ -24,7 +24,7 @@ from workbench.costmodel.inputs.held_counts import (
 )
 from workbench.costmodel.inputs.operator_stages import rank_stages
 from workbench.costmodel.inputs.rank_workload import Workload
-from workbench.costmodel.memory.activation_memory import layer_activations
+from workbench.costmodel.memory.activation_memory import last_layer_activations
 from workbench.costmodel.memory.live_sets.activations_in_flight import (
     ActivationsInFlight,
     between_stages,
@@ -71,10 +71,10 @@ def _phases(
     stages: Workload, head: HeadMemory, kind: str, flight: ActivationsInFlight
 ) -> dict[str, MemoryByCategory]:
     """Phases of an action."""
-    is_split, is_moe = kind == "I", stages.shape.moe is not None
+    is_split = kind == "I"
     if kind == "W":
         return {"weights": weight_gradient_phase(stages, flight.total, flight.logits)}
-    layer = layer_activations(stages, is_moe, is_split)
+    layer = last_layer_activations(stages, is_split)
     if kind == "F":
         return forward_phases(stages, head, layer, flight)
     return backward_phases(stages, head, layer, flight, is_split)
@@ -105,6 +105,7 @@ def _stages_of_ranks(w: Workload) -> tuple[Workload, list[list[int]]]:
         recomputed_layers=w.searched.recomputed_layers,
         in_buckets=w.in_buckets and w.in_buckets.of(of_rank),
         rank_multiplicity=_of_rank(w.rank_multiplicity, of_rank),
+        layer_indices=tuple(tuple(x.layers) for x in every) if w.layer_indices else (),
         num_boundary_transfers=_of_rank(w.num_boundary_transfers, of_rank),
         microbatches_in_flight=_of_rank(w.microbatches_in_flight, of_rank),
         inputs_ahead=np.ones_like(column([0] * len(every))),

@@ -14,6 +14,7 @@ from workbench.costmodel.inputs.rank_workload import Workload
 from workbench.costmodel.memory import activation_memory, attention_memory
 from workbench.costmodel.memory.activation_memory import LayerActivations
 from workbench.costmodel.memory.live_sets.activations_in_flight import ActivationsInFlight
+from workbench.costmodel.memory.live_sets.deferred_weights import deferred_weight_bytes
 from workbench.costmodel.memory.loss_memory import HeadMemory
 
 MemoryByCategory = dict[str, Array]
@@ -200,7 +201,7 @@ def _recomputed_layer_backward(
     incoming = _received_gradient(w)
     if is_split:
         others = np.maximum(0, np.minimum(w.recomputed_layers, w.layers) - 1)
-        left = activation_memory.deferred_weight_bytes(w, is_moe=w.shape.moe is not None)
+        left = deferred_weight_bytes(w, is_moe=w.shape.moe is not None)
         earlier = earlier + behind * left + others * (left - layer.checkpoint)
         incoming = incoming + w.has_head * w.residual_bytes
     temporary = layer.feed_forward_backward + restored

@@ -1,0 +1,83 @@
+"""Adapters beside a frozen base: the estimate against the real engine on fake tensors, peaks,
+states and every collective.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.costmodel.test_against_rehearsal import LATENT, ODD, SHARED, small, traffic
+from tests.costmodel.test_zero_against_rehearsal import largest
+from workbench.plan.schema import Plan
+from workbench.planner import estimate
+from workbench.rehearsal.rehearse import rehearse
+
+S, D = "strategy.", "strategy.data."
+FULL = {S + "recompute": "full"}
+TWO_BY_TWO = {S + "tensor.size": 2, S + "pipeline.size": 2}
+SHARDED_STAGES = {S + "pipeline.size": 2, D + "zero": 3, D + "reduce": "microbatch"}
+ALL: dict[str, Any] = {"rank": 8}
+SOME: dict[str, Any] = {"rank": 4, "targets": ["attention.[qv]", "mlp.up"]}
+LATE: dict[str, Any] = {"rank": 4, "targets": ["blocks.[2-3].*"]}
+DROPPED: dict[str, Any] = {"rank": 8, "dropout": 0.1}
+Case = tuple[Any, str, str, int, dict[str, Any], dict[str, Any]]
+FEW: list[Case] = [
+    ("tiny", "fp32", "zero-3", 2, LATE, {}),
+    ("tiny", "bf16", "megatron-sp", 4, ALL, {S + "tensor.size": 2, D + "zero": 1}),
+    ("tiny", "bf16", "zero-bubble", 4, SOME, TWO_BY_TWO),
+]
+CASES: list[Case] = [
+    ("tiny", "bf16", "ddp", 2, SOME, {}),
+    (ODD, "bf16", "single", 1, {"rank": 8, "targets": ["mlp.down"]}, {}),
+    ("tiny", "fp32", "ddp", 2, DROPPED, {}),
+    ("tiny-gpt", "bf16", "zero-2", 4, ALL, {D + "shard": 2}),
+    (ODD, "bf16", "fsdp", 2, ALL, {}),
+    ("tiny", "fp32", "zero-3", 2, LATE, {D + "in_flight": 1}),
+    ("tiny", "bf16", "zero-3", 2, ALL, {**FULL, D + "shard": 2}),
+    ("tiny", "bf16", "zero-infinity", 2, ALL, {}),
+    (SHARED, "fp32", "megatron-tp", 4, ALL, {}),
+    ("tiny", "fp32", "megatron-sp", 2, ALL, FULL),
+    (LATENT, "fp32", "megatron-sp", 2, ALL, {}),
+    (ODD, "fp32", "dapple", 2, ALL, {}),
+    (ODD, "bf16", "dapple", 4, ALL, SHARDED_STAGES),
+    ("tiny", "fp32", "zb-v", 2, LATE, {}),
+    ("tiny", "bf16", "interleaved", 2, ALL, {}),
+    ("tiny", "fp32", "ddp", 2, ALL, {S + "context.size": 2, S + "context.algorithm": "ulysses"}),
+    ("tiny-moe", "bf16", "zero-3", 2, ALL, {S + "expert.size": 2}),
+    ("tiny-moe", "fp32", "megatron-sp", 2, ALL, {}),
+    ("tiny", "bf16", "tensor-pipeline", 4, ALL, {S + "kernels": "fused"}),
+]
+
+
+def tuned(case: Case) -> Plan:
+    model, precision, strategy, gpus, lora, changes = case
+    return (
+        small(model, strategy, gpus, precision)
+        .replace(**changes)
+        .replace(**{"finetune.lora": lora})
+    )
+
+
+def assert_is_the_engines(case: Case) -> None:
+    plan = tuned(case)
+    estimated, rehearsed = estimate(plan), rehearse(plan)
+    assert traffic(estimated) == traffic(rehearsed)
+    assert estimated.peak_bytes_by_rank == pytest.approx(rehearsed.peak_bytes_by_rank, rel=0.02)
+    for rank in set(rehearsed.representative.values()):
+        assert largest(estimated, rank) == pytest.approx(
+            largest(rehearsed, rank), rel=0.02, abs=2048
+        )
+
+
+@pytest.mark.parametrize("case", FEW, ids=str)
+def test_peaks_and_collectives_of_adapters_are_the_engines(case: Case) -> None:
+    assert_is_the_engines(case)
+
+
+@pytest.mark.slow
+@pytest.mark.drawn(6)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_so_they_are_on_every_axis(case: Case) -> None:
+    assert_is_the_engines(case)

@@ -1,0 +1,148 @@
+"""Activation memory beside frozen weights (LoRA, 2106.09685): what adapters save for backward, and
+what only gradients of frozen weights would read.
+
+A saves the adapter's input, or with dropout its own copy of it; B saves s x A^T, [tokens, rank].
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from workbench.costmodel.inputs.adapted_layers import (
+    EXPERTS,
+    ROW_PARALLEL,
+    AdaptedLayer,
+    linear_widths,
+)
+from workbench.costmodel.inputs.config import Number
+from workbench.costmodel.inputs.rank_workload import Workload
+from workbench.plan.model.block_linears import ATTENTION
+
+
+@dataclass(frozen=True)
+class BaseSaved:
+    """Bytes that a layer saves whose weights all have gradients, by what reads them."""
+
+    first_norm: Number
+    """Input and statistics of the norm before attention."""
+    last_norm: Number
+    """The same of the norm before the feed-forward layer, where branches do not share one."""
+    first_output: Number
+    """Output of the first of them."""
+    last_output: Number
+    """Of the second, and its all-gathered copy before an MoE layer."""
+    last_output_read: Number
+    """What of it the linears behind the second norm read."""
+    attention: Number
+    """What attention saves, from the outputs of its projections to its own."""
+    unread_output: Number
+    """Of it what the output projection alone reads."""
+    activation: Number
+    """What the activation and the routing of tokens save."""
+    dense_product: Number
+    """Output of the activation that a down projection alone reads."""
+    routed_product: Number
+    """The same of routed experts."""
+    routed_input: Number
+    """Rows dispatched to experts."""
+
+    @property
+    def feed_forward(self) -> Number:
+        """What the feed-forward layer saves, but for its input in the order of tokens."""
+        product = self.dense_product + self.routed_product
+        return self.activation + product + self.routed_input
+
+    @property
+    def total(self) -> Number:
+        """All of it."""
+        norms = self.first_norm + self.first_output + self.last_norm + self.last_output
+        return norms + self.attention + self.feed_forward
+
+
+@dataclass(frozen=True)
+class SavedWithAdapters:
+    """Bytes that a layer with a frozen base saves, by when backward frees them."""
+
+    attention: Number
+    """All in front of the norm before the feed-forward layer."""
+    norm: Number
+    """That norm, and its output."""
+    feed_forward: Number
+
+
+def saved_with_adapters(w: Workload, layer: AdaptedLayer, base: BaseSaved) -> SavedWithAdapters:
+    """What a kind of layer saves.
+
+    Args:
+        w: Per-rank problem sizes.
+        layer: Which of its linears have adapters.
+        base: What its linears and seams would save if every weight had a gradient.
+    """
+    kept = 0.0 if w.fixed.drops_adapter_inputs else 1.0
+    first = attention_inputs(w)
+    reads_first = kept * any(name in first for name in layer.adapted)
+    reads_last = bool(_readers_of_last_norm(layer)) * kept
+    if layer.is_moe:  # its router does
+        reads_last = max(reads_last, layer.has_branch_gradient)
+    if w.shape.parallel_residual == "one_norm":
+        reads_first, reads_last = max(reads_first, reads_last), 0.0
+    norm = layer.has_input_gradient * base.first_norm + reads_first * base.first_output
+    last = layer.has_branch_gradient * base.last_norm
+    return SavedWithAdapters(
+        norm + _attention(w, layer, base, kept) + _own(w, layer.of(ATTENTION)),
+        last + reads_last * base.last_output_read,
+        _feed_forward(layer, base, kept) + _own(w, layer.of("mlp.")),
+    )
+
+
+def attention_inputs(w: Workload) -> tuple[str, ...]:
+    """Names of the linears of a block that read attention's normed input."""
+    mla = w.shape.mla
+    if mla is None:
+        return ("attention.q", "attention.k", "attention.v")
+    return ("attention.q_down" if mla.q_rank else "attention.q", "attention.kv_down")
+
+
+def _readers_of_last_norm(layer: AdaptedLayer) -> list[str]:
+    """Adapted linears that read the normed input of the feed-forward layer in the order of
+    tokens.
+    """
+    return [name for name in layer.last("gate", "up") if not name.startswith(EXPERTS)]
+
+
+def _attention(w: Workload, layer: AdaptedLayer, base: BaseSaved, kept: float) -> Number:
+    has_output = bool(layer.of("attention.o")) * kept
+    if not layer.has_attention_backward:
+        return has_output * w.o_width * w.tokens * w.element_bytes
+    return base.attention - base.unread_output * (1 - has_output)
+
+
+def _feed_forward(layer: AdaptedLayer, base: BaseSaved, kept: float) -> Number:
+    into, down = layer.last("gate", "up"), layer.last("down")
+    routed = [name.startswith(EXPERTS) for name in down]
+    saved = (layer.has_branch_gradient or bool(into)) * base.activation
+    saved = saved + kept * base.dense_product * (False in routed)
+    saved = saved + base.routed_product * (True in routed)
+    return saved + base.routed_input * any(name.startswith(EXPERTS) for name in into)
+
+
+def _own(w: Workload, names: list[str]) -> Number:
+    """Bytes that adapters save for themselves: inputs of B, and with dropout those of A."""
+    saved: Number = 0.0
+    for name in names:
+        saved = saved + adapter_rows(w, name) * w.fixed.adapter_rank * w.element_bytes
+        if w.fixed.drops_adapter_inputs:
+            saved = saved + _input_bytes(w, name)
+    return saved
+
+
+def _input_bytes(w: Workload, name: str) -> Number:
+    """Bytes of the input of A, of column-parallel linears a rank's shard of the sequence."""
+    shards = 1.0 if name.rpartition(".")[2] in ROW_PARALLEL else w.sequence_parallel
+    width = linear_widths(w, name).inputs
+    return adapter_rows(w, name) * width * w.element_bytes / shards
+
+
+def adapter_rows(w: Workload, name: str) -> Number:
+    """Rows of the input of a linear, of a microbatch."""
+    return w.tokens * (w.routed_rows_per_token if name.startswith(EXPERTS) else 1.0)
