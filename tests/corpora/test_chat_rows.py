@@ -86,6 +86,9 @@ def test_the_plans_template_is_used(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match=r"row 1 is of messages, and .* has no chat template"):
         load(path, tokenizer=tokenizer)
     assert load(path, tokenizer=tokenizer, template=str(tmp_path / "chat.jinja")).documents == 1
+    (tmp_path / "chat.jinja").write_text("\n")
+    with pytest.raises(PlanError, match=r"corpus\.template: .*chat\.jinja' is empty"):
+        load(path, template=str(tmp_path / "chat.jinja"))
     (tmp_path / "chat.jinja").write_text("{% for m in messages %}")
     with pytest.raises(PlanError, match=r"corpus\.template: .*Unexpected end of template"):
         load(path, template=str(tmp_path / "chat.jinja"))

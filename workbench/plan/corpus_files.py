@@ -240,12 +240,17 @@ def template_path(corpus: schema.Corpus) -> Path | None:
 
 
 def template_text(corpus: schema.Corpus) -> str | None:
-    """The chat template in that file. Raises `PlanError` where it cannot be read."""
+    """The chat template in that file. Raises `PlanError` where it cannot be read, or is empty."""
     path = template_path(corpus)
+    if path is None:
+        return None
     try:
-        return None if path is None else read_some(path, MOST_TEMPLATE)
+        text = read_some(path, MOST_TEMPLATE)
     except (OSError, UnicodeDecodeError) as error:
         raise refuse("corpus.template", f"'{path}' cannot be read: {unread(error)}") from None
+    if not text.strip():
+        raise refuse("corpus.template", f"'{path}' is empty; legal: a file with a chat template")
+    return text
 
 
 def tokenizer_path(corpus: schema.Corpus) -> Path | None:
