@@ -24,7 +24,6 @@ READ = {
     "r",
     "lora_alpha",
     "use_rslora",
-    "lora_dropout",
     "target_modules",
     "exclude_modules",
     "layers_to_transform",
@@ -45,6 +44,7 @@ WITHOUT_EFFECT = {
     "fan_in_fan_out",
     "inference_mode",
     "loftq_config",
+    "lora_dropout",
     "lora_ga_config",
     "megatron_core",
     "peft_version",
@@ -66,7 +66,6 @@ class PeftConfig:
         rank: Of adapters without an entry of `rank_pattern`.
         alpha: Likewise.
         rslora: Whether the scale is alpha / sqrt(rank).
-        dropout: Share of inputs dropped in training.
         targets: Ends of module names, or a pattern of complete names, or `all-linear`.
         excluded: Likewise, of modules without adapters.
         layers: Numbers of layers that have adapters; None: all.
@@ -80,7 +79,6 @@ class PeftConfig:
     rank: int
     alpha: float
     rslora: bool
-    dropout: float
     targets: str | Sequence[str]
     excluded: str | Sequence[str]
     layers: Sequence[int] | None
@@ -166,7 +164,6 @@ class _Reading:
             rank=self._rank("r", self.keys.get("r", 8)),
             alpha=self._alpha("lora_alpha", self.keys.get("lora_alpha", 8)),
             rslora=self._checked("use_rslora", False, flag, "true or false"),
-            dropout=self._checked("lora_dropout", 0.0, number, "a number from 0 to 1"),
             targets=self._patterns("target_modules", required=True),
             excluded=self._patterns("exclude_modules"),
             layers=self._layers(),
