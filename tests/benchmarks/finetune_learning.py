@@ -1,0 +1,230 @@
+"""How much of full fine-tuning's gain LoRA keeps: `python -m tests.benchmarks.finetune_learning
+[--models trained BASE.gguf] [--methods sft dpo] [--rank 8] [--results FILE] [--at-once N]`.
+
+Chats and preference pairs are made of the standard library's docstrings, the last modules held out;
+a small model is trained on the library's text first, whose last tenth it does not see. Each method
+fine-tunes it on equal tokens in fp32, at the best of three learning rates by the held-out loss (on
+the first seed; others use it too), and a `gain` is by how much that falls from the base's, as a
+share. Each is trained on one rank by the loop of `workbench run`, and appended to the results file
+as it ends; the same command goes on from there. Prints a JSON line a model and method.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import tempfile
+from collections.abc import Iterable
+from datetime import date
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from statistics import mean
+from typing import Any, cast
+
+import torch
+from accelerate import Accelerator
+
+import workbench as wb
+from workbench.engine.loop import TrainingLoop
+from workbench.engine.measure.telemetry_writer import TelemetryWriter
+from workbench.engine.verify.forked_ranks import run_worlds
+from workbench.parallel.mesh import build_mesh
+from workbench.plan.resolved_plan import ResolvedPlan
+from workbench.runs.run import Run
+
+TRAINED = "trained"
+SHAPE = {"layers": 4, "hidden": 128, "heads": 4, "ffn": 384, "vocab": 257}
+RATES = {
+    "sft": {"full": (3e-4, 1e-3, 3e-3), "lora": (3e-3, 6e-3, 1e-2)},
+    "dpo": {"full": (1e-4, 3e-4, 1e-3), "lora": (1e-3, 3e-3, 1e-2)},
+}
+"""Learning rates of the small model; a released one's are a tenth."""
+SIZES: dict[tuple[bool, str], dict[str, int]] = {
+    (True, "sft"): {"sequence_length": 256, "global_batch": 8, "micro_batch": 8, "steps": 40},
+    (True, "dpo"): {"sequence_length": 256, "global_batch": 8, "micro_batch": 8, "steps": 40},
+    (False, "sft"): {"sequence_length": 128, "global_batch": 4, "micro_batch": 4, "steps": 6},
+    (False, "dpo"): {"sequence_length": 128, "global_batch": 4, "micro_batch": 4, "steps": 12},
+}
+"""(whether it is the small model, method of learning) -> batch and steps."""
+BASELINE = 1e-12
+"""Learning rate of a run that changes nothing, whose held-out loss is the base's."""
+DEADLINE = 3600.0
+Row = dict[str, Any]
+
+
+def pretrained(folder: Path, steps: int) -> Path:
+    """The checkpoint of the small model, trained on text if it is not there yet."""
+    plan = wb.Plan.model_validate(
+        {
+            "model": SHAPE,
+            "cluster": {"gpu": "local", "gpus": 1},
+            "strategy": {"precision": "fp32"},
+            "training": {
+                "sequence_length": 256,
+                "global_batch": 16,
+                "micro_batch": 8,
+                "steps": steps,
+                "optimizer": {"learning_rate": 2e-3, "warmup_steps": 20},
+            },
+            "corpus": {"source": "stdlib", "tokenizer": "bytes", "holdout": 0.1},
+            "checkpoint": {"every": steps},
+        }
+    )
+    for run in wb.list_runs(folder):
+        if run.state.phase == "finished" and (found := _checkpoint(run, steps)).exists():
+            return found
+    run = wb.run(plan, wait=True, root=folder)
+    assert run.state.phase == "finished", run
+    return _checkpoint(run, steps)
+
+
+def _checkpoint(run: Run, steps: int) -> Path:
+    return run.dir / "checkpoints" / f"step-{steps:08d}"
+
+
+def plan_of(row: Row, base: str) -> wb.Plan:
+    """The plan of one fine-tuning."""
+    small, dpo = row["model"] == TRAINED, row["learning"] == "dpo"
+    sizes = SIZES[small, row["learning"]]
+    tokenizer = "bytes" if small else base
+    steps = 1 if row["rate"] == BASELINE else sizes["steps"]
+    optimizer = {"learning_rate": row["rate"], "warmup_steps": min(4, steps - 1)}
+    optimizer |= {"weight_decay": 0.0}
+    return wb.Plan.model_validate(
+        {
+            "model": SHAPE if small else base,
+            "cluster": {"gpu": "local", "gpus": 1},
+            "strategy": {"precision": "fp32"},
+            "finetune": {
+                **sizes,
+                "steps": steps,
+                "method": row["method"],
+                **({"lora": {"rank": row["rank"]}} if row["method"] == "lora" else {}),
+                **({"preference": {"beta": 0.1}} if dpo else {}),
+                "base": base,
+                "seed": row["seed"],
+                "optimizer": optimizer,
+                "evaluation": {"every": steps, "batches": 8 if small else 4},
+            },
+            "corpus": {
+                "source": "stdlib",
+                "format": "preferences" if dpo else "messages",
+                "tokenizer": tokenizer,
+            },
+        }
+    )
+
+
+class Records:
+    """Records of a run, in place of those in its directory."""
+
+    def __init__(self) -> None:
+        self.of: dict[str, list[Row]] = {}
+
+    def record(self, kind: str, **fields: Any) -> None:
+        """Take one."""
+        self.of.setdefault(kind, []).append(fields)
+
+
+def trained(rank: int, plan: ResolvedPlan) -> Row:
+    """Held-out loss, and tokens that had loss, of a plan that is run."""
+    records = Records()
+    with tempfile.TemporaryDirectory() as folder:
+        telemetry = cast(TelemetryWriter, records)
+        mesh = build_mesh(plan, rank)
+        TrainingLoop(plan, Path(folder), mesh, Accelerator(cpu=True), telemetry).run()
+    held_out = records.of["evaluation"][-1]
+    del held_out["step"]
+    answers = sum(step["tokens"] for step in records.of["step"])
+    return {"held_out": held_out, "answer_tokens": answers}
+
+
+class Results:
+    """Rows of a file, and what is measured when it is asked for.
+
+    Args:
+        file: JSON lines.
+        bases: Model -> the base's path.
+        at_once: Runs at a time.
+    """
+
+    def __init__(self, file: Path, bases: dict[str, str], at_once: int) -> None:
+        self.file, self.bases, self.at_once = file, bases, at_once
+        lines = file.read_text().splitlines() if file.exists() else []
+        self.rows: list[Row] = list(map(json.loads, lines))
+
+    def losses(self, asked: Iterable[Row]) -> list[float]:
+        """Held-out loss of each row."""
+        asked = list(asked)
+        missing = [row for row in asked if not self._known(row)]
+        while missing:
+            batch, missing = missing[: self.at_once], missing[self.at_once :]
+            plans = [plan_of(row, self.bases[row["model"]]).resolve() for row in batch]
+            worlds = [(1, partial(trained, plan=plan)) for plan in plans]
+            for row, (found,) in zip(batch, run_worlds(worlds, DEADLINE), strict=True):
+                self.rows.append({**row, **found})
+                with self.file.open("a") as file:
+                    file.write(json.dumps(self.rows[-1]) + "\n")
+        return [self._known(row)[0]["held_out"]["loss"] for row in asked]
+
+    def _known(self, row: Row) -> list[Row]:
+        return [one for one in self.rows if row.items() <= one.items()]
+
+
+def compared(results: Results, model: str, learning: str, rank: int, seeds: int) -> Row:
+    """Gains of both methods, each at its best learning rate."""
+    one = {"model": model, "learning": learning, "seed": 0}
+    kinds: dict[str, Row] = {"full": {"method": "full"}, "lora": {"method": "lora", "rank": rank}}
+    (base,) = results.losses([{**one, **kinds["full"], "rate": BASELINE}])
+    factor = 1.0 if model == TRAINED else 0.1
+    gains, rates = {}, {}
+    for method, every in RATES[learning].items():
+        tried = [{**one, **kinds[method], "rate": rate * factor} for rate in every]
+        losses = results.losses(tried)
+        best = tried[losses.index(min(losses))]
+        found = results.losses({**best, "seed": seed} for seed in range(seeds))
+        gains[method], rates[method] = [1 - loss / base for loss in found], best["rate"]
+    return {
+        "model": model if model == TRAINED else Path(model).name,
+        "learning": learning,
+        "rank": rank,
+        "base_loss": base,
+        "rates": rates,
+        "gains": gains,
+        "lora_keeps": [low / full for low, full in zip(gains["lora"], gains["full"], strict=True)],
+        "lora_keeps_mean": mean(gains["lora"]) / mean(gains["full"]),
+        "source": "measured",
+        "date": date.today().isoformat(),
+        "torch": version("torch"),
+    }
+
+
+def main() -> None:
+    """Measure what is not yet measured, compare."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--models", nargs="+", default=[TRAINED], help="trained, or a base's path")
+    parser.add_argument("--methods", nargs="+", choices=list(RATES), default=list(RATES))
+    parser.add_argument("--rank", type=int, default=8, help="of adapters")
+    parser.add_argument("--seeds", type=int, default=3, help="of the small model; else one")
+    parser.add_argument("--steps", type=int, default=250, help="of the small model's pre-training")
+    parser.add_argument("--results", type=Path, default=Path("finetune-learning.jsonl"))
+    parser.add_argument("--runs", type=Path, default=Path("finetune-learning-runs"))
+    parser.add_argument("--at-once", type=int, default=1)
+    asked = parser.parse_args()
+    torch.set_num_threads(1)
+    bases = {model: model for model in asked.models if model != TRAINED}
+    if TRAINED in asked.models:
+        bases[TRAINED] = str(pretrained(asked.runs / "base", asked.steps).resolve())
+    results = Results(asked.results, bases, asked.at_once)
+    for model in asked.models:
+        for learning in asked.methods:
+            seeds = asked.seeds if model == TRAINED else 1
+            found = compared(results, model, learning, asked.rank, seeds)
+            assert all(map(math.isfinite, found["lora_keeps"])), found
+            print(json.dumps(found), flush=True)
+
+
+if __name__ == "__main__":
+    main()
