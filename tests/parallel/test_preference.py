@@ -42,6 +42,18 @@ MORE: dict[str, Plan] = {
     "offload": plan(
         data=2, changes=ADAPTED | {"strategy.data.zero": 3, "strategy.data.offload": "parameters"}
     ),
+    "delayed update": plan(
+        data=2,
+        changes=PAIRS
+        | {"strategy.data.zero": 2, "strategy.data.offload": "optimizer"}
+        | {"finetune.optimizer.delayed_update": True},
+    ),
+    "4-bit base": plan(
+        data=2,
+        ffn=64,
+        changes=ADAPTED
+        | {"strategy.data.zero": 3, "finetune.quantize": {"format": "nf4", "group": 32}},
+    ),
     "zero-3, all weights": plan(data=2, changes=PAIRS | {"strategy.data.zero": 3}),
     "chunked head": plan(2, 2, changes=ADAPTED | {"strategy.kernels": "fused"}),
     "ulysses": context_plan(2, "ulysses", changes=ADAPTED),
@@ -84,10 +96,12 @@ def test_loss_rewards_and_gradient_are_those_of_the_paper() -> None:
     torch.testing.assert_close(losses.grad, right)
 
 
-def stepped(made: Plan, rank: int) -> tuple[list[float], float]:
+def stepped(
+    made: Plan, rank: int, dtype: torch.dtype | None = torch.float64
+) -> tuple[list[float], float]:
     """Metrics and loss of a first step whose reference is a little off the policy."""
     full = made.resolve()
-    session = Session.build(full, build_mesh(full, rank), CPU, torch.float64)
+    session = Session.build(full, build_mesh(full, rank), CPU, dtype)
     tokens, targets = next(random_batches(full))
     samples = torch.tensor(session.share.samples())
     batch = tokens[samples], targets[samples]
@@ -116,6 +130,14 @@ def test_metrics_are_those_of_one_device(name: str) -> None:
     for metrics, of_step in run_ranks(2, lambda rank: stepped(made, rank), seconds=60):
         assert metrics == pytest.approx(right, rel=1e-12)
         assert of_step == pytest.approx(loss, rel=1e-12)
+
+
+def test_metrics_are_not_scaled_as_the_loss_is_in_fp16() -> None:
+    made = plan(changes=PAIRS | {"strategy.precision": "fp16", "training.global_batch": 20})
+    metrics, loss = stepped(made, 0, None)
+    assert metrics == pytest.approx([0.0, 0.0, 0.8], abs=1e-6)
+    ratios = torch.tensor([1.0, 1.0, -4.0, 1.0, 1.0])  # of pairs (2, 1), (0, -1), (-2, 2) ...
+    assert loss == pytest.approx(-F.logsigmoid(0.3 * ratios).mean().item(), rel=1e-5)
 
 
 def test_held_out_pairs_are_evaluated_as_they_are_trained() -> None:

@@ -135,6 +135,7 @@ def search_space(plan: Plan, kind: str = "default", worlds: tuple[int, ...] = ()
     tensor = tuple(
         t for t in legal_sizes.divisors(most) if (wide or t <= node) and _worth_searching(shape, t)
     )
+    pairs = together(plan) > 1  # whose answers no grid may split
     ways = legal_sizes.context_sizes(shape, min(most, MAX_CONTEXT), sequence, 1, "ring")
     return SearchSpace(
         asked=plan,
@@ -143,13 +144,17 @@ def search_space(plan: Plan, kind: str = "default", worlds: tuple[int, ...] = ()
         fixed_configs=tuple(replace(fixed_config(each), global_batch=batch) for each in measured),
         schedules=_schedules(kind, shape, most),
         zero=(0, 1, 2, 3),
-        tensor=(*tensor, *_tensor_grids(kind, shape, most)),
-        algorithm=ALGORITHMS[kind],
+        tensor=(*tensor, *(() if pairs else _tensor_grids(kind, shape, most))),
+        algorithm=("1d",) if pairs else ALGORITHMS[kind],
         kernels=tuple(KERNELS_PER_LAYER) if kind == "vast" else (plan.strategy.kernels,),
         context=tuple(ways) if sequence >= LONG_SEQUENCE else (1,),
         expert=tuple(legal_sizes.expert_sizes(shape, most)),
         placement=PLACEMENTS[kind],
-        micro_batch=tuple(b for b in legal_sizes.divisors(batch) if b <= MAX_MICRO_BATCH),
+        micro_batch=tuple(
+            b
+            for b in legal_sizes.divisors(batch)
+            if b <= MAX_MICRO_BATCH and b % together(plan) == 0
+        ),
         recompute=("none", "selective", "full", *RECOMPUTE_SHARES[kind]),
         sequence=(False, True),
         shard=("all", node) if wide else ("all",),
@@ -172,8 +177,8 @@ def neutral_plan(plan: Plan, world: int) -> ResolvedPlan:
     changes = {
         "strategy": strategy,
         "cluster.gpus": world,
-        "training.micro_batch": 1,
-        "training.global_batch": world,
+        "training.micro_batch": together(plan),
+        "training.global_batch": world * together(plan),
     }
     return plan.replace(
         **changes, **({"cluster.nodes": None} if world != plan.cluster.gpus else {})
@@ -190,9 +195,13 @@ def plan_on_gpus(base: Plan, setting: FixedConfig, pipeline: int = 1) -> Resolve
         "cluster.gpus_per_node": setting.gpus_per_node,
     }
     stages = {"strategy.pipeline.size": pipeline, "strategy.pipeline.partition": "balanced"}
-    return base.replace(
-        **sizes, **stages, **{"training.global_batch": setting.world_size}
-    ).resolve()
+    batch = {"training.global_batch": setting.world_size * together(base)}
+    return base.replace(**sizes, **stages, **batch).resolve()
+
+
+def together(plan: Plan) -> int:
+    """Sequences that stand in one micro-batch: the two of a preference pair."""
+    return 2 if plan.finetune is not None and plan.finetune.preference is not None else 1
 
 
 def wanted_global_batch(plan: Plan, world: int) -> int:
