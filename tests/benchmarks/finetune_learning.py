@@ -37,7 +37,7 @@ from workbench.runs.run import Run
 TRAINED = "trained"
 SHAPE = {"layers": 4, "hidden": 128, "heads": 4, "ffn": 384, "vocab": 257}
 RATES = {
-    "sft": {"full": (3e-4, 1e-3, 3e-3), "lora": (3e-3, 6e-3, 1e-2)},
+    "sft": {"full": (3e-4, 1e-3, 3e-3), "lora": (6e-3, 1e-2, 1.5e-2)},
     "dpo": {"full": (1e-4, 3e-4, 1e-3), "lora": (1e-3, 3e-3, 1e-2)},
 }
 """Learning rates of the small model; a released one's are a tenth."""
