@@ -102,6 +102,21 @@ def test_stages_of_unequal_replicas_are_shown_with_what_they_keep(
     assert shown["pipeline"].endswith("at most [1, 1] microbatches in flight on each")
 
 
+def test_a_plan_shows_what_fine_tuning_trains() -> None:
+    changes: dict[str, Any] = {"finetune.lora.targets": ["attention.q", "mlp.*"]}
+    changes |= {"finetune.base": "b.gguf", "finetune.quantize": {"group": 32}}
+    changes |= {"finetune.preference": {}, "corpus.format": "preferences"}
+    plan = Plan.of("tiny", gpu="h100-sxm-80gb", set=changes)
+    fields, values = tables.plan_table(plan.resolve()).columns
+    shown = dict(zip(map(str, fields.cells), map(str, values.cells)))
+    assert (
+        shown["finetune"] == "100 steps of adamw, learning rate 0.0003" and "training" not in shown
+    )
+    adapters = "LoRA of rank 8 on attention.q, mlp.*"
+    pairs = "preference pairs (DPO, beta 0.1)"
+    assert shown["trained"] == f"{adapters}, base b.gguf in nf4, groups of 32, {pairs}"
+
+
 def test_an_interval_is_shown_by_its_ends() -> None:
     need = {"p50": 2.0**31, "p95": 3.0 * 2**30, "probability_of_running_out": 0.0123}
     found = Profile("tiny", "estimated", 1, notes={"step_seconds_90": [0.1, 0.25], "memory": need})

@@ -219,3 +219,27 @@ def test_a_file_that_is_no_calibration_is_told_by_its_first_fault(
 ) -> None:
     (tmp_path / "c.yaml").write_text(json.dumps(written))
     assert "is no calibration: " in told(calibration_file.read_calibration, tmp_path / "c.yaml")
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        (
+            {"finetune.adapter": "../a"},
+            r"^finetune\.adapter: is '../a'; must be text that matches ",
+        ),
+        ({"finetune.method": "full", "finetune.adapter": "a"}, "which has no adapters; legal"),
+        ({"finetune.base_sha256": "0"}, r"^finetune\.base_sha256: .* finetune\.base does not name"),
+    ],
+)
+def test_fields_of_fine_tuning_that_nothing_reads_are_refused(
+    changes: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(PlanError, match=says):
+        Plan.of("tiny-gpt", set=changes).resolve()
+
+
+def test_a_task_section_that_is_removed_leaves_the_other() -> None:
+    training = {"training": {"steps": 7}}
+    assert changed(training, {"finetune": None}) == training | {"finetune": None}
+    assert changed(training, {"finetune": {}}) == {"finetune": {}}

@@ -17,6 +17,7 @@ from workbench.checkpoint.resume_point import (
     steps_done,
 )
 from workbench.errors import PlanError
+from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.schema import Plan
 from workbench.runs.run import profile_of
 
@@ -229,6 +230,35 @@ def test_a_manifest_that_does_not_say_of_what_it_is_is_refused(
         ):
             read()
     assert steps_done(tmp_path, checkpoint_meta(full, 3), full) == 3
+
+
+BASES: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    ({}, {"finetune.seed": 5}, r"^finetune\.seed: is 5, .* set it to 0"),
+    ({}, {"base": "aa"}, r"^finetune\.base: is 'weights of sha256 aa', .* 'null, drawn by seed 0'"),
+    ({"base": "aa"}, {}, r"^finetune\.base: is 'null, drawn by seed 0', .* sha256 aa'"),
+    ({"base": "aa"}, {"base": "bb"}, r"^finetune\.base_sha256: is 'bb', .* set it to 'aa'"),
+    ({"base": "aa"}, {"base": "aa", "finetune.seed": 5}, ""),
+    ({"finetune.method": "full"}, {"finetune.method": "full", "finetune.seed": 5}, ""),
+]
+
+
+@pytest.mark.parametrize(("theirs", "mine", "words"), BASES)
+def test_adapters_go_on_beside_their_own_base_alone(
+    tmp_path: Path, theirs: dict[str, Any], mine: dict[str, Any], words: str
+) -> None:
+    written, resuming = (_of_base(**{"finetune.method": "lora"} | each) for each in (theirs, mine))
+    meta = checkpoint_meta(written, 3)
+    if not words:
+        assert steps_done(tmp_path, meta, resuming) == 3
+        return
+    with pytest.raises(PlanError, match=words):
+        steps_done(tmp_path, meta, resuming)
+
+
+def _of_base(base: str | None = None, **changes: Any) -> ResolvedPlan:
+    """A plan that fine-tunes weights of the sha256 `base`, as if it had been pinned."""
+    named = {"finetune.base": "a.gguf", "finetune.base_sha256": base} if base else {}
+    return Plan.of("tiny", gpu="local", gpus=1, set=changes | named).resolve()
 
 
 def test_a_manifest_whose_model_is_no_shape_is_told_by_its_first_fault(tmp_path: Path) -> None:

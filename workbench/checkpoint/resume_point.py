@@ -12,7 +12,7 @@ from workbench.checkpoint.manifest import MANIFEST, REMEDY, is_finite
 from workbench.errors import PlanError, Problem, refuse
 from workbench.plan.model.model_shape import Shape, shape_from
 from workbench.plan.resolved_plan import ResolvedPlan
-from workbench.plan.schema import Plan, PythonModel
+from workbench.plan.schema import Finetune, Plan, PythonModel
 from workbench.safe_io.gguf_files import SUFFIX
 from workbench.safe_io.json_field_checks import has, object_, text, whole
 
@@ -23,7 +23,8 @@ ADAPTER_CONFIG = "adapter_config.json"
 STEP = re.compile(r"step-(\d{8})")
 LOAD = "checkpoint.load"
 TRAINED_FIELDS = {"method", "lora", "adapter", "quantize", "base_sha256"}
-"""Fields of `finetune` that say what is trained, and of which base."""
+"""Fields of `finetune` that say what is trained, and of which base; of one that no file holds its
+`seed` says it."""
 IRRELEVANT_FIELDS = {"name", "max_positions", "moe.capacity", "moe.auxiliary_loss"}
 """Fields of a shape that change neither a weight nor, but for training, a result."""
 
@@ -125,7 +126,7 @@ def checkpoint_meta(plan: Plan, step: int) -> dict[str, Any]:
     fine-tuning also what is trained, and of which base.
     """
     tune = plan.finetune
-    own = {} if tune is None else {"finetune": tune.model_dump(include=TRAINED_FIELDS)}
+    own = {} if tune is None else {"finetune": _trained(tune)}
     return own | {
         "plan": plan.name,
         "world_size": plan.world_size,
@@ -202,19 +203,40 @@ def _of_finetune(theirs: Any, plan: ResolvedPlan) -> Iterator[tuple[str, Any, An
 
     A base without hash is not compared: a plan that is not pinned has none.
     """
-    mine = plan.finetune.model_dump(include=TRAINED_FIELDS) if plan.finetune else {}
+    mine = _trained(plan.finetune) if plan.finetune else {}
     theirs = theirs if isinstance(theirs, dict) else {}
     if mine and not theirs and mine["method"] == "full":
         return  # training that goes on
-    for field in TRAINED_FIELDS:
+    yield from _of_base(theirs, mine)
+    for field in sorted(TRAINED_FIELDS - {"base_sha256"}):
         given, own = theirs.get(field), mine.get(field)
-        if field == "base_sha256" and None in (given, own):
-            continue
         if isinstance(given, dict) and isinstance(own, dict):
             names = [name for name in own if name != "initial"]
             yield from ((f"finetune.{field}.{name}", given.get(name), own[name]) for name in names)
         else:
             yield f"finetune.{field}", given, own
+
+
+def _of_base(theirs: Mapping[str, Any], mine: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    for field in ("base_sha256", "seed"):
+        if None not in (given := theirs.get(field), own := mine.get(field)):
+            yield f"finetune.{field}", given, own
+            return
+    given, own = _base_text(theirs), _base_text(mine)
+    if None not in (given, own):
+        yield "finetune.base", given, own
+
+
+def _base_text(trained: Mapping[str, Any]) -> str | None:
+    if trained.get("base_sha256") is not None:
+        return f"weights of sha256 {trained['base_sha256']}"
+    return None if trained.get("seed") is None else f"null, drawn by seed {trained['seed']}"
+
+
+def _trained(tune: Finetune) -> dict[str, Any]:
+    """What `tune` trains, as plain data, with the seed of a base that a run draws again."""
+    drawn = tune.base is None and (tune.method == "lora" or tune.preference is not None)
+    return tune.model_dump(include=TRAINED_FIELDS | ({"seed"} if drawn else set()))
 
 
 def checkpoint_shape(folder: Path, meta: dict[str, Any]) -> Shape:

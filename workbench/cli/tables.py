@@ -22,6 +22,7 @@ from workbench.untrusted_text import visible
 
 if TYPE_CHECKING:
     from workbench.plan.resolved_plan import ResolvedPlan
+    from workbench.plan.schema import Finetune
     from workbench.profile import Profile
     from workbench.runs.run import Run
     from workbench.runs.store.run_state import Cause, State
@@ -137,14 +138,28 @@ def plan_table(full: ResolvedPlan) -> Grid:
         ),
         "batch": f"{t.global_batch} x {t.sequence_length} tokens, micro-batch {t.micro_batch}, "
         f"{counted(full.num_microbatches, 'microbatch')} per step",
-        "training": f"{t.steps} steps of {t.optimizer.name}, learning rate "
+        full.task_section: f"{t.steps} steps of {t.optimizer.name}, learning rate "
         f"{t.optimizer.learning_rate:g}",
     }
+    if full.finetune:
+        rows["trained"] = _trained_text(full.finetune)
     if not (full.code or full.profiled) and full.shape.unmodelled:
         rows["not modelled"] = f"{full.shape.unmodelled}: planned without, and refused by run"
     for field, value in rows.items():
         built.add_row(field, value)
     return built
+
+
+def _trained_text(tune: Finetune) -> str:
+    """What fine-tuning trains, of which base, and on what."""
+    trained, lora = "all weights", tune.lora
+    if lora:
+        targets = lora.targets if isinstance(lora.targets, str) else ", ".join(lora.targets)
+        trained = f"LoRA of rank {lora.rank} on {targets}"
+    bits = f" in {tune.quantize.format}, groups of {tune.quantize.group}" if tune.quantize else ""
+    base = f"{tune.base or 'drawn by the seed'}{bits}"
+    pairs = f", preference pairs (DPO, beta {tune.preference.beta:g})" if tune.preference else ""
+    return f"{trained}, base {base}{pairs}"
 
 
 def _axes_text(full: ResolvedPlan) -> str:

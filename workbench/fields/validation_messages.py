@@ -114,6 +114,8 @@ def _wish(detail: ErrorDetails, path: list[str], root: type[BaseModel]) -> str:
         return f"one of {context['expected']}"
     if detail["type"] == "too_short":
         return f"a list of at least {context['min_length']}"
+    if detail["type"] == "string_pattern_mismatch":
+        return f"text that matches {context['pattern']}"
     for bound, words in (("gt", "above"), ("ge", "at least"), ("lt", "below"), ("le", "at most")):
         if bound in context:
             number = context[bound]

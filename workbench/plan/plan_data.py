@@ -65,7 +65,7 @@ def changed(written: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str,
     result = copy.deepcopy(dict(written))
     for path, value in changes.items():
         keys = _keys(path)
-        if keys[0] == "finetune":
+        if keys[0] == "finetune" and (value is not None or len(keys) > 1):
             _make_finetune(result)
         elif keys[0] == "training" and isinstance(result.get("finetune"), dict):
             keys[0] = "finetune"  # which has the fields of training, and more

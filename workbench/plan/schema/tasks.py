@@ -130,8 +130,7 @@ class Lora(Frozen):
         0.0, ge=0, lt=1, description="Share of an adapter's inputs dropped in training."
     )
     initial: str | None = Field(
-        None,
-        description="Adapters in PEFT's format to go on from; null: B is zero; estimated only.",
+        None, description="Folder of adapters in PEFT's format to go on from; null: B is zero."
     )
 
 
@@ -176,8 +175,8 @@ class Finetune(Training):
         "default", description="Name of the adapters, among others of the same base."
     )
     quantize: Quantize | None = Field(
-        None, description="4-bit base; null: 16 bits or more; estimated only."
+        None, description="4-bit base; null: in the dtype of strategy.precision."
     )
     preference: Preference | None = Field(
-        None, description="Train on pairs of answers by DPO; null: on tokens; estimated only."
+        None, description="Train on pairs of answers by DPO; null: on tokens."
     )

@@ -12,6 +12,8 @@ from workbench.plan.rules import recompute_rules
 from workbench.plan.schema import Finetune, Lora
 from workbench.untrusted_text import shown
 
+DEFAULT_ADAPTER = Finetune.model_fields["adapter"].default
+
 
 def problems(plan: ResolvedPlan) -> Iterator[Problem]:
     """What is illegal in a plan that fine-tunes; nothing of others."""
@@ -24,8 +26,20 @@ def problems(plan: ResolvedPlan) -> Iterator[Problem]:
 
 
 def _method(tune: Finetune) -> Iterator[Problem]:
+    if tune.base_sha256 is not None and tune.base is None:
+        yield Problem(
+            "finetune.base_sha256",
+            "is the hash of weights that finetune.base does not name; legal: with finetune.base, "
+            "or null",
+        )
     if tune.method != "full":
         return
+    if tune.adapter != DEFAULT_ADAPTER:
+        yield Problem(
+            "finetune.adapter",
+            f"is {shown(tune.adapter)} with method 'full', which has no adapters; legal: without "
+            "it, or method 'lora'",
+        )
     for name in ("lora", "quantize"):
         if getattr(tune, name) is not None:
             yield Problem(
