@@ -19,4 +19,5 @@ STRATEGY_NOTEBOOKS = (
     "20_experts",
     "21_your_own_module",
     "22_real_weights",
+    "23_finetune",
 )
