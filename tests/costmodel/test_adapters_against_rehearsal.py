@@ -22,11 +22,14 @@ ALL: dict[str, Any] = {"rank": 8}
 SOME: dict[str, Any] = {"rank": 4, "targets": ["attention.[qv]", "mlp.up"]}
 LATE: dict[str, Any] = {"rank": 4, "targets": ["blocks.[2-3].*"]}
 DROPPED: dict[str, Any] = {"rank": 8, "dropout": 0.1}
+NF4 = {"finetune.quantize": {"group": 32}}
+INT4 = {"finetune.quantize": {"format": "int4", "group": 32, "double": False}}
 Case = tuple[Any, str, str, int, dict[str, Any], dict[str, Any]]
 FEW: list[Case] = [
     ("tiny", "fp32", "zero-3", 2, LATE, {}),
     ("tiny", "bf16", "megatron-sp", 4, ALL, {S + "tensor.size": 2, D + "zero": 1}),
     ("tiny", "bf16", "zero-bubble", 4, SOME, TWO_BY_TWO),
+    ("tiny", "bf16", "zero-3", 2, ALL, NF4),
 ]
 CASES: list[Case] = [
     ("tiny", "bf16", "ddp", 2, SOME, {}),
@@ -48,6 +51,9 @@ CASES: list[Case] = [
     ("tiny-moe", "bf16", "zero-3", 2, ALL, {S + "expert.size": 2}),
     ("tiny-moe", "fp32", "megatron-sp", 2, ALL, {}),
     ("tiny", "bf16", "tensor-pipeline", 4, ALL, {S + "kernels": "fused"}),
+    ("tiny", "bf16", "megatron-tp", 2, ALL, NF4),
+    ("tiny", "bf16", "zero-infinity", 2, SOME, {**INT4, **FULL}),
+    ("tiny-moe", "bf16", "zero-3", 2, ALL, {**NF4, S + "expert.size": 2}),
 ]
 
 

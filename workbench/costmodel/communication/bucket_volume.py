@@ -18,7 +18,7 @@ from workbench.costmodel.inputs.rank_workload import Workload
 EMBEDDING_PLACE = -1
 """Place of the embedding among layers, by their indices."""
 BucketCollective = tuple[str, str, int, str, float, str]
-"""(axis, kind, group size, `parameter` or `gradient` dtype, bytes, action)."""
+"""(axis, kind, group size, dtype, or `parameter` or `gradient` for theirs, bytes, action)."""
 
 
 def _replica_ranks(w: Workload, bucket: PackedBucket) -> int:
@@ -77,8 +77,9 @@ def _gathers(w: Workload, stage: list[PackedBucket]) -> Iterator[tuple[BucketCol
     for bucket in stage:
         gathers = _frozen_model_gathers if w.fixed.adapter_rank else _gathers_by_action
         for action, times in gathers(w, bucket).items():
-            size = bucket.elements * float(w.element_bytes)
-            yield ("data", "all_gather", bucket.shards, "parameter", size, action), times
+            dtype, element = ("uint8", 1) if bucket.in_bytes else ("parameter", w.element_bytes)
+            size = bucket.elements * float(element)
+            yield ("data", "all_gather", bucket.shards, dtype, size, action), times
 
 
 def _gathers_by_action(w: Workload, bucket: PackedBucket) -> dict[str, int]:

@@ -78,7 +78,7 @@ def exact_collectives(
     if w.fixed.framework.data_parallel.packs_buckets:
         dtypes = {"parameter": w.dtype, "gradient": gradient_dtype_name(w)}
         packed = [
-            CollectiveCall(axis, kind, group, dtypes[dtype], size, float(count), action)
+            CollectiveCall(axis, kind, group, dtypes.get(dtype, dtype), size, float(count), action)
             for (axis, kind, group, dtype, size, action), count in bucket_volume.bucket_collectives(
                 w, place
             ).items()

@@ -8,7 +8,12 @@ from itertools import groupby
 
 import numpy as np
 
-from workbench.costmodel.inputs.adapted_layers import adapted_layer
+from workbench.costmodel.inputs.adapted_layers import (
+    EXPERTS,
+    adapted_layer,
+    linear_names,
+    part_bytes,
+)
 from workbench.costmodel.inputs.config import stage_homes
 from workbench.costmodel.inputs.operator_stages import stage_parts
 from workbench.costmodel.inputs.operator_strategies import stage_parameters
@@ -23,6 +28,7 @@ from workbench.costmodel.inputs.parameter_tensors import (
 from workbench.costmodel.inputs.rank_workload import Workload
 from workbench.costmodel.inputs.traced_stages import TracedStages
 from workbench.runtime_facts.bucket_packing import pack_by_size, pack_by_unit, padded_numel
+from workbench.runtime_facts.four_bit_sizes import FourBitFormat
 
 TILE = ".tile"
 """Between the numbers of a layer and of its tile, in the name of the tile's unit."""
@@ -51,6 +57,8 @@ class StageParameter:
     """
     frozen: bool = False
     """Whether it is a frozen weight, beside which adapters train."""
+    in_bytes: bool = False
+    """Whether its elements are bytes: a part of a weight in 4 bits."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +79,11 @@ class PackedBucket:
         """Whether its parameters have no gradients and are never updated."""
         return self.members[0].frozen
 
+    @property
+    def in_bytes(self) -> bool:
+        """Whether its elements are bytes."""
+        return self.members[0].in_bytes
+
 
 def rank_buckets(w: Workload, pipeline_rank: int) -> list[list[PackedBucket]]:
     """Buckets of every stage of a pipeline rank, in the order in which backward fills them; frozen
@@ -85,15 +98,15 @@ def rank_buckets(w: Workload, pipeline_rank: int) -> list[list[PackedBucket]]:
     return [
         [
             bucket
-            for _, own in groupby(sorted(parameters, key=_is_frozen), _is_frozen)
+            for _, own in groupby(sorted(parameters, key=_storage), _storage)
             for bucket in _pack(w, list(own))
         ]
         for parameters in (_parameters(w, stage, len(homes), both, apart) for stage in mine)
     ]
 
 
-def _is_frozen(parameter: StageParameter) -> bool:
-    return parameter.frozen
+def _storage(parameter: StageParameter) -> tuple[bool, bool]:
+    return parameter.frozen, parameter.in_bytes
 
 
 def _pack(w: Workload, parameters: list[StageParameter]) -> list[PackedBucket]:
@@ -190,10 +203,12 @@ def _parameters(
     start = sum(partition[:stage])
     for layer in range(start, start + partition[stage]):
         is_moe = shape.moe is not None and layer >= shape.moe.first_dense
-        tensors = list(layer_tensors(w, is_moe))
+        tensors = [t for t in layer_tensors(w, is_moe) if not (w.fixed.four_bit and t.is_linear)]
         yield from packed(str(layer), [t for t in tensors if not t.is_tile])
         for number, tile in enumerate([t for t in tensors if t.is_tile], 1):
             yield from packed(f"{layer}{TILE}{number}", [tile])
+        if w.fixed.four_bit is not None:
+            yield from _four_bit(w, w.fixed.four_bit, layer, is_moe)
         if base_is_frozen:
             names = adapted_layer(w.fixed, layer).adapted
             yield from packed(str(layer), adapter_tensors(w, names), frozen=False)
@@ -202,6 +217,18 @@ def _parameters(
         if not (shape.tied and both):
             yield StageParameter(
                 "head", round(float(w.table_params)), sides["matrix"], apart, frozen=base_is_frozen
+            )
+
+
+def _four_bit(
+    w: Workload, form: FourBitFormat, layer: int, is_moe: bool
+) -> Iterator[StageParameter]:
+    """Parts of the weights of a layer's linears, in 4 bits."""
+    for name in linear_names(w, is_moe):
+        own = name.startswith(EXPERTS) and bool(w.searched.expert > 1)
+        for size in part_bytes(w, form, name):
+            yield StageParameter(
+                str(layer), round(float(size)), experts=own, frozen=True, in_bytes=True
             )
 
 

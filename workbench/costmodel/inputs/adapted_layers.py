@@ -1,18 +1,20 @@
-"""Low-rank adapters (LoRA, 2106.09685) of a rank's layers: which linears have them, and their sizes
-on the rank.
+"""Low-rank adapters (LoRA, 2106.09685) of a rank's layers: which linears have them, their sizes on
+the rank, and the bytes of weights that are frozen in 4 bits (QLoRA, 2305.14314).
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
 
 from workbench.costmodel.inputs.config import Array, FixedConfig, Number, stages_that_run
 from workbench.costmodel.inputs.rank_shapes import RankShapes
-from workbench.plan.model.block_linears import ATTENTION
+from workbench.plan.model.block_linears import ATTENTION, block_linears
 from workbench.plan.model.model_shape import Mla
+from workbench.runtime_facts.four_bit_sizes import SCALE_BYTES, FourBitFormat
 
 ROW_PARALLEL = ("o", "down")
 """Last names of linears that tensor parallelism shards by inputs."""
@@ -148,3 +150,43 @@ def _latent_widths(w: RankShapes, mla: Mla) -> dict[str, tuple[Number, Number]]:
         "kv_down": (h, mla.kv_rank + mla.rope_dim),
         "kv_up": (mla.kv_rank, w.heads * (mla.nope_dim + mla.value_dim)),
     }
+
+
+def linear_names(w: RankShapes, is_moe: bool) -> list[str]:
+    """Names in a block of the linears of a layer, dense or MoE."""
+    return list(block_linears(w.shape, w.shape.layers - 1 if is_moe else 0))
+
+
+def part_bytes(w: RankShapes, form: FourBitFormat, name: str) -> Iterator[Number]:
+    """Bytes on a rank of each part of a linear's weight: numbers, scales, and factors of rows."""
+    columns, rows, experts = linear_widths(w, name)
+    yield experts * rows * columns / 2
+    yield experts * rows * columns / form.group * (1 if form.double else SCALE_BYTES)
+    if form.double:
+        yield experts * rows * form.row_factor_bytes
+
+
+def packed_difference(w: RankShapes, is_moe: bool) -> tuple[Number, Number]:
+    """Elements of the parameters' dtype that a layer takes more than if its weights were not in 4
+    bits, which is less than 0: of (all but experts, experts).
+    """
+    found: list[Number] = [0.0, 0.0]
+    form = w.fixed.four_bit
+    for name in linear_names(w, is_moe) if form else ():
+        assert form is not None
+        columns, rows, experts = linear_widths(w, name)
+        stored: Number = sum(part_bytes(w, form, name), start=0.0)
+        place = name.startswith(EXPERTS)
+        found[place] = found[place] + stored / w.element_bytes - experts * rows * columns
+    return found[0], found[1]
+
+
+def dequantized_bytes(w: RankShapes, is_moe: bool) -> Number:
+    """Bytes of the largest weight of a layer while it is dequantized for a GEMM, all local experts'
+    at once; 0 where none is in 4 bits.
+    """
+    most: Number = 0.0
+    for name in linear_names(w, is_moe) if w.fixed.four_bit else ():
+        columns, rows, experts = linear_widths(w, name)
+        most = np.maximum(most, experts * rows * columns * w.element_bytes)
+    return most

@@ -20,6 +20,7 @@ from workbench.costmodel.inputs.operator_strategies import OperatorStrategies, R
 from workbench.costmodel.inputs.traced_stages import TracedStages
 from workbench.machine.hardware import GPU, Fabric
 from workbench.plan.model.block_linears import adapted_by_layer, first_backward_layer
+from workbench.plan.model.four_bit_base import four_bit_format
 from workbench.plan.model.model_shape import Shape
 from workbench.plan.optimizer_state import DTYPE_BYTES, master_bytes, moment_bytes, num_moments
 from workbench.plan.rank_placement import RankPlace, axis_strides, table_row
@@ -27,6 +28,7 @@ from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.rules.recompute_rules import recomputed_layers
 from workbench.plan.schedule_table import drawn, pair_groups, stages_in_flight, transport
 from workbench.plan.schema import NARROW, Plan
+from workbench.runtime_facts.four_bit_sizes import FourBitFormat
 from workbench.schedules import Table, Transport, generate, round_robin, warm_up
 from workbench.schedules.generators import SCHEDULES
 
@@ -126,6 +128,8 @@ class FixedConfig:
     """Names in their block of the linear layers that have an adapter, by layer; empty without
     adapters.
     """
+    four_bit: FourBitFormat | None
+    """How the linear layers of a frozen base are stored in 4 bits, where they are."""
     drops_adapter_inputs: bool
     """Whether adapters have dropout, each of its own copy of its input."""
     dropout: bool
@@ -256,6 +260,7 @@ def fixed_config(plan: ResolvedPlan) -> FixedConfig:
         pair_groups=pair_groups(plan),
         adapter_rank=plan.lora.rank if plan.lora else 0,
         adapted=adapted_by_layer(plan.shape, plan.lora) if plan.lora else (),
+        four_bit=four_bit_format(plan),
         drops_adapter_inputs=bool(plan.lora and plan.lora.dropout),
         dropout=t.dropout > 0,
         operators=None,

@@ -36,6 +36,8 @@ class ParameterTensor:
     """Whether it is a tile of a linear, which ZeRO-3 gathers by itself."""
     name: str = ""
     """Of what is in front of the layers."""
+    is_linear: bool = False
+    """Whether it is the weight of a linear layer of a block."""
 
 
 def norm_tensors(w: RankShapes) -> Iterator[ParameterTensor]:
@@ -97,10 +99,10 @@ def _attention_tensors(w: RankShapes) -> Iterator[ParameterTensor]:
         return
     h, biases = w.weight_in_dim, w.shape.biases
     for width in (w.q_width, w.k_width, w.v_width):
-        yield ParameterTensor(h * width, "matrix")
+        yield ParameterTensor(h * width, "matrix", is_linear=True)
         if biases in ("qkv", "all"):
             yield ParameterTensor(width, "vector")
-    yield ParameterTensor(h * w.o_width, "matrix")
+    yield ParameterTensor(h * w.o_width, "matrix", is_linear=True)
     if biases == "all":
         yield ParameterTensor(w.hidden_per_rank, "hidden")
     if w.shape.qk_norm == "width":
@@ -118,14 +120,16 @@ def _latent_tensors(w: RankShapes, mla: Mla) -> Iterator[ParameterTensor]:
     h, heads = w.weight_in_dim, w.heads
     inner = h
     if mla.q_rank is not None:
-        yield ParameterTensor(h * mla.q_rank, "hidden")
+        yield ParameterTensor(h * mla.q_rank, "hidden", is_linear=True)
         yield from _latent_norm(w, mla.q_rank)
         inner = mla.q_rank
-    yield ParameterTensor(inner * w.q_width, "matrix")
-    yield ParameterTensor(h * (mla.kv_rank + mla.rope_dim), "hidden")
+    yield ParameterTensor(inner * w.q_width, "matrix", is_linear=True)
+    yield ParameterTensor(h * (mla.kv_rank + mla.rope_dim), "hidden", is_linear=True)
     yield from _latent_norm(w, mla.kv_rank)
-    yield ParameterTensor(mla.kv_rank * heads * (mla.nope_dim + mla.value_dim), "matrix")
-    yield ParameterTensor(h * w.o_width, "matrix")
+    yield ParameterTensor(
+        mla.kv_rank * heads * (mla.nope_dim + mla.value_dim), "matrix", is_linear=True
+    )
+    yield ParameterTensor(h * w.o_width, "matrix", is_linear=True)
 
 
 def _latent_norm(w: RankShapes, width: int) -> Iterator[ParameterTensor]:
@@ -145,10 +149,10 @@ def _mlp_tensors(
     """
     bias, (matrix, inner, output) = w.shape.biases == "all", roles
     for _ in range(2 if w.shape.gated else 1):
-        yield ParameterTensor(w.weight_in_dim * width, matrix)
+        yield ParameterTensor(w.weight_in_dim * width, matrix, is_linear=True)
         if bias:
             yield ParameterTensor(width, inner)
-    yield ParameterTensor(w.weight_in_dim * width, matrix)
+    yield ParameterTensor(w.weight_in_dim * width, matrix, is_linear=True)
     if bias:
         yield ParameterTensor(w.hidden_per_rank, output)
 
@@ -164,7 +168,7 @@ def _moe_tensors(w: RankShapes) -> Iterator[ParameterTensor]:
         yield ParameterTensor(moe.experts, "hidden")
     own = moe.experts / w.searched.expert
     for tensor in _mlp_tensors(w, w.expert_ffn, roles):
-        yield ParameterTensor(tensor.elements * own, tensor.role, experts=True)
+        yield replace(tensor, elements=tensor.elements * own, experts=True)
     if moe.shared:
         yield from _mlp_tensors(w, w.shared_ffn, roles)
 

@@ -8,7 +8,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from workbench.costmodel.inputs.adapted_layers import adapter_counts, layer_adapter_counts
+from workbench.costmodel.inputs.adapted_layers import (
+    adapter_counts,
+    layer_adapter_counts,
+    packed_difference,
+)
 from workbench.costmodel.inputs.config import Array, Number
 from workbench.costmodel.inputs.operator_stages import rank_parameters
 from workbench.costmodel.inputs.rank_shapes import RankShapes
@@ -94,6 +98,14 @@ def count_params(w: RankShapes) -> ParamCounts:
     if not w.fixed.adapter_rank:
         return ParamCounts(dense, experts, unit, w.zeros, w.zeros, unit)
     own, of_experts = adapter_counts(w)
+    less, _ = packed_difference(w, False)
+    dense = dense + w.dense_layers * less
+    if moe is None:
+        unit = unit + less
+    else:
+        less, of_each = packed_difference(w, True)
+        dense, experts = dense + sparse * less, experts + sparse * of_each
+        unit = unit + less + of_each
     most = layer_adapter_counts(w)
     return ParamCounts(dense, experts, unit + most, own, of_experts, most, frozen=True)
 

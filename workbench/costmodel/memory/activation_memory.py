@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
-from workbench.costmodel.inputs.adapted_layers import AdaptedLayer, last_layers
+from workbench.costmodel.inputs.adapted_layers import AdaptedLayer, dequantized_bytes, last_layers
 from workbench.costmodel.inputs.config import Array, Number
 from workbench.costmodel.inputs.layer_gemms import layer_gemms
 from workbench.costmodel.inputs.rank_workload import Workload
@@ -107,6 +107,7 @@ def layer_activations(
     backward = _feed_forward_backward(w, wide, matrix, is_split)
     if adapted is not None:
         backward = _frozen_feed_forward_backward(w, wide, adapted)
+        last_gemm = last_gemm + dequantized_bytes(w, is_moe)
     if is_moe and not w.fixed.framework.experts.weights_outputs:
         backward = np.maximum(backward, _routed_backward(w))
     if w.fixed.algorithm != "1d":
@@ -244,7 +245,8 @@ def _frozen_feed_forward_backward(w: Workload, wide: Number, layer: AdaptedLayer
     if not (layer.has_branch_gradient or layer.last("gate", "up")):
         summed = activated = 0  # nothing in front of it has a gradient
     gathered = w.hidden_activation_bytes - w.residual_bytes
-    return max(1, summed - frees, activated - frees) * wide + gathered
+    dequantized = (1 + adapted - frees) * wide + dequantized_bytes(w, layer.is_moe)
+    return np.maximum(max(1, summed - frees, activated - frees) * wide, dequantized) + gathered
 
 
 def _unit_bucket_bytes(w: Workload) -> Number:

@@ -4,7 +4,7 @@ them to equal shards, and which of their tensors are in a rank's shard.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
@@ -66,15 +66,26 @@ def _elements(w: Workload, ranks: list[list[PackedBucket]]) -> BucketElements:
     base = [[b for b in own if b.frozen is has_frozen] for own in ranks]
     trained = [[b for b in own if not b.frozen] for own in ranks]
     adapters = trained if has_frozen else [[] for _ in ranks]
+
+    def held(ranks: list[list[PackedBucket]], experts: bool) -> Array:
+        return by_rank(
+            sum(_elements_in(w, b) for b in own if b.experts == experts) for own in ranks
+        )
+
     return BucketElements(
-        dense=by_rank(sum(b.elements for b in own if not b.experts) for own in base),
-        experts=by_rank(sum(b.elements for b in own if b.experts) for own in base),
-        adapters=by_rank(sum(b.elements for b in own if not b.experts) for own in adapters),
-        expert_adapters=by_rank(sum(b.elements for b in own if b.experts) for own in adapters),
+        dense=held(base, False),
+        experts=held(base, True),
+        adapters=held(adapters, False),
+        expert_adapters=held(adapters, True),
         stepped=by_rank(sum(map(_in_first_shard, own)) for own in trained),
-        layer=by_rank(map(_largest_layer, ranks)),
-        trained_layer=by_rank(map(_largest_layer, trained)),
+        layer=by_rank(_largest_layer(w, own) for own in ranks),
+        trained_layer=by_rank(_largest_layer(w, own) for own in trained),
     )
+
+
+def _elements_in(w: Workload, bucket: PackedBucket) -> float:
+    """Elements of a bucket; of one of bytes, those of the parameters' dtype that take as many."""
+    return bucket.elements / (w.element_bytes if bucket.in_bytes else 1)
 
 
 def _in_first_shard(bucket: PackedBucket) -> int:
@@ -86,9 +97,9 @@ def _in_first_shard(bucket: PackedBucket) -> int:
     return found
 
 
-def _largest_layer(buckets: list[PackedBucket]) -> int:
+def _largest_layer(w: Workload, buckets: list[PackedBucket]) -> float:
     """Elements of the largest layer, where its tensors share no bucket with those of others."""
-    layers: Counter[str] = Counter()
+    layers: dict[str, float] = defaultdict(float)
     for bucket in buckets:
-        layers[bucket.unit.partition(TILE)[0]] += bucket.elements
+        layers[bucket.unit.partition(TILE)[0]] += _elements_in(w, bucket)
     return max((size for unit, size in layers.items() if unit.isdigit()), default=0)
