@@ -45,3 +45,9 @@ def test_heads_that_sum_over_tokens_are_refused() -> None:
     operators = {"strategy.operators": {"blocks.*.mlp.up": "((1,),(2,))"}}
     with pytest.raises(PlanError, match=r"strategy\.operators: is 'set'.*; legal: only without it"):
         plan(2, changes=PAIRS | operators).resolve()
+
+
+def test_packed_chats_are_refused_by_what_the_plan_says() -> None:
+    with pytest.raises(PlanError) as refused:
+        plan(changes=PAIRS | {"corpus.format": "messages"}).resolve()
+    assert [one.field for one in refused.value.problems] == ["finetune.preference"]

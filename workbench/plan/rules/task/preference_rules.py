@@ -35,7 +35,6 @@ def problems(plan: ResolvedPlan) -> Iterator[Problem]:
         ("strategy.operators", "set" if s.operators else None, None),
         ("strategy.pipeline.replicas", s.pipeline.replicas, None),
         ("strategy.stack", s.stack, "workbench"),
-        ("corpus.separate_documents", plan.corpus.separate_documents, False),
     )
     for field, value, legal in alone:
         if value != legal:
