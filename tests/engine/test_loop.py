@@ -114,6 +114,13 @@ def test_fine_tuning_leaves_what_it_trained(tmp_path: Path, text: Path) -> None:
     assert (code, steps(records, "step"), steps(records, "checkpoint")) == (0, [3, 4], [5])
 
 
+def test_errors_of_fine_tuning_name_its_section(tmp_path: Path, text: Path) -> None:
+    changes = {"finetune__lora__rank": 2, "finetune__sequence_length": 10**6}
+    folder = tmp_path / "run"
+    assert trained(folder, text, **changes)[0] == 1
+    assert "finetune.sequence_length: 1000000 needs" in refusal(folder)["message"]
+
+
 def test_a_checkpoint_every_step_of_which_one_is_kept(tmp_path: Path, text: Path) -> None:
     code, records = trained(tmp_path / "run", text, checkpoint__every=1, checkpoint__keep=1)
     assert (code, steps(records, "checkpoint")) == (0, [1, 2, 3])

@@ -467,3 +467,11 @@ def test_nothing_slow_is_imported(module: str, allowed: str) -> None:
 def test_a_run_directory_is_its_owners_alone(tmp_path: Path) -> None:
     folder = run_directory.create(tmp_path, "a run", lambda draft, final: None)
     assert folder.stat().st_mode & 0o777 == 0o700
+
+
+def test_weights_are_fine_tuned_as_a_base_and_no_checkpoint(plan: Plan, tmp_path: Path) -> None:
+    weights = tmp_path / "model.gguf"
+    weights.touch()
+    tuned = plan.replace(**{"finetune.lora.rank": 2, "checkpoint.load": str(weights)})
+    (told,) = messages(tuned, root=tmp_path)
+    assert told.startswith("checkpoint.load: ") and "with the weights as finetune.base" in told

@@ -12,6 +12,7 @@ from workbench.checkpoint.manifest import MANIFEST, REMEDY, is_finite
 from workbench.errors import PlanError, Problem, refuse
 from workbench.plan.model.model_shape import Shape, shape_from
 from workbench.plan.resolved_plan import ResolvedPlan
+from workbench.plan.rules.task.task_words import in_words_of_task
 from workbench.plan.schema import Finetune, Plan, PythonModel
 from workbench.safe_io.gguf_files import SUFFIX
 from workbench.safe_io.json_field_checks import has, object_, text, whole
@@ -179,7 +180,7 @@ def steps_done(folder: Path, meta: dict[str, Any], plan: ResolvedPlan) -> int:
         )
         found.append(Problem("training.global_batch", f"{message}; legal: a divisor of {samples}"))
     if found:
-        raise PlanError(found)
+        raise PlanError(in_words_of_task(found, plan))
     return steps
 
 

@@ -46,6 +46,7 @@ from workbench.engine.session_checkpoint import SessionCheckpointer
 from workbench.parallel.mesh import Mesh
 from workbench.parallel.tensor.apply_tensor import counts_own_loss
 from workbench.plan.resolved_plan import ResolvedPlan
+from workbench.plan.rules.task.task_words import naming_task, words_of_task
 from workbench.planned_device import tensor_device
 from workbench.runs.store.stop_request import read_stop
 from workbench.runtime_facts.phase_deadlines import SLOW_FACTOR
@@ -85,7 +86,8 @@ class TrainingLoop:
         self._phase("building")
         self._extend_deadlines()
         self._recorded: dict[str, int] = {}
-        self.text = self._text()
+        with naming_task(plan):
+            self.text = self._text()
         self._samples: list[SampledStep] = []
         self._window_open = False
         self._open_window()
@@ -289,10 +291,11 @@ class TrainingLoop:
             scaler.count_skipped(skipped)
         if not (math.isfinite(loss) or skipped):
             self.index = step.index
-            raise FloatingPointError(
+            cause = (
                 f"the loss of step {step.index} is {loss}: training cannot continue; lower "
                 "training.optimizer.learning_rate, or check the weights that checkpoint.load names"
             )
+            raise FloatingPointError(words_of_task(cause, self.plan))
         record: dict[str, Any] = {
             "step": step.index,
             "loss": loss,

@@ -168,6 +168,10 @@ def _checkpoint(plan: ResolvedPlan) -> list[Problem]:
     load = plan.checkpoint.load
     if load is None:
         return []
+    if plan.finetune and (is_gguf(Path(load)) or is_huggingface_folder(Path(load))):
+        what = "holds weights, and no state of fine-tuning to go on from"
+        legal = "a checkpoint of a run, or null with the weights as finetune.base"
+        return [Problem("checkpoint.load", f"'{load}' {what}; legal: {legal}")]
     return _weights(plan, load, resumes=True)
 
 
