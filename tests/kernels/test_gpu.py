@@ -176,7 +176,7 @@ def _matvec(bits: int, tokens: int) -> Operator:
 
 def _frozen(form: FourBitFormat) -> Operator:
     def inputs(width: int) -> list[Tensor]:
-        columns = width // form.group * form.group
+        columns = max(1, width // form.group) * form.group
         *parts, _ = quantize_four_bit(normal(ROWS, columns), form)
         return [normal(7, columns), *(part for part in parts if isinstance(part, Tensor))]
 
