@@ -175,9 +175,15 @@ def test_all_to_all_context_ranks_keep_one_output() -> None:
 
 
 def test_adapters_of_attention_alone_save_no_input_of_a_frozen_feed_forward() -> None:
-    """linear.py saves an input only where its weight has a gradient."""
+    """linear.py saves an input only where its weight has a gradient; what the four adapters' A make
+    of theirs is saved for B, [tokens, rank] of each.
+    """
     lora = {"finetune__lora": {"rank": 8, "targets": "attention"}}
-    assert saved(load("llama-3-8b")) - saved(load("llama-3-8b", **lora)) == 2 * (4096 + 14336)
+    every, adapted = (
+        activation_memory.last_layer_activations(w).saved / w.tokens
+        for w in (load("llama-3-8b"), load("llama-3-8b", **lora))
+    )
+    assert float(np.max(every - adapted)) == 2 * (4096 + 14336) - 2 * 4 * 8
 
 
 @pytest.mark.parametrize("stack", ["megatron", "textbook"])
