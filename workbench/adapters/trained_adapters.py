@@ -13,7 +13,7 @@ from workbench.checkpoint.resume_point import checkpoint_shape
 from workbench.checkpoint.tensor_index import TensorSource
 from workbench.plan.model.block_linears import adapter_scale
 from workbench.plan.model.model_shape import Shape
-from workbench.plan.schema import Finetune, Lora
+from workbench.plan.schema import Finetune, Lora, Plan
 
 
 @dataclass(frozen=True)
@@ -67,8 +67,6 @@ def trained_adapters(source: TensorSource) -> TrainedAdapters:
 
 def base_of_run(checkpoint: Path) -> str | None:
     """`finetune.base` of the run that wrote a checkpoint, if its plan is still beside it."""
-    from workbench.plan.schema import Plan
-
     plan = checkpoint.parent.parent / "plan.yaml"
     tune = Plan.load(plan).finetune if plan.is_file() else None
     return None if tune is None else tune.base

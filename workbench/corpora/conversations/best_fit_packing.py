@@ -1,8 +1,8 @@
 """Best-fit decreasing bin packing: items into as few bins of one size as it finds.
 
-Items are taken by falling length, each into the fullest bin that still holds it (Johnson 1974:
-at most 11/9 of the fewest bins, and 4); as in "Fewer Truncations Improve Language Modeling"
-(2404.10830) for sequences of documents.
+Items are taken by falling length, each into the bin with the least space that still holds it
+(Johnson 1974: at most 11/9 of the fewest bins, and 4); as in "Fewer Truncations Improve Language
+Modeling" (2404.10830) for sequences of documents.
 """
 
 from __future__ import annotations

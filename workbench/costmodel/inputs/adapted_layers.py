@@ -16,8 +16,6 @@ from workbench.plan.model.block_linears import ATTENTION, block_linears
 from workbench.plan.model.model_shape import Mla
 from workbench.runtime_facts.four_bit_sizes import SCALE_BYTES, FourBitFormat
 
-ROW_PARALLEL = ("o", "down")
-"""Last names of linears that tensor parallelism shards by inputs."""
 ONTO_LATENTS = ("q_down", "kv_down")
 """Those that every tensor rank has in full; all others are sharded by outputs."""
 EXPERTS, SHARED = "mlp.experts.", "mlp.shared."

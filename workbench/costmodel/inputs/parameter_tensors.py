@@ -7,14 +7,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from workbench.costmodel.inputs.adapted_layers import (
-    EXPERTS,
-    ONTO_LATENTS,
-    ROW_PARALLEL,
-    linear_widths,
-)
+from workbench.costmodel.inputs.adapted_layers import EXPERTS, ONTO_LATENTS, linear_widths
 from workbench.costmodel.inputs.config import Number
 from workbench.costmodel.inputs.rank_shapes import RankShapes
+from workbench.plan.model.block_linears import ROW_PARALLEL
 from workbench.plan.model.model_shape import Mla
 
 TABLE, EMBEDDING_NORM = "embedding.tokens.weight", "embedding.norm"

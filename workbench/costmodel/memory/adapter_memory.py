@@ -8,15 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from workbench.costmodel.inputs.adapted_layers import (
-    EXPERTS,
-    ROW_PARALLEL,
-    AdaptedLayer,
-    linear_widths,
-)
+from workbench.costmodel.inputs.adapted_layers import EXPERTS, AdaptedLayer, linear_widths
 from workbench.costmodel.inputs.config import Number
 from workbench.costmodel.inputs.rank_workload import Workload
-from workbench.plan.model.block_linears import ATTENTION
+from workbench.plan.model.block_linears import ATTENTION, ROW_PARALLEL
 
 
 @dataclass(frozen=True)

@@ -95,11 +95,7 @@ class BucketMaker:
 
     def make(self, layout: BucketLayout, layouts: dict[str, Layout]) -> ParamBucket:
         """The bucket of a layout; `layouts` are of its parameters, before ZeRO shards them."""
-        params = (
-            ShardedParams(layout, layouts, self._init, self._plan.offload == "parameters")
-            if self._plan.zero == 3
-            else ReplicatedParams(layout, layouts, self._init)
-        )
+        params = self._params(layout, layouts, self._init)
         on_host = self._plan.offload != "none" and self._host_share.takes(layout.numel)
         grads = self._grads(layout, on_host)
         return ParamBucket(params, grads, on_host, num_pending=len(params.parameters))
@@ -110,14 +106,17 @@ class BucketMaker:
         """The bucket of parameters without gradients: without optimizer states either, only its
         parameters can be in host memory.
         """
-        params = (
-            ShardedParams(layout, layouts, init, self._plan.offload == "parameters")
-            if self._plan.zero == 3
-            else ReplicatedParams(layout, layouts, init)
-        )
+        params = self._params(layout, layouts, init)
         for parameter in params.parameters.values():
             parameter.requires_grad_(False)
         return params
+
+    def _params(
+        self, layout: BucketLayout, layouts: dict[str, Layout], init: ParamInit
+    ) -> ReplicatedParams | ShardedParams:
+        if self._plan.zero == 3:
+            return ShardedParams(layout, layouts, init, self._plan.offload == "parameters")
+        return ReplicatedParams(layout, layouts, init)
 
     def _grads(self, layout: BucketLayout, on_host: bool) -> AccumulatedGrads | ShardedGrads:
         device = self._init.device

@@ -22,11 +22,9 @@ from workbench.parallel.tensor.column_parallel import (
     UngroupedColumnParallelLinear,
 )
 from workbench.parallel.tensor.row_parallel import RowParallelLinear
-from workbench.plan.model.block_linears import is_adapted
+from workbench.plan.model.block_linears import ROW_PARALLEL, is_adapted
 from workbench.plan.schema import Lora
 
-ROW_PARALLEL = ("o", "down")
-"""Layers that tensor parallelism shards by inputs."""
 LINEARS = (
     nn.Linear,
     GroupedLinear,

@@ -10,6 +10,8 @@ from workbench.plan.model.model_shape import Shape
 from workbench.plan.schema import Lora
 
 ATTENTION = "attention."
+ROW_PARALLEL = ("o", "down")
+"""Last names of the layers that tensor parallelism shards by inputs (1909.08053)."""
 
 
 class LinearSize(NamedTuple):
