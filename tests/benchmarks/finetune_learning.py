@@ -1,27 +1,28 @@
 """How much of full fine-tuning's gain LoRA keeps: `python -m tests.benchmarks.finetune_learning
-[--models trained BASE.gguf] [--methods sft dpo] [--rank 8] [--results FILE] [--at-once N]`.
+[--models trained BASE.gguf] [--methods sft dpo] [--ranks 8 32] [--results FILE] [--at-once N]`.
 
 Chats and preference pairs are made of the standard library's docstrings, the last modules held out;
-a small model is trained on the library's text first, whose last tenth it does not see. Each method
-fine-tunes it on equal tokens in fp32, at the best of three learning rates by the held-out loss (on
-the first seed; others use it too), and a `gain` is by how much that falls from the base's, as a
-share. Each is trained on one rank by the loop of `workbench run`, and appended to the results file
-as it ends; the same command goes on from there. Prints a JSON line a model and method.
+a model of 10M parameters is trained on the library's text first, whose last tenth it does not see.
+Each method fine-tunes it on equal tokens in fp32, at the best of three learning rates by the
+held-out loss (on the first seed; others use it too), and a `gain` is by how much that falls from
+the base's, as a share. Each is trained on one rank by the loop of `workbench run`, on a GPU where
+there is one (minutes; hours on a CPU), and appended to the results file as it ends; the command
+goes on from there. Prints a JSON line a model, method and rank.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
 import tempfile
 from collections.abc import Iterable
 from datetime import date
 from functools import partial
 from importlib.metadata import version
+from itertools import chain, product
 from pathlib import Path
 from statistics import mean
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from accelerate import Accelerator
@@ -30,24 +31,23 @@ import workbench as wb
 from workbench.engine.loop import TrainingLoop
 from workbench.engine.measure.telemetry_writer import TelemetryWriter
 from workbench.engine.verify.forked_ranks import run_worlds
+from workbench.machine.attached import attached
 from workbench.parallel.mesh import build_mesh
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.runs.run import Run
 
 TRAINED = "trained"
-SHAPE = {"layers": 4, "hidden": 128, "heads": 4, "ffn": 384, "vocab": 257}
+METHODS = "full", "lora"
+SHAPE = {"layers": 6, "hidden": 384, "heads": 6, "ffn": 1024, "vocab": 257}
 RATES = {
-    "sft": {"full": (3e-4, 1e-3, 3e-3), "lora": (6e-3, 1e-2, 1.5e-2)},
-    "dpo": {"full": (1e-4, 3e-4, 1e-3), "lora": (1e-3, 3e-3, 1e-2)},
+    "sft": {"full": (3e-4, 1e-3, 3e-3), "lora": (1e-3, 3e-3, 1e-2)},
+    "dpo": {"full": (1e-5, 3e-5, 1e-4), "lora": (1e-4, 3e-4, 1e-3)},
 }
 """Learning rates of the small model; a released one's are a tenth."""
-SIZES: dict[tuple[bool, str], dict[str, int]] = {
-    (True, "sft"): {"sequence_length": 256, "global_batch": 8, "micro_batch": 8, "steps": 40},
-    (True, "dpo"): {"sequence_length": 256, "global_batch": 8, "micro_batch": 8, "steps": 40},
-    (False, "sft"): {"sequence_length": 128, "global_batch": 4, "micro_batch": 4, "steps": 6},
-    (False, "dpo"): {"sequence_length": 128, "global_batch": 4, "micro_batch": 4, "steps": 12},
-}
-"""(whether it is the small model, method of learning) -> batch and steps."""
+SIZES = {"sequence_length": 256, "global_batch": 16, "micro_batch": 16, "steps": 120}
+"""Of every fine-tuning."""
+HELD_OUT = 16
+"""Batches of an evaluation."""
 BASELINE = 1e-12
 """Learning rate of a run that changes nothing, whose held-out loss is the base's."""
 DEADLINE = 3600.0
@@ -63,10 +63,10 @@ def pretrained(folder: Path, steps: int) -> Path:
             "strategy": {"precision": "fp32"},
             "training": {
                 "sequence_length": 256,
-                "global_batch": 16,
-                "micro_batch": 8,
+                "global_batch": 64,
+                "micro_batch": 64,
                 "steps": steps,
-                "optimizer": {"learning_rate": 2e-3, "warmup_steps": 20},
+                "optimizer": {"learning_rate": 2e-3, "warmup_steps": steps // 20},
             },
             "corpus": {"source": "stdlib", "tokenizer": "bytes", "holdout": 0.1},
             "checkpoint": {"every": steps},
@@ -87,10 +87,9 @@ def _checkpoint(run: Run, steps: int) -> Path:
 def plan_of(row: Row, base: str) -> wb.Plan:
     """The plan of one fine-tuning."""
     small, dpo = row["model"] == TRAINED, row["learning"] == "dpo"
-    sizes = SIZES[small, row["learning"]]
     tokenizer = "bytes" if small else base
-    steps = 1 if row["rate"] == BASELINE else sizes["steps"]
-    optimizer = {"learning_rate": row["rate"], "warmup_steps": min(4, steps - 1)}
+    steps = 1 if row["rate"] == BASELINE else SIZES["steps"]
+    optimizer = {"learning_rate": row["rate"], "warmup_steps": min(10, steps - 1)}
     optimizer |= {"weight_decay": 0.0}
     return wb.Plan.model_validate(
         {
@@ -98,7 +97,7 @@ def plan_of(row: Row, base: str) -> wb.Plan:
             "cluster": {"gpu": "local", "gpus": 1},
             "strategy": {"precision": "fp32"},
             "finetune": {
-                **sizes,
+                **SIZES,
                 "steps": steps,
                 "method": row["method"],
                 **({"lora": {"rank": row["rank"]}} if row["method"] == "lora" else {}),
@@ -106,7 +105,7 @@ def plan_of(row: Row, base: str) -> wb.Plan:
                 "base": base,
                 "seed": row["seed"],
                 "optimizer": optimizer,
-                "evaluation": {"every": steps, "batches": 8 if small else 4},
+                "evaluation": {"every": steps, "batches": HELD_OUT},
             },
             "corpus": {
                 "source": "stdlib",
@@ -133,8 +132,9 @@ def trained(rank: int, plan: ResolvedPlan) -> Row:
     records = Records()
     with tempfile.TemporaryDirectory() as folder:
         telemetry = cast(TelemetryWriter, records)
-        mesh = build_mesh(plan, rank)
-        TrainingLoop(plan, Path(folder), mesh, Accelerator(cpu=True), telemetry).run()
+        mesh = build_mesh(plan, rank, torch.device(plan.gpu.device))
+        accelerator = Accelerator(cpu=plan.gpu.device == "cpu")
+        TrainingLoop(plan, Path(folder), mesh, accelerator, telemetry).run()
     held_out = records.of["evaluation"][-1]
     del held_out["step"]
     answers = sum(step["tokens"] for step in records.of["step"])
@@ -158,7 +158,8 @@ class Results:
     def losses(self, asked: Iterable[Row]) -> list[float]:
         """Held-out loss of each row."""
         asked = list(asked)
-        missing = [row for row in asked if not self._known(row)]
+        missing = [row for i, row in enumerate(asked) if row not in asked[:i]]
+        missing = [row for row in missing if not self._known(row)]
         while missing:
             batch, missing = missing[: self.at_once], missing[self.at_once :]
             plans = [plan_of(row, self.bases[row["model"]]).resolve() for row in batch]
@@ -173,32 +174,51 @@ class Results:
         return [one for one in self.rows if row.items() <= one.items()]
 
 
-def compared(results: Results, model: str, learning: str, rank: int, seeds: int) -> Row:
-    """Gains of both methods, each at its best learning rate."""
-    one = {"model": model, "learning": learning, "seed": 0}
-    kinds: dict[str, Row] = {"full": {"method": "full"}, "lora": {"method": "lora", "rank": rank}}
-    (base,) = results.losses([{**one, **kinds["full"], "rate": BASELINE}])
-    factor = 1.0 if model == TRAINED else 0.1
-    gains, rates = {}, {}
-    for method, every in RATES[learning].items():
-        tried = [{**one, **kinds[method], "rate": rate * factor} for rate in every]
+class Comparison(NamedTuple):
+    """What is learned, by which model, with adapters of which rank."""
+
+    model: str
+    learning: str
+    rank: int
+
+    def tried(self, method: str) -> list[Row]:
+        """Rows of a method's learning rates, on the first seed."""
+        rank = {"rank": self.rank} if method == "lora" else {}
+        one = {"model": self.model, "learning": self.learning, "method": method, "seed": 0, **rank}
+        factor = 1.0 if self.model == TRAINED else 0.1
+        return [{**one, "rate": rate * factor} for rate in RATES[self.learning][method]]
+
+    def base(self) -> Row:
+        """The row of a run that changes nothing."""
+        return {**self.tried("full")[0], "rate": BASELINE}
+
+    def best(self, method: str, results: Results, seeds: int) -> list[Row]:
+        """Rows of all seeds at the rate whose held-out loss is lowest on the first."""
+        tried = self.tried(method)
         losses = results.losses(tried)
         best = tried[losses.index(min(losses))]
-        found = results.losses({**best, "seed": seed} for seed in range(seeds))
-        gains[method], rates[method] = [1 - loss / base for loss in found], best["rate"]
-    return {
-        "model": model if model == TRAINED else Path(model).name,
-        "learning": learning,
-        "rank": rank,
-        "base_loss": base,
-        "rates": rates,
-        "gains": gains,
-        "lora_keeps": [low / full for low, full in zip(gains["lora"], gains["full"], strict=True)],
-        "lora_keeps_mean": mean(gains["lora"]) / mean(gains["full"]),
-        "source": "measured",
-        "date": date.today().isoformat(),
-        "torch": version("torch"),
-    }
+        return [{**best, "seed": seed} for seed in range(seeds if self.model == TRAINED else 1)]
+
+    def answer(self, results: Results, seeds: int) -> Row:
+        """Gains of both methods, each at its best learning rate."""
+        (base,) = results.losses([self.base()])
+        best = {method: self.best(method, results, seeds) for method in METHODS}
+        losses = {method: results.losses(rows) for method, rows in best.items()}
+        gains = {method: [1 - loss / base for loss in found] for method, found in losses.items()}
+        kept = [low / full for low, full in zip(gains["lora"], gains["full"], strict=True)]
+        return {
+            **self._asdict(),
+            "model": self.model if self.model == TRAINED else Path(self.model).name,
+            "base_loss": base,
+            "rates": {method: rows[0]["rate"] for method, rows in best.items()},
+            "gains": gains,
+            "lora_keeps": kept,
+            "lora_keeps_mean": mean(gains["lora"]) / mean(gains["full"]),
+            "source": "measured",
+            "device": attached().name,
+            "date": date.today().isoformat(),
+            "torch": version("torch"),
+        }
 
 
 def main() -> None:
@@ -206,9 +226,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", nargs="+", default=[TRAINED], help="trained, or a base's path")
     parser.add_argument("--methods", nargs="+", choices=list(RATES), default=list(RATES))
-    parser.add_argument("--rank", type=int, default=8, help="of adapters")
+    parser.add_argument("--ranks", nargs="+", type=int, default=[8], help="of adapters")
     parser.add_argument("--seeds", type=int, default=3, help="of the small model; else one")
-    parser.add_argument("--steps", type=int, default=250, help="of the small model's pre-training")
+    parser.add_argument("--steps", type=int, default=1500, help="of the small model's pre-training")
     parser.add_argument("--results", type=Path, default=Path("finetune-learning.jsonl"))
     parser.add_argument("--runs", type=Path, default=Path("finetune-learning-runs"))
     parser.add_argument("--at-once", type=int, default=1)
@@ -218,12 +238,16 @@ def main() -> None:
     if TRAINED in asked.models:
         bases[TRAINED] = str(pretrained(asked.runs / "base", asked.steps).resolve())
     results = Results(asked.results, bases, asked.at_once)
-    for model in asked.models:
-        for learning in asked.methods:
-            seeds = asked.seeds if model == TRAINED else 1
-            found = compared(results, model, learning, asked.rank, seeds)
-            assert all(map(math.isfinite, found["lora_keeps"])), found
-            print(json.dumps(found), flush=True)
+    every = product(asked.models, asked.methods, asked.ranks)
+    compared = [Comparison(*one) for one in every]
+    results.losses(one.base() for one in compared)
+    # What runs at once is alike: first all learning rates, then all seeds at the best.
+    results.losses(chain.from_iterable(one.tried(m) for one in compared for m in METHODS))
+    results.losses(
+        chain.from_iterable(one.best(m, results, asked.seeds) for one in compared for m in METHODS)
+    )
+    for one in compared:
+        print(json.dumps(one.answer(results, asked.seeds)), flush=True)
 
 
 if __name__ == "__main__":
