@@ -24,6 +24,10 @@ from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.schema import Plan
 from workbench.runs import Run
 
+LORA: dict[str, Any] = {
+    "finetune__lora": {"rank": 16, "alpha": 64.0},
+    "training__optimizer__learning_rate": 1e-2,
+}
 RUNS: dict[str, dict[str, Any]] = {
     "bf16 fused": {"strategy__precision": "bf16", "strategy__kernels": "fused"},
     "zero-3 offload parameters": {
@@ -43,6 +47,8 @@ RUNS: dict[str, dict[str, Any]] = {
     "offload optimizer": {"strategy__data__zero": 1, "strategy__data__offload": "optimizer"},
     "gpt with dropout": {"model": "tiny-gpt", "training__dropout": 0.1},
     "moe": {"model": "tiny-moe", "strategy__precision": "bf16"},
+    "lora": {**LORA, "strategy__precision": "bf16", "strategy__kernels": "fused"},
+    "lora on nf4": {**LORA, "finetune__quantize": {"group": 32}, "strategy__precision": "bf16"},
     "fp8": {"strategy__precision": "fp8", "strategy__kernels": "eager"},
 }
 DRY_RUNS = ("zero-3 offload parameters",)

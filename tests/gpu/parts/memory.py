@@ -32,6 +32,7 @@ LLAMA_8B: dict[str, Any] = {
     "vocab": 128256,
 }
 
+LORA: dict[str, Any] = {"finetune.lora": {"rank": 16, "alpha": 32.0}}
 CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "single": ("single", 1, {}),
     "zero-3 on 2": ("zero-3", 2, {}),
@@ -42,6 +43,11 @@ LARGE: dict[str, dict[str, Any]] = {
     "llama-3-8b widths, 1 layer": {"layers": 1},
     "llama-3-8b widths, 4 layers": {"layers": 4},
     "llama-3-8b widths, 1 layer, recompute": {"layers": 1, "recompute": "full"},
+    "llama-3-8b widths, 4 layers, lora": {"layers": 4, "finetune": LORA},
+    "llama-3-8b widths, 4 layers, lora on nf4": {
+        "layers": 4,
+        "finetune": {**LORA, "finetune.quantize": {"format": "nf4"}},
+    },
 }
 
 
@@ -71,6 +77,7 @@ def large_plan(name: str, evidence: Evidence) -> Plan:
         "training.sequence_length": 8192,
         "training.micro_batch": 1,
         "training.global_batch": 2,
+        **more.pop("finetune", {}),
     }
     return Plan.of("tiny", gpu=gpu_name(evidence), gpus=1, strategy="single", set=changes)
 

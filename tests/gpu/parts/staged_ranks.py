@@ -15,6 +15,8 @@ from workbench.plan.schema import Plan
 DELAY_SECONDS = 2e-4
 """By which every transfer is late: nothing may depend on one that is quick."""
 FAULT_SECONDS = 5e-3
+FOUR_BIT_WIDTHS: dict[str, Any] = {**LLAMA, "layers": 2, "hidden": 64, "ffn": 128}
+"""Rows of whole groups of 32."""
 MOE: dict[str, Any] = {"experts": 4, "top_k": 2, "ffn": 24, "shared": 1, "first_dense": 1}
 OPERATORS = {
     "embedding.tokens": "((1,1),(2,))",
@@ -62,6 +64,13 @@ def tensor(sequence: bool, shape: dict[str, Any] = LLAMA) -> Plan:
     return plan(2, shape=shape, tied=True, microbatches=2, changes=changes)
 
 
+def lora(tensor: int = 1, pipeline: int = 1, data: int = 1, **how: Any) -> Plan:
+    """Adapters of rank 3; `a__b` names the plan field `a.b`."""
+    by_path = {name.replace("__", "."): value for name, value in how.items()}
+    changes = {"finetune.lora": {"rank": 3, "alpha": 5.0}, **by_path}
+    return plan(tensor, pipeline, data, shape=FOUR_BIT_WIDTHS, microbatches=2, changes=changes)
+
+
 PLANS = {
     "ddp": zero(0),
     "ring": context("ring"),
@@ -83,6 +92,25 @@ PLANS = {
     "hybrid zero-3": zero(3, 4, shard=2, reduce="microbatch"),
     "usp": context("usp", 4),
     "tensor x pipeline": plan(2, 2, microbatches=2),
+}
+PLANS |= {
+    "lora zero-3": lora(data=2, strategy__data__zero=3, finetune__lora__dropout=0.2),
+    "lora megatron-tp with sequence": lora(2, strategy__tensor__sequence=True),
+    "lora pipeline zb-h1": lora(1, 2, strategy__pipeline__schedule="zb-h1"),
+    "nf4 zero-3 offload parameters": lora(
+        data=2,
+        strategy__data__zero=3,
+        strategy__data__offload="parameters",
+        strategy__recompute="full",
+        finetune__quantize={"group": 32},
+    ),
+    "int4 megatron-tp": lora(2, finetune__quantize={"format": "int4", "group": 32}),
+    "dpo zero-2": lora(
+        data=2,
+        strategy__data__zero=2,
+        finetune__preference={"beta": 0.3},
+        corpus__format="preferences",
+    ),
 }
 FAULTS = ("ddp", "pipeline 1f1b", "ring")
 

@@ -42,9 +42,21 @@ FEW_POINTS = CalibrationSurvey(
 NO_SPEED = "times of a shared CPU say nothing of a GPU's"
 
 
-def plan_of(kernels: str, evidence: Evidence, calibration: Path | None) -> Plan:
+LORA: dict[str, Any] = {"finetune.lora": {"rank": 16, "alpha": 32.0}}
+STEPS_OF: dict[str, tuple[str, dict[str, Any]]] = {
+    "eager": ("eager", {}),
+    "fused": ("fused", {}),
+    "fused, lora": ("fused", LORA),
+    "fused, lora on nf4": ("fused", {**LORA, "finetune.quantize": {"format": "nf4"}}),
+}
+"""Kind of a step -> (kernels, changes of the plan)."""
+
+
+def plan_of(kind: str, evidence: Evidence, calibration: Path | None) -> Plan:
     """A dense model of about a billion parameters in bf16; tiny and in fp32 in a dry run."""
+    kernels, more = STEPS_OF[kind]
     changes: dict[str, Any] = {
+        **more,
         "strategy.precision": "fp32" if evidence.dry else "bf16",
         "strategy.kernels": "eager" if evidence.dry else kernels,
         "training.sequence_length": 64 if evidence.dry else 2048,
@@ -92,17 +104,15 @@ def estimated_and_measured(evidence: Evidence) -> None:
     """The calibrated estimate of a step, and the step."""
     path = calibrated(evidence)
     evidence.measured("calibration", path.read_text())
-    for kernels in ("eager", "fused"):
-        plain = estimate(plan_of(kernels, evidence, None)).step_seconds
-        plan = plan_of(kernels, evidence, path)
+    for kind in STEPS_OF:
+        plain = estimate(plan_of(kind, evidence, None)).step_seconds
+        plan = plan_of(kind, evidence, path)
         said, took = estimate(plan).step_seconds, step_seconds(plan, evidence)
-        evidence.expect(
-            f"{kernels}: the estimate uses the calibration", said != plain, estimated=said
-        )
-        evidence.expect(f"{kernels}: a step takes time", took > 0, seconds=took)
+        evidence.expect(f"{kind}: the estimate uses the calibration", said != plain, estimated=said)
+        evidence.expect(f"{kind}: a step takes time", took > 0, seconds=took)
         seconds = {"estimated": said, "estimated without calibration": plain}
-        evidence.measured(f"{kernels}: seconds", {**seconds, "measured": took})
-        name = f"{kernels}: estimated within {TOLERANCE:.0%}"
+        evidence.measured(f"{kind}: seconds", {**seconds, "measured": took})
+        name = f"{kind}: estimated within {TOLERANCE:.0%}"
         if evidence.on_gpu(NO_SPEED, name) and said is not None:
             evidence.expect(name, abs(said / took - 1) <= TOLERANCE, estimated=said, took=took)
 
