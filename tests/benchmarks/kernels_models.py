@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.benchmarks import kernels_liger as liger
 from tests.benchmarks.kernels_timing import ROUNDS, WHOLE_ROUNDS, bytes_of, peak_bytes, seconds_of
-from workbench.engine.optimizer import MixedPrecisionOptimizer
+from workbench.engine.optimizer.mixed_precision_optimizer import MixedPrecisionOptimizer
 from workbench.kernels.fused_seams import replace_seams
 from workbench.kernels.linear_cross_entropy import linear_cross_entropy
 from workbench.models import Transformer

@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from workbench.checkpoint.checkpoint_format import Shard
-from workbench.checkpoint.huggingface_names import (
+from workbench.checkpoint.huggingface.huggingface_names import (
     config_json,
     huggingface_source,
     stored_parts,

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 import workbench as wb
-from workbench.checkpoint.huggingface_names import parameter_shapes
+from workbench.checkpoint.huggingface.huggingface_names import parameter_shapes
 from workbench.engine.measure.allocator_memory import memory_meter
 from workbench.engine.measure.step_sampler import StepSampler, allocated_rows, persistent_tensors
 from workbench.engine.session import Session

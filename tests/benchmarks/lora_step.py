@@ -27,7 +27,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from workbench.checkpoint.huggingface_names import config_json, stored_parts, writing_family
+from workbench.checkpoint.huggingface.huggingface_names import (
+    config_json,
+    stored_parts,
+    writing_family,
+)
 from workbench.engine.session import Session
 from workbench.engine.verify.forked_ranks import run_ranks
 from workbench.parallel.mesh import build_mesh

@@ -27,7 +27,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from workbench.checkpoint.huggingface_names import config_json
+from workbench.checkpoint.huggingface.huggingface_names import config_json
 from workbench.engine.export.export_weights import export_checkpoint
 from workbench.engine.session import Session
 from workbench.engine.session_checkpoint import SessionCheckpointer

@@ -20,7 +20,11 @@ from tests.checkpoint.test_huggingface import state
 from tests.checkpoint.test_session_checkpoint import session_of
 from tests.parallel.family_table import shape
 from tests.parallel.small import plan
-from workbench.checkpoint.huggingface_names import config_json, huggingface_source, stored_parts
+from workbench.checkpoint.huggingface.huggingface_names import (
+    config_json,
+    huggingface_source,
+    stored_parts,
+)
 from workbench.engine.session_checkpoint import SessionCheckpointer
 from workbench.engine.verify.forked_ranks import run_ranks
 from workbench.plan.catalog.families.stored_parts import stored_extents

@@ -21,7 +21,7 @@ from workbench.checkpoint import read_tensors
 from workbench.checkpoint.checkpoint_format import Shard
 from workbench.checkpoint.gguf.gguf_tensors import gguf_source
 from workbench.checkpoint.gguf.gguf_writer import gguf_architecture, write_gguf
-from workbench.checkpoint.huggingface_names import parameter_shapes, stored_parts
+from workbench.checkpoint.huggingface.huggingface_names import parameter_shapes, stored_parts
 from workbench.errors import PlanError
 from workbench.plan.catalog.families.stored_parts import stored_extents
 from workbench.plan.catalog.families.table import FAMILIES

@@ -17,7 +17,11 @@ from torch import Tensor
 
 from tests.checkpoint.test_session_checkpoint import Whole, save, session_of
 from tests.parallel.small import GPT, LLAMA, plan
-from workbench.checkpoint.huggingface_names import config_json, huggingface_source, parameter_shapes
+from workbench.checkpoint.huggingface.huggingface_names import (
+    config_json,
+    huggingface_source,
+    parameter_shapes,
+)
 from workbench.engine.export.export_weights import export_checkpoint
 from workbench.engine.session_checkpoint import SessionCheckpointer
 from workbench.engine.verify.forked_ranks import run_ranks

@@ -16,7 +16,11 @@ from torch import Tensor
 from tests.parallel.family_table import CONFIGS, shape
 from workbench.checkpoint import read_tensors
 from workbench.checkpoint.checkpoint_format import Shard
-from workbench.checkpoint.huggingface_names import config_json, huggingface_source, stored_parts
+from workbench.checkpoint.huggingface.huggingface_names import (
+    config_json,
+    huggingface_source,
+    stored_parts,
+)
 from workbench.models import Transformer
 from workbench.models.attention.soft_cap import soft_cap
 from workbench.plan.catalog.families.family import Family

@@ -15,7 +15,7 @@ from tests.parallel.small import GPT, LLAMA
 from tests.parallel.small import plan as small_plan
 from tests.parallel.test_operators import GRID, MIXED, ROWS, megatron
 from workbench.errors import PlanError
-from workbench.plan.rules.operator_rules import problems, sites
+from workbench.plan.rules.strategy.operator_rules import problems, sites
 from workbench.plan.schema import Plan
 from workbench.planner import estimate
 from workbench.profile import Profile

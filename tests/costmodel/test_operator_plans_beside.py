@@ -18,7 +18,7 @@ from tests.costmodel.test_operator_plans import (
 )
 from tests.parallel.small import CHUNKS, GPT, LLAMA
 from tests.parallel.test_operators import ROWS, megatron
-from workbench.plan.rules import float8_rules
+from workbench.plan.rules.strategy import float8_rules
 from workbench.plan.schema import Plan
 from workbench.planner import estimate
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.parallel.small import LLAMA, plan
-from workbench.engine.optimizer import MixedPrecisionOptimizer
+from workbench.engine.optimizer.mixed_precision_optimizer import MixedPrecisionOptimizer
 from workbench.engine.session import Session, initial_drawer
 from workbench.engine.session_checkpoint import SessionCheckpointer
 from workbench.engine.verify.forked_ranks import run_ranks

@@ -17,9 +17,9 @@ from tests.engine.test_loop import trained
 from tests.engine.test_precision import text_of
 from tests.parallel.small import GPT, LLAMA, plan
 from workbench.costmodel.communication.collective_volume import STEP_SCALARS_BYTES
-from workbench.engine import loss_scaler as scaler_module
 from workbench.engine import session as session_module
-from workbench.engine.loss_scaler import INITIAL_SCALE, LossScaler, found_inf
+from workbench.engine.optimizer import loss_scaler as scaler_module
+from workbench.engine.optimizer.loss_scaler import INITIAL_SCALE, LossScaler, found_inf
 from workbench.engine.session import Session, StepResult
 from workbench.engine.verify.forked_ranks import run_ranks
 from workbench.parallel.data.zero_shards import ParamAndGradStore

@@ -8,7 +8,10 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from workbench.engine.optimizer import MixedPrecisionOptimizer, learning_rate
+from workbench.engine.optimizer.mixed_precision_optimizer import (
+    MixedPrecisionOptimizer,
+    learning_rate,
+)
 from workbench.engine.precision import plan_dtypes
 from workbench.errors import PlanError
 from workbench.kernels.backends.triton_compat import triton
@@ -158,7 +161,9 @@ def test_16_bit_state_is_torchs_rounded_after_every_step(
 def test_casting_in_pieces_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     results = []
     for limit in (1, 2**30):
-        monkeypatch.setattr("workbench.engine.optimizer_groups.OPTIMIZER_CAST_BYTES", limit)
+        monkeypatch.setattr(
+            "workbench.engine.optimizer.optimizer_groups.OPTIMIZER_CAST_BYTES", limit
+        )
         parameters = named(torch.bfloat16)
         optimizer = MixedPrecisionOptimizer(
             parameters, gradients_of(0, torch.bfloat16), LAYOUTS, config(), 3
@@ -205,7 +210,9 @@ def test_fused_kernels_change_nothing_where_triton_does_not_run(name: str) -> No
 def test_splitting_upcast_tensors_changes_nothing(
     name: str, master: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("workbench.engine.optimizer.CPU_FUSED_CAST_BYTES", 1024)
+    monkeypatch.setattr(
+        "workbench.engine.optimizer.mixed_precision_optimizer.CPU_FUSED_CAST_BYTES", 1024
+    )
     shapes = {"matrix": (40, 20), "vector": (130,), "small": (3, 4)}
     layouts = {n: Layout.unsharded(n, s) for n, s in shapes.items()}
     found = []

@@ -18,7 +18,7 @@ import torch
 
 from workbench.corpora import tokenized_corpus
 from workbench.engine.data.batch_sampler import BatchSampler
-from workbench.engine.optimizer import learning_rate
+from workbench.engine.optimizer.mixed_precision_optimizer import learning_rate
 from workbench.interop.export import export
 from workbench.models import Transformer
 from workbench.models.weight_init import initial_value

@@ -12,7 +12,7 @@ from tests.interop.test_megatron_arguments import read
 from tests.parallel.small import LLAMA, plan
 from tests.plan.test_catalog import LLAMA as CONFIG
 from workbench import interop
-from workbench.checkpoint.huggingface_names import config_json, stored_parts
+from workbench.checkpoint.huggingface.huggingface_names import config_json, stored_parts
 from workbench.engine.verify import equivalence
 from workbench.engine.verify.equivalence import verify
 from workbench.models import Transformer

@@ -10,7 +10,7 @@ import torch
 from tests.parallel.small import LLAMA as SMALL
 from tests.parallel.small import plan
 from tests.plan.test_catalog import LLAMA
-from workbench.checkpoint.huggingface_names import config_json
+from workbench.checkpoint.huggingface.huggingface_names import config_json
 from workbench.engine.verify.equivalence import verify
 from workbench.errors import PlanError
 from workbench.models import Transformer

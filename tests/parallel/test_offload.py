@@ -12,15 +12,15 @@ from tests.parallel.small import GPT, plan
 from tests.parallel.test_mutations import failure_of
 from workbench.copy_stream import CopyStream
 from workbench.engine.measure.allocator_memory import CpuMemoryMeter
-from workbench.engine.optimizer import MixedPrecisionOptimizer
+from workbench.engine.optimizer.mixed_precision_optimizer import MixedPrecisionOptimizer
 from workbench.engine.session import Session
 from workbench.engine.verify.equivalence import verify
 from workbench.engine.verify.forked_ranks import run_ranks
-from workbench.parallel.data import host_staging
-from workbench.parallel.data.host_arena import host_zeros
-from workbench.parallel.data.host_staging import HostStaging
-from workbench.parallel.data.offloaded_grads import OffloadedGrads
-from workbench.parallel.data.zero_offload import HostShards
+from workbench.parallel.data.offload import host_staging
+from workbench.parallel.data.offload.host_arena import host_zeros
+from workbench.parallel.data.offload.host_staging import HostStaging
+from workbench.parallel.data.offload.offloaded_grads import OffloadedGrads
+from workbench.parallel.data.offload.zero_offload import HostShards
 from workbench.parallel.mesh import build_mesh
 from workbench.plan.resolved_plan import ResolvedPlan
 

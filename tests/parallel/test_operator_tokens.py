@@ -13,7 +13,7 @@ from workbench.parallel import apply_strategy
 from workbench.parallel.operators import operator_forward
 from workbench.parallel.operators.apply_operators import operator_reduction_axes
 from workbench.plan.operators.operator_sites import OUTPUT
-from workbench.plan.rules.operator_rules import placements, problems, sites
+from workbench.plan.rules.strategy.operator_rules import placements, problems, sites
 from workbench.plan.rules.supported import require
 from workbench.plan.schema import Plan
 from workbench.rehearsal.rehearse import rehearse

@@ -6,7 +6,7 @@ import pytest
 
 from workbench.plan.catalog.catalog import models
 from workbench.plan.operators.unknown_patterns import unknown_pattern
-from workbench.plan.rules.operator_rules import sites
+from workbench.plan.rules.strategy.operator_rules import sites
 
 GPT = [*sites(models()["tiny"].shape, 1, 1, 8)]
 HOLES = ["embedding", "layers.0.mlp", "layers.1.mlp", "layers.3.mlp", "layers.3.experts.0.up"]

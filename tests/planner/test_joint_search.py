@@ -19,7 +19,7 @@ from tests.conftest import Ask
 from tests.parallel.small import LLAMA, plan
 from workbench.engine.verify.equivalence import verify
 from workbench.errors import PlanError
-from workbench.plan.rules.operator_rules import pieces
+from workbench.plan.rules.strategy.operator_rules import pieces
 from workbench.plan.rules.supported import require
 from workbench.plan.schema import Plan
 from workbench.planner.search import search

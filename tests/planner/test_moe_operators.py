@@ -20,7 +20,7 @@ from workbench.plan.catalog import catalog
 from workbench.plan.model.model_shape import Shape, shape_from
 from workbench.plan.operators.operator_graph import OperatorGraph
 from workbench.plan.operators.strategy_form import strategy_grid
-from workbench.plan.rules.operator_rules import sites
+from workbench.plan.rules.strategy.operator_rules import sites
 from workbench.plan.rules.supported import require, unsupported
 from workbench.plan.schema import Plan
 from workbench.planner.autoshard import (

@@ -19,7 +19,7 @@ from workbench.schedules import (
     warm_up,
 )
 from workbench.schedules.generators import SCHEDULES
-from workbench.schedules.one_f_one_b import row_with_warm_up
+from workbench.schedules.named.one_f_one_b import row_with_warm_up
 
 
 def table(held: list[int], microbatches: int) -> Table:

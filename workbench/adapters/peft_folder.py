@@ -18,7 +18,11 @@ from workbench.adapters.peft_names import (
     peft_modules,
 )
 from workbench.adapters.peft_writer import ADAPTER_WEIGHTS
-from workbench.checkpoint.huggingface_names import WEIGHT_KINDS, parameter_shapes, stored_parts
+from workbench.checkpoint.huggingface.huggingface_names import (
+    WEIGHT_KINDS,
+    parameter_shapes,
+    stored_parts,
+)
 from workbench.checkpoint.safetensors_reader import FileEntry, SafetensorsFile, read_header
 from workbench.checkpoint.safetensors_writer import TORCH_DTYPES
 from workbench.checkpoint.tensor_index import Box, StoredTensor, TensorSource

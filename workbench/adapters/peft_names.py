@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from workbench.adapters.lora_linear import LORA_A, LORA_B
-from workbench.checkpoint.huggingface_names import parameter_shapes, stored_parts
+from workbench.checkpoint.huggingface.huggingface_names import parameter_shapes, stored_parts
 from workbench.plan.catalog.families.family import Family
 from workbench.plan.catalog.families.stored_parts import Slices, StoredPart
 from workbench.plan.model.model_shape import Shape

@@ -23,7 +23,7 @@ from workbench.adapters.peft_names import (
     peft_modules,
 )
 from workbench.checkpoint.checkpoint_format import write_atomically
-from workbench.checkpoint.huggingface_names import stored_parts
+from workbench.checkpoint.huggingface.huggingface_names import stored_parts
 from workbench.checkpoint.resume_point import ADAPTER_CONFIG
 from workbench.checkpoint.safetensors_writer import TensorEntry, write_safetensors
 from workbench.errors import refuse

@@ -33,7 +33,7 @@ from workbench.engine.measure.step_sampler import (
 from workbench.engine.measure.step_timeline import StepTimeline
 from workbench.engine.measure.step_under_way import HostCopy, StepUnderWay
 from workbench.engine.measure.telemetry_writer import TelemetryWriter
-from workbench.engine.optimizer import learning_rate
+from workbench.engine.optimizer.mixed_precision_optimizer import learning_rate
 from workbench.engine.preference_pass import (
     ReferenceTable,
     needs_reference_table,

@@ -17,10 +17,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from workbench.adapters.lora_linear import adapters_disabled
-from workbench.engine.delayed_update import DelayedUpdate
 from workbench.engine.kernel_warm_up import compile_kernels
-from workbench.engine.loss_scaler import LossScaler, found_inf
-from workbench.engine.optimizer import MixedPrecisionOptimizer
+from workbench.engine.optimizer.delayed_update import DelayedUpdate
+from workbench.engine.optimizer.loss_scaler import LossScaler, found_inf
+from workbench.engine.optimizer.mixed_precision_optimizer import MixedPrecisionOptimizer
 from workbench.engine.precision import plan_dtypes
 from workbench.engine.preference_pass import (
     evaluating,

@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from workbench.adapters.initial_adapters import initial_adapters
-from workbench.checkpoint import huggingface_names, read_tensors, tensor_index
+from workbench.checkpoint import read_tensors, tensor_index
 from workbench.checkpoint.background_writer import CheckpointWriter
 from workbench.checkpoint.checkpoint_format import Shard
 from workbench.checkpoint.checkpoint_lock import lock_checkpoints
 from workbench.checkpoint.gguf import gguf_tensors
+from workbench.checkpoint.huggingface import huggingface_names
 from workbench.checkpoint.read_tensors import LoadingRanks, Progress, SliceReader
 from workbench.checkpoint.resume_point import (
     checkpoint_meta,

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from workbench.copy_stream import CopyStream
 from workbench.parallel.async_collectives import WaitFn
-from workbench.parallel.data.host_arena import host_zeros
+from workbench.parallel.data.offload.host_arena import host_zeros
 
 
 class _Offloaded:

@@ -63,8 +63,8 @@ from workbench.parallel.tensor.apply_tensor import apply_tensor_parallel, tensor
 from workbench.plan.model.four_bit_base import four_bit_format
 from workbench.plan.optimizer_state import has_master
 from workbench.plan.resolved_plan import ResolvedPlan
-from workbench.plan.rules.operator_rules import boundary_axes, placements
-from workbench.plan.rules.recompute_rules import recomputed_modules
+from workbench.plan.rules.strategy.operator_rules import boundary_axes, placements
+from workbench.plan.rules.strategy.recompute_rules import recomputed_modules
 from workbench.plan.schema import PythonModel
 from workbench.planner.autoshard.for_plans.plan_machine import operator_mesh
 

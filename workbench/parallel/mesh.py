@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from workbench.plan.operators.redistribution_moves import neighbors
 from workbench.plan.resolved_plan import ResolvedPlan
-from workbench.plan.rules.operator_rules import sides as operator_sides
+from workbench.plan.rules.strategy.operator_rules import sides as operator_sides
 from workbench.plan.schedule_table import pair_groups, transfer_pairs
 from workbench.plan.schema import Plan
 from workbench.plan.stage_replicas import Part, plan_stage_tokens

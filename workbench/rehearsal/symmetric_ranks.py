@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from workbench.plan.rank_placement import rank_place
 from workbench.plan.resolved_plan import ResolvedPlan
-from workbench.plan.rules.recompute_rules import recomputed_modules
+from workbench.plan.rules.strategy.recompute_rules import recomputed_modules
 from workbench.plan.schedule_table import executed
 from workbench.rehearsal.call_trace import P2P, STORE, Call, changed
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from workbench.schedules.generators import SCHEDULES
-from workbench.schedules.pipeline_schedule import Number, PipelineSchedule
+from workbench.schedules.named.pipeline_schedule import Number, PipelineSchedule
 
 
 def bubble(

@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 
-from workbench.schedules.dualpipe_v import DUALPIPE_V
-from workbench.schedules.gpipe import GPIPE
-from workbench.schedules.interleaved_1f1b import INTERLEAVED_1F1B
-from workbench.schedules.one_f_one_b import (
+from workbench.schedules.named.dualpipe_v import DUALPIPE_V
+from workbench.schedules.named.gpipe import GPIPE
+from workbench.schedules.named.interleaved_1f1b import INTERLEAVED_1F1B
+from workbench.schedules.named.one_f_one_b import (
     EAGER_1F1B,
     ONE_F_ONE_B,
     row_with_warm_up,
     shortened_warm_up,
 )
-from workbench.schedules.pipeline_schedule import PipelineSchedule
+from workbench.schedules.named.pipeline_schedule import PipelineSchedule
+from workbench.schedules.named.zero_bubble import ZB_H1, ZB_H2, ZB_V
 from workbench.schedules.table import Table
-from workbench.schedules.zero_bubble import ZB_H1, ZB_H2, ZB_V
 
 SCHEDULES: dict[str, PipelineSchedule] = {
     "gpipe": GPIPE,

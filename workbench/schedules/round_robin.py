@@ -9,7 +9,7 @@ from functools import lru_cache
 from itertools import accumulate
 
 from workbench.schedules.generators import SCHEDULES
-from workbench.schedules.one_f_one_b import row_with_warm_up
+from workbench.schedules.named.one_f_one_b import row_with_warm_up
 from workbench.schedules.table import Row, Table
 
 

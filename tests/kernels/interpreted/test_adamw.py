@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw as torch_adamw
 
-from workbench.engine.optimizer import MixedPrecisionOptimizer
+from workbench.engine.optimizer.mixed_precision_optimizer import MixedPrecisionOptimizer
 from workbench.kernels.adamw import AdamWTensor, FusedAdamW, reference
 from workbench.parallel.layout import Layout
 from workbench.plan import schema

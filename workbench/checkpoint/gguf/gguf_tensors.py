@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from workbench.checkpoint.gguf.gguf_metadata import FIELD, check_gguf
-from workbench.checkpoint.huggingface_names import WEIGHT_KINDS, parameter_shapes
+from workbench.checkpoint.huggingface.huggingface_names import WEIGHT_KINDS, parameter_shapes
 from workbench.checkpoint.tensor_index import Box, StoredTensor, TensorSource
 from workbench.plan.catalog.families.stored_parts import StoredPart, stored_extents
 from workbench.plan.catalog.gguf_architectures import ARCHITECTURES

@@ -25,7 +25,7 @@ from workbench.plan.model.model_shape import Shape
 from workbench.plan.optimizer_state import DTYPE_BYTES, master_bytes, moment_bytes, num_moments
 from workbench.plan.rank_placement import RankPlace, axis_strides, table_row
 from workbench.plan.resolved_plan import ResolvedPlan
-from workbench.plan.rules.recompute_rules import recomputed_layers
+from workbench.plan.rules.strategy.recompute_rules import recomputed_layers
 from workbench.plan.schedule_table import drawn, pair_groups, stages_in_flight, transport
 from workbench.plan.schema import NARROW, Plan
 from workbench.runtime_facts.four_bit_sizes import FourBitFormat

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from workbench.engine.calibrate.local_points import Point
 from workbench.engine.calibrate.measured_sizes import CalibrationSurvey
-from workbench.engine.optimizer import MixedPrecisionOptimizer
+from workbench.engine.optimizer.mixed_precision_optimizer import MixedPrecisionOptimizer
 from workbench.parallel.layout import Layout
 from workbench.plan.schema import Optimizer
 from workbench.runtime_facts.offload_sizes import STAGING_BYTES, stepped_bytes

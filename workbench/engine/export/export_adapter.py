@@ -19,7 +19,7 @@ from torch import Tensor
 from workbench.adapters.peft_writer import write_peft_folder
 from workbench.adapters.trained_adapters import base_of_run, trained_adapters
 from workbench.checkpoint import read_tensors
-from workbench.checkpoint.huggingface_names import family_of_weights
+from workbench.checkpoint.huggingface.huggingface_names import family_of_weights
 from workbench.checkpoint.resume_point import naming_field
 from workbench.checkpoint.safetensors_writer import TORCH_DTYPES
 from workbench.checkpoint.tensor_index import checkpoint_source

@@ -24,7 +24,7 @@ from workbench.checkpoint.gguf.gguf_writer import (
     tokenizer_fields,
     write_gguf,
 )
-from workbench.checkpoint.huggingface_names import parameter_shapes
+from workbench.checkpoint.huggingface.huggingface_names import parameter_shapes
 from workbench.checkpoint.resume_point import is_gguf
 from workbench.engine.export.export_weights import (
     ByteCounter,

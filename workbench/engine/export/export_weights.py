@@ -21,7 +21,7 @@ from torch import Tensor
 
 from workbench.checkpoint import read_tensors, safetensors_writer, tensor_integrity
 from workbench.checkpoint.checkpoint_format import Shard, Slices, write_atomically
-from workbench.checkpoint.huggingface_names import parameter_shapes, stored_parts
+from workbench.checkpoint.huggingface.huggingface_names import parameter_shapes, stored_parts
 from workbench.checkpoint.resume_point import CONFIG
 from workbench.checkpoint.safetensors_writer import TORCH_DTYPES, TensorEntry
 from workbench.checkpoint.tensor_index import TensorSource

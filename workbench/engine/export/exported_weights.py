@@ -18,7 +18,7 @@ from workbench.adapters.weight_updates import FourBitRounding, WeightUpdates, re
 from workbench.checkpoint import read_tensors, tensor_integrity
 from workbench.checkpoint.checkpoint_format import Shard
 from workbench.checkpoint.gguf.gguf_tensors import gguf_source
-from workbench.checkpoint.huggingface_names import (
+from workbench.checkpoint.huggingface.huggingface_names import (
     FURTHER_LAYERS,
     config_json,
     family_of_weights,

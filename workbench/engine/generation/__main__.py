@@ -15,7 +15,7 @@ import torch
 
 from workbench.adapters.peft_folder import read_peft_folder
 from workbench.adapters.weight_updates import WeightUpdates, read_updates
-from workbench.checkpoint.huggingface_names import family_of_weights
+from workbench.checkpoint.huggingface.huggingface_names import family_of_weights
 from workbench.corpora.tokenizers.model_tokenizer import ModelTokenizer
 from workbench.corpora.tokenizers.read_tokenizer import read_tokenizer
 from workbench.engine.exit_codes import exit_status

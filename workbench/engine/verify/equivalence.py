@@ -45,7 +45,7 @@ from workbench.models.seams import IGNORE_INDEX
 from workbench.parallel.layout import Slices
 from workbench.parallel.mesh import Mesh, build_mesh
 from workbench.plan.resolved_plan import ResolvedPlan
-from workbench.plan.rules.float8_rules import verified_precision
+from workbench.plan.rules.strategy.float8_rules import verified_precision
 from workbench.plan.rules.supported import require
 from workbench.plan.schema import Plan
 from workbench.schedules import Action

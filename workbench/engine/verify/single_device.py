@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from workbench.adapters.lora_linear import LORA_B, adapters_disabled, add_adapters
-from workbench.engine.optimizer import learning_rate
+from workbench.engine.optimizer.mixed_precision_optimizer import learning_rate
 from workbench.engine.preference_pass import needs_reference_table
 from workbench.engine.verify.paired_answers import EagerPairs
 from workbench.errors import PlanError, refuse

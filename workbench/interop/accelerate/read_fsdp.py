@@ -25,7 +25,7 @@ from workbench.interop.translation_loss import lost, nearest
 from workbench.machine import gpu_catalog
 from workbench.machine.hardware import Fabric
 from workbench.plan.resolved_plan import ResolvedPlan
-from workbench.plan.rules.recompute_rules import recomputed_layers
+from workbench.plan.rules.strategy.recompute_rules import recomputed_layers
 from workbench.plan.schema import Plan
 from workbench.safe_io import yaml_files
 from workbench.untrusted_text import shown

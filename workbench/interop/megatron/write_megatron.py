@@ -10,7 +10,7 @@ from workbench.errors import refuse
 from workbench.interop.megatron.model_arguments import write_model
 from workbench.interop.translation_loss import PARTITION
 from workbench.plan.resolved_plan import ResolvedPlan
-from workbench.plan.rules.recompute_rules import recomputed_layers
+from workbench.plan.rules.strategy.recompute_rules import recomputed_layers
 from workbench.plan.schema import Plan
 
 MIB = 2**20

@@ -8,7 +8,7 @@ from typing import Any
 
 from workbench.interop.torchtitan.torchtitan_keys import SCHEDULES
 from workbench.plan.resolved_plan import ResolvedPlan
-from workbench.plan.rules.recompute_rules import recomputed_layers
+from workbench.plan.rules.strategy.recompute_rules import recomputed_layers
 from workbench.plan.schema import Plan
 
 

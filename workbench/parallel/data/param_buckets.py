@@ -15,7 +15,7 @@ from workbench.parallel.data.flat_buckets import (
     buckets_by_unit,
 )
 from workbench.parallel.data.gradient_reduction import AccumulatedGrads, ShardedGrads
-from workbench.parallel.data.offloaded_grads import OffloadedGrads
+from workbench.parallel.data.offload.offloaded_grads import OffloadedGrads
 from workbench.parallel.data.sharded_params import ParamInit, ReplicatedParams, ShardedParams
 from workbench.parallel.data.tiled_linear import unit_of_tile
 from workbench.parallel.layout import Layout

@@ -12,7 +12,7 @@ from workbench.copy_stream import CopyStream
 from workbench.parallel.async_collectives import WaitFn
 from workbench.parallel.data.data_collectives import local_shard, start_all_gather
 from workbench.parallel.data.flat_buckets import BucketLayout
-from workbench.parallel.data.host_arena import host_zeros
+from workbench.parallel.data.offload.host_arena import host_zeros
 from workbench.parallel.data.storage_resize import (
     resize_storage,
     view_without_storage,

@@ -26,13 +26,13 @@ from workbench.parallel.data.data_collectives import start_all_reduce
 from workbench.parallel.data.flat_buckets import BucketLayout, ReductionAxes, bucket_layout
 from workbench.parallel.data.gradient_norm import GradientNorm
 from workbench.parallel.data.gradient_reduction import PendingReduction
-from workbench.parallel.data.offloaded_grads import OffloadedGrads
+from workbench.parallel.data.offload.offloaded_grads import OffloadedGrads
+from workbench.parallel.data.offload.zero_offload import HostShards
 from workbench.parallel.data.param_buckets import BucketMaker, ParamBucket, bucket_names
 from workbench.parallel.data.sharded_params import ParamInit, ReplicatedParams, ShardedParams
 from workbench.parallel.data.tile_gather import TileGatherer
 from workbench.parallel.data.tiled_linear import TileAccess, TiledLinear
 from workbench.parallel.data.zero3_gather import StageGatherer, UnitGatherer
-from workbench.parallel.data.zero_offload import HostShards
 from workbench.parallel.layout import Layout
 from workbench.parallel.mesh import Mesh
 from workbench.plan.schema import Data

@@ -15,7 +15,7 @@ from workbench.plan.operators.traced.node_factors import FactoredGraph, factor_g
 from workbench.plan.operators.traced.planned_graph import PlannedGraph, planned_graph
 from workbench.plan.operators.traced.traced_graph import LOSS, TensorRef, TracedGraph, drop_rate
 from workbench.plan.resolved_plan import ResolvedPlan
-from workbench.plan.rules.operator_rules import sides
+from workbench.plan.rules.strategy.operator_rules import sides
 
 
 @dataclass(frozen=True)

@@ -33,8 +33,8 @@ from workbench.parallel.tensor.sharded_norm import ShardedRmsNorm
 from workbench.parallel.tensor.tensor_collectives import copy_to_tensor_region, gather_tokens
 from workbench.parallel.tensor.vocab_parallel import VocabParallelEmbedding, VocabParallelHeadLoss
 from workbench.plan.resolved_plan import ResolvedPlan
-from workbench.plan.rules import operator_rules
 from workbench.plan.rules.legal_sizes import token_parts
+from workbench.plan.rules.strategy import operator_rules
 from workbench.plan.schema import Plan
 
 MEGATRON_SHARDING = {

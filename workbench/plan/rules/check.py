@@ -14,13 +14,8 @@ from workbench.machine import gpu_catalog
 from workbench.plan.model.attention_kernel import is_aligned, kernels_of_shape
 from workbench.plan.model.model_shape import Shape
 from workbench.plan.resolved_plan import ResolvedPlan
-from workbench.plan.rules import (
-    axis_rules,
-    layer_profile_rules,
-    legal_sizes,
-    python_model_rules,
-    recompute_rules,
-)
+from workbench.plan.rules import layer_profile_rules, legal_sizes, python_model_rules
+from workbench.plan.rules.strategy import axis_rules, recompute_rules
 from workbench.plan.rules.task import (
     conversation_rules,
     finetune_rules,

@@ -15,14 +15,8 @@ from workbench.errors import PlanError, Problem
 from workbench.plan.catalog import catalog
 from workbench.plan.model.model_shape import WRITTEN_IF_CHANGED
 from workbench.plan.resolved_plan import ResolvedPlan
-from workbench.plan.rules import (
-    float8_rules,
-    layer_profile_rules,
-    legal_sizes,
-    operator_rules,
-    python_model_rules,
-    recompute_rules,
-)
+from workbench.plan.rules import layer_profile_rules, legal_sizes, python_model_rules
+from workbench.plan.rules.strategy import float8_rules, operator_rules, recompute_rules
 from workbench.plan.rules.task.task_words import in_words_of_task
 from workbench.plan.schema import Plan
 from workbench.schedules.generators import SCHEDULES

@@ -11,9 +11,9 @@ from workbench.costmodel.inputs.rank_workload import Workload, workload
 from workbench.costmodel.inputs.traced_stages import TracedStages
 from workbench.costmodel.memory.bucket_elements import with_packed_buckets
 from workbench.plan.resolved_plan import ResolvedPlan
-from workbench.plan.rules.operator_rules import boundary_axes, placements, sides
 from workbench.plan.rules.python_model_rules import untraced
-from workbench.plan.rules.recompute_rules import recomputed_modules
+from workbench.plan.rules.strategy.operator_rules import boundary_axes, placements, sides
+from workbench.plan.rules.strategy.recompute_rules import recomputed_modules
 from workbench.plan.rules.supported import require
 from workbench.planner.autoshard.for_plans.plan_machine import operator_mesh
 

@@ -13,8 +13,8 @@ from workbench.plan.operators.traced.stage_cuts import tied_parameter
 from workbench.plan.operators.traced.traced_graph import TracedGraph
 from workbench.plan.operators.traced.traced_json import TracedModel
 from workbench.plan.resolved_plan import ResolvedPlan
-from workbench.plan.rules.operator_rules import sides
 from workbench.plan.rules.python_model_rules import untraced
+from workbench.plan.rules.strategy.operator_rules import sides
 from workbench.plan.rules.supported import require
 from workbench.planner.autoshard.for_plans.plan_machine import operator_mesh
 

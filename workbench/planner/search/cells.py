@@ -27,7 +27,7 @@ from workbench.costmodel.inputs.config import (
 from workbench.costmodel.inputs.rank_workload import Workload, assemble_workload
 from workbench.plan.optimizer_state import DTYPE_BYTES
 from workbench.plan.rank_placement import RankPlace, axis_strides
-from workbench.plan.rules import tile_rules
+from workbench.plan.rules.strategy import tile_rules
 from workbench.plan.stage_partition import balanced
 from workbench.planner.framework_limits import framework_limits
 from workbench.planner.search.distinct_stages import DistinctStages, distinct_stages

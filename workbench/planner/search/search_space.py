@@ -15,7 +15,8 @@ from workbench.costmodel.memory.reported_memory import largest_peak_at_risk
 from workbench.plan.model.model_shape import Shape
 from workbench.plan.resolution import LEAST_BATCH, MICROBATCHES_A_RANK
 from workbench.plan.resolved_plan import ResolvedPlan
-from workbench.plan.rules import legal_sizes, tile_rules
+from workbench.plan.rules import legal_sizes
+from workbench.plan.rules.strategy import tile_rules
 from workbench.plan.schema import AXES, Plan, Strategy
 from workbench.planner.calibrated_plan import with_calibration
 from workbench.planner.plan_changes import TILE_FACTORS

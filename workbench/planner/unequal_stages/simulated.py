@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 from workbench.planner.unequal_stages.stage_times import StageTimes
 from workbench.schedules import Action, Table, Timeline, simulate
-from workbench.schedules.gpipe import gpipe_row
-from workbench.schedules.one_f_one_b import row_with_warm_up
+from workbench.schedules.named.gpipe import gpipe_row
+from workbench.schedules.named.one_f_one_b import row_with_warm_up
 from workbench.schedules.table import Row
 
 

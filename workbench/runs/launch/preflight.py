@@ -10,7 +10,7 @@ import shutil
 from pathlib import Path
 
 from workbench.checkpoint.gguf.gguf_metadata import check_gguf
-from workbench.checkpoint.huggingface_folder import check_config
+from workbench.checkpoint.huggingface.huggingface_folder import check_config
 from workbench.checkpoint.manifest import FINITE, MANIFEST, check_size, read_manifest
 from workbench.checkpoint.resume_point import (
     ADAPTER_CONFIG,

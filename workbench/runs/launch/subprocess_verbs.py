@@ -21,7 +21,7 @@ from workbench.plan.model.parameter_count import parameters
 from workbench.plan.operators.traced.graph_placement import unruled
 from workbench.plan.operators.traced.node_factors import factor_graph
 from workbench.plan.resolved_plan import ResolvedPlan
-from workbench.plan.rules.float8_rules import verified_precision
+from workbench.plan.rules.strategy.float8_rules import verified_precision
 from workbench.plan.rules.supported import require
 from workbench.plan.schema import Plan
 from workbench.profile import Profile

@@ -8,7 +8,7 @@ from workbench.errors import Problem
 from workbench.plan.model.block_linears import LinearSize, adapted_linears, model_linears
 from workbench.plan.model.model_shape import Shape
 from workbench.plan.resolved_plan import ResolvedPlan
-from workbench.plan.rules import recompute_rules
+from workbench.plan.rules.strategy import recompute_rules
 from workbench.plan.schema import Finetune, Lora
 from workbench.untrusted_text import shown
 

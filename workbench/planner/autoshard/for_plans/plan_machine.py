@@ -14,7 +14,7 @@ from workbench.costmodel.rates.constants import constants as catalog_constants
 from workbench.plan.optimizer_state import DTYPE_BYTES
 from workbench.plan.rank_placement import axis_strides
 from workbench.plan.resolved_plan import ResolvedPlan
-from workbench.plan.rules.operator_rules import sides
+from workbench.plan.rules.strategy.operator_rules import sides
 from workbench.planner.autoshard.device_mesh import LogicalAxis, LogicalMesh
 from workbench.planner.autoshard.machine_model import ExpertRates, MachineModel
 from workbench.planner.calibrated_plan import with_calibration

@@ -34,7 +34,7 @@ from workbench.plan.operators.operator_sites import OUTPUT, Site, followed_by_po
 from workbench.plan.operators.strategy_form import Placement, parse_strategy, strategy_grid
 from workbench.plan.rank_placement import first_ranks_of_stages, rank_place
 from workbench.plan.resolved_plan import ResolvedPlan
-from workbench.plan.rules.operator_rules import axes_between, sites
+from workbench.plan.rules.strategy.operator_rules import axes_between, sites
 from workbench.planner.autoshard.for_plans.plan_machine import operator_mesh
 from workbench.planner.calibrated_plan import with_calibration
 from workbench.planner.search.joint.stage_choices import Strategies, of_layers

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from workbench.plan.rules.stage_rules import has_own_stages
+from workbench.plan.rules.strategy.stage_rules import has_own_stages
 from workbench.planner.search.unequal.combinations import Combination
 from workbench.planner.unequal_stages.memory import policy_in_flight
 from workbench.planner.unequal_stages.plan import UnequalPlan

@@ -7,8 +7,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from workbench.schedules.action import Action
-from workbench.schedules.one_f_one_b import replicated_warm_up
-from workbench.schedules.pipeline_schedule import (
+from workbench.schedules.named.one_f_one_b import replicated_warm_up
+from workbench.schedules.named.pipeline_schedule import (
     Number,
     Paths,
     PipelineSchedule,
@@ -16,8 +16,8 @@ from workbench.schedules.pipeline_schedule import (
     longest,
     smaller,
 )
+from workbench.schedules.named.v_shaped_rows import numbered_actions, v_stages
 from workbench.schedules.table import Row
-from workbench.schedules.v_shaped_rows import numbered_actions, v_stages
 
 
 def zb_h1_row(rank: int, ranks: int, microbatches: int, chunks: int) -> Row:

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from workbench.engine.optimizer import MixedPrecisionOptimizer
-from workbench.parallel.data.zero_offload import HostShards
+from workbench.engine.optimizer.mixed_precision_optimizer import MixedPrecisionOptimizer
+from workbench.parallel.data.offload.zero_offload import HostShards
 from workbench.planned_device import HOST
 
 

@@ -8,7 +8,12 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 from workbench.schedules.action import Action
-from workbench.schedules.pipeline_schedule import Number, PipelineSchedule, smaller, unsplit_bubble
+from workbench.schedules.named.pipeline_schedule import (
+    Number,
+    PipelineSchedule,
+    smaller,
+    unsplit_bubble,
+)
 from workbench.schedules.table import Row
 
 

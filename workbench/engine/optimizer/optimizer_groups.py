@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from workbench.parallel.data.host_arena import host_zeros
+from workbench.parallel.data.offload.host_arena import host_zeros
 from workbench.planned_device import HOST
 from workbench.runtime_facts.cast_sizes import OPTIMIZER_CAST_BYTES
 

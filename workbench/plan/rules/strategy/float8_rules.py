@@ -8,7 +8,7 @@ from itertools import product
 from workbench.errors import PlanError, Problem, refuse
 from workbench.plan.model.head_split import padded_heads_per_rank
 from workbench.plan.resolved_plan import ResolvedPlan
-from workbench.plan.rules import operator_rules
+from workbench.plan.rules.strategy import operator_rules
 from workbench.schedules.generators import SCHEDULES
 
 GEMM_MULTIPLE = 16

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from workbench.checkpoint.float8_blocks import FLOAT8, SCALES, Float8Blocks, scales_of
-from workbench.checkpoint.huggingface_folder import check_config, refuse_inexpressible
+from workbench.checkpoint.huggingface.float8_blocks import FLOAT8, SCALES, Float8Blocks, scales_of
+from workbench.checkpoint.huggingface.huggingface_folder import check_config, refuse_inexpressible
 from workbench.checkpoint.resume_point import CONFIG, is_huggingface_folder
 from workbench.checkpoint.safetensors_reader import READ_DTYPES, SafetensorsFile, read_header
 from workbench.checkpoint.tensor_index import Box, StoredTensor, TensorSource

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from workbench.copy_stream import CopyStream
-from workbench.parallel.data.host_arena import host_zeros
+from workbench.parallel.data.offload.host_arena import host_zeros
 from workbench.runtime_facts.offload_sizes import STAGING_BYTES
 
 

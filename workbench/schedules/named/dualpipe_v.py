@@ -4,9 +4,9 @@ ScheduleDualPipeV).
 
 from __future__ import annotations
 
-from workbench.schedules.pipeline_schedule import Number, PipelineSchedule, longest, smaller
+from workbench.schedules.named.pipeline_schedule import Number, PipelineSchedule, longest, smaller
+from workbench.schedules.named.v_shaped_rows import numbered_actions, v_stages
 from workbench.schedules.table import Row
-from workbench.schedules.v_shaped_rows import numbered_actions, v_stages
 
 
 def dualpipe_v_row(rank: int, ranks: int, microbatches: int, chunks: int) -> Row:

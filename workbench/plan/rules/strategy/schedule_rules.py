@@ -11,7 +11,7 @@ from workbench.errors import Problem
 from workbench.plan import schedule_table
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.rules import legal_sizes
-from workbench.plan.rules.stage_rules import has_own_stages
+from workbench.plan.rules.strategy.stage_rules import has_own_stages
 from workbench.plan.schema import Pipeline
 from workbench.schedules.generators import SCHEDULES, bounded_names
 from workbench.schedules.round_robin import takers

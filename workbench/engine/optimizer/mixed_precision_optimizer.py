@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
-from workbench.engine.optimizer_groups import CastScratch, OptimizerGroup
+from workbench.engine.optimizer.optimizer_groups import CastScratch, OptimizerGroup
 from workbench.models.torch_dispatch import FakeTensor
-from workbench.parallel.data.host_arena import host_zeros
+from workbench.parallel.data.offload.host_arena import host_zeros
 from workbench.plan.optimizer_state import has_master
 from workbench.planned_device import HOST, REHEARSED_GPU, on_gpu
 from workbench.runtime_facts.cast_sizes import CPU_FUSED_CAST_BYTES, HOST_CAST_BYTES

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 from workbench.errors import Problem
 from workbench.plan.model.head_split import padded_heads_per_rank
 from workbench.plan.resolved_plan import ResolvedPlan
-from workbench.plan.rules import (
-    legal_sizes,
+from workbench.plan.rules import legal_sizes
+from workbench.plan.rules.strategy import (
     offload_rules,
     schedule_rules,
     stage_rules,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from workbench.schedules.action import Action
-from workbench.schedules.pipeline_schedule import PipelineSchedule, smaller, unsplit_bubble
+from workbench.schedules.named.pipeline_schedule import PipelineSchedule, smaller, unsplit_bubble
 from workbench.schedules.table import Row
 
 

@@ -16,7 +16,7 @@ from workbench.parallel.data.data_collectives import (
 )
 from workbench.parallel.data.flat_buckets import BucketLayout
 from workbench.parallel.data.gradient_reduction import CollectiveChain, ShardedGrads
-from workbench.parallel.data.host_arena import host_zeros
+from workbench.parallel.data.offload.host_arena import host_zeros
 
 
 class OffloadedGrads(ShardedGrads):

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from workbench.copy_stream import CopyStream
 from workbench.parallel.data.gradient_reduction import AccumulatedGrads, ShardedGrads
-from workbench.parallel.data.host_arena import host_zeros
-from workbench.parallel.data.host_staging import HostStaging
-from workbench.parallel.data.offloaded_grads import OffloadedGrads
+from workbench.parallel.data.offload.host_arena import host_zeros
+from workbench.parallel.data.offload.host_staging import HostStaging
+from workbench.parallel.data.offload.offloaded_grads import OffloadedGrads
 
 if TYPE_CHECKING:
     from workbench.parallel.data.sharded_params import ReplicatedParams, ShardedParams

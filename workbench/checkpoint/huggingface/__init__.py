@@ -1,0 +1,1 @@
+"""Hugging Face folders of weights: their files, names and FP8 blocks."""

@@ -1,0 +1,1 @@
+"""Rules of the strategy's fields."""
