@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import tempfile
 from collections.abc import Iterable
 from datetime import date
@@ -132,8 +133,10 @@ def trained(rank: int, plan: ResolvedPlan) -> Row:
     records = Records()
     with tempfile.TemporaryDirectory() as folder:
         telemetry = cast(TelemetryWriter, records)
-        mesh = build_mesh(plan, rank, torch.device(plan.gpu.device))
-        accelerator = Accelerator(cpu=plan.gpu.device == "cpu")
+        device = torch.device("cpu") if plan.gpu.device == "cpu" else torch.device("cuda", 0)
+        os.environ["ACCELERATE_TORCH_DEVICE"] = str(device)
+        accelerator = Accelerator(cpu=device.type == "cpu")
+        mesh = build_mesh(plan, rank, accelerator.device)
         TrainingLoop(plan, Path(folder), mesh, accelerator, telemetry).run()
     held_out = records.of["evaluation"][-1]
     del held_out["step"]
