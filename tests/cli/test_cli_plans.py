@@ -215,7 +215,7 @@ def test_differences_between_two_plans(ask: Ask, tmp_path: Path) -> None:
         (["stop", "no-such-run"], "is no run directory"),
         (["run", *LOCAL, "--resume", "no-such-run"], "is no run directory"),
         (["run", *LOCAL, "--resume", "/"], "legal: a run directory, or one of its checkpoints"),
-        (["run", *LOCAL, "--set", "checkpoint.load=nowhere"], "'nowhere' is no checkpoint"),
+        (["run", *LOCAL, "--set", "checkpoint.load=nowhere"], "'nowhere' does not exist"),
         (["run", *LOCAL, "--set", "corpus=nowhere"], "'nowhere' does not exist"),
         (["run", *LOCAL, "--root", "/dev/null/runs"], "cannot be written"),
         (["run", *LOCAL, "--port", "99999"], "port"),

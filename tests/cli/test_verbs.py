@@ -1,5 +1,6 @@
 """`import workbench as wb`: every name is there, none of them costs before it is used."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,12 @@ import pytest
 import workbench as wb
 from workbench.errors import PlanError
 
+CONFIG = json.dumps(
+    {
+        **{"model_type": "llama", "hidden_size": 64, "intermediate_size": 64, "vocab_size": 64},
+        **{"num_hidden_layers": 2, "num_attention_heads": 4, "tie_word_embeddings": False},
+    }
+)
 PROGRAM = """
 import sys, workbench as wb
 plan = wb.Plan.of("llama-3-8b", gpu="h100-sxm-80gb", gpus=64, strategy="zero-3")
@@ -30,6 +37,19 @@ def test_planning_and_estimating_load_neither_torch_nor_widgets() -> None:
 def test_an_unknown_name_says_what_there_is() -> None:
     with pytest.raises(AttributeError, match="it has Plan"):
         wb.simulate  # noqa: B018
+
+
+def test_a_base_that_is_not_here_is_said_and_another_models_is_refused(tmp_path: Path) -> None:
+    plan = wb.Plan.of("tiny", set={"finetune.base": str(tmp_path)})
+    for verb in (wb.estimate, wb.explain, wb.rehearse, wb.verify):
+        with pytest.raises(PlanError, match=r"^finetune\.base: '\S+' is no checkpoint; legal: "):
+            verb(plan)
+    (tmp_path / "config.json").write_text(CONFIG)
+    with pytest.raises(PlanError, match=r"model\.hidden: is 128; in \S+json it is 64; give"):
+        wb.estimate(plan)
+    elsewhere = plan.replace(**{"finetune.base": "none.gguf"})
+    found = wb.estimate(elsewhere)
+    assert found.fits and found.notes["base"].startswith("finetune.base 'none.gguf' is not on this")
 
 
 def test_plans_and_plan_files_are_the_same_to_a_verb(tmp_path: Path) -> None:

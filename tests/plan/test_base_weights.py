@@ -63,6 +63,14 @@ def test_a_pinned_plan_names_its_base_by_hash(
     assert pinned.finetune is not None and pinned.finetune.base == str(tmp_path / "a.gguf")
     assert pinned.finetune.base_sha256 == sha256(b"gguf")
     assert pinned.pin() == pinned
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"adapters")
+    going_on = pinned.with_fields(**{"finetune.lora.initial": "."}).pin()
+    assert going_on.lora is not None and going_on.lora.initial == str(tmp_path)
+    assert going_on.lora.initial_sha256 == sha256(b"adapters")
+    assert "initial_sha256" not in pinned.to_yaml()
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"others")
+    with pytest.raises(PlanError, match=r"^finetune\.lora\.initial_sha256: the plan was resolved"):
+        going_on.pin()
     (tmp_path / "a.gguf").write_bytes(b"others")
     with pytest.raises(PlanError, match=r"^finetune\.base_sha256: the plan was resolved with weig"):
         pinned.pin()

@@ -19,6 +19,7 @@ from workbench.checkpoint.resume_point import (
 from workbench.errors import PlanError
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.schema import Plan
+from workbench.runs.launch import checked_launch
 from workbench.runs.run import profile_of
 
 TENSOR = {
@@ -240,9 +241,33 @@ BASES: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"base": "aa"}, {"base": "aa", "finetune.seed": 5}, ""),
     ({"finetune.method": "full"}, {"finetune.method": "full", "finetune.seed": 5}, ""),
 ]
+FULL, FORM, LORA = "finetune.method", "finetune.quantize", "finetune.lora."
+SETTINGS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    ({}, {FULL: "full"}, r"^finetune\.method: is 'full', \S+ was written with 'lora'; set"),
+    ({}, {FORM: {}}, r"^finetune\.quantize: is 'nf4', \S+ was written with null; set it to null"),
+    ({FORM: {}}, {}, r"^finetune\.quantize\.format: is null, \S+ was written with 'nf4'; set"),
+    (
+        {FORM: {}},
+        {FORM: {"double": False}},
+        r"^finetune\.quantize\.double: is false, \S+ was written with true; set it to true",
+    ),
+    ({}, {"finetune.adapter": "b"}, r"^finetune\.adapter: is 'b', \S+ was written with 'default'"),
+    ({}, {LORA + "initial": "a"}, r"^finetune\.lora\.initial: is 'a', \S+ was written with null"),
+    (
+        {LORA + "initial": "a", LORA + "initial_sha256": "aa"},
+        {LORA + "initial": "a", LORA + "initial_sha256": "bb"},
+        r"^finetune\.lora\.initial_sha256: is 'bb', \S+ was written with 'aa'",
+    ),
+    (
+        {LORA + "initial": "a", LORA + "initial_sha256": "aa"},
+        {LORA + "initial": "b", LORA + "initial_sha256": "aa"},
+        "",
+    ),
+    ({LORA + "initial": "a", LORA + "initial_sha256": "aa"}, {}, ""),
+]
 
 
-@pytest.mark.parametrize(("theirs", "mine", "words"), BASES)
+@pytest.mark.parametrize(("theirs", "mine", "words"), [*BASES, *SETTINGS])
 def test_adapters_go_on_beside_their_own_base_alone(
     tmp_path: Path, theirs: dict[str, Any], mine: dict[str, Any], words: str
 ) -> None:
@@ -251,8 +276,35 @@ def test_adapters_go_on_beside_their_own_base_alone(
     if not words:
         assert steps_done(tmp_path, meta, resuming) == 3
         return
-    with pytest.raises(PlanError, match=words):
+    with pytest.raises(PlanError, match=words) as refused:
         steps_done(tmp_path, meta, resuming)
+    assert len(refused.value.problems) == 1 and "{" not in str(refused.value)
+
+
+def test_adapters_do_not_go_on_from_a_checkpoint_of_training(tmp_path: Path) -> None:
+    trained = Plan.of("tiny", gpu="local", gpus=1).resolve()
+    with pytest.raises(PlanError, match=r"^checkpoint\.load: .* is of training, which has no ada"):
+        steps_done(tmp_path, checkpoint_meta(trained, 3), _of_base(**{LORA + "rank": 8}))
+
+
+def test_another_base_is_refused_before_a_rank_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checked_launch, "preflight", lambda plan, **more: [])
+    (tmp_path / "a.gguf").write_bytes(b"gguf")
+    (tmp_path / "text.txt").write_text("text " * 9999)
+    start = {"finetune.base": str(tmp_path / "a.gguf"), "corpus.source": str(tmp_path / "text.txt")}
+    made = Plan.of("tiny", set=start)
+    written = checkpoint_meta(made.pin(), 3)
+    written["finetune"]["base_sha256"] = "aa"
+    body = {"version": VERSION, "meta": written, "files": []}
+    (tmp_path / "manifest.json").write_text(manifest_text(body))
+    going_on = made.replace(**{"checkpoint.load": str(tmp_path)})
+    with pytest.raises(
+        PlanError, match=r"^finetune\.base_sha256: is '\w+', \S+ was written with 'a"
+    ):
+        checked_launch.start(going_on, root=tmp_path / "runs")
+    assert not (tmp_path / "runs").exists()
 
 
 def _of_base(base: str | None = None, **changes: Any) -> ResolvedPlan:

@@ -109,11 +109,14 @@ def naming_field(field: str) -> Iterator[None]:
     try:
         yield
     except PlanError as error:
-        raise PlanError(
-            [Problem(one.field.replace(LOAD, field), one.message) for one in error.problems]
-        ) from None
+        raise PlanError([with_field(one, field) for one in error.problems]) from None
     except ValueError as error:
         raise ValueError(str(error).replace(LOAD, field)) from None
+
+
+def with_field(problem: Problem, field: str) -> Problem:
+    """`problem` of weights that `field` names, not `checkpoint.load`."""
+    return Problem(problem.field.replace(LOAD, field), problem.message.replace(LOAD, field))
 
 
 def holds_adapters(meta: Mapping[str, Any]) -> bool:
@@ -186,15 +189,21 @@ def steps_done(folder: Path, meta: dict[str, Any], plan: ResolvedPlan) -> int:
 
 def _differing(folder: Path, meta: dict[str, Any], plan: ResolvedPlan) -> list[Problem]:
     found = _model_problems(folder, meta["model"], plan)
+    if plan.lora and not meta.get("finetune"):
+        why = f"'{folder}' is of training, which has no adapters"
+        legal = "a checkpoint of these adapters, or null with this one as finetune.base"
+        found.append(Problem(LOAD, f"{why}; legal: {legal}"))
     for field, theirs, mine in (
         ("strategy.precision", meta["precision"], plan.strategy.precision),
         ("training.optimizer.name", meta["optimizer"], plan.training.optimizer.name),
         *_of_finetune(meta.get("finetune", {}), plan),
     ):
         if theirs != mine:
-            how = f"set it to {theirs!r}, or start from weights alone (`workbench weights`)"
+            how = f"set it to {_shown(theirs)}, or start from weights alone (`workbench weights`)"
             found.append(
-                Problem(field, f"is {mine!r}, {folder} was written with {theirs!r}; {how}")
+                Problem(
+                    field, f"is {_shown(mine)}, {folder} was written with {_shown(theirs)}; {how}"
+                )
             )
     return found
 
@@ -206,16 +215,56 @@ def _of_finetune(theirs: Any, plan: ResolvedPlan) -> Iterator[tuple[str, Any, An
     """
     mine = _trained(plan.finetune) if plan.finetune else {}
     theirs = theirs if isinstance(theirs, dict) else {}
-    if mine and not theirs and mine["method"] == "full":
-        return  # training that goes on
+    if mine and not theirs:
+        return  # training that goes on, or that `_differing` refuses
+    given, own = theirs.get("method"), mine.get("method")
+    if given != own:  # and so all that follows from it
+        yield "finetune.method", given, own
+        return
     yield from _of_base(theirs, mine)
-    for field in sorted(TRAINED_FIELDS - {"base_sha256"}):
-        given, own = theirs.get(field), mine.get(field)
-        if isinstance(given, dict) and isinstance(own, dict):
-            names = [name for name in own if name != "initial"]
-            yield from ((f"finetune.{field}.{name}", given.get(name), own[name]) for name in names)
-        else:
-            yield f"finetune.{field}", given, own
+    yield "finetune.adapter", theirs.get("adapter"), mine.get("adapter")
+    yield from _of_section("quantize", theirs.get("quantize"), mine.get("quantize"))
+    adapters, others = mine.get("lora") or {}, theirs.get("lora") or {}
+    yield from _of_section("lora", _settings(others), _settings(adapters))
+    yield from _of_initial(others, adapters)
+
+
+def _of_section(name: str, given: Any, own: Any) -> Iterator[tuple[str, Any, Any]]:
+    """Each field of a section of `finetune`; of one that is null on a side, what says so."""
+    given, own = given or {}, own or {}
+    if given and own:
+        yield from ((f"finetune.{name}.{field}", given.get(field), own[field]) for field in own)
+    elif given:
+        first = next(iter(given))
+        yield f"finetune.{name}.{first}", given[first], None
+    elif own:
+        yield f"finetune.{name}", None, next(iter(own.values()))
+
+
+def _settings(lora: Mapping[str, Any]) -> dict[str, Any]:
+    """What adapters are, without those that they began as."""
+    return {name: value for name, value in lora.items() if not name.startswith("initial")}
+
+
+def _of_initial(
+    theirs: Mapping[str, Any], mine: Mapping[str, Any]
+) -> Iterator[tuple[str, Any, Any]]:
+    """The adapters that training began with, which a plan that resumes need not name: its
+    checkpoint holds what became of them.
+    """
+    if mine.get("initial") is None:
+        return
+    if theirs.get("initial") is None:
+        yield "finetune.lora.initial", None, mine["initial"]
+    elif None not in (given := theirs.get("initial_sha256"), own := mine.get("initial_sha256")):
+        yield "finetune.lora.initial_sha256", given, own
+
+
+def _shown(value: Any) -> str:
+    """A value as a plan writes it."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return repr(value)
 
 
 def _of_base(theirs: Mapping[str, Any], mine: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:

@@ -247,7 +247,8 @@ class SessionCheckpointer:
         base, shape, lora = plan.finetune.base, plan.shape, plan.lora
 
         def read() -> TensorSource:
-            family = huggingface_names.family_of_weights(base, shape)
+            with naming_field("finetune.base"):
+                family = huggingface_names.family_of_weights(base, shape)
             return initial_adapters(folder, family, shape, lora)
 
         source = read_tensors.raise_on_all_ranks(ranks, read)

@@ -1,4 +1,4 @@
-"""The hash that names the weights which are fine-tuned."""
+"""Hashes that name what fine-tuning starts from: base weights, and adapters to go on from."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from workbench.safe_io.gguf_files import SUFFIX
 
 MANIFEST, CONFIG = "manifest.json", "config.json"
 """What makes a folder a checkpoint of the workbench, or one of Hugging Face weights."""
+ADAPTERS = "adapter_model.safetensors"
+"""The adapters of a folder in PEFT's format."""
 CHUNK_BYTES = 8 * 2**20
 """Bytes hashed at once."""
 HashProgress = Callable[[int, int], None]
@@ -50,6 +52,23 @@ def base_sha256(
             raise refuse(field, f"{file} cannot be read: {unread(error)}") from None
     one = len(hashes) == 1
     return hashes[0].hex() if one else hashlib.sha256(b"".join(hashes)).hexdigest()
+
+
+def adapters_sha256(folder: str | Path, field: str = "finetune.lora.initial") -> str:
+    """Hash of the adapters of a folder in PEFT's format; what its configuration says is the plan's.
+
+    Args:
+        folder: The folder.
+        field: Field of the plan that errors name.
+
+    Raises:
+        PlanError: It holds none, or they cannot be read.
+    """
+    path = Path(folder, ADAPTERS)
+    try:
+        return _file_digest(path, lambda nbytes: None).hex()
+    except OSError as error:
+        raise refuse(field, f"'{path}' cannot be read: {unread(error)}") from None
 
 
 def _base_files(path: Path, field: str) -> list[Path]:

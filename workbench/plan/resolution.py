@@ -14,7 +14,7 @@ from workbench.machine import calibration_file, gpu_catalog
 from workbench.machine.attached import attached, local_cluster
 from workbench.machine.hardware import GPU, Fabric
 from workbench.plan import corpus_files, schema
-from workbench.plan.base_weights import base_sha256
+from workbench.plan.base_weights import adapters_sha256, base_sha256
 from workbench.plan.catalog import catalog, gguf_config, huggingface_config
 from workbench.plan.conversation_corpus import resolved_corpus
 from workbench.plan.model import python_model_file
@@ -121,6 +121,10 @@ def pin(plan: Plan) -> ResolvedPlan:
         found, pinned_base = base_sha256(_absolute(base)), full.finetune.base_sha256
         _expect("finetune.base_sha256", pinned_base, found, f"weights {pinned_base}, '{base}'")
         changes["finetune.base_sha256"] = found
+    if full.lora and (initial := full.lora.initial):
+        found, given = adapters_sha256(_absolute(initial)), full.lora.initial_sha256
+        _expect("finetune.lora.initial_sha256", given, found, f"adapters {given}, '{initial}'")
+        changes["finetune.lora.initial_sha256"] = found
     return full.with_fields(**changes, **pinned)
 
 

@@ -45,10 +45,27 @@ def estimate(plan: Plan | str | Path, *, allow_code: bool = False) -> Profile:
 
     written = given_plan(plan)
     if written.code is None:
-        return estimate(written)
+        return _with_notes(estimate(written), written)
     from workbench.runs.launch.traced_models import traced_model
 
     return estimate(written, traced_model(written, allow_code))
+
+
+def _with_notes(found: Profile, plan: Plan) -> Profile:
+    """`found` with what is to be said of the weights that the plan fine-tunes."""
+    found.notes.update(base_notes(plan))
+    return found
+
+
+def base_notes(plan: Plan) -> dict[str, str]:
+    """What is to be said of the weights that a plan fine-tunes. Raises `PlanError` where they are
+    of another model.
+    """
+    if plan.finetune is None or plan.finetune.base is None:
+        return {}
+    from workbench.runs.launch import preflight
+
+    return preflight.base_notes(plan)
 
 
 def explain(
@@ -86,8 +103,10 @@ def explain(
         from workbench.runs.launch.subprocess_verbs import rehearse_within
 
         rehearsed = rehearse_within(rehearse_seconds)
+    written = given_plan(plan)
+    base_notes(written)
     return explain(
-        given_plan(plan),
+        written,
         tokens,
         price,
         without=without_each or rehearsed is not None,
@@ -235,9 +254,11 @@ def rehearse(
     """
     from workbench.runs.launch import subprocess_verbs
 
-    return subprocess_verbs.rehearse(
-        given_plan(plan), ranks, progress, allow_code, operators, over_time
-    )
+    written = given_plan(plan)
+    notes = base_notes(written)
+    found = subprocess_verbs.rehearse(written, ranks, progress, allow_code, operators, over_time)
+    found.notes.update(notes)
+    return found
 
 
 def check_order(

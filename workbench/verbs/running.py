@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from workbench.errors import refuse
-from workbench.verbs.planning import given_plan
+from workbench.verbs.planning import base_notes, given_plan
 
 if TYPE_CHECKING:
     from workbench.lab.comparison.compare import Comparison
@@ -218,7 +218,9 @@ def verify(
     """
     from workbench.runs.launch import subprocess_verbs
 
-    return subprocess_verbs.verify(given_plan(plan), precision, allow_code, on)
+    written = given_plan(plan)
+    notes = base_notes(written)
+    return subprocess_verbs.verify(written, precision, allow_code, on) | notes
 
 
 def calibrate(

@@ -166,8 +166,8 @@ def _compare_fusion(plan: Plan, ranks: list[int] | None, allow_code: bool, json:
     emit(json, found, lambda: fusion_tables(found))
 
 
-def _rehearsal_tables(full: ResolvedPlan, found: Profile) -> list[Grid | None]:
-    tables: list[Grid | None] = _tables().rehearsal_table(full, found)
+def _rehearsal_tables(full: ResolvedPlan, found: Profile) -> list[Grid | str | None]:
+    tables: list[Grid | str | None] = _tables().rehearsal_table(full, found)
     if counted := found.notes.get("operators"):
         from workbench.cli.operator_tables import operator_tables
 
@@ -176,7 +176,7 @@ def _rehearsal_tables(full: ResolvedPlan, found: Profile) -> list[Grid | None]:
         from workbench.cli.living_tables import living_tables
 
         tables += living_tables(found)
-    return tables
+    return [*tables, found.notes.get("base")]
 
 
 def _check_order(plan: Plan, allow_code: bool, json: bool) -> None:
@@ -249,7 +249,11 @@ def verify(
     emit(
         json,
         found,
-        lambda: [_tables().verification_table(found), _tables().replaced_choices(found)],
+        lambda: [
+            _tables().verification_table(found),
+            _tables().replaced_choices(found),
+            found.get("base"),
+        ],
     )
     if not found["passed"]:
         raise typer.Exit(1)

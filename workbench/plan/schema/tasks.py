@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from workbench.fields.bounds import (
     Coefficient,
@@ -132,6 +132,17 @@ class Lora(Frozen):
     initial: str | None = Field(
         None, description="Folder of adapters in PEFT's format to go on from; null: B is zero."
     )
+    initial_sha256: str | None = Field(
+        None, description="Hash of those adapters; filled when a plan is pinned."
+    )
+
+    @model_serializer(mode="wrap")
+    def _without_unset(self, written: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Without the hash that only pinned plans have."""
+        found: dict[str, Any] = written(self)
+        if found.get("initial_sha256") is None:
+            found.pop("initial_sha256", None)
+        return found
 
 
 class Quantize(Frozen):

@@ -23,7 +23,7 @@ from workbench.profile import Profile
 from workbench.runs.launch import subprocess_verbs
 from workbench.runs.launch.accelerate_command import Recipe, compose
 from workbench.runs.launch.parent_death import python_module
-from workbench.runs.launch.preflight import preflight
+from workbench.runs.launch.preflight import checkpoint_problems, preflight
 from workbench.runs.launch.rendezvous_ports import checked_port
 from workbench.runs.launch.traced_models import traced_model
 from workbench.runs.run import Run
@@ -162,12 +162,15 @@ def _launch(
     recipe: Recipe,
 ) -> Run:
     """Write the run directory of a plan that has passed preflight, and start its supervisor."""
-    if load := plan.checkpoint.load:
+    full = plan.pin()
+    if load := full.checkpoint.load:
         refuse_damaged(Path(load), progress)
-    if plan.finetune and plan.finetune.base:
+    if full.finetune and full.finetune.base:
         with naming_field("finetune.base"):
-            refuse_damaged(Path(plan.finetune.base), progress)
-    full, meeting = plan.pin(), checked_port(port)
+            refuse_damaged(Path(full.finetune.base), progress)
+    if full.finetune and (problems := checkpoint_problems(full)):  # only hashes tell other bases
+        raise PlanError(problems)
+    meeting = checked_port(port)
     _clear_killed_run(full)
 
     def fill(folder: Path, final: Path) -> None:

@@ -21,6 +21,7 @@ from workbench.checkpoint.resume_point import (
     is_huggingface_folder,
     refuse_other_model,
     steps_done,
+    with_field,
 )
 from workbench.errors import PlanError, Problem, refuse
 from workbench.machine.attached import CPU_RANKS, Attached, attached, is_another_model
@@ -42,6 +43,7 @@ from workbench.runs.store.run_directory import default_root, unwritable
 from workbench.runtime_facts.conversation_fields import FIELDS
 from workbench.units import GIB
 
+BASE = "finetune.base"
 SPARE_BYTES = 64 * 2**20
 """Disk that logs and telemetry of a run may take."""
 SAME_MEMORY = 0.9
@@ -81,8 +83,8 @@ def preflight(
     asked += missing_four_bit_kernel(quantize, full.strategy.kernels, full.gpu.device)
     asked += [
         *_corpus(full),
-        *_checkpoint(full),
-        *_base(full),
+        *checkpoint_problems(full),
+        *base_problems(full),
         *_initial_adapters(full),
         *_root(default_root(root)),
         *_port(port),
@@ -158,7 +160,7 @@ def _corpus(plan: Plan) -> list[Problem]:
     return problems
 
 
-def _checkpoint(plan: ResolvedPlan) -> list[Problem]:
+def checkpoint_problems(plan: ResolvedPlan) -> list[Problem]:
     """Whether what the plan starts from is of the plan's model, and whole by its manifest and its
     files' sizes.
 
@@ -175,32 +177,53 @@ def _checkpoint(plan: ResolvedPlan) -> list[Problem]:
     return _weights(plan, load, resumes=True)
 
 
-def _base(plan: ResolvedPlan) -> list[Problem]:
+def base_problems(plan: ResolvedPlan) -> list[Problem]:
     """The same of the weights that are fine-tuned."""
     base = None if plan.finetune is None else plan.finetune.base
     if base is None:
         return []
-    found = _weights(plan, base, resumes=False)
-    return [Problem(one.field.replace(LOAD, "finetune.base"), one.message) for one in found]
+    return [with_field(one, BASE) for one in _weights(plan, base, resumes=False)]
+
+
+def base_notes(plan: Plan) -> dict[str, str]:
+    """`base`: that the weights which a plan fine-tunes are not on this machine; empty where they
+    are, or it names none.
+
+    What costs nothing to predict without them is not refused: a plan is often made elsewhere.
+
+    Raises:
+        PlanError: They are here, and are of another model or damaged.
+    """
+    tune = plan.finetune
+    if tune is None or tune.base is None:
+        return {}
+    if not os.path.exists(os.path.expanduser(tune.base)):
+        words = "is not on this machine: not compared with the model, and a run needs it"
+        return {"base": f"{BASE} '{tune.base}' {words}"}
+    if problems := base_problems(plan.resolve()):
+        raise PlanError(problems)
+    return {}
 
 
 def _initial_adapters(plan: ResolvedPlan) -> list[Problem]:
     """Whether the adapters that training goes on from are there; the ranks read them."""
     initial = None if plan.lora is None else plan.lora.initial
-    if initial is None or (Path(initial) / ADAPTER_CONFIG).is_file():
+    if initial is None or (Path(initial).expanduser() / ADAPTER_CONFIG).is_file():
         return []
     legal = f"legal: a folder that holds {ADAPTER_CONFIG}, as PEFT writes it, or null"
     return [Problem("finetune.lora.initial", f"'{initial}' holds no adapters; {legal}")]
 
 
 def _weights(plan: ResolvedPlan, load: str, resumes: bool) -> list[Problem]:
+    load = os.path.expanduser(load)
     weights = is_gguf(Path(load)) or is_huggingface_folder(Path(load))
     if not weights and not (Path(load) / MANIFEST).is_file():
+        why = "is no checkpoint" if os.path.exists(load) else "does not exist"
         legal = (
             f"legal: a folder that holds {MANIFEST}, one of Hugging Face weights with "
             f"{CONFIG}, a GGUF file, or null"
         )
-        return [Problem("checkpoint.load", f"'{load}' is no checkpoint; {legal}")]
+        return [Problem(LOAD, f"'{load}' {why}; {legal}")]
     try:
         if is_gguf(Path(load)):
             check_gguf(Path(load), plan.shape)

@@ -50,6 +50,12 @@ def _method(tune: Finetune) -> Iterator[Problem]:
 
 
 def _adapters(plan: ResolvedPlan, lora: Lora) -> Iterator[Problem]:
+    if lora.initial_sha256 is not None and lora.initial is None:
+        yield Problem(
+            "finetune.lora.initial_sha256",
+            "is the hash of adapters that finetune.lora.initial does not name; legal: with "
+            "finetune.lora.initial, or null",
+        )
     shape, linears = plan.shape, adapted_linears(plan.shape, lora)
     asked = [lora.targets] if isinstance(lora.targets, str) else lora.targets
     idle = [each for each in asked if not adapted_linears(shape, _only(lora, each))]
