@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from tests.parallel.small import plan
 from tests.parallel.test_context import context_plan
 from workbench.engine.session import SequenceSources, Session
-from workbench.engine.verify.equivalence import random_batches
+from workbench.engine.verify.drawn_batches import random_batches
 from workbench.engine.verify.forked_ranks import run_ranks
 from workbench.engine.verify.single_device import CPU, trained_tokens
 from workbench.kernels import cross_entropy, linear_cross_entropy
@@ -41,7 +41,7 @@ def source_of(sample: int) -> int:
 def stepped(made: Plan, rank: int) -> tuple[list[float], float]:
     full = made.resolve()
     session = Session.build(full, build_mesh(full, rank), CPU)
-    tokens, targets = next(random_batches(full))
+    tokens, targets, _ = next(random_batches(full))
     samples = torch.tensor(session.share.samples())
     sources = [[source_of(int(i)) for i in row] for row in samples]
     result = session.step(
@@ -59,7 +59,7 @@ def expected() -> list[float]:
     """Each source's samples evaluated alone on one device, by the loss of all tokens."""
     full = plan(changes={**CHANGES, "training.micro_batch": 1}).resolve()
     session = Session.build(full, build_mesh(full, 0), CPU)
-    tokens, targets = next(random_batches(full))
+    tokens, targets, _ = next(random_batches(full))
     sums = [0.0] * NUM_SOURCES
     for sample in range(len(tokens)):
         one = torch.tensor([[sample]] * full.num_microbatches)

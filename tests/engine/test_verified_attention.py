@@ -8,12 +8,8 @@ from torch import Tensor
 
 from tests.gpu.parts import nccl_ranks
 from tests.parallel.small import LLAMA, plan
-from workbench.engine.verify.equivalence import (
-    in_precision,
-    random_batches,
-    replaced_fields,
-    verified_dtype,
-)
+from workbench.engine.verify.drawn_batches import random_batches
+from workbench.engine.verify.equivalence import in_precision, replaced_fields, verified_dtype
 from workbench.engine.verify.single_device import train_on_one_device
 from workbench.engine.verify.verified_attention import attention_of_reference
 from workbench.models.attention import attention_kernels as kernels_of_models

@@ -13,7 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from tests.parallel.small import GPT, LLAMA, plan
 from tests.parallel.test_equality import assert_equal_to_one_device
 from tests.parallel.test_mutations import failure_of
-from workbench.engine.verify.equivalence import random_batches, verify
+from workbench.engine.verify.drawn_batches import random_batches
+from workbench.engine.verify.equivalence import verify
 from workbench.engine.verify.single_device import train_on_one_device
 from workbench.errors import PlanError
 from workbench.models import Transformer

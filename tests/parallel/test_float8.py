@@ -9,12 +9,8 @@ import pytest
 import torch
 
 from tests.parallel.small import GPT, LLAMA, plan
-from workbench.engine.verify.equivalence import (
-    _share,
-    _verification_session,
-    random_batches,
-    verify,
-)
+from workbench.engine.verify.drawn_batches import random_batches
+from workbench.engine.verify.equivalence import _share, _verification_session, verify
 from workbench.engine.verify.forked_ranks import run_ranks
 from workbench.engine.verify.tensor_difference import DifferenceScale, tensor_difference
 from workbench.errors import PlanError
@@ -109,7 +105,7 @@ def _scales_of_rank(plan: ResolvedPlan, rank: int) -> Scales:
     Float8Layer.scale_of = recorded  # type: ignore[method-assign]
     device = torch.device("cpu")
     session = _verification_session(plan, build_mesh(plan, rank), device, torch.float64)
-    session.step(0, *_share(session, next(random_batches(plan)), device))
+    session.step(0, *_share(session, next(random_batches(plan)), device)[:2])
     return found
 
 

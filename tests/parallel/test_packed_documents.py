@@ -12,7 +12,8 @@ from tests.parallel.test_attention_rules import BLOOM, GEMMA, MISTRAL
 from tests.parallel.test_context import context_plan
 from tests.parallel.test_equality import assert_equal_to_one_device
 from tests.parallel.test_mutations import failure_of
-from workbench.engine.verify.equivalence import random_batches, verify
+from workbench.engine.verify.drawn_batches import random_batches
+from workbench.engine.verify.equivalence import verify
 from workbench.engine.verify.single_device import verification_weight
 from workbench.errors import PlanError
 from workbench.models import Transformer
@@ -81,7 +82,7 @@ def test_packed_documents_equal_each_run_alone(name: str, kernel: str) -> None:
         kernel = "blockwise"  # torch's kernel knows no soft-cap
     made = packed(SHAPES[name])
     model = model_of(made, kernel)
-    tokens, targets = next(random_batches(made))
+    tokens, targets, _ = next(random_batches(made))
     alone = run_alone(model, tokens, targets)
     expected = gradients(model)
     model.samples.starts_of_step = document_starts(targets)[None]

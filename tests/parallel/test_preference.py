@@ -12,7 +12,8 @@ from tests.parallel.test_equality import assert_equal_to_one_device
 from tests.parallel.test_expert import moe_plan
 from tests.parallel.test_pipeline import scheduled
 from workbench.engine.session import Session
-from workbench.engine.verify.equivalence import random_batches, verify
+from workbench.engine.verify.drawn_batches import random_batches
+from workbench.engine.verify.equivalence import verify
 from workbench.engine.verify.forked_ranks import run_ranks
 from workbench.engine.verify.single_device import trained_tokens
 from workbench.models.preference.preference_loss import PreferenceLoss
@@ -102,7 +103,7 @@ def stepped(
     """Metrics and loss of a first step whose reference is a little off the policy."""
     full = made.resolve()
     session = Session.build(full, build_mesh(full, rank), CPU, dtype)
-    tokens, targets = next(random_batches(full))
+    tokens, targets, _ = next(random_batches(full))
     samples = torch.tensor(session.share.samples())
     batch = tokens[samples], targets[samples]
     reference = session.reference_log_probs(*batch) + (samples % 5 - 2)
@@ -143,7 +144,7 @@ def test_metrics_are_not_scaled_as_the_loss_is_in_fp16() -> None:
 def test_held_out_pairs_are_evaluated_as_they_are_trained() -> None:
     full = plan(changes=PAIRS).resolve()
     session = Session.build(full, build_mesh(full, 0), CPU, torch.float64)
-    tokens, targets = next(random_batches(full))
+    tokens, targets, _ = next(random_batches(full))
     samples = torch.tensor(session.share.samples())
     reference = torch.zeros(samples.shape, dtype=torch.float64)
     batch = tokens[samples], targets[samples]

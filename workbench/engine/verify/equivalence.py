@@ -16,14 +16,15 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from workbench.engine.data.batch_sampler import Batch
 from workbench.engine.exit_codes import exit_status
 from workbench.engine.precision import DTYPES
 from workbench.engine.preference_pass import needs_reference_table
 from workbench.engine.python_model.check_python_model import check_python_model
 from workbench.engine.python_model.mixed_sequences import explained
 from workbench.engine.session import Session
+from workbench.engine.verify.drawn_batches import NUM_STEPS, random_batches
 from workbench.engine.verify.forked_ranks import run_ranks
-from workbench.engine.verify.paired_answers import pair_up
 from workbench.engine.verify.single_device import (
     CPU,
     ReferenceRun,
@@ -41,7 +42,6 @@ from workbench.engine.verify.tensor_difference import (
     tensor_difference,
 )
 from workbench.engine.verify.verified_attention import attention_of_ranks, attention_of_reference
-from workbench.models.seams import IGNORE_INDEX
 from workbench.parallel.layout import Slices
 from workbench.parallel.mesh import Mesh, build_mesh
 from workbench.plan.resolved_plan import ResolvedPlan
@@ -50,7 +50,6 @@ from workbench.plan.rules.supported import require
 from workbench.plan.schema import Plan
 from workbench.schedules import Action
 
-NUM_STEPS = 3
 TOLERANCE = {"fp64": 1e-10, "fp32": 1e-5, "fp8": 1e-2}
 """Largest relative difference. fp32 compares weights after SGD: AdamW divides by the gradient's own
 size. fp8 stands for the plan's fp8 GEMMs with all else in fp64: a value in the midst of two of fp8
@@ -155,7 +154,7 @@ def verify(
 
 def reference_and_scale(
     plan: ResolvedPlan,
-    batches: list[tuple[Tensor, Tensor]],
+    batches: list[Batch],
     precision: str,
     tolerance: float,
     device: torch.device = CPU,
@@ -164,7 +163,7 @@ def reference_and_scale(
 
     Args:
         plan: The plan as it is verified (`in_precision`).
-        batches: (tokens, targets) of each step, [global_batch, sequence_length].
+        batches: Of each step, [global_batch, sequence_length].
         precision: Of the verification.
         tolerance: Of relative differences.
         device: The one device.
@@ -246,32 +245,10 @@ def replaced_fields(
     }
 
 
-def random_batches(plan: ResolvedPlan) -> Iterator[tuple[Tensor, Tensor]]:
-    """Random tokens over the whole vocabulary, [global_batch, sequence_length] each, contiguous as
-    those of a run: a user's loss may `view` them.
-    """
-    t = plan.training
-    generator = torch.Generator().manual_seed(t.seed)
-    for _ in range(NUM_STEPS):
-        text = torch.randint(
-            plan.vocab, (t.global_batch, t.sequence_length + 1), generator=generator
-        )
-        targets = text[:, 1:].contiguous()
-        if plan.corpus.separate_documents:
-            # A few documents a sequence, the first of one token.
-            ends = torch.rand(targets.shape, generator=generator) < 4 / t.sequence_length
-            ends[0, 0] = True
-            targets[ends] = IGNORE_INDEX
-        tokens = text[:, :-1].contiguous()
-        if plan.finetune is not None and plan.finetune.preference is not None:
-            pair_up(tokens, targets, generator)
-        yield tokens, targets
-
-
 def _compare(
     plan: ResolvedPlan,
     rank: int,
-    batches: list[tuple[Tensor, Tensor]],
+    batches: list[Batch],
     reference: ReferenceRun,
     scale: DifferenceScale,
     dtype: torch.dtype,
@@ -287,7 +264,7 @@ def compare_with_reference(
     plan: ResolvedPlan,
     mesh: Mesh,
     device: torch.device,
-    batches: list[tuple[Tensor, Tensor]],
+    batches: list[Batch],
     reference: ReferenceRun,
     scale: DifferenceScale,
     dtype: torch.dtype | None,
@@ -298,7 +275,7 @@ def compare_with_reference(
         plan: The plan as it is verified.
         mesh: This rank's place.
         device: This rank's.
-        batches: (tokens, targets) of each step, [global_batch, sequence_length].
+        batches: Of each step, [global_batch, sequence_length].
         reference: What one device computed, on CPU.
         scale: What differences are relative to.
         dtype: Of parameters, activations and gradients; None: the plan's own.
@@ -311,16 +288,17 @@ def compare_with_reference(
     recorder = _Recorder(session)
     shares = [_share(session, batch, device) for batch in batches]
     references = (
-        [session.reference_log_probs(*share) for share in shares]
+        [session.reference_log_probs(tokens, targets) for tokens, targets, _ in shares]
         if needs_reference_table(plan)
         else []
     )
     losses: list[Tensor] = []
-    for i, share in enumerate(shares):
+    for i, (tokens, targets, starts) in enumerate(shares):
         if references:
             session.set_reference(references[i])
-        trained = trained_tokens(batches[i][1])
-        losses.append(session.step(i, *share, recorder, trained_tokens=trained).loss)
+        trained = trained_tokens(batches[i].targets)
+        step = session.step(i, tokens, targets, recorder, trained_tokens=trained, starts_MBT=starts)
+        losses.append(step.loss)
     weights, layouts = session.part.store.values, session.part.store.layouts
 
     def differences() -> Iterator[TensorDifference]:
@@ -367,13 +345,11 @@ def _verification_slices(
     into.copy_(weight[tuple(slice(*bounds) for bounds in slices)])
 
 
-def _share(
-    session: Session, batch: tuple[Tensor, Tensor], device: torch.device
-) -> tuple[Tensor, Tensor]:
+def _share(session: Session, batch: Batch, device: torch.device) -> Batch:
     """This rank's sequences of a batch, [num_microbatches, B, T]."""
     share = torch.tensor(session.share.samples())
-    tokens, targets = (x[share].to(device) for x in batch)
-    return tokens, targets
+    tokens, targets = (x[share].to(device) for x in batch[:2])
+    return Batch(tokens, targets, None if batch.starts is None else batch.starts[share].to(device))
 
 
 def main() -> int:

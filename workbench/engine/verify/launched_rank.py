@@ -42,10 +42,10 @@ def _compare(plan_path: Path, rank: int, allow_code: bool) -> dict[str, Any]:
 
     from workbench.engine.precision import set_determinism, set_matmul_precision
     from workbench.engine.python_model.check_python_model import check_python_model
+    from workbench.engine.verify.drawn_batches import random_batches
     from workbench.engine.verify.equivalence import (
         GPU_TOLERANCE,
         compare_with_reference,
-        random_batches,
         reference_and_scale,
         verified_dtype,
     )

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from workbench.adapters.lora_linear import LORA_B, adapters_disabled, add_adapters
+from workbench.engine.data.batch_sampler import Batch
 from workbench.engine.optimizer.mixed_precision_optimizer import learning_rate
 from workbench.engine.preference_pass import needs_reference_table
 from workbench.engine.verify.paired_answers import EagerPairs
@@ -91,7 +92,7 @@ def verification_weight(name: str, shape: tuple[int, ...], seed: int, dtype: tor
 
 def train_on_one_device(
     plan: ResolvedPlan,
-    batches: list[tuple[Tensor, Tensor]],
+    batches: list[Batch],
     dtype: torch.dtype,
     device: torch.device = CPU,
     float8: bool = False,
@@ -101,7 +102,7 @@ def train_on_one_device(
 
     Args:
         plan: The plan, of which model and training count.
-        batches: (tokens, targets), each [global_batch, sequence_length].
+        batches: Each [global_batch, sequence_length].
         dtype: Of parameters, activations and gradients; the optimizer steps fp32 copies of 16-bit
             parameters.
         device: The device; default: the CPU.
@@ -129,18 +130,19 @@ def train_on_one_device(
     pairs = _pairs(model, plan)
     evaluate = partial(_evaluate, model, rows=rows, device=device)
     if pairs is not None and needs_reference_table(plan):
-        pairs.record(lambda: [evaluate(*batch) for batch in batches])
+        pairs.record(lambda: [evaluate(batch.tokens, batch.targets) for batch in batches])
     stepped = _SteppedParameters(model)
     optimizer = _optimizer(stepped.targets, plan)
     losses: list[float] = []
     first: dict[str, Tensor] = {}
     held: dict[str, Tensor | None] = {}
     """Gradients of the last step, where the plan delays their update."""
-    for step, (tokens, targets) in enumerate(batches):
+    for step, (tokens, targets, starts) in enumerate(batches):
         model.zero_grad()
         samples.start_step(step * t.global_batch, rows)
         if plan.corpus.separate_documents:
-            samples.starts_of_step = document_starts(targets.to(device).unflatten(0, (-1, rows)))
+            found = document_starts(targets) if starts is None else starts
+            samples.starts_of_step = found.to(device).unflatten(0, (-1, rows))
         losses.append(0.0)
         divisor = trained_tokens(targets)
         if pairs is not None:
