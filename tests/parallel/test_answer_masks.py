@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.parallel.small import GPT, LLAMA, plan
+from tests.parallel.small import GPT, plan
 from tests.parallel.test_context import context_plan
 from tests.parallel.test_equality import assert_equal_to_one_device
 from tests.parallel.test_mutations import failure_of
