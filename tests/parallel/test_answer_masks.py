@@ -21,6 +21,7 @@ from workbench.engine.verify.drawn_batches import random_batches
 from workbench.engine.verify.equivalence import verify
 from workbench.models.attention.packed_documents import document_starts
 from workbench.models.seams import IGNORE_INDEX
+from workbench.parallel.context.apply_context import local_tokens
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.schema import Plan
 
@@ -78,10 +79,8 @@ def test_a_rank_that_takes_documents_from_targets_is_found(monkeypatch: pytest.M
 
 
 def test_a_mask_of_other_places_of_a_ring_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    own = session_module.local_tokens
-
     def contiguous(tokens: Tensor, targets: Tensor, ring: Any, ulysses: Any) -> Any:
-        taken, theirs = own(tokens, targets.clamp(min=0), ring, ulysses)
+        taken, theirs = local_tokens(tokens, targets.clamp(min=0), ring, ulysses)
         mask = targets.chunk(ring.size, -1)[ring.index] == IGNORE_INDEX
         return taken, theirs.masked_fill(mask, IGNORE_INDEX)
 
