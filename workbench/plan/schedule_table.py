@@ -135,7 +135,14 @@ def pair_groups(plan: ResolvedPlan) -> bool:
     if p.is_round_robin:  # replicas of a stage would wait for each other's transfers
         return True
     table = drawn(plan)
-    return SCHEDULES[p.schedule].pair_groups if table is None else _held_up_in_one_group(table)
+    if table is None:
+        return named_pair_groups(p.schedule, p.size, transport(plan.gpu))
+    return _held_up_in_one_group(table)
+
+
+def named_pair_groups(schedule: str, ranks: int, of: Transport) -> bool:
+    """`pair_groups` of a named schedule, its transfers being those `of` a transport."""
+    return of == "nccl" and ranks > 2 and SCHEDULES[schedule].pair_groups
 
 
 @lru_cache(maxsize=16)

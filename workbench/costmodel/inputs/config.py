@@ -411,23 +411,26 @@ def recomputed_layers_of(plan: ResolvedPlan) -> tuple[Array, Array]:
         if isinstance(recompute, list)
         else np.full(layers.shape, recompute == "full")
     )
-    if plan.lora:
-        adapted = adapted_by_layer(plan.shape, plan.lora)
-        chosen = chosen & (layers >= first_backward_layer(adapted, partition[0]))
-    return count_recomputed(chosen, partition)
+    adapted = adapted_by_layer(plan.shape, plan.lora) if plan.lora else ()
+    return count_recomputed(chosen, partition, adapted)
 
 
-def count_recomputed(chosen: NDArray[np.bool_], partition: Sequence[int]) -> tuple[Array, Array]:
-    """Count `chosen` layers by stage.
+def count_recomputed(
+    chosen: NDArray[np.bool_], partition: Sequence[int], adapted: Sequence[Sequence[str]] = ()
+) -> tuple[Array, Array]:
+    """Count `chosen` layers by stage, but for those that have no backward.
 
     Args:
-        chosen: Whether each layer is recomputed, `[layers]`.
+        chosen: Whether each layer is to be recomputed, `[layers]`.
         partition: Number of layers of each stage.
+        adapted: As `FixedConfig.adapted`.
 
     Returns:
         (chosen layers, layers behind the last chosen one; 0 where none is chosen), each
         `[stages]`.
     """
+    if adapted:
+        chosen = chosen & (np.arange(len(chosen)) >= first_backward_layer(adapted, partition[0]))
     stages = np.split(chosen, np.cumsum(partition)[:-1])
     after = [int(np.argmax(own[::-1])) if own.any() else 0 for own in stages]
     return np.array([own.sum() for own in stages], float), np.array(after, float)

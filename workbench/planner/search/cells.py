@@ -28,6 +28,7 @@ from workbench.costmodel.inputs.rank_workload import Workload, assemble_workload
 from workbench.plan.optimizer_state import DTYPE_BYTES
 from workbench.plan.rank_placement import RankPlace, axis_strides
 from workbench.plan.rules.strategy import tile_rules
+from workbench.plan.schedule_table import named_pair_groups
 from workbench.plan.stage_partition import balanced
 from workbench.planner.framework_limits import framework_limits
 from workbench.planner.search.distinct_stages import DistinctStages, distinct_stages
@@ -269,6 +270,7 @@ def search_cells(space: SearchSpace) -> Iterator[Cell]:
                 chunks=chunks,
                 pipeline=pipeline,
                 partition=partition,
+                pair_groups=named_pair_groups(schedule, pipeline, setting.transport),
                 has_context_parallel=max(space.context) > 1,
             )
             stages = distinct_stages(fixed, space.recompute)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from workbench.costmodel.inputs.adapted_layers import AdaptedLayer, adapted_layer
 from workbench.costmodel.inputs.config import (
     Array,
     FixedConfig,
@@ -44,7 +45,9 @@ def distinct_stages(s: FixedConfig, kinds: tuple[str | float, ...]) -> DistinctS
     layers, rank = np.arange(sum(s.partition)), np.arange(s.pipeline)
     partition = stages_that_run(s.pipeline, s.partition)
     each = [
-        count_recomputed(np.isin(layers, list(recomputed_layers(kind, s.partition))), partition)
+        count_recomputed(
+            np.isin(layers, list(recomputed_layers(kind, s.partition))), partition, s.adapted
+        )
         for kind in kinds
     ]
     recomputed, kept_after = (np.stack(kinds, axis=1) for kinds in zip(*each))
@@ -52,7 +55,8 @@ def distinct_stages(s: FixedConfig, kinds: tuple[str | float, ...]) -> DistinctS
     stages = np.stack(stages_of_each(homes, rank.tolist()))
     ends = np.stack([rank == 0, rank == s.pipeline - 1], axis=1)
     by_stage = [
-        x[stages].reshape(s.pipeline, -1) for x in (*_layers(s, partition), recomputed, kept_after)
+        x[stages].reshape(s.pipeline, -1)
+        for x in (*_layers(s, partition), _adapters(s, partition), recomputed, kept_after)
     ]
     kind_of_rank = np.concatenate([*by_stage, ends], axis=1)
     order = -1 if SCHEDULES[s.schedule].last_rank_has_most else 1
@@ -71,3 +75,11 @@ def _layers(s: FixedConfig, partition: tuple[int, ...]) -> tuple[Array, Array]:
     first = np.concatenate([[0.0], np.cumsum(every)[:-1]])
     dense = np.clip(moe.first_dense - first, 0, every) if moe else every
     return every, dense
+
+
+def _adapters(s: FixedConfig, partition: tuple[int, ...]) -> Array:
+    """A number for each stage, the same for those whose layers have the same adapters in order."""
+    ends, numbers = np.cumsum(partition), dict[tuple[AdaptedLayer, ...], int]()
+    layers = [adapted_layer(s, layer) for layer in range(ends[-1])] if s.adapted else []
+    own = (tuple(layers[end - count : end]) for end, count in zip(ends, partition))
+    return np.array([float(numbers.setdefault(one, len(numbers))) for one in own])

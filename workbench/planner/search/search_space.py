@@ -12,11 +12,13 @@ from typing import Any
 from workbench.costmodel.compute.kernel_launches import KERNELS_PER_LAYER
 from workbench.costmodel.inputs.config import FixedConfig, fixed_config
 from workbench.costmodel.memory.reported_memory import largest_peak_at_risk
+from workbench.plan.model.four_bit_base import four_bit_format
 from workbench.plan.model.model_shape import Shape
 from workbench.plan.resolution import LEAST_BATCH, MICROBATCHES_A_RANK
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.rules import legal_sizes
 from workbench.plan.rules.strategy import tile_rules
+from workbench.plan.rules.task import four_bit_rules
 from workbench.plan.schema import AXES, Plan, Strategy
 from workbench.planner.calibrated_plan import with_calibration
 from workbench.planner.plan_changes import TILE_FACTORS
@@ -134,9 +136,12 @@ def search_space(plan: Plan, kind: str = "default", worlds: tuple[int, ...] = ()
     shape, most, wide = base.shape, max(worlds), kind != "default"
     sequence, node = base.training.sequence_length, int(base.cluster.gpus_per_node or 1)
     tensor = tuple(
-        t for t in legal_sizes.divisors(most) if (wide or t <= node) and _worth_searching(shape, t)
+        t
+        for t in legal_sizes.divisors(most)
+        if (wide or t <= node) and _worth_searching(shape, t) and _packs(base, t)
     )
-    pairs = together(plan) > 1  # whose answers no grid may split
+    # No grid may split the answers of pairs, or has adapters.
+    only_1d = together(plan) > 1 or plan.lora is not None
     ways = legal_sizes.context_sizes(shape, min(most, MAX_CONTEXT), sequence, 1, "ring")
     return SearchSpace(
         asked=plan,
@@ -145,8 +150,8 @@ def search_space(plan: Plan, kind: str = "default", worlds: tuple[int, ...] = ()
         fixed_configs=tuple(replace(fixed_config(each), global_batch=batch) for each in measured),
         schedules=_schedules(kind, shape, most),
         zero=(0, 1, 2, 3),
-        tensor=(*tensor, *(() if pairs else _tensor_grids(kind, shape, most))),
-        algorithm=("1d",) if pairs else ALGORITHMS[kind],
+        tensor=(*tensor, *(() if only_1d else _tensor_grids(kind, shape, most))),
+        algorithm=("1d",) if only_1d else ALGORITHMS[kind],
         kernels=tuple(KERNELS_PER_LAYER) if kind == "vast" else (plan.strategy.kernels,),
         context=tuple(ways) if sequence >= LONG_SEQUENCE else (1,),
         expert=tuple(legal_sizes.expert_sizes(shape, most)),
@@ -217,6 +222,14 @@ def _worth_searching(shape: Shape, size: int) -> bool:
         not legal_sizes.exceeds(shape, size) and legal_sizes.widening(shape, size) <= MAX_WIDENING
     )
     return little or not legal_sizes.splits(shape, size)
+
+
+def _packs(base: ResolvedPlan, size: int) -> bool:
+    """Whether a 1-D tensor size leaves every rank complete groups of a base that is in 4 bits."""
+    form = four_bit_format(base)
+    return form is None or not any(
+        columns % form.group for columns in four_bit_rules.rank_columns(base.shape, size).values()
+    )
 
 
 def _may_tile(base: ResolvedPlan, factor: int) -> bool:

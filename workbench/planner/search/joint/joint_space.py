@@ -30,6 +30,12 @@ def joint_space(plan: Plan, worlds: tuple[int, ...] = ()) -> SearchSpace:
             f"is 'operators', and {usual.base.shape.name} has model.mla, which this version does "
             "not run; legal: default, wide or vast, or a model of other attention",
         )
+    if plan.lora is not None:
+        raise refuse(
+            "--space",
+            "is 'operators', and finetune.lora adds adapters, beside which no operator has a "
+            "strategy of its own; legal: default, wide or vast, or finetune.method: full",
+        )
     _check_pins(plan, usual)
     most = min(usual.base.shape.layers, max(s.world_size for s in usual.fixed_configs))
     return replace(
