@@ -5,6 +5,7 @@ what PEFT writes.
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from torch import Tensor
 
 from tests.checkpoint.test_transformers import VARIANTS, logits, random_model, runs, write
 from tests.parallel.family_table import CONFIGS
+from workbench.adapters import peft_config
+from workbench.adapters.module_patterns import Pattern, match_modules
 from workbench.adapters.peft_folder import PeftAdapters, read_peft_folder
 from workbench.adapters.peft_names import adapter_extents, peft_modules
 from workbench.adapters.peft_writer import write_peft_folder
@@ -204,6 +207,48 @@ def test_configurations_that_are_not_read_are_refused_by_key(case: str, tmp_path
     with pytest.raises(PlanError) as refused:
         read_peft_folder(folder, FAMILIES["llama"], shape)
     assert words.format(path) in str(refused.value) and str(refused.value).startswith("--adapter: ")
+
+
+SLOW = r"([a-z_.0-9]+)+!"
+ENDLESS: dict[str, dict[str, Any]] = {
+    "target_modules": {"target_modules": SLOW},
+    "exclude_modules": {"exclude_modules": SLOW},
+    "modules_to_save": {"modules_to_save": [SLOW]},
+    "layers_pattern": {"layers_pattern": ["x", SLOW], "layers_to_transform": [0]},
+    "rank_pattern": {"rank_pattern": {SLOW: 4}},
+    "alpha_pattern": {"alpha_pattern": {SLOW: 4}},
+}
+
+
+@pytest.mark.parametrize("key", ENDLESS)
+def test_a_pattern_that_takes_too_long_is_refused(
+    key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peft_config, "match_modules", partial(match_modules, seconds=0.5))
+    shape = small("llama")
+    folder = written(tmp_path, shape)
+    path = folder / "adapter_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **ENDLESS[key]}))
+    with pytest.raises(PlanError) as refused:
+        read_peft_folder(folder, FAMILIES["llama"], shape)
+    words = f"--adapter: '{SLOW}' of '{path}' takes more than 10 s to match the model's modules; "
+    assert str(refused.value).startswith(words)
+
+
+def test_a_child_matches_as_this_process_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ["layers.1.self_attn.q_proj", "layers.12.mlp.up_proj", "lm_head"]
+    patterns = [
+        Pattern("a", r"(?:^|.*?\.)layers\.(\d+)\."),
+        Pattern("b", "lm|lm_head", complete=True),
+        Pattern("c", r"(.*\.)?(lm_head)$"),
+        Pattern("d", "lm"),
+    ]
+    here = match_modules(patterns, names)
+    assert here[patterns[0]] == {names[0]: "1", names[1]: "12"}
+    assert here[patterns[1]] == here[patterns[3]] | {"lm_head": "lm_head"} == {"lm_head": "lm_head"}
+    assert here[patterns[2]] == {"lm_head": None}
+    monkeypatch.setattr("workbench.adapters.module_patterns.MOST_MATCHES", 0)
+    assert match_modules(patterns, names) == here
 
 
 def test_adapters_of_another_model_are_refused_by_name(tmp_path: Path) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from workbench.adapters.module_patterns import SECONDS, Pattern, SlowPattern, match_modules
 from workbench.checkpoint.resume_point import ADAPTER_CONFIG
 from workbench.errors import PlanError, refuse
 from workbench.plan.model.block_linears import lora_scale
@@ -18,6 +19,7 @@ from workbench.untrusted_text import shown
 
 MOST_BYTES = 16 * 2**20
 ALL_LINEAR = "all-linear"
+ANY_NAME = "[^.]*"
 INITIAL = (True, False, "gaussian", "eva", "orthogonal")
 """Ways to draw adapters that leave the base model as it is."""
 READ = {
@@ -86,46 +88,84 @@ class PeftConfig:
     rank_pattern: Mapping[str, int]
     alpha_pattern: Mapping[str, float]
     saved: Sequence[str]
+    matched: Mapping[Pattern, Mapping[str, str | None]] = field(default_factory=dict)
+    """Of each pattern the modules that it matches, with its first group (`matching`)."""
+
+    def matching(self, modules: Iterable[str], field: str) -> PeftConfig:
+        """This configuration with its patterns matched against the modules of a model.
+
+        Args:
+            modules: Their names.
+            field: Field of the plan, or option, that errors name.
+
+        Raises:
+            PlanError: A pattern takes longer than anyone waits; names it.
+        """
+        named = [one for one in (self.targets, self.excluded) if isinstance(one, str)]
+        patterns = [*map(_complete, named)]
+        patterns += map(_saved, self.saved)
+        patterns += map(_numbered, self.layers_pattern or [ANY_NAME])
+        patterns += map(_end, (*self.rank_pattern, *self.alpha_pattern))
+        try:
+            return replace(self, matched=match_modules(patterns, modules))
+        except SlowPattern as slow:
+            raise refuse(
+                field,
+                f"{shown(slow.args[0])} of '{self.path}' takes more than {SECONDS:g} s to match "
+                "the model's modules; legal: a simpler pattern, or names of modules",
+            ) from None
 
     def rank_of(self, module: str) -> int:
         """Rank of a module's adapters."""
-        return self.rank_pattern.get(_pattern(self.rank_pattern, module), self.rank)
+        return self.rank_pattern.get(self._key(self.rank_pattern, module), self.rank)
 
     def scale_of(self, module: str) -> float:
         """Scale of a module's adapters."""
-        alpha = self.alpha_pattern.get(_pattern(self.alpha_pattern, module), self.alpha)
+        alpha = self.alpha_pattern.get(self._key(self.alpha_pattern, module), self.alpha)
         return lora_scale(alpha, self.rank_of(module), self.rslora)
 
     def is_target(self, module: str) -> bool:
         """Whether a linear module that is not the head has adapters."""
-        if _names(self.excluded, module):
+        if self._names(self.excluded, module):
             return False
-        if any(re.match(rf"(^|.*\.){saved}($|\..*)", module) for saved in self.saved):
+        if any(module in self.matched[_saved(saved)] for saved in self.saved):
             return False
         if self.targets == ALL_LINEAR:
             return True
         if isinstance(self.targets, str) or self.layers is None:
-            return _names(self.targets, module)
+            return self._names(self.targets, module)
         return module in self.targets or (
-            _names(self.targets, module) and self._layer(module) in self.layers
+            self._names(self.targets, module) and self._layer(module) in self.layers
         )
 
     def _layer(self, module: str) -> int | None:
-        patterns = self.layers_pattern or [r"[^.]*"]
-        tried = (re.match(rf"(?:^|.*?\.){one}\.(\d+)\.", module) for one in patterns)
-        found = next((match for match in tried if match), None)
-        return int(found[1]) if found else None
+        tried = (self.matched[_numbered(one)] for one in self.layers_pattern or [ANY_NAME])
+        number = next((found[module] for found in tried if module in found), None)
+        return int(number) if number and number.isdecimal() else None
+
+    def _names(self, targets: str | Sequence[str], module: str) -> bool:
+        if isinstance(targets, str):
+            return module in self.matched[_complete(targets)]
+        return module in targets or any(module.endswith(f".{target}") for target in targets)
+
+    def _key(self, patterns: Mapping[str, Any], module: str) -> str:
+        return next((key for key in patterns if module in self.matched[_end(key)]), module)
 
 
-def _names(targets: str | Sequence[str], module: str) -> bool:
-    if isinstance(targets, str):
-        return bool(targets and re.fullmatch(targets, module))
-    return module in targets or any(module.endswith(f".{target}") for target in targets)
+def _complete(pattern: str) -> Pattern:
+    return Pattern(pattern, pattern, complete=True)
 
 
-def _pattern(patterns: Mapping[str, Any], module: str) -> str:
-    matching = (key for key in patterns if re.match(rf"(.*\.)?({key})$", module))
-    return next(matching, module)
+def _saved(pattern: str) -> Pattern:
+    return Pattern(pattern, rf"(?:^|.*\.){pattern}(?:$|\..*)")
+
+
+def _numbered(pattern: str) -> Pattern:
+    return Pattern(pattern, rf"(?:^|.*?\.){pattern}\.(\d+)\.")
+
+
+def _end(pattern: str) -> Pattern:
+    return Pattern(pattern, rf"(.*\.)?({pattern})$")
 
 
 def read_peft_config(folder: Path, field: str) -> PeftConfig:
@@ -213,7 +253,7 @@ class _Reading:
         if not isinstance(found, dict):
             raise self._wrong(key, found, "a mapping of patterns")
         for pattern in found:
-            self._compiled(key, rf"(.*\.)?({pattern})$")
+            self._compiled(key, _end(pattern))
         return found
 
     def _patterns(self, key: str, required: bool = False) -> str | list[str]:
@@ -225,18 +265,20 @@ class _Reading:
             raise self._wrong(key, found, "names of modules, or a pattern of names")
         if isinstance(found, str):
             found = ALL_LINEAR if found.lower() == ALL_LINEAR else found
-            self._compiled(key, found)
-            return found
-        if key in ("layers_pattern", "modules_to_save"):
-            for one in found:
-                self._compiled(key, one)
-        return list(found)
+        rules = {"layers_pattern": _numbered, "modules_to_save": _saved}
+        one = isinstance(found, str)
+        if one or key in rules:
+            for pattern in [found] if one else found:
+                self._compiled(key, rules.get(key, _complete)(pattern))
+        return found if one else list(found)
 
-    def _compiled(self, key: str, pattern: str) -> None:
+    def _compiled(self, key: str, pattern: Pattern) -> None:
         try:
-            re.compile(pattern)
+            re.compile(pattern.rule)
         except (re.error, RecursionError, OverflowError):
-            raise self._wrong(key, pattern, "a pattern that is a regular expression") from None
+            raise self._wrong(
+                key, pattern.given, "a pattern that is a regular expression"
+            ) from None
 
     def _layers(self) -> list[int] | None:
         found = self.keys.get("layers_to_transform")

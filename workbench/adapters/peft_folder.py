@@ -76,8 +76,8 @@ class _Folder:
 
     def __init__(self, folder: Path, family: Family, shape: Shape, field: str) -> None:
         self.folder, self.family, self.shape, self.field = folder, family, shape, field
-        self.config = read_peft_config(folder, field)
         self.modules = peft_modules(family, shape)
+        self.config = read_peft_config(folder, field).matching(self.modules, field)
         self.path = folder / ADAPTER_WEIGHTS
         if not self.path.is_file() and (folder / PICKLE).is_file():
             raise self._refuse(f"'{folder / PICKLE}' is a pickle; save it as {ADAPTER_WEIGHTS}")
