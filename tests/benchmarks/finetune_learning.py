@@ -39,14 +39,15 @@ from workbench.runs.run import Run
 
 TRAINED = "trained"
 METHODS = "full", "lora"
+LEARNED = ["sft", "dpo"]
 SHAPE = {"layers": 6, "hidden": 384, "heads": 6, "ffn": 1024, "vocab": 257}
-RATES = {
-    "sft": {"full": (3e-4, 1e-3, 3e-3), "lora": (1e-3, 3e-3, 1e-2)},
-    "dpo": {"full": (1e-5, 3e-5, 1e-4), "lora": (1e-4, 3e-4, 1e-3)},
+RATES: dict[tuple[bool, str], dict[str, tuple[float, ...]]] = {
+    (True, "sft"): {"full": (3e-4, 1e-3, 3e-3), "lora": (1e-3, 3e-3, 1e-2)},
+    (True, "dpo"): {"full": (3e-5, 1e-4, 3e-4), "lora": (3e-4, 1e-3, 3e-3)},
+    (False, "sft"): {"full": (3e-5, 1e-4, 3e-4), "lora": (3e-4, 1e-3, 3e-3)},
+    (False, "dpo"): {"full": (1e-5, 3e-5, 1e-4), "lora": (3e-4, 1e-3, 3e-3)},
 }
-"""Learning rates of the small model; a released one's are a tenth."""
-SIZES = {"sequence_length": 256, "global_batch": 16, "micro_batch": 16, "steps": 120}
-"""Of every fine-tuning."""
+"""(whether it is the small model, what is learned) -> learning rates that are tried."""
 HELD_OUT = 16
 """Batches of an evaluation."""
 BASELINE = 1e-12
@@ -89,7 +90,7 @@ def plan_of(row: Row, base: str) -> wb.Plan:
     """The plan of one fine-tuning."""
     small, dpo = row["model"] == TRAINED, row["learning"] == "dpo"
     tokenizer = "bytes" if small else base
-    steps = 1 if row["rate"] == BASELINE else SIZES["steps"]
+    steps = 1 if row["rate"] == BASELINE else row["steps"]
     optimizer = {"learning_rate": row["rate"], "warmup_steps": min(10, steps - 1)}
     optimizer |= {"weight_decay": 0.0}
     return wb.Plan.model_validate(
@@ -98,7 +99,9 @@ def plan_of(row: Row, base: str) -> wb.Plan:
             "cluster": {"gpu": "local", "gpus": 1},
             "strategy": {"precision": "fp32"},
             "finetune": {
-                **SIZES,
+                "sequence_length": row["sequence_length"],
+                "global_batch": row["global_batch"],
+                "micro_batch": row["global_batch"],
                 "steps": steps,
                 "method": row["method"],
                 **({"lora": {"rank": row["rank"]}} if row["method"] == "lora" else {}),
@@ -177,19 +180,28 @@ class Results:
         return [one for one in self.rows if row.items() <= one.items()]
 
 
+class Size(NamedTuple):
+    """What every method learns from."""
+
+    sequence_length: int
+    global_batch: int
+    steps: int
+
+
 class Comparison(NamedTuple):
     """What is learned, by which model, with adapters of which rank."""
 
     model: str
     learning: str
     rank: int
+    size: Size
 
     def tried(self, method: str) -> list[Row]:
         """Rows of a method's learning rates, on the first seed."""
         rank = {"rank": self.rank} if method == "lora" else {}
         one = {"model": self.model, "learning": self.learning, "method": method, "seed": 0, **rank}
-        factor = 1.0 if self.model == TRAINED else 0.1
-        return [{**one, "rate": rate * factor} for rate in RATES[self.learning][method]]
+        rates = RATES[self.model == TRAINED, self.learning][method]
+        return [{**one, **self.size._asdict(), "rate": rate} for rate in rates]
 
     def base(self) -> Row:
         """The row of a run that changes nothing."""
@@ -211,6 +223,7 @@ class Comparison(NamedTuple):
         kept = [low / full for low, full in zip(gains["lora"], gains["full"], strict=True)]
         return {
             **self._asdict(),
+            "size": self.size._asdict(),
             "model": self.model if self.model == TRAINED else Path(self.model).name,
             "base_loss": base,
             "rates": {method: rows[0]["rate"] for method, rows in best.items()},
@@ -228,10 +241,13 @@ def main() -> None:
     """Measure what is not yet measured, compare."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", nargs="+", default=[TRAINED], help="trained, or a base's path")
-    parser.add_argument("--methods", nargs="+", choices=list(RATES), default=list(RATES))
+    parser.add_argument("--methods", nargs="+", choices=LEARNED, default=LEARNED)
     parser.add_argument("--ranks", nargs="+", type=int, default=[8], help="of adapters")
     parser.add_argument("--seeds", type=int, default=3, help="of the small model; else one")
-    parser.add_argument("--steps", type=int, default=1500, help="of the small model's pre-training")
+    parser.add_argument("--pretraining", type=int, default=1500, help="steps of the small model")
+    parser.add_argument("--sequence-length", type=int, default=256)
+    parser.add_argument("--global-batch", type=int, default=16)
+    parser.add_argument("--steps", type=int, default=120, help="of every fine-tuning")
     parser.add_argument("--results", type=Path, default=Path("finetune-learning.jsonl"))
     parser.add_argument("--runs", type=Path, default=Path("finetune-learning-runs"))
     parser.add_argument("--at-once", type=int, default=1)
@@ -239,10 +255,11 @@ def main() -> None:
     torch.set_num_threads(1)
     bases = {model: model for model in asked.models if model != TRAINED}
     if TRAINED in asked.models:
-        bases[TRAINED] = str(pretrained(asked.runs / "base", asked.steps).resolve())
+        bases[TRAINED] = str(pretrained(asked.runs / "base", asked.pretraining).resolve())
     results = Results(asked.results, bases, asked.at_once)
+    size = Size(asked.sequence_length, asked.global_batch, asked.steps)
     every = product(asked.models, asked.methods, asked.ranks)
-    compared = [Comparison(*one) for one in every]
+    compared = [Comparison(*one, size) for one in every]
     results.losses(one.base() for one in compared)
     # What runs at once is alike: first all learning rates, then all seeds at the best.
     results.losses(chain.from_iterable(one.tried(m) for one in compared for m in METHODS))
