@@ -12,6 +12,7 @@ import argparse
 import json
 from collections.abc import Callable
 from datetime import date
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from statistics import median
@@ -21,14 +22,15 @@ import torch
 from torch import Tensor
 from triton.testing import do_bench
 
-from workbench.adapters.four_bit_linear import four_bit_linear
-from workbench.adapters.thin_gemms import add_up_projection, scaled_down_projection
+from workbench.adapters.four_bit_tensor import PARTS, FourBitTensor
+from workbench.adapters.frozen_linear import adapted_linear
 from workbench.kernels.four_bit_weight import dequantize_four_bit, quantize_four_bit
 from workbench.runtime_facts.four_bit_sizes import FourBitFormat
 
 LAYERS = {"q": (4096, 4096), "k": (1024, 4096), "up": (14336, 4096), "down": (4096, 14336)}
 """Of one Llama 3 8B block: [out, in]."""
 FORMS = {"nf4": FourBitFormat("nf4", 64, True), "int4": FourBitFormat("int4", 64, False)}
+SCALE = 2.0
 ROUNDS, MILLISECONDS = 5, 20
 Timed = Callable[[], object]
 
@@ -38,9 +40,13 @@ def drawn(*shape: int) -> Tensor:
     return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
 
 
-def adapted(y: Tensor, x: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """y + x A^T B^T."""
-    return add_up_projection(y, scaled_down_projection(x, a, 2.0), b)
+def in_four_bits(weight: Tensor, form: FourBitFormat) -> FourBitTensor:
+    """The weight, quantized."""
+    stored = FourBitTensor(weight, form, "fused")
+    for name, part in zip(PARTS, quantize_four_bit(weight, form)):
+        if part is not None:
+            getattr(stored, name).copy_(part)
+    return stored
 
 
 def passes(rows: int, columns: int, tokens: int, rank: int) -> dict[str, Timed]:
@@ -52,17 +58,16 @@ def passes(rows: int, columns: int, tokens: int, rank: int) -> dict[str, Timed]:
     layers: dict[str, Timed] = {
         "trained": lambda: x @ trained.t(),
         "frozen": lambda: x @ frozen.t(),
-        "lora": lambda: adapted(x @ frozen.t(), x, a, b),
+        "lora": lambda: adapted_linear(x, frozen, None, a, b, SCALE),
+        "lora of plain operators": lambda: x @ frozen.t() + SCALE * (x @ a.t() @ b.t()),
     }
     timed: dict[str, Timed] = {}
     for name, form in FORMS.items():
-        stored = quantize_four_bit(frozen, form)
-        timed[f"{name}, dequantize"] = lambda stored=stored: dequantize_four_bit(  # type: ignore[misc]
-            stored, torch.bfloat16, "fused"
+        stored = in_four_bits(frozen, form)
+        timed[f"{name}, dequantize"] = partial(
+            dequantize_four_bit, stored.stored(), torch.bfloat16, "fused"
         )
-        layers[f"{name}, lora"] = lambda stored=stored: adapted(  # type: ignore[misc]
-            four_bit_linear(x, stored), x, a, b
-        )
+        layers[f"{name}, lora"] = partial(adapted_linear, x, stored, None, a, b, SCALE)
 
     def with_backward(layer: Timed) -> Timed:
         def step() -> None:

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from workbench.adapters.four_bit_linear import four_bit_linear
+from workbench.adapters.frozen_linear import four_bit_linear
 from workbench.kernels import activation, bias_dropout_residual, cross_entropy, residual_norm, rope
 from workbench.kernels import linear_cross_entropy as head
 from workbench.kernels.adamw import AdamWTensor, FusedAdamW

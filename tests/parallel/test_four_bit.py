@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from workbench.adapters.four_bit_linear import four_bit_linear
+from workbench.adapters.frozen_linear import four_bit_linear
 from workbench.kernels.four_bit_weight import quantize_four_bit, reference
 from workbench.parallel.four_bit import fill_four_bit as filling
 from workbench.parallel.four_bit.apply_four_bit import part_layouts

@@ -16,7 +16,8 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from workbench.adapters.four_bit_linear import FrozenWeight, frozen_linear
+from workbench.adapters.four_bit_tensor import FrozenWeight
+from workbench.adapters.frozen_linear import adapted_linear, frozen_linear
 from workbench.adapters.thin_gemms import add_up_projection, scaled_down_projection
 from workbench.models import Transformer
 from workbench.models.counter_dropout import Dropout, token_rows
@@ -73,19 +74,16 @@ class LoraAdapter:
         """`lora_b` [out, rank]; [experts, out, rank] of experts."""
         return cast("nn.Parameter", self.module.lora_b)
 
-    def down(self, x: Tensor, local: bool = False, a: Tensor | None = None) -> Tensor:
+    def down(self, x: Tensor, local: bool = False) -> Tensor:
         """s x A^T, [..., in] to [..., rank].
 
         Args:
             x: The layer's input.
             local: Whether it has the tokens of the residual stream, not those of a tensor-parallel
                 region.
-            a: In place of `lora_a`.
         """
-        if self.dropout.rate and self.dropout.training:
-            rows = token_rows()
-            x = self.dropout(x, rows.local if local else rows.region)
-        return scaled_down_projection(x, self.a if a is None else a, self.scale)
+        dropped = self._dropped(x, local)
+        return scaled_down_projection(x if dropped is None else dropped, self.a, self.scale)
 
     def add_up(self, y: Tensor, down: Tensor, b: Tensor | None = None) -> Tensor:
         """y + (s x A^T) B^T, in place of y [..., out], which no backward reads.
@@ -97,9 +95,38 @@ class LoraAdapter:
         """
         return add_up_projection(y, down, self.b if b is None else b)
 
-    def add_to(self, y: Tensor, x: Tensor, a: Tensor | None = None) -> Tensor:
-        """The layer's output with what the adapter adds to it, in place of `y` [..., out]."""
-        return self.add_up(y, self.down(x, a=a)) if self.active else y
+    def linear(
+        self,
+        x: Tensor,
+        weight: FrozenWeight,
+        bias: Tensor | None = None,
+        *,
+        b: Tensor | None = None,
+        columns: int | None = None,
+    ) -> Tensor:
+        """The layer's output, [..., in] to [..., out].
+
+        Args:
+            x: The layer's input.
+            weight: [out, in].
+            bias: [out].
+            b: In place of `lora_b`.
+            columns: Columns of weight and `lora_a` that x has; None: all.
+        """
+        if not self.active:
+            return frozen_linear(x, weight, bias, columns)
+        a = self.a if columns is None else self.a[:, :columns]
+        b = self.b if b is None else b
+        dropped = self._dropped(x)
+        return adapted_linear(x, weight, bias, a, b, self.scale, dropped, columns)
+
+    def _dropped(self, x: Tensor, local: bool = False) -> Tensor | None:
+        """The adapter's input where it is not the layer's."""
+        if not (self.dropout.rate and self.dropout.training):
+            return None
+        rows = token_rows()
+        dropped: Tensor = self.dropout(x, rows.local if local else rows.region)
+        return dropped
 
     def add_grouped(self, y_RO: Tensor, x_RI: Tensor, groups: RowGroups) -> Tensor:
         """The same for rows that are sorted by expert; not in place."""
@@ -124,8 +151,9 @@ class LoraLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] to [..., out]."""
-        y = frozen_linear(x, self.weight, self.bias)
-        return y if self.lora is None else self.lora.add_to(y, x)
+        if self.lora is None:
+            return frozen_linear(x, self.weight, self.bias)
+        return self.lora.linear(x, self.weight, self.bias)
 
 
 def new_adapter(

@@ -32,12 +32,13 @@ def add_up_projection(y: Tensor, down: Tensor, b: Tensor) -> Tensor:
     return total
 
 
-def _thin_product(tall_ND: Tensor, thin_DR: Tensor) -> Tensor:
+def thin_product(tall_ND: Tensor, thin_DR: Tensor) -> Tensor:
     """[N, D] x [D, rank], the rank as rows."""
     return (thin_DR.t() @ tall_ND.t()).t()
 
 
-def _rows(x: Tensor) -> Tensor:
+def rows_of(x: Tensor) -> Tensor:
+    """[..., D] as [N, D]."""
     return x.flatten(0, -2)
 
 
@@ -46,17 +47,17 @@ class _DownProjection(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, a: Tensor, scale: float) -> Tensor:
         ctx.save_for_backward(x, a)
         ctx.scale = scale
-        down_NR = _thin_product(_rows(x), a.t()).mul_(scale)
+        down_NR = thin_product(rows_of(x), a.t()).mul_(scale)
         return down_NR.view(*x.shape[:-1], len(a))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         x, a = ctx.saved_tensors
-        gradient_NR = _rows(gradient) * ctx.scale
+        gradient_NR = rows_of(gradient) * ctx.scale
         for_x, for_a, _ = ctx.needs_input_grad
         x_gradient = (gradient_NR @ a).view(x.shape) if for_x else None
-        return x_gradient, gradient_NR.t() @ _rows(x) if for_a else None, None
+        return x_gradient, gradient_NR.t() @ rows_of(x) if for_a else None, None
 
 
 class _UpProjection(torch.autograd.Function):
@@ -65,7 +66,7 @@ class _UpProjection(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y: Tensor, down: Tensor, b: Tensor) -> Tensor:
         ctx.save_for_backward(down, b)
-        down_NR = _rows(down)
+        down_NR = rows_of(down)
         y.view(down_NR.shape[0], y.shape[-1]).addmm_(down_NR, b.t())
         ctx.mark_dirty(y)
         return y
@@ -74,7 +75,7 @@ class _UpProjection(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
         down, b = ctx.saved_tensors
-        gradient_NO = _rows(gradient)
+        gradient_NO = rows_of(gradient)
         _, for_down, for_b = ctx.needs_input_grad
-        down_gradient = _thin_product(gradient_NO, b).view(down.shape) if for_down else None
-        return gradient, down_gradient, (_rows(down).t() @ gradient_NO).t() if for_b else None
+        down_gradient = thin_product(gradient_NO, b).view(down.shape) if for_down else None
+        return gradient, down_gradient, (rows_of(down).t() @ gradient_NO).t() if for_b else None

@@ -23,7 +23,7 @@ from itertools import accumulate
 import torch
 from torch import nn
 
-from workbench.adapters.four_bit_linear import PARTS
+from workbench.adapters.four_bit_tensor import PARTS
 from workbench.copy_stream import CopyStream
 from workbench.kernels.fused_seams import replace_seams
 from workbench.models import Transformer, counter_normal

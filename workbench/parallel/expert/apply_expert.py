@@ -8,7 +8,8 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from workbench.adapters.four_bit_linear import FrozenWeight, frozen_linear
+from workbench.adapters.four_bit_tensor import FrozenWeight
+from workbench.adapters.frozen_linear import frozen_linear
 from workbench.adapters.lora_linear import LoraAdapter, is_adapter
 from workbench.models import Transformer
 from workbench.models.host_counts import CountReader
@@ -195,8 +196,9 @@ class PartialLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[..., in / ranks] to this rank's partial sum of [..., out]."""
         bias = None if self.bias is None else self.bias * self.bias_share
-        y = frozen_linear(x, self.weight, bias)
-        return y if self.lora is None else self.lora.add_to(y, x)
+        if self.lora is None:
+            return frozen_linear(x, self.weight, bias)
+        return self.lora.linear(x, self.weight, bias)
 
 
 def _enter_tensor_region(

@@ -9,7 +9,7 @@ from functools import partial
 
 from torch import Tensor, nn
 
-from workbench.adapters.four_bit_linear import PARTS, FourBitTensor, four_bit_grouped_linear
+from workbench.adapters.four_bit_tensor import PARTS, FourBitTensor, four_bit_grouped_linear
 from workbench.adapters.lora_linear import replaced
 from workbench.models import Transformer
 from workbench.models.grouped_gemm import GroupedLinear, RowGroups

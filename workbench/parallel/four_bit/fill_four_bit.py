@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from workbench.adapters.four_bit_linear import PARTS
+from workbench.adapters.four_bit_tensor import PARTS
 from workbench.kernels.four_bit_weight import FourBitWeight, quantize_four_bit
 from workbench.parallel.layout import Layout, Slices
 from workbench.runtime_facts.four_bit_sizes import FourBitFormat

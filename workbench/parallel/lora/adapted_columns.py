@@ -11,7 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from workbench.adapters.four_bit_linear import FrozenWeight, frozen_linear
+from workbench.adapters.four_bit_tensor import FrozenWeight
+from workbench.adapters.frozen_linear import frozen_linear
 from workbench.adapters.lora_linear import LoraAdapter
 from workbench.parallel.mesh import MeshAxis
 from workbench.parallel.tensor.tensor_collectives import copy_to_tensor_region, gather_tokens
@@ -37,18 +38,25 @@ def adapted_column_parallel_linear(
     Returns:
         [B, T, out / ranks] of each layer.
     """
-    full_BTD = gather_tokens(x_BTD, axis) if sequence else copy_to_tensor_region(x_BTD, axis)
+    if not sequence:
+        full_BTD = copy_to_tensor_region(x_BTD, axis)
+        return tuple(
+            frozen_linear(full_BTD, weight, bias)
+            if adapter is None
+            else adapter.linear(full_BTD, weight, bias, b=b)
+            for weight, bias, adapter, b in layers
+        )
+    full_BTD = gather_tokens(x_BTD, axis)
     ys = [frozen_linear(full_BTD, weight, bias) for weight, bias, _, _ in layers]
-    adapted = [(i, each[2], each[3]) for i, each in enumerate(layers) if each[2] is not None]
-    adapted = [each for each in adapted if each[1] is not None and each[1].active]
-    if not adapted:
-        return tuple(ys)
-    source = x_BTD if sequence else full_BTD
-    downs = [adapter.down(source, local=sequence) for _, adapter, _ in adapted if adapter]
-    if sequence:
+    adapted = [
+        (i, adapter, b)
+        for i, (_, _, adapter, b) in enumerate(layers)
+        if adapter is not None and adapter.active
+    ]
+    if adapted:
+        downs = [adapter.down(x_BTD, local=True) for _, adapter, _ in adapted]
+        full_downs = gather_tokens(torch.cat(downs, -1), axis)
         ranks = [down.shape[-1] for down in downs]
-        downs = list(gather_tokens(torch.cat(downs, -1), axis).split(ranks, -1))
-    for (index, adapter, b), down in zip(adapted, downs, strict=True):
-        assert adapter is not None
-        ys[index] = adapter.add_up(ys[index], down, b)
+        for (i, adapter, b), down in zip(adapted, full_downs.split(ranks, -1), strict=True):
+            ys[i] = adapter.add_up(ys[i], down, b)
     return tuple(ys)

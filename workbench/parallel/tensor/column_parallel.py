@@ -24,7 +24,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from workbench.adapters.four_bit_linear import FourBitTensor
+from workbench.adapters.four_bit_tensor import FourBitTensor
 from workbench.adapters.lora_linear import LoraAdapter
 from workbench.parallel.async_collectives import (
     WaitFn,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from workbench.adapters.four_bit_linear import FrozenWeight, frozen_linear
+from workbench.adapters.four_bit_tensor import FrozenWeight
+from workbench.adapters.frozen_linear import frozen_linear
 from workbench.adapters.lora_linear import LoraAdapter
 from workbench.parallel.float8.float8_linear import Float8Layer, float8_linear
 from workbench.parallel.mesh import MeshAxis
@@ -44,14 +45,13 @@ class RowParallelLinear(nn.Module):
         padded = self.num_inputs < self.weight.shape[1]
         inputs = x[..., : self.num_inputs] if padded else x
         columns = self.num_inputs if padded else None
-        if self.float8 is None:
-            partial = frozen_linear(inputs, self.weight, columns=columns)
-        else:
+        if self.float8 is not None:
             assert isinstance(self.weight, Tensor)
             partial = float8_linear(inputs, self.weight[:, :columns], self.float8)
-        if self.lora is not None:
-            a = self.lora.a
-            partial = self.lora.add_to(partial, inputs, a[:, : self.num_inputs] if padded else a)
+        elif self.lora is not None:
+            partial = self.lora.linear(inputs, self.weight, columns=columns)
+        else:
+            partial = frozen_linear(inputs, self.weight, columns=columns)
         y = (
             scatter_tokens(partial, self.axis)
             if self.sequence

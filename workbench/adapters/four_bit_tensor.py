@@ -1,9 +1,4 @@
-"""Linear layers on a frozen weight in 4 bits, dequantized where a GEMM needs it (QLoRA, Dettmers et
-al. 2023, arXiv 2305.14314).
-
-Forward dequantizes the weight into the input's dtype, and backward again for the gradient of the
-input, its only GEMM: between the two only the stored bytes are held.
-"""
+"""A frozen weight in 4 bits, as parameters of bytes, and experts' GEMMs with it."""
 
 from __future__ import annotations
 
@@ -11,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from workbench.kernels.four_bit_weight import FourBitWeight, dequantize_four_bit
@@ -66,36 +60,23 @@ FrozenWeight = Tensor | FourBitTensor
 """Of a layer with an adapter: in the parameters' dtype, or in 4 bits."""
 
 
-def frozen_linear(
-    x: Tensor, weight: FrozenWeight, bias: Tensor | None = None, columns: int | None = None
+def dequantized(
+    parts: Sequence[Any], form: FourBitFormat | None, dtype: torch.dtype, kernels: str
 ) -> Tensor:
-    """x W^T + b, [..., K] to [..., N].
+    """The weight [..., N, K] of saved tensors, in `dtype` where it is stored in 4 bits.
 
     Args:
-        x: [..., K], floating point.
-        weight: [N, K].
-        bias: [N].
-        columns: Columns of the weight that x has, where the others are padding; None: all.
+        parts: Of a `FourBitWeight`; without `form` the weight alone.
+        form: How it is stored; None: in the parameters' dtype.
+        dtype: Of the result.
+        kernels: What dequantizes it: eager, compiled or fused.
     """
-    if isinstance(weight, FourBitTensor):
-        return four_bit_linear(x, weight.stored(columns), bias, weight.kernels)
-    return F.linear(x, weight if columns is None else weight[:, :columns], bias)
-
-
-def four_bit_linear(
-    x: Tensor, weight: FourBitWeight, bias: Tensor | None = None, kernels: str = "fused"
-) -> Tensor:
-    """`frozen_linear` with a weight in 4 bits.
-
-    Args:
-        x: [..., K], floating point.
-        weight: [N, K].
-        bias: [N].
-        kernels: What dequantizes the weight: eager, compiled or fused.
-    """
-    *parts, form = weight
-    y: Tensor = _FourBitLinear.apply(x, bias, form, kernels, *parts)
-    return y
+    if form is None:
+        (weight,) = parts
+        assert isinstance(weight, Tensor)
+        return weight
+    numbers, scales, row_factors = parts
+    return dequantize_four_bit(FourBitWeight(numbers, scales, row_factors, form), dtype, kernels)
 
 
 def four_bit_grouped_linear(
@@ -108,33 +89,6 @@ def four_bit_grouped_linear(
         assert not bias.requires_grad, "frozen layers have frozen biases"
     y: Tensor = _FourBitGrouped.apply(x_RI, bias, groups, form, weight.kernels, *parts)
     return y
-
-
-class _FourBitLinear(torch.autograd.Function):
-    """y = x W^T + b, whose backward computes the gradients of x and b."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, bias: Tensor | None, form: FourBitFormat, kernels: str, *parts: Any
-    ) -> Tensor:
-        ctx.save_for_backward(*parts)
-        ctx.form, ctx.kernels = form, kernels
-        weight = dequantize_four_bit(_weight(parts, form), x.dtype, kernels)
-        if bias is None:
-            return F.linear(x, weight)
-        # No view, as `F.linear` with a bias returns: adapters add to it in place.
-        y_NO = torch.addmm(bias, x.flatten(0, -2), weight.t())
-        y: Tensor = torch.ops.aten._unsafe_view.default(y_NO, [*x.shape[:-1], y_NO.shape[-1]])
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        x_gradient = bias_gradient = None
-        if ctx.needs_input_grad[0]:
-            x_gradient = gradient @ _saved_weight(ctx, gradient.dtype)
-        if ctx.needs_input_grad[1]:
-            bias_gradient = gradient.flatten(0, -2).sum(0)
-        return x_gradient, bias_gradient, *[None] * 5
 
 
 class _FourBitGrouped(torch.autograd.Function):
@@ -152,21 +106,11 @@ class _FourBitGrouped(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(*parts)
         ctx.groups, ctx.form, ctx.kernels = groups, form, kernels
-        weight = dequantize_four_bit(_weight(parts, form), x_RI.dtype, kernels)
+        weight = dequantized(parts, form, x_RI.dtype, kernels)
         return grouped_linear(x_RI, weight, bias, groups)
 
     @staticmethod
     def backward(ctx: Any, gradient_RO: Tensor) -> tuple[Tensor | None, ...]:
-        weight = _saved_weight(ctx, gradient_RO.dtype)
+        weight = dequantized(ctx.saved_tensors, ctx.form, gradient_RO.dtype, ctx.kernels)
         x_gradient = grouped_linear(gradient_RO.contiguous(), weight.mT, None, ctx.groups)
         return x_gradient, *[None] * 7
-
-
-def _saved_weight(ctx: Any, dtype: torch.dtype) -> Tensor:
-    """The weight whose stored parts forward has saved."""
-    return dequantize_four_bit(_weight(ctx.saved_tensors, ctx.form), dtype, ctx.kernels)
-
-
-def _weight(parts: Sequence[Any], form: FourBitFormat) -> FourBitWeight:
-    numbers, scales, row_factors = parts
-    return FourBitWeight(numbers, scales, row_factors, form)
