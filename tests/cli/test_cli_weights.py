@@ -103,19 +103,33 @@ def test_a_gguf_file_generates_and_has_a_perplexity_on_any_mesh(tmp_path: Path, 
     code, _, said = ask("perplexity", path, text)
     assert code == 0 and said.startswith("loading weights, ")
     assert ask("perplexity", path, text, "--json")[2] == ""
-    refused = {
-        ("generate", path, "ab", "--tokens", 3000): "tokens: is 3000, after 2 of the prompt; the",
-        ("generate", path, ""): "prompt: is empty",
-        ("generate", path, "\udcff"): "prompt: is no UTF-8 text at character 0",
-        ("generate", path, "ab", "--chat"): "has no chat template",
-        ("generate", text, "ab"): "is no intact GGUF file",
-        ("perplexity", path, text, "--length", 3000): "length: is 3000; the model has",
-        ("perplexity", path, tmp_path / "none"): "none' cannot be read: No such file",
-    }
-    for words, expected in refused.items():
-        code, _, said = ask(*words)
-        assert code == 2 and expected in said, (words, said)
     with pytest.raises(ValueError, match=r"^tokens: is 6, after 200000 of the prompt"):
         verbs.generate(path, "a" * 200_000, tokens=6)
     with pytest.raises(PlanError, match=r"^data: is 0; legal: whole numbers from 1"):
         verbs.perplexity(path, text, data=0)
+
+
+REFUSED: list[tuple[tuple[str | int, ...], str]] = [
+    (("generate", "a.gguf", "ab", "--tokens", 3000), "tokens: is 3000, after 2 of the prompt; the"),
+    (("generate", "a.gguf", ""), "prompt: is empty"),
+    (("generate", "a.gguf", "\udcff"), "prompt: is no UTF-8 text at character 0"),
+    (("generate", "a.gguf", "ab", "--chat"), "has no chat template"),
+    (("generate", "text.txt", "ab"), "is no intact GGUF file"),
+    (("perplexity", "a.gguf", "text.txt", "--length", 3000), "length: is 3000; the model has"),
+    (("perplexity", "a.gguf", "none.txt"), "none.txt' cannot be read: No such file"),
+]
+
+
+@pytest.mark.drawn(2)
+@pytest.mark.parametrize(("words", "expected"), REFUSED)
+def test_what_cannot_be_generated_is_refused_by_name(
+    words: tuple[str | int, ...], expected: str, tmp_path: Path, ask: Ask
+) -> None:
+    pytest.importorskip("gguf", reason="the package gguf is not installed")
+    from tests.checkpoint.gguf_samples import write_sample
+
+    write_sample(tmp_path / "a.gguf", tokenizer=True)
+    (tmp_path / "text.txt").write_text("a text of bytes, " * 20)
+    files = ("a.gguf", "text.txt", "none.txt")
+    code, _, said = ask(*(tmp_path / word if word in files else word for word in words))
+    assert code == 2 and expected in said
