@@ -26,7 +26,8 @@ from torch import Tensor
 from tests.benchmarks.runtime import TORCH_SCHEDULES, plan_of
 from workbench.engine.measure.step_sampler import ActionTracker
 from workbench.engine.measure.telemetry_writer import TelemetryWriter
-from workbench.engine.session import NullObserver, Session
+from workbench.engine.session import Session
+from workbench.engine.step_observer import NullObserver
 from workbench.engine.verify.forked_ranks import run_ranks
 from workbench.parallel.mesh import build_mesh
 from workbench.plan.resolved_plan import ResolvedPlan

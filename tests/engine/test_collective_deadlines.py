@@ -121,8 +121,7 @@ def test_an_evaluation_has_it_too(calls: list[str]) -> None:
     training.plan = plan().replace(**evaluation).resolve()
     training.mesh = build_mesh(plan().resolve(), 0)
     training.session.device = CPU
-    samples = SimpleNamespace(preference=None)
-    training.session.part = SimpleNamespace(samples=samples)
+    training.session.preference = None
     training.session.evaluate = lambda *_: calls.append("evaluate")
     training.feed.load_evaluation = lambda *_: ()
     training.text = SimpleNamespace(evaluated_tokens=lambda *_: 1)

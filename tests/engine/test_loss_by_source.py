@@ -8,7 +8,8 @@ import torch.nn.functional as F
 
 from tests.parallel.small import plan
 from tests.parallel.test_context import context_plan
-from workbench.engine.session import SequenceSources, Session
+from workbench.engine.loss_parts import SequenceSources
+from workbench.engine.session import Session
 from workbench.engine.verify.drawn_batches import random_batches
 from workbench.engine.verify.forked_ranks import run_ranks
 from workbench.engine.verify.single_device import CPU, trained_tokens
@@ -51,8 +52,8 @@ def stepped(made: Plan, rank: int) -> tuple[list[float], float]:
         trained_tokens=trained_tokens(targets),
         sources=SequenceSources(sources, NUM_SOURCES),
     )
-    assert result.by_source is not None
-    return result.by_source.tolist(), result.loss.item()
+    assert result.parts is not None
+    return result.parts.tolist(), result.loss.item()
 
 
 def expected() -> list[float]:

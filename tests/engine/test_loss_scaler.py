@@ -21,6 +21,7 @@ from workbench.engine import session as session_module
 from workbench.engine.optimizer import loss_scaler as scaler_module
 from workbench.engine.optimizer.loss_scaler import INITIAL_SCALE, LossScaler, found_inf
 from workbench.engine.session import Session, StepResult
+from workbench.engine.step_observer import NullObserver
 from workbench.engine.verify.forked_ranks import run_ranks
 from workbench.parallel.data.zero_shards import ParamAndGradStore
 from workbench.parallel.mesh import build_mesh
@@ -100,7 +101,7 @@ def steps(plan: ResolvedPlan, planted: dict[int, int], rank: int) -> list[Seen]:
     return seen
 
 
-class Planted(session_module.NullObserver):
+class Planted(NullObserver):
     """Puts an infinity where gradients are reduced but not yet agreed on."""
 
     def __init__(self, store: ParamAndGradStore, here: bool) -> None:

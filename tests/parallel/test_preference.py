@@ -110,8 +110,8 @@ def stepped(
     trained = trained_tokens(targets)
     session.set_reference(reference)
     result = session.step(0, *batch, trained_tokens=trained)
-    assert result.preference is not None and result.by_source is None
-    return result.preference.tolist(), result.loss.item()
+    assert result.parts is not None
+    return result.parts.tolist(), result.loss.item()
 
 
 @pytest.mark.parametrize("name", ["tensor", "ring", "pipeline"])
@@ -150,13 +150,13 @@ def test_held_out_pairs_are_evaluated_as_they_are_trained() -> None:
     batch = tokens[samples], targets[samples]
     session.set_reference(reference)
     held_out = session.evaluate(*batch)
-    assert held_out is not None and session.part.samples.preference is not None
-    sums = session.part.samples.preference.sums.clone()
+    assert held_out is not None and session.preference is not None
+    sums = session.preference.loss.sums.clone()
     result = session.step(0, *batch, trained_tokens=1)
     pairs = len(tokens) // 2
     assert held_out.item() / pairs == pytest.approx(result.loss.item(), rel=1e-12)
-    assert result.preference is not None
-    assert (sums / pairs).tolist() == pytest.approx(result.preference.tolist(), rel=1e-12)
+    assert result.parts is not None
+    assert (sums / pairs).tolist() == pytest.approx(result.parts.tolist(), rel=1e-12)
 
 
 def test_odd_sequences_are_no_pairs() -> None:

@@ -20,6 +20,7 @@ from workbench.engine.data.batch_sampler import BatchContents
 from workbench.engine.data.batch_sampler import BatchSampler as TextSampler
 from workbench.engine.data.conversation_sequences import ConversationSequences
 from workbench.engine.garbage_collection import collected_on_common_steps
+from workbench.engine.loss_parts import SequenceSources
 from workbench.engine.measure.allocator_memory import memory_meter
 from workbench.engine.measure.experiment_trackers import Trackers
 from workbench.engine.measure.step_sampler import (
@@ -41,7 +42,7 @@ from workbench.engine.preference_pass import (
     reward_record,
 )
 from workbench.engine.process_group.collective_deadlines import extend_deadlines, restore_deadlines
-from workbench.engine.session import SequenceSources, Session, initial_drawer, rank_share
+from workbench.engine.session import Session, initial_drawer, rank_share
 from workbench.engine.session_checkpoint import SessionCheckpointer
 from workbench.parallel.mesh import Mesh
 from workbench.parallel.tensor.apply_tensor import counts_own_loss
@@ -285,7 +286,7 @@ class TrainingLoop:
         t, scaler = self.plan.training, self.session.scaler
         scheduled = step.index - (scaler.skipped if scaler else 0)
         scaling, parts = (rest[:2], rest[2:]) if scaler else ([], rest)
-        pairs = self.session.part.samples.preference is not None
+        pairs = self.session.preference is not None
         skipped = bool(scaler and scaling[1])
         if scaler:
             scaler.count_skipped(skipped)
@@ -328,7 +329,7 @@ class TrainingLoop:
         """
         s, count = self.plan.strategy, len(self.text.sources)
         sharded = bool(s.operators) or s.tensor.algorithm != "1d"
-        pairs = self.session.part.samples.preference is not None
+        pairs = self.session.preference is not None
         several = sharded and self.plan.training.micro_batch > 1
         if count == 1 or pairs or self.plan.code or several:
             return None
@@ -403,8 +404,8 @@ class TrainingLoop:
         source.
         """
         batches, tokens = self.plan.training.evaluation.batches, 0
-        preference = self.session.part.samples.preference
-        count = 1 if preference is None else 1 + len(preference.sums)
+        preference = self.session.preference
+        count = 1 if preference is None else 1 + len(preference.loss.sums)
         total = torch.zeros(count, dtype=torch.float64, device=self.session.device)
         for i in range(batches):
             tokens += self.text.evaluated_tokens(i, source)
@@ -412,7 +413,7 @@ class TrainingLoop:
             self._set_reference("holdout", i, source)
             loss = self.session.evaluate(*batch)
             if loss is not None and counts_own_loss(self.mesh):
-                parts = [loss[None]] if preference is None else [loss[None], preference.sums]
+                parts = [loss[None]] if preference is None else [loss[None], preference.loss.sums]
                 total += torch.cat(parts).double()
         if self.mesh.world_size > 1:
             dist.all_reduce(total)

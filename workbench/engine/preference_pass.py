@@ -9,43 +9,106 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from workbench.engine.precision import plan_dtypes
+from workbench.adapters.lora_linear import adapters_disabled
+from workbench.engine.step_observer import Observer
 from workbench.models.preference.preference_loss import PreferenceLoss
 from workbench.parallel.context.apply_context import sum_sequence_parts
 from workbench.parallel.mesh import Mesh
+from workbench.parallel.pipeline.schedule_executor import Observer as ActionObserver
+from workbench.parallel.pipeline.schedule_executor import ScheduleExecutor
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.stage_replicas import BatchShare
 from workbench.vocabulary import REWARDS
 
 
-def preference_loss(
+class PreferencePass:
+    """Pairs' losses in the passes of a session, and the passes of their reference: the weights as
+    they are with adapters off, or what was computed beforehand (`needs_reference_table`).
+
+    Args:
+        plan: The plan.
+        loss: Of this rank's pairs; the head calls it.
+        executor: Runs this rank's stages.
+    """
+
+    def __init__(
+        self, plan: ResolvedPlan, loss: PreferenceLoss, executor: ScheduleExecutor
+    ) -> None:
+        self.loss, self._executor = loss, executor
+        self._num_pairs, self._known = num_pairs(plan), needs_reference_table(plan)
+
+    def reference(
+        self, own: tuple[Tensor, Tensor], observe: ActionObserver | None = None
+    ) -> Tensor:
+        """Log-probabilities of the sequences [M, B] by a forward pass with adapters off, without
+        gradients, which are the loss' reference then; zero on stages without the head.
+
+        Args:
+            own: Tokens and targets [M, B, T], this rank's part of the sequences.
+            observe: Entered around each action.
+        """
+        with self.loss.reference_pass(), evaluating(self._executor.stages), adapters_disabled():
+            self._executor.evaluate(*own, observe)
+        return self.loss.reference_MB
+
+    def start(
+        self, own: tuple[Tensor, Tensor], factor: float = 1.0, observe: ActionObserver | None = None
+    ) -> None:
+        """Before the policy's pass: compute the reference, unless it is known beforehand.
+
+        Args:
+            own: As in `reference`.
+            factor: Of the losses.
+            observe: Entered around each action of the reference's pass.
+        """
+        if not self._known:
+            self.reference(own, observe)
+        self.loss.start(factor)
+
+    @contextmanager
+    def observed(
+        self, own: tuple[Tensor, Tensor], trained_tokens: int, watch: Observer
+    ) -> Iterator[None]:
+        """See `LossParts`: the mean is over pairs, in place of tokens."""
+        factor = trained_tokens / self._num_pairs
+        self.start(own, factor, lambda label, action: watch.action("REFERENCE", None))
+        yield
+
+    def values(self, scale: Tensor | float) -> Tensor:
+        """See `LossParts`: means of `preference_loss.METRICS` over the step's pairs."""
+        return self.loss.sums * (self.loss.factor * scale)
+
+
+def preference_pass(
     plan: ResolvedPlan,
     mesh: Mesh,
     share: BatchShare,
+    executor: ScheduleExecutor,
     device: torch.device,
-    dtype: torch.dtype | None = None,
-) -> PreferenceLoss | None:
-    """The loss of a rank's pairs; None where the plan trains on tokens.
+    dtype: torch.dtype,
+) -> PreferencePass | None:
+    """The pass of a rank's pairs; None where the plan trains on tokens.
 
     Args:
         plan: The plan.
         mesh: This rank's place.
         share: Its sequences of a step.
+        executor: Runs its stages.
         device: Its device.
-        dtype: Of parameters, in place of the plan's precision (`verify`).
+        dtype: Of its parameters.
     """
     if plan.finetune is None or plan.finetune.preference is None:
         return None
-    own, context = dtype or plan_dtypes(plan)[0], mesh["context"]
-    return PreferenceLoss(
+    loss = PreferenceLoss(
         plan.finetune.preference.beta,
         share.microbatches,
         share.sequences,
-        torch.promote_types(own, torch.float32),
+        torch.promote_types(dtype, torch.float32),
         device,
-        partial(sum_sequence_parts, axis=context),
-        context.size,
+        partial(sum_sequence_parts, axis=mesh["context"]),
+        mesh["context"].size,
     )
+    return PreferencePass(plan, loss, executor)
 
 
 def num_pairs(plan: ResolvedPlan) -> int:

@@ -6,38 +6,38 @@ The worker, the rehearsal and `verify` all build this session: what is verified 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from workbench.adapters.lora_linear import adapters_disabled
 from workbench.engine.kernel_warm_up import compile_kernels
+from workbench.engine.loss_parts import LossParts, SequenceSources, SourceLosses
 from workbench.engine.optimizer.delayed_update import DelayedUpdate
 from workbench.engine.optimizer.loss_scaler import LossScaler, found_inf
 from workbench.engine.optimizer.mixed_precision_optimizer import MixedPrecisionOptimizer
 from workbench.engine.precision import plan_dtypes
 from workbench.engine.preference_pass import (
+    PreferencePass,
     evaluating,
     needs_reference_table,
-    num_pairs,
-    preference_loss,
+    preference_pass,
 )
+from workbench.engine.step_observer import NullObserver, Observer
 from workbench.kernels.fused_seams import warm_up
 from workbench.models.attention.packed_documents import document_starts
 from workbench.models.counter_normal import NormalDrawer
 from workbench.models.host_counts import CountReader, start_reading
-from workbench.models.seams import token_losses_observed
 from workbench.parallel.apply_strategy import ParallelModel, parallelize
 from workbench.parallel.context.apply_context import local_tokens
+from workbench.parallel.data.zero_shards import ParamAndGradStore
 from workbench.parallel.mesh import TIED_AXIS, Mesh
 from workbench.parallel.pipeline.schedule_executor import ExecutorHooks, ScheduleExecutor
-from workbench.parallel.pipeline.schedule_executor import Observer as ActionObserver
 from workbench.parallel.pipeline.stage_transfers import sum_tied_gradient
 from workbench.parallel.tensor.apply_tensor import boundary_shape, counts_own_loss
 from workbench.plan.resolved_plan import ResolvedPlan
@@ -46,37 +46,13 @@ from workbench.plan.stage_replicas import BatchShare, batch_share
 from workbench.schedules import Action, Table, send_ends
 
 
-class Observer(Protocol):
-    """Observes a step without changing it: wraps every action, and is called at each moment."""
-
-    def action(self, label: str, action: Action | None) -> AbstractContextManager[None]:
-        """A context around one action of the schedule, or around a named part of the step."""
-        ...
-
-    def moment(self, name: str) -> None:
-        """Called when the step reaches a moment of `profile.MOMENTS`."""
-        ...
-
-
-class NullObserver:
-    """An observer that does nothing."""
-
-    def action(self, label: str, action: Action | None) -> AbstractContextManager[None]:
-        """No wrapping."""
-        return nullcontext()
-
-    def moment(self, name: str) -> None:
-        """Nothing."""
-
-
 class StepResult(NamedTuple):
     """Scalars of a step, on the device and equal on every rank.
 
-    `loss` is the mean over the step's tokens, `gradient_norm` the global norm before clipping,
-    `stop` the sum of the ranks' stop requests. With loss scaling, `loss_scale` is the scale of this
-    step and `skipped` is 1 where gradients overflowed and the step was skipped. `by_source` is each
-    source's part of the loss [sources], which without aux losses they add up to. Of pairs, `loss`
-    is their mean, and `preference` the means of `preference_loss.METRICS`.
+    `loss` is the mean over the step's tokens, or over its pairs, `gradient_norm` the global norm
+    before clipping, `stop` the sum of the ranks' stop requests. With loss scaling, `loss_scale` is
+    the scale of this step and `skipped` is 1 where gradients overflowed and the step was skipped.
+    `parts` are those of `loss_parts`: each source's part of the loss, or means over pairs.
     """
 
     loss: Tensor
@@ -84,17 +60,7 @@ class StepResult(NamedTuple):
     stop: Tensor
     loss_scale: Tensor | None = None
     skipped: Tensor | None = None
-    by_source: Tensor | None = None
-    preference: Tensor | None = None
-
-
-class SequenceSources(NamedTuple):
-    """Sources of a rank's sequences."""
-
-    of_sequence: Sequence[Sequence[int]]
-    """[microbatches, sequences]."""
-    num_sources: int
-    """Of the corpus."""
+    parts: Tensor | None = None
 
 
 @dataclass
@@ -109,6 +75,8 @@ class Session:
     executor: ScheduleExecutor
     share: BatchShare
     """The sequences of a step that this rank takes."""
+    preference: PreferencePass | None = None
+    """Where the plan trains on pairs."""
     scaler: LossScaler | None = None
     delayed: DelayedUpdate | None = None
     """Makes the update by the last step's gradients, where the plan delays it."""
@@ -143,17 +111,13 @@ class Session:
         """
         own, gradients = plan_dtypes(plan)
         own, gradients = (dtype or own), (dtype or gradients)
-        t, pipeline = plan.training, mesh["pipeline"]
-        share = rank_share(plan, mesh)
-        table, partition = executed(plan)
-        stages = table.stages_of(pipeline.index)
-        overlap = table.stages == 1 and not table.split
+        share, (table, partition) = rank_share(plan, mesh), executed(plan)
         part = parallelize(
             plan,
             mesh,
-            stages,
+            table.stages_of(mesh["pipeline"].index),
             partition,
-            overlap,
+            table.stages == 1 and not table.split,
             device,
             own,
             gradients,
@@ -161,42 +125,19 @@ class Session:
             model,
             drawer,
         )
-        store = part.store
-        optimizer = MixedPrecisionOptimizer(
-            store.values,
-            store.optimizer_gradients,
-            store.layouts,
-            t.optimizer,
-            t.steps,
-            plan.strategy.kernels,
-            store.host,
-        )
-        executor = ScheduleExecutor(
-            table,
-            part.stages,
-            pipeline,
-            partial(
-                torch.empty,
-                boundary_shape(plan, share.sequences) if part.boundary is None else part.boundary,
-                dtype=own,
-                device=device,
-            ),
-            ExecutorHooks(
-                store.reduce,
-                store.expect_last_backward,
-                store.accumulate,
-                store.accumulate_product,
-                part.samples.start_microbatch,
-                None if device.type == "cuda" else _sends_end(plan, table, pipeline.index),
-            ),
-            unsplit=part.head,
-        )
-        part.samples.preference = preference_loss(plan, mesh, share, device, dtype)
+        optimizer = _optimizer(plan, part.store)
+        boundary = boundary_shape(plan, share.sequences) if part.boundary is None else part.boundary
+        empty = partial(torch.empty, boundary, dtype=own, device=device)
+        executor = _executor(plan, mesh, table, part, empty, device)
+        preference = preference_pass(plan, mesh, share, executor, device, own)
+        part.samples.preference = None if preference is None else preference.loss
         scaler = LossScaler(device) if own == torch.float16 else None
         delayed = None
-        if t.optimizer.delayed_update and store.host is not None:
-            delayed = DelayedUpdate(optimizer, store.host)
-        return cls(plan, mesh, device, part, optimizer, executor, share, scaler, delayed)
+        if plan.training.optimizer.delayed_update and part.store.host is not None:
+            delayed = DelayedUpdate(optimizer, part.store.host)
+        return cls(
+            plan, mesh, device, part, optimizer, executor, share, preference, scaler, delayed
+        )
 
     @property
     def first_stage(self) -> int:
@@ -251,57 +192,69 @@ class Session:
         t = self.plan.training
         if trained_tokens is None:
             trained_tokens = t.global_batch * t.sequence_length
+        scale = self._loss_factor(trained_tokens)
+        self._start(index, scale)
+        self._find_documents(targets_MBT, starts_MBT)
+        own = self._own(tokens_MBT, targets_MBT)
+        parts = self._parts(sources)
+        with nullcontext() if parts is None else parts.observed(own, trained_tokens, watch):
+            loss = self.executor.step(*own, scale, watch.action)
+        loss = self.part.aux_loss.added_to(loss)
+        self._sum_tied_gradient()
+        watch.moment("before_optimizer")
+        with watch.action("CLIP", None):
+            summed = None if parts is None else parts.values(scale)
+            result = self._unscaled(*self._agree(loss, stop, summed))
+            factor = gradient_factor(result, t.optimizer.clip)
+        with watch.action("OPTIMIZER", None):
+            self._update(index, factor, result.skipped)
+        watch.moment("after_optimizer")
+        return result
+
+    def _loss_factor(self, trained_tokens: int) -> Tensor | float:
+        """What losses are multiplied by before backward; gradients are not scaled after it, so that
+        every axis only sums.
+        """
         # No token has a target where every document has one token.
-        scale: Tensor | float = 1.0 / max(1, trained_tokens)
-        scale = scale if self.scaler is None else self.scaler.scale * scale
-        # The loss is scaled before backward, not the gradients after it: every axis then only sums.
+        factor = 1.0 / max(1, trained_tokens)
+        return factor if self.scaler is None else self.scaler.scale * factor
+
+    def _start(self, index: int, scale: Tensor | float) -> None:
+        """Start a step, and with it the delayed update by the last one's gradients."""
         self.part.store.zero_grads()
         if self.delayed is not None:
             self.before_update()
             self.delayed.start()
         self.part.aux_loss.start(scale)
-        self.part.samples.start_step(index * t.global_batch + self.share.first, self.share.stride)
-        self._find_documents(targets_MBT, starts_MBT)
-        own = self._own(tokens_MBT, targets_MBT)
-        if (preference := self.part.samples.preference) is not None:
-            self._take_reference(own, watch)
-            preference.start(trained_tokens / num_pairs(self.plan))
-        with nullcontext() if sources is None else self._observed_losses(tokens_MBT):
-            loss = self.executor.step(*own, scale, watch.action)
-        loss = self.part.aux_loss.added_to(loss)
-        # Tied embedding and head on different stages are two copies of one parameter: the sum of
-        # their gradients is the gradient of both.
-        if self.part.tied_across_stages is not None:
-            self._sum_tied_gradient(self.part.tied_across_stages)
-        watch.moment("before_optimizer")
-        with watch.action("CLIP", None):
-            parts = None if sources is None else self._losses_by_source(sources) * scale
-            if preference is not None:
-                parts = preference.sums * (preference.factor * scale)
-            result = self._unscaled(*self._agree(loss, stop, parts))
-            if preference is not None:
-                result = result._replace(by_source=None, preference=result.by_source)
-            factor = clip_factor(result.gradient_norm, t.optimizer.clip)
-            # Unscaling and clipping are one factor for the optimizer.
-            if result.loss_scale is not None:
-                factor = (1.0 if factor is None else factor) / result.loss_scale
-        with watch.action("OPTIMIZER", None):
-            self.part.store.copy_grads_to_host()
-            self.before_update()
-            update = index - (self.scaler.skipped if self.scaler else 0), factor, result.skipped
-            if self.delayed is None:
-                self.optimizer.step(*update, self.part.store.start_upload)
-            else:
-                self.delayed.finish()
-                self.delayed.hold(*update)
-            self.part.store.gather_updated_params()
-        watch.moment("after_optimizer")
-        return result
+        first = index * self.plan.training.global_batch + self.share.first
+        self.part.samples.start_step(first, self.share.stride)
 
-    def _sum_tied_gradient(self, name: str) -> None:
+    def _parts(self, sources: SequenceSources | None) -> LossParts | None:
+        if self.preference is not None or sources is None:
+            return self.preference
+        return SourceLosses(sources, self.part.samples)
+
+    def _update(self, index: int, factor: Tensor | None, skipped: Tensor | None) -> None:
+        """Step the optimizer, or hold this step's gradients for the delayed update."""
+        store = self.part.store
+        store.copy_grads_to_host()
+        self.before_update()
+        scheduled = index - (self.scaler.skipped if self.scaler else 0)
+        if self.delayed is None:
+            self.optimizer.step(scheduled, factor, skipped, store.start_upload)
+        else:
+            self.delayed.finish()
+            self.delayed.hold(scheduled, factor, skipped)
+        store.gather_updated_params()
+
+    def _sum_tied_gradient(self) -> None:
+        """Tied embedding and head on different stages are two copies of one parameter: the sum of
+        their gradients is the gradient of both.
+        """
+        name = self.part.tied_across_stages
         store, axis = self.part.store, self.mesh["pipeline"]
-        if (gradient := store.gradients.get(name)) is None:
-            return  # a shard of none of it
+        if name is None or (gradient := store.gradients.get(name)) is None:
+            return  # not tied, or a shard of none of it
         if TIED_AXIS not in self.mesh.axes:
             # Ranks with the same index of the data axis have the same shard.
             homes = self.executor.table.placement
@@ -315,32 +268,16 @@ class Session:
         ends = (first, last) if axis.index < cut else (last, first)
         return sum_tied_gradient(gradient, axis, ends, sharded)
 
-    def _observed_losses(self, tokens_MBT: Tensor) -> AbstractContextManager[None]:
-        samples = self.part.samples
-        samples.losses_of_step = torch.zeros(
-            tokens_MBT.shape[:2], dtype=torch.float32, device=self.device
-        )
-        return token_losses_observed(samples.add_token_losses)
-
-    def _losses_by_source(self, sources: SequenceSources) -> Tensor:
-        """This rank's summed losses of each source, [sources]."""
-        losses_MB = self.part.samples.losses_of_step
-        assert losses_MB is not None
-        self.part.samples.losses_of_step = None
-        of_sequence = torch.tensor(sources.of_sequence, device=self.device).flatten()
-        sums = losses_MB.new_zeros(sources.num_sources)
-        return sums.index_add(0, of_sequence, losses_MB.flatten())
-
     def _unscaled(
-        self, loss: Tensor, norm: Tensor, stop: Tensor, by_source: Tensor | None
+        self, loss: Tensor, norm: Tensor, stop: Tensor, parts: Tensor | None
     ) -> StepResult:
         """Divide loss and norm by the loss scale, and update the scale for the next step."""
         if self.scaler is None:
-            return StepResult(loss, norm, stop, by_source=by_source)
+            return StepResult(loss, norm, stop, parts=parts)
         scale, skipped = self.scaler.scale.clone(), found_inf(norm)
         self.scaler.update(skipped)
-        by_source = None if by_source is None else by_source / scale
-        return StepResult(loss / scale, norm / scale, stop, scale, skipped, by_source)
+        parts = None if parts is None else parts / scale
+        return StepResult(loss / scale, norm / scale, stop, scale, skipped, parts)
 
     def _find_documents(self, targets_MBT: Tensor, starts_MBT: Tensor | None) -> None:
         """Tell the stages where the documents of their microbatches start."""
@@ -357,8 +294,8 @@ class Session:
     def _agree(
         self, loss: Tensor | None, stop: int, parts: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Loss, gradient norm, stop requests, and losses by source or metrics of pairs, of the job:
-        one all-reduce of 3 scalars and one a source or metric.
+        """Loss, gradient norm, stop requests and parts of the loss, of the job: one all-reduce of 3
+        scalars and one a part.
 
         A rank contributes the squares of the gradients that it owns (each global entry once), and
         its loss where its stage has the head.
@@ -379,8 +316,8 @@ class Session:
     def evaluate(
         self, tokens_MBT: Tensor, targets_MBT: Tensor, starts_MBT: Tensor | None = None
     ) -> Tensor | None:
-        """Summed loss of this rank's microbatches, without backward; of pairs, `sums` of the
-        preference loss then has their rewards.
+        """Summed loss of this rank's microbatches, without backward; of pairs, the `sums` of
+        `preference` then have their rewards.
 
         Args:
             tokens_MBT: Inputs, as in `step`.
@@ -392,9 +329,8 @@ class Session:
         """
         self._find_documents(targets_MBT, starts_MBT)
         own = self._own(tokens_MBT, targets_MBT)
-        if (preference := self.part.samples.preference) is not None:
-            self._take_reference(own, NullObserver())
-            preference.start()
+        if self.preference is not None:
+            self.preference.start(own)
         with evaluating(self.part.stages):
             return self.executor.evaluate(*own)
 
@@ -402,33 +338,15 @@ class Session:
         """Log-probabilities of this rank's sequences [M, B] under a preference's reference: the
         weights as they are, with adapters off; zero on stages without the head.
         """
-        return self._reference_pass(self._own(tokens_MBT, targets_MBT)).clone()
+        assert self.preference is not None, "the plan trains on no pairs"
+        return self.preference.reference(self._own(tokens_MBT, targets_MBT)).clone()
 
     def set_reference(self, log_probs_MB: Tensor) -> None:
         """Set the log-probabilities [M, B] of the next step's, or evaluation's, sequences under a
         preference's reference, where they are known beforehand (`needs_reference_table`).
         """
-        preference = self.part.samples.preference
-        assert preference is not None, "the plan trains on no pairs"
-        preference.reference_MB.copy_(log_probs_MB)
-
-    def _take_reference(self, own: tuple[Tensor, Tensor], watch: Observer) -> None:
-        """Compute the preference's reference, unless it is known beforehand."""
-        if needs_reference_table(self.plan):
-            return
-        self._reference_pass(own, lambda label, action: watch.action("REFERENCE", None))
-
-    def _reference_pass(
-        self, own: tuple[Tensor, Tensor], observe: ActionObserver | None = None
-    ) -> Tensor:
-        """Log-probabilities of the sequences [M, B] by a forward pass with adapters off, without
-        gradients; it is the preference loss' reference then.
-        """
-        preference = self.part.samples.preference
-        assert preference is not None, "the plan trains on no pairs"
-        with preference.reference_pass(), evaluating(self.part.stages), adapters_disabled():
-            self.executor.evaluate(*own, observe)
-        return preference.reference_MB
+        assert self.preference is not None, "the plan trains on no pairs"
+        self.preference.loss.reference_MB.copy_(log_probs_MB)
 
 
 def rank_share(plan: ResolvedPlan, mesh: Mesh) -> BatchShare:
@@ -450,6 +368,48 @@ def initial_drawer(
         return drawer if base is None or plan.checkpoint.load is None else None
     loads_all = plan.checkpoint.load is not None and not needs_reference_table(plan)
     return drawer if base is None and not loads_all else None
+
+
+def _optimizer(plan: ResolvedPlan, store: ParamAndGradStore) -> MixedPrecisionOptimizer:
+    return MixedPrecisionOptimizer(
+        store.values,
+        store.optimizer_gradients,
+        store.layouts,
+        plan.training.optimizer,
+        plan.training.steps,
+        plan.strategy.kernels,
+        store.host,
+    )
+
+
+def _executor(
+    plan: ResolvedPlan,
+    mesh: Mesh,
+    table: Table,
+    part: ParallelModel,
+    empty_boundary: Callable[[], Tensor],
+    device: torch.device,
+) -> ScheduleExecutor:
+    """What runs the schedule's `table` on a rank's stages."""
+    store, pipeline = part.store, mesh["pipeline"]
+    on_cuda = device.type == "cuda"
+    hooks = ExecutorHooks(
+        store.reduce,
+        store.expect_last_backward,
+        store.accumulate,
+        store.accumulate_product,
+        part.samples.start_microbatch,
+        None if on_cuda else _sends_end(plan, table, pipeline.index),
+    )
+    return ScheduleExecutor(table, part.stages, pipeline, empty_boundary, hooks, unsplit=part.head)
+
+
+def gradient_factor(result: StepResult, clip: float | None) -> Tensor | None:
+    """Unscaling and clipping as one factor for the optimizer; None: neither."""
+    factor = clip_factor(result.gradient_norm, clip)
+    if result.loss_scale is None:
+        return factor
+    return (1.0 if factor is None else factor) / result.loss_scale
 
 
 def clip_factor(norm: Tensor, limit: float | None) -> Tensor | None:

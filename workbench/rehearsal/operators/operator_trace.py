@@ -17,7 +17,8 @@ from torch import Tensor
 
 from workbench.costmodel.compute.operator_roofline import Operator, Phase
 from workbench.engine.measure.recorded_collective import tensors_in
-from workbench.engine.session import Observer, Session
+from workbench.engine.session import Session
+from workbench.engine.step_observer import Observer
 from workbench.models.host_counts import is_recomputing
 from workbench.models.torch_dispatch import TorchDispatchMode
 from workbench.rehearsal.call_trace import NAMESPACES
