@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import sys
 import time
@@ -10,9 +11,11 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
+from torch import Tensor
 
 from workbench.corpora import tokenized_corpus
 from workbench.engine.data.batch_feed import BatchFeed
@@ -35,13 +38,9 @@ from workbench.engine.measure.step_timeline import StepTimeline
 from workbench.engine.measure.step_under_way import HostCopy, StepUnderWay
 from workbench.engine.measure.telemetry_writer import TelemetryWriter
 from workbench.engine.optimizer.mixed_precision_optimizer import learning_rate
-from workbench.engine.preference_pass import (
-    ReferenceTable,
-    needs_reference_table,
-    num_pairs,
-    reward_record,
-)
+from workbench.engine.preference_pass import needs_reference_table, num_pairs, reward_record
 from workbench.engine.process_group.collective_deadlines import extend_deadlines, restore_deadlines
+from workbench.engine.reference_table import ReferenceTable
 from workbench.engine.session import Session, initial_drawer, rank_share
 from workbench.engine.session_checkpoint import SessionCheckpointer
 from workbench.parallel.mesh import Mesh
@@ -98,7 +97,7 @@ class TrainingLoop:
         self.feed = BatchFeed(self.text, shape, device, plan.telemetry.timeout_seconds)
         self._under_way: list[StepUnderWay] = []
         self._last_end = 0.0
-        self.references = ReferenceTable()
+        self.references = ReferenceTable(self.text, self._reference, device, self._referring)
         self.saver = SessionCheckpointer(self.session, run_dir, self._saved)
         if plan.saves_at_end:
             self.saver.prepare()
@@ -180,26 +179,35 @@ class TrainingLoop:
         """Compute log-probabilities of the pairs of steps from `first`, and of held-out ones, by
         the weights that are loaded.
         """
-        plan, e, done = self.plan, self.plan.training.evaluation, 0
-        for step in range(first, plan.training.steps):
-            batch = self.feed.load(step)
-            self.references.put("train", step, self.session.reference_log_probs(*batch[:2]))
-            share = 100 * (step + 1 - first) // (plan.training.steps - first)
-            if share > done:
-                done = share
-                self._phase("building", f"log-probabilities of the reference, {share} %")
+        text, e = self.text, self.plan.training.evaluation
+        steps = map(text.step_numbers, range(self.plan.training.steps))
+        self.references.compute("train", steps, first)
+        if not e.every:
+            return
         sources: list[int | None] = [None]
-        sources += range(len(self.text.sources)) if len(plan.corpus.mix or []) > 1 else ()
-        for i in range(e.batches if e.every else 0):
-            for source in sources:
-                batch = self.feed.load_evaluation(i, source)
-                log_probs = self.session.reference_log_probs(*batch[:2])
-                self.references.put("holdout", i, log_probs, source)
+        sources += range(len(text.sources)) if len(self.plan.corpus.mix or []) > 1 else ()
+        each = itertools.product(range(e.batches), sources)
+        self.references.compute("holdout", itertools.starmap(text.evaluation_numbers, each))
+
+    def _reference(self, part: str, numbers: np.ndarray) -> Tensor | None:
+        """What the reference says of a batch's sequences; None on stages without the head."""
+        batch = self.feed.load_numbered(part, numbers)
+        log_probs_MB = self.session.reference_log_probs(*batch[:2])
+        return None if self.session.part.head is None else log_probs_MB
+
+    def _referring(self, done: int, of: int) -> None:
+        """Record how many batches the reference has seen, at every percent."""
+        share = 100 * done // of
+        if share > 100 * (done - 1) // of:
+            self._phase("building", f"log-probabilities of the reference, {share} %")
 
     def _set_reference(self, part: str, batch: int, source: int | None = None) -> None:
         """Give the session the reference of a batch, where it was computed beforehand."""
-        if needs_reference_table(self.plan):
-            self.session.set_reference(self.references.get(part, batch, source))
+        if not needs_reference_table(self.plan):
+            return
+        text, train = self.text, part == "train"
+        numbers = text.step_numbers(batch) if train else text.evaluation_numbers(batch, source)
+        self.session.set_reference(self.references.get(part, numbers))
 
     def _observed(self) -> str:
         """What is measured of the step at `index`."""

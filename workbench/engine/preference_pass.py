@@ -140,21 +140,3 @@ def needs_reference_table(plan: ResolvedPlan) -> bool:
     """
     tune = plan.finetune
     return tune is not None and tune.preference is not None and tune.method == "full"
-
-
-class ReferenceTable:
-    """Log-probabilities of pairs under the weights that training starts from, in host memory.
-
-    It takes 4 bytes a sequence, and a forward pass of each batch before the first step.
-    """
-
-    def __init__(self) -> None:
-        self._of: dict[tuple[str, int, int | None], Tensor] = {}
-
-    def put(self, part: str, batch: int, log_probs_MB: Tensor, source: int | None = None) -> None:
-        """Keep those of a batch of the training pairs ("train") or of held-out ones ("holdout")."""
-        self._of[part, batch, source] = log_probs_MB.detach().to("cpu", copy=True)
-
-    def get(self, part: str, batch: int, source: int | None = None) -> Tensor:
-        """Those of a batch, [M, B]."""
-        return self._of[part, batch, source]

@@ -10,6 +10,8 @@ import torch
 from workbench.engine.data.batch_sampler import Batch
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from workbench.engine.data.batch_sampler import BatchContents, BatchSampler
 
 
@@ -65,6 +67,10 @@ class BatchFeed:
     def load_evaluation(self, batch: int, source: int | None = None) -> Batch:
         """The `batch`-th batch of the held-out text, or of one source's, in the same tensors."""
         return self._fill(self.text.evaluation(batch, source))
+
+    def load_numbered(self, part: str, numbers: np.ndarray) -> Batch:
+        """The sequences of these numbers (`BatchSampler.numbered`), in the same tensors."""
+        return self._fill(self.text.numbered(part, numbers))
 
     def close(self) -> None:
         """End the thread; what it is preparing is dropped."""

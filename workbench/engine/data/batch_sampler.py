@@ -175,6 +175,33 @@ class BatchSampler:
         samples = batch * self.global_batch + self.samples
         return self._gather("holdout", self._held_out(samples, source))
 
+    def num_sequences(self, part: str) -> int:
+        """Sequences of all sources; each has a number below it."""
+        return sum(one.count for one in self.sequences(part))
+
+    def step_numbers(self, step: int) -> np.ndarray:
+        """Numbers of the training sequences of a step, over all ranks: [global_batch]."""
+        return self._numbers("train", self._located(self.sample_index(step)))
+
+    def evaluation_numbers(self, batch: int, source: int | None = None) -> np.ndarray:
+        """Numbers of the held-out sequences of `evaluation`, over all ranks: [global_batch]."""
+        samples = batch * self.global_batch + np.arange(self.global_batch)
+        return self._numbers("holdout", self._held_out(samples, source))
+
+    def numbered(self, part: str, numbers: np.ndarray) -> Batch:
+        """This rank's sequences of a global batch of sequences, by their numbers."""
+        own, first = numbers[self.samples], self._first_numbers(part)
+        source = np.searchsorted(first, own, side="right") - 1
+        return self._gather(part, Places(source, own - first[source]))
+
+    def _numbers(self, part: str, places: Places) -> np.ndarray:
+        found: np.ndarray = self._first_numbers(part)[places.source] + places.sequence
+        return found
+
+    def _first_numbers(self, part: str) -> np.ndarray:
+        """Number of each source's first sequence."""
+        return np.cumsum([0, *(one.count for one in self.sequences(part)[:-1])])
+
     def _held_out(self, samples: np.ndarray, source: int | None) -> Places:
         self._holdout = self._holdout or self._order("holdout")
         turns = samples // self.together
