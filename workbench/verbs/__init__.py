@@ -14,6 +14,7 @@ from workbench.verbs.planning import (
     operators,
     rehearse,
     search,
+    search_methods,
     states,
     validate,
 )
@@ -50,6 +51,7 @@ __all__ = [
     "report",
     "run",
     "search",
+    "search_methods",
     "states",
     "tokenize",
     "translate",

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from workbench.plan.schema import Plan
     from workbench.planner.autoshard import OperatorPlan
     from workbench.planner.explain import Explanation
+    from workbench.planner.methods.method_comparison import MethodComparison
     from workbench.planner.search import SearchResult
     from workbench.planner.states_on_gpus import StatesAnswer
     from workbench.planner.validation import Validation
@@ -188,6 +189,47 @@ def search(
         objective,
         space=space,
         top=top,
+        where=where,
+        deadline_days=deadline_days,
+        tokens=tokens,
+        risk=risk,
+        progress=progress,
+    )
+
+
+def search_methods(
+    plan: Plan | str | Path,
+    *,
+    space: str | None = None,
+    where: Sequence[str] = (),
+    deadline_days: float | None = None,
+    tokens: float | None = None,
+    risk: float = 0.05,
+    progress: Callable[[str], None] = lambda words: None,
+) -> MethodComparison:
+    """Search the cheapest way to fine-tune: all weights, adapters, or adapters on a 4-bit base.
+
+    Of each method the plans on the fewest GPUs, of the lowest cost and of the shortest time, and
+    what they save of full fine-tuning. GPUs are those of the plan, half of them, and so on.
+
+    Args:
+        plan: A plan with `finetune`, or the path of its file; its strategy does not matter.
+        space: default, wide or vast, as `search` has them.
+        where: Conditions such as `strategy.data.offload=none` on every plan.
+        deadline_days: Keep plans that train `tokens` within so many days.
+        tokens: Tokens to train on; default those of the plan's steps.
+        risk: Largest probability of running out of memory.
+        progress: Called with what is searched.
+
+    Raises:
+        PlanError: The plan does not fine-tune, or an argument means nothing; a method without a
+            plan that fits is no error.
+    """
+    from workbench.planner.methods.method_search import search_methods
+
+    return search_methods(
+        given_plan(plan),
+        space=space,
         where=where,
         deadline_days=deadline_days,
         tokens=tokens,

@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -18,6 +18,8 @@ from workbench.cli.progress import LINE_SECONDS, Status
 from workbench.cli.terminal import Grid
 from workbench.errors import refuse
 from workbench.plan.schema import Plan
+from workbench.planner.methods import method_tables
+from workbench.planner.methods.method_comparison import MethodComparison
 from workbench.planner.search import OBJECTIVES, Candidate, SearchResult
 from workbench.planner.search.results import result_tables
 
@@ -49,6 +51,14 @@ Tokens = Annotated[
 Risk = Annotated[
     float, typer.Option("--risk", help="Largest probability of running out of memory.")
 ]
+Methods = Annotated[
+    bool,
+    typer.Option(
+        "--methods",
+        help="Of a plan with `finetune`: full, LoRA and a 4-bit base beside each other, on the "
+        "fewest GPUs, at the lowest cost and in the shortest time.",
+    ),
+]
 Output = Annotated[Path | None, typer.Option("-o", "--output", help="Write the best plan here.")]
 
 
@@ -62,9 +72,15 @@ def search(
     deadline: Deadline = None,
     tokens: Tokens = None,
     risk: Risk = 0.05,
+    methods: Methods = False,
     output: Output = None,
     json: Json = False,
 ) -> None:
+    if methods:
+        if (objective, top) != ("time", 10):
+            raise refuse("--methods", "has goals of its own; legal: without --objective and --top")
+        limits = {"deadline_days": deadline, "tokens": tokens, "risk": risk}
+        return _methods(plan, output, json, space=space, where=where or (), **limits)
     with Status("searching") as status:
         found = verbs.search(
             plan,
@@ -83,6 +99,29 @@ def search(
         write_whole(output, found.top[0].plan.to_yaml())
     # For machines every plan of the front is simulated, and gets its interval.
     emit(json, found.to_json() if json else None, lambda: _shown(found))
+
+
+def _methods(plan: Plan, output: Path | None, json: bool, **options: Any) -> None:
+    """Methods of fine-tuning beside each other; the cheapest of all is written."""
+    with Status("searching") as status:
+        found = verbs.search_methods(plan, progress=_at_intervals(status), **options)
+    if output is not None:
+        if found.cheapest is None:
+            raise refuse("--output", f"nothing to write: {found.methods[0].empty}")
+        write_whole(output, found.cheapest.plan.to_yaml())
+    emit(json, found.to_json() if json else None, lambda: _shown_methods(found))
+
+
+def _shown_methods(found: MethodComparison) -> list[Grid | str]:
+    grids: list[Grid | str] = []
+    for title, heads, rows in method_tables.tables(found):
+        built = tables.table(
+            title, heads, [head for head in heads if head in method_tables.NUMBERS]
+        )
+        for row in rows:
+            built.add_row(*row)
+        grids.append(built)
+    return [*grids, "\n".join(method_tables.notes(found))]
 
 
 def _at_intervals(status: Status) -> Callable[[str], None]:

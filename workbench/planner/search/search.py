@@ -29,9 +29,8 @@ from workbench.planner.search.results.empty_search import (
     why_no_stages_fit,
     why_none_fits,
 )
-from workbench.planner.search.results.pareto_front import RankedCandidate
-from workbench.planner.search.results.search_result import Candidate, SearchResult
-from workbench.planner.search.search_space import SPACES, SearchSpace, candidate_plan, search_space
+from workbench.planner.search.results.search_result import SearchResult
+from workbench.planner.search.search_space import SPACES, SearchSpace, search_space
 from workbench.planner.search.space_scan import scan_space
 from workbench.planner.search.unequal.unequal_search import (
     Progress,
@@ -80,11 +79,11 @@ def search(
     numbers that mean nothing, not for a search that finds nothing.
     """
     began = clock.perf_counter()
-    _check_options(objective, space, top, deadline_days, tokens, risk)
+    check_options(objective, space, top, deadline_days, tokens, risk)
     space = _space_of_model(plan, space)
     constraints = [parse_constraint(text) for text in where]
     build, divide = DIVIDED.get(space, (partial(search_space, kind=space), None))
-    whole = replace(build(plan, worlds=_gpu_counts(plan, objective)), risk=risk)
+    whole = replace(build(plan, worlds=gpu_counts(plan, objective)), risk=risk)
     check_bounds(whole, constraints)
     if deadline_days is not None and tokens is not None:
         constraints.append(deadline_constraint(whole, deadline_days, tokens))
@@ -127,10 +126,7 @@ def _of_space(
 ) -> SearchResult:
     """Of a space of which every plan is evaluated."""
     seen, beside = scan_space(space, constraints, objective, top), CandidateFigures(space)
-    best, front = (
-        tuple(_candidate(space, one, beside) for one in some)
-        for some in (seen.best.top, seen.best.front)
-    )
+    best, front = (tuple(map(beside.of, some)) for some in (seen.best.top, seen.best.front))
     why = ""
     if not seen.feasible:
         why = which_condition(space, constraints, look_in(space)) or why_none_fits(space, seen)
@@ -171,12 +167,7 @@ def _of_divisions(
     )
 
 
-def _candidate(space: SearchSpace, found: RankedCandidate, beside: CandidateFigures) -> Candidate:
-    plan = candidate_plan(space, found.cell.choice(found.candidate_index))
-    return beside.candidate(plan, found.seconds, found.peak, found.score)
-
-
-def _gpu_counts(plan: Plan, objective: str) -> tuple[int, ...]:
+def gpu_counts(plan: Plan, objective: str) -> tuple[int, ...]:
     """All GPUs where only time counts; else halves of them too."""
     worlds = [plan.cluster.gpus]
     while objective != "time" and plan.cluster.nodes is None and worlds[-1] % 2 == 0:
@@ -184,7 +175,7 @@ def _gpu_counts(plan: Plan, objective: str) -> tuple[int, ...]:
     return tuple(worlds)
 
 
-def _check_options(
+def check_options(
     objective: str,
     space: str | None,
     top: int,
@@ -192,6 +183,7 @@ def _check_options(
     tokens: float | None,
     risk: float,
 ) -> None:
+    """Refuse words and numbers that mean nothing. Raises `PlanError`."""
     for option, value, known in (
         ("--objective", objective, OBJECTIVES),
         ("--space", space, SPACES),

@@ -17,8 +17,9 @@ from workbench.plan.schema import Plan
 from workbench.planner.calibrated_plan import with_calibration
 from workbench.planner.operator_plans.planned_workload import planned_workload
 from workbench.planner.published_steps import published_beside
+from workbench.planner.search.results.pareto_front import RankedCandidate
 from workbench.planner.search.results.search_result import Candidate
-from workbench.planner.search.search_space import SearchSpace
+from workbench.planner.search.search_space import SearchSpace, candidate_plan
 from workbench.units import GIB
 
 
@@ -83,6 +84,11 @@ class CandidateFigures:
             published=self.published(gpus),
             **more,
         )
+
+    def of(self, found: RankedCandidate) -> Candidate:
+        """A candidate of a cell that was kept."""
+        plan = candidate_plan(self.space, found.cell.choice(found.candidate_index))
+        return self.candidate(plan, found.seconds, found.peak, found.score)
 
     @cached_property
     def constants(self) -> Constants:
