@@ -143,7 +143,7 @@ def trained(rank: int, plan: ResolvedPlan) -> Row:
         TrainingLoop(plan, Path(folder), mesh, accelerator, telemetry).run()
     held_out = records.of["evaluation"][-1]
     del held_out["step"]
-    answers = sum(step["tokens"] for step in records.of["step"])
+    answers = sum(step["trained_tokens"] for step in records.of["step"])
     return {"held_out": held_out, "answer_tokens": answers}
 
 

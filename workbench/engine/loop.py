@@ -312,7 +312,8 @@ class TrainingLoop:
             # On a GPU steps overlap on the host, and what it does beside them is no measure of one.
             "cpu_seconds": cpu_ended - step.cpu_began if on_cpu else None,
             "data_seconds": step.data_seconds,
-            "tokens": sum(step.tokens),
+            "tokens": t.global_batch * t.sequence_length,
+            "trained_tokens": sum(step.tokens),
             **(reward_record(parts) if pairs else self._by_source(parts, step.tokens)),
             "gradient_norm": norm,
             "learning_rate": learning_rate(scheduled, t.optimizer, t.steps),

@@ -49,6 +49,7 @@ FIELDS: dict[str, dict[str, Check]] = {
         "cpu_seconds": or_null(number),
         "data_seconds": or_null(number),
         "tokens": number,
+        "trained_tokens": or_null(number),
         "by_source": or_null(rows({"source": text, "loss": or_null(number), "tokens": number})),
         **dict.fromkeys(REWARDS, or_null(number)),
         "gradient_norm": or_null(number),
