@@ -194,6 +194,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "targets": ({"target_modules": ["q_proj", "k_proj"]}, "lacks lora_A.weight of model.layers.0"),
     "no target": ({"target_modules": ["k_proj"]}, "of model.layers.0.self_attn.q_proj, which tar"),
     "layers": ({"layers_to_transform": [0]}, "of model.layers.1.self_attn.q_proj, which target"),
+    "saved": ({"modules_to_save": ["embed_tokens"]}, "lacks model.embed_tokens.weight, which m"),
+    "group": ({"layers_pattern": "(layers", "layers_to_transform": 0}, "layers_pattern of '{}' is"),
     "pattern": ({"rank_pattern": {"q_proj": "4"}}, "rank_pattern.q_proj of '{}' is '4'; legal"),
 }
 

@@ -17,6 +17,7 @@ from tests.parallel.test_packed_documents import gradients, model_of
 from workbench.corpora.tokenized_corpus import SourceTokens, TokenizedCorpus
 from workbench.engine.data.batch_sampler import Batch, BatchSampler
 from workbench.engine.data.conversation_sequences import ConversationSequences
+from workbench.errors import PlanError
 from workbench.models.seams import IGNORE_INDEX
 from workbench.plan.stage_replicas import data_share
 
@@ -187,7 +188,7 @@ def test_pairs_stand_side_by_side_in_every_rank() -> None:
 
 
 def test_conversations_without_answers_are_refused() -> None:
-    with pytest.raises(ValueError, match="12 leaves no answer of 2 training conversations"):
+    with pytest.raises(PlanError, match="12 leaves no answer of 2 training conversations"):
         sampler(silent([9, 5], 14))
 
 

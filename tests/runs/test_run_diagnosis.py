@@ -208,6 +208,15 @@ def test_what_torch_adds_to_every_cuda_error_says_nothing(
     assert bool(cause.advice) == bool(advice)
 
 
+def test_weights_that_are_not_finite_ask_for_no_lower_learning_rate(
+    blame: Callable[..., Any],
+) -> None:
+    stored = "a.safetensors: norm.weight is nan at [0, 5]; get intact weights"
+    assert blame([seen(0)], [(0, 1.0, "PlanError", stored)]).advice == ""
+    trained = "loss is nan"
+    assert "learning_rate" in blame([seen(0)], [(0, 1.0, "FloatingPointError", trained)]).advice
+
+
 def test_cublas_without_memory_is_out_of_memory(blame: Callable[..., Any]) -> None:
     words = "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"
     assert "out of memory" in blame([seen(0)], [(0, 1.0, "RuntimeError", words)]).advice

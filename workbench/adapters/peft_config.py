@@ -128,7 +128,7 @@ class PeftConfig:
         """Whether a linear module that is not the head has adapters."""
         if self._names(self.excluded, module):
             return False
-        if any(module in self.matched[_saved(saved)] for saved in self.saved):
+        if self.is_saved(module):
             return False
         if self.targets == ALL_LINEAR:
             return True
@@ -137,6 +137,10 @@ class PeftConfig:
         return module in self.targets or (
             self._names(self.targets, module) and self._layer(module) in self.layers
         )
+
+    def is_saved(self, module: str) -> bool:
+        """Whether a module was trained and is stored complete."""
+        return any(module in self.matched[_saved(saved)] for saved in self.saved)
 
     def _layer(self, module: str) -> int | None:
         tried = (self.matched[_numbered(one)] for one in self.layers_pattern or [ANY_NAME])

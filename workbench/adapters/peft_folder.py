@@ -77,7 +77,10 @@ class _Folder:
     def __init__(self, folder: Path, family: Family, shape: Shape, field: str) -> None:
         self.folder, self.family, self.shape, self.field = folder, family, shape, field
         self.modules = peft_modules(family, shape)
-        self.config = read_peft_config(folder, field).matching(self.modules, field)
+        self.parts = stored_parts(family, shape)
+        names = {_module(part.key) for own in self.parts.values() for part in own}
+        config = read_peft_config(folder, field)
+        self.config = config.matching(sorted({*names, *self.modules}), field)
         self.path = folder / ADAPTER_WEIGHTS
         if not self.path.is_file() and (folder / PICKLE).is_file():
             raise self._refuse(f"'{folder / PICKLE}' is a pickle; save it as {ADAPTER_WEIGHTS}")
@@ -200,11 +203,15 @@ class _Folder:
 
     def _replaced(self, rest: Mapping[str, str]) -> dict[str, StoredTensor]:
         """Parameters that the file holds complete."""
-        parts, left, found = stored_parts(self.family, self.shape), dict(rest), {}
-        sizes, extents = stored_extents(parts), parameter_shapes(self.shape)
-        for parameter, own in parts.items():
+        left, found = dict(rest), {}
+        sizes, extents = stored_extents(self.parts), parameter_shapes(self.shape)
+        for parameter, own in self.parts.items():
             keys = {part.key for part in own}
-            if keys & rest.keys() != keys:
+            if lacking := keys - rest.keys():
+                key = min(lacking)
+                if self.config.is_saved(_module(key)):
+                    named = f"modules_to_save of '{self.config.path}' names"
+                    raise self._refuse(f"'{self.path}' lacks {key}, which {named}; {AGAIN}")
                 continue
             for key in keys:
                 left.pop(key, None)
@@ -231,6 +238,11 @@ class _Folder:
 
     def _refuse(self, why: str) -> PlanError:
         return refuse(self.field, why)
+
+
+def _module(key: str) -> str:
+    """The module of a parameter in transformers."""
+    return key.rpartition(".")[0]
 
 
 def _box(part: StoredPart, entry: FileEntry) -> Box:

@@ -300,9 +300,11 @@ class TrainingLoop:
             scaler.count_skipped(skipped)
         if not (math.isfinite(loss) or skipped):
             self.index = step.index
+            fine_tunes = self.plan.finetune is not None and self.plan.finetune.base is not None
+            named = "finetune.base" if fine_tunes else "checkpoint.load"
             cause = (
                 f"the loss of step {step.index} is {loss}: training cannot continue; lower "
-                "training.optimizer.learning_rate, or check the weights that checkpoint.load names"
+                f"training.optimizer.learning_rate, or check the weights that {named} names"
             )
             raise FloatingPointError(words_of_task(cause, self.plan))
         record: dict[str, Any] = {

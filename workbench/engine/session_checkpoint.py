@@ -32,6 +32,7 @@ from workbench.copy_stream import CopyStream
 from workbench.engine.process_group.rendezvous import all_gather_json
 from workbench.engine.session import Session
 from workbench.engine.verify import replica_check
+from workbench.errors import refuse
 
 
 class SessionCheckpointer:
@@ -202,9 +203,10 @@ class SessionCheckpointer:
         assert plan.checkpoint.load is not None
         folder = Path(plan.checkpoint.load)
         if is_gguf(folder) or is_huggingface_folder(folder):
-            raise ValueError(
-                f"checkpoint.load: {folder} is weights, and finetune.preference compares with those"
-                " that training starts from; legal: finetune.base in its place, or a checkpoint"
+            raise refuse(
+                "checkpoint.load",
+                f"'{folder}' is weights, and finetune.preference compares with those"
+                " that training starts from; legal: finetune.base in its place, or a checkpoint",
             )
         if plan.finetune is not None and plan.finetune.base is not None:
             with naming_field("finetune.base"):

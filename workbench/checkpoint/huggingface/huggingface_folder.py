@@ -48,7 +48,10 @@ def check_config(folder: Path, shape: Shape) -> Family:
         PlanError: Names every field that differs.
     """
     path = folder / CONFIG
-    theirs = huggingface_config.read_huggingface_config(str(path))
+    try:
+        theirs = huggingface_config.read_huggingface_config(str(path))
+    except PlanError as error:  # which names the model, as if the plan's were read
+        raise PlanError([Problem(FIELD, one.message) for one in error.problems]) from None
     config = json.loads(path.read_text(encoding="utf-8"))
     family = FAMILIES[config["model_type"]]
     if family.names is None:

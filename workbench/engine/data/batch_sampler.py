@@ -18,6 +18,7 @@ import torch
 from workbench.corpora.sample_order import Places, SampleOrder
 from workbench.engine.data.conversation_sequences import ConversationSequences
 from workbench.engine.data.text_sequences import TextSequences
+from workbench.errors import refuse
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -59,7 +60,7 @@ class BatchSampler:
         packing: Whether a sequence holds several conversations.
 
     Raises:
-        ValueError: The text of a source is shorter than one sequence, or it has no conversation;
+        PlanError: The text of a source is shorter than one sequence, or it has no conversation;
             names the field.
     """
 
@@ -100,18 +101,20 @@ class BatchSampler:
         if one.conversations is not None:
             found = ConversationSequences(one, part, length, self.packing, self.seed)
             if found.count < 1:
-                raise ValueError(
-                    f"training.sequence_length: {length} leaves no answer of "
+                raise refuse(
+                    "training.sequence_length",
+                    f"{length} leaves no answer of "
                     f"{found.report.conversations} {what} conversations{of}; take a larger "
-                    "corpus.source, another corpus.holdout or longer sequences"
+                    "corpus.source, another corpus.holdout or longer sequences",
                 )
             return found
         text = TextSequences(one, part, length)
         if text.count < 1:
-            raise ValueError(
-                f"training.sequence_length: {length} needs {length + 1} tokens, the {what} "
+            raise refuse(
+                "training.sequence_length",
+                f"{length} needs {length + 1} tokens, the {what} "
                 f"text{of} has {len(text.text)}; take a larger corpus.source, another "
-                "corpus.holdout or shorter sequences"
+                "corpus.holdout or shorter sequences",
             )
         return text
 

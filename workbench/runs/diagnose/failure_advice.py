@@ -75,6 +75,7 @@ _KNOWN = (
         r"address already in use|EADDRINUSE",
         "Another process took the port: start again, a free one is chosen.",
     ),
+    (r"get intact weights", ""),  # the message says it: nothing was trained yet
     (
         r"not finite|is nan|is inf\b",
         "Lower training.optimizer.learning_rate, or lengthen warmup_steps.",

@@ -17,6 +17,7 @@ from workbench.checkpoint.resume_point import (
     CONFIG,
     LOAD,
     checkpoint_shape,
+    holds_adapters,
     is_gguf,
     is_huggingface_folder,
     refuse_other_model,
@@ -234,6 +235,9 @@ def _weights(plan: ResolvedPlan, load: str, resumes: bool) -> list[Problem]:
             if resumes:
                 steps_done(Path(load), body["meta"], plan)
             else:
+                if holds_adapters(body["meta"]):
+                    legal = "their base, or both merged (`workbench weights --merge`)"
+                    raise refuse(LOAD, f"'{load}' holds adapters alone; legal: {legal}")
                 other = checkpoint_shape(Path(load), body["meta"])
                 refuse_other_model("model", Path(load), other, plan.shape)
             if body["meta"].get(FINITE) is False:
