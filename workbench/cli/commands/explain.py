@@ -92,10 +92,9 @@ def explain(
 
 
 def _shown(found: Explanation) -> list[Grid | str]:
-    binding = found.reasons.bottleneck
     cannot = [f"{words}\n" for words in found.reasons.cannot]
     effects = [_effects(title, rows) for title, rows in found.tables()]
-    words = "\n".join((found.step_line, binding.memory, binding.time, ""))
+    words = "\n".join((found.step_line, *found.sentences, ""))
     asked = [part for table in found.asked for part in _asked(table)]
     return [_cost(found.name, found.cost), *cannot, words, *effects, *asked]
 

@@ -8,6 +8,7 @@ from workbench.planner.explain import neighbor_plans as _moves
 from workbench.planner.explain import sensitivity as _sensitivity
 from workbench.planner.explain.bottlenecks import Bottleneck, find_bottleneck
 from workbench.planner.explain.explanation import Explanation, Reasons
+from workbench.planner.explain.method_savings import method_savings
 from workbench.planner.explain.placements import placement_table
 from workbench.planner.explain.plan_figures import (
     ChangeEffect,
@@ -82,6 +83,7 @@ def explain(
             *([without_each(asked, rehearse)] if without else []),
             *([placement_table(asked)] if placements else []),
         ),
+        method_savings(asked),
     )
 
 

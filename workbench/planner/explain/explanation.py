@@ -9,6 +9,7 @@ from typing import Any
 
 from workbench.planner.explain.asked_table import AskedTable
 from workbench.planner.explain.bottlenecks import Bottleneck
+from workbench.planner.explain.method_savings import MethodSavings
 from workbench.planner.explain.plan_figures import ChangeEffect, PlanFigures
 from workbench.planner.table_text import aligned_lines, captioned_html_table
 from workbench.planner.training_cost import TrainingCost
@@ -85,6 +86,15 @@ class Explanation:
     neighbours: tuple[ChangeEffect, ...]
     asked: tuple[AskedTable, ...] = ()
     """Further tables that were asked for."""
+    savings: MethodSavings | None = None
+    """Of a plan that trains adapters, beside full fine-tuning."""
+
+    @property
+    def sentences(self) -> tuple[str, ...]:
+        """What binds memory and time, and what the method of a fine-tuning saves."""
+        binding = self.reasons.bottleneck
+        saved = (self.savings.sentence,) if self.savings else ()
+        return (binding.memory, binding.time, *saved)
 
     def tables(self) -> list[tuple[str, Sequence[ChangeEffect]]]:
         """(title, rows) of what is not empty."""
@@ -117,6 +127,7 @@ class Explanation:
             "reasons": self.reasons.to_json(),
             "sensitivity": [effect.to_json() for effect in self.sensitivity],
             "neighbours": [effect.to_json() for effect in self.neighbours],
+            **({"savings": self.savings.to_json()} if self.savings else {}),
             **{table.key: list(table.data) for table in self.asked},
         }
 
@@ -126,8 +137,7 @@ class Explanation:
             self.step_line,
             cost_line(self.cost),
             *self.reasons.cannot,
-            self.reasons.bottleneck.memory,
-            self.reasons.bottleneck.time,
+            *self.sentences,
         ]
         effects = (line for title, rows in self.tables() for line in effect_lines(title, rows))
         return "\n".join([*lines, *effects, *(f"\n{table}" for table in self.asked)])
@@ -138,8 +148,7 @@ class Explanation:
             cost_line(self.cost),
             *self.cost.missing,
             *self.reasons.cannot,
-            self.reasons.bottleneck.memory,
-            self.reasons.bottleneck.time,
+            *self.sentences,
         ]
         paragraphs = "".join(f"<p>{escaped(line)}</p>" for line in words)
         tables = (

@@ -43,5 +43,5 @@ def method_words(plan: Plan) -> str:
         return "full"
     lora = tune.lora or Lora()
     base = f", base in {tune.quantize.format.upper()}" if tune.quantize else ""
-    targets = "" if lora.targets == "all" else " on some layers"
+    targets = {"all": "", "attention": " on attention"}.get(str(lora.targets), " on some layers")
     return f"LoRA rank {lora.rank}{targets}{base}"
