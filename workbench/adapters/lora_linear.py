@@ -156,31 +156,6 @@ class LoraLinear(nn.Module):
         return self.lora.linear(x, self.weight, self.bias)
 
 
-def new_adapter(
-    module: nn.Module,
-    path: str,
-    lora: Lora,
-    a_shape: tuple[int, ...],
-    b_shape: tuple[int, ...],
-    seed: int,
-) -> LoraAdapter:
-    """An adapter whose parameters `module` gets, on the device of its weight.
-
-    Args:
-        module: The layer, at `path` of the model.
-        lora: The plan's.
-        a_shape: Local shape of `lora_a`.
-        b_shape: Local shape of `lora_b`.
-        seed: Of dropout.
-    """
-    weight = cast("Tensor", module.weight)
-    for name, shape in ((LORA_A, a_shape), (LORA_B, b_shape)):
-        empty = torch.empty(shape, dtype=weight.dtype, device=weight.device)
-        module.register_parameter(name, nn.Parameter(empty))
-    dropout = Dropout(lora.dropout, seed_of(f"{path}.lora.dropout", seed))
-    return LoraAdapter(module, adapter_scale(lora), dropout)
-
-
 def add_adapters(model: Transformer, lora: Lora, seed: int) -> None:
     """Give the layers that `lora` names adapters, and freeze all else, in place."""
     freeze(model)
@@ -206,13 +181,24 @@ def adapt(
     b_shape: tuple[int, ...],
     seed: int,
 ) -> LoraAdapter:
-    """Give the layer `module` at `path` an adapter of these local shapes.
+    """Give the layer `module` at `path` an adapter, on the device of its weight.
 
-    A plain linear layer is replaced; others (experts, those of tensor-parallel ranks) have a place
-    for an adapter.
+    Args:
+        model: Has the layer; a plain linear layer is replaced in it.
+        path: Of the layer.
+        module: The layer.
+        lora: The plan's.
+        a_shape: Local shape of `lora_a`.
+        b_shape: Local shape of `lora_b`.
+        seed: Of dropout.
     """
-    own = replaced(model, path, module) if isinstance(module, nn.Linear) else module
-    adapter = new_adapter(own, path, lora, a_shape, b_shape, seed)
+    own = with_place(model, path, module)
+    weight = cast("Tensor", own.weight)
+    for name, shape in ((LORA_A, a_shape), (LORA_B, b_shape)):
+        empty = torch.empty(shape, dtype=weight.dtype, device=weight.device)
+        own.register_parameter(name, nn.Parameter(empty))
+    dropout = Dropout(lora.dropout, seed_of(f"{path}.lora.dropout", seed))
+    adapter = LoraAdapter(own, adapter_scale(lora), dropout)
     if isinstance(own, GroupedLinear):
         own.add_adapter = adapter.add_grouped
     else:
@@ -221,9 +207,13 @@ def adapt(
     return adapter
 
 
-def replaced(model: nn.Module, path: str, linear: nn.Linear) -> LoraLinear:
-    """A `LoraLinear` in place of the layer at `path`."""
+def with_place(model: nn.Module, path: str, module: nn.Module) -> nn.Module:
+    """The layer at `path` with places for an adapter and a weight in 4 bits, which experts and
+    layers of tensor-parallel ranks have; a plain linear layer is replaced by a `LoraLinear`.
+    """
+    if not isinstance(module, nn.Linear):
+        return module
     parent, _, name = path.rpartition(".")
-    own = LoraLinear(linear)
+    own = LoraLinear(module)
     setattr(model.get_submodule(parent), name, own)
     return own

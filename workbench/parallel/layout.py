@@ -38,6 +38,7 @@ class Layout:
             in row-major order (a ZeRO shard).
         strided: (dim, count, stride): the slice of `dim` comes `count` times, each `stride`
             further: the same heads of query, key and value in one packed projection.
+        dtype: Of the tensor, where it is not that of all parameters: bytes of a weight in 4 bits.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Layout:
     replica: bool = False
     flat: tuple[int, int] | None = None
     strided: tuple[tuple[int, int, int], ...] = ()
+    dtype: torch.dtype | None = None
 
     @classmethod
     def unsharded(

@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from workbench.parallel.layout import Layout
@@ -47,6 +48,8 @@ class BucketLayout:
     shard_axis: MeshAxis
     replicate_axis: MeshAxis
     partial_axes: tuple[MeshAxis, ...]
+    dtype: torch.dtype | None = None
+    """Where it is not that of all parameters."""
 
     @property
     def numel(self) -> int:
@@ -110,18 +113,21 @@ class BucketLayout:
 def bucket_layout(
     names: Iterable[str], layouts: Mapping[str, Layout], sums: ReductionAxes, mesh: Mesh, zero: int
 ) -> BucketLayout:
-    """The layout of one bucket of parameters whose gradients are summed over the same axes.
+    """The layout of one bucket of parameters of one dtype, whose gradients are summed over the same
+    axes.
 
     Without ZeRO (`zero` 0) nothing is sharded: the shard axis has one rank, and all ranks of data
     parallelism are replicas.
     """
     shapes = {name: layouts[name].local_shape for name in names}
-    *partial, data = sums[next(iter(shapes))]
+    first = next(iter(shapes))
+    *partial, data = sums[first]
+    dtype = layouts[first].dtype
     if zero == 0:
         unsharded = MeshAxis("", 1, 0, (mesh.rank,), None)
-        return BucketLayout(shapes, data.name, unsharded, data, tuple(partial))
+        return BucketLayout(shapes, data.name, unsharded, data, tuple(partial), dtype)
     shard, replicate = (mesh[name] for name in HYBRID_AXES[data.name])
-    return BucketLayout(shapes, data.name, shard, replicate, tuple(partial))
+    return BucketLayout(shapes, data.name, shard, replicate, tuple(partial), dtype)
 
 
 def buckets_by_size(
@@ -129,24 +135,29 @@ def buckets_by_size(
 ) -> Iterator[list[str]]:
     """Names of parameters in buckets of at most `max_numel` elements, in the order of backward.
 
-    A larger parameter has a bucket of its own. Parameters whose gradients are summed over
-    different axes never share a bucket, and nothing shares one with `separate`.
+    A larger parameter has a bucket of its own. Parameters of different dtypes, or whose gradients
+    are summed over different axes, never share a bucket, and nothing shares one with `separate`.
     """
     # Backward makes gradients in about the reverse order of the modules.
     names = list(reversed(list(layouts)))
-    tensors = [((sums[n], n == separate), math.prod(layouts[n].local_shape)) for n in names]
+    keys = ((layouts[n].dtype, sums[n], n == separate) for n in names)
+    tensors = [(key, math.prod(layouts[n].local_shape)) for key, n in zip(keys, names)]
     for bucket in pack_by_size(tensors, max_numel):
         yield [names[index] for index in bucket]
 
 
 def buckets_by_unit(
-    names: Iterable[str], sums: ReductionAxes, unit_of: Callable[[str], str], separate: str | None
+    layouts: Mapping[str, Layout],
+    sums: ReductionAxes,
+    unit_of: Callable[[str], str],
+    separate: str | None,
 ) -> Iterator[list[str]]:
     """Names of parameters in one bucket for each ZeRO-3 unit, in the order of backward.
 
-    As in `buckets_by_size`, a unit has several buckets where reduction axes differ, or for
-    `separate`.
+    As in `buckets_by_size`, a unit has several buckets where dtypes or reduction axes differ, or
+    for `separate`.
     """
-    own = list(names)
-    for bucket in pack_by_unit((unit_of(n), sums[n], n == separate) for n in own):
+    own = list(layouts)
+    keys = ((unit_of(n), layouts[n].dtype, sums[n], n == separate) for n in own)
+    for bucket in pack_by_unit(keys):
         yield [own[index] for index in bucket]

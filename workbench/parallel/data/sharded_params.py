@@ -27,7 +27,7 @@ class ParamInit:
 
     Attributes:
         device: The rank's.
-        dtype: Of parameters.
+        dtype: Of parameters, but of a bucket that has a dtype of its own.
         fill: Fills a local tensor of zeros, given its local name and its layout; None where a
             checkpoint fills parameters before they are used.
         copies: The stream of copies from and to host memory (offload).
@@ -47,7 +47,7 @@ def _init_shard(
     shard: Tensor, bucket: BucketLayout, layouts: Mapping[str, Layout], init: ParamInit
 ) -> None:
     """Fill this rank's shard of a bucket, and nothing that other ranks hold."""
-    if init.fill is None:
+    if init.fill is None or bucket.dtype is not None:  # bytes are quantized from what is drawn
         return
     of_shard = bucket.shard_layouts(layouts)
     for name, local in bucket.shard_views(shard).items():
@@ -67,8 +67,9 @@ class ReplicatedParams:
         self, layout: BucketLayout, layouts: Mapping[str, Layout], init: ParamInit
     ) -> None:
         self.layout = layout
-        flat = torch.zeros(layout.numel, dtype=init.dtype, device=init.device)
-        floats = init.dtype.is_floating_point  # bytes can have no gradient
+        dtype = layout.dtype or init.dtype
+        flat = torch.zeros(layout.numel, dtype=dtype, device=init.device)
+        floats = dtype.is_floating_point  # bytes can have no gradient
         self.parameters = {
             name: nn.Parameter(view, floats) for name, view in layout.views(flat).items()
         }
@@ -105,8 +106,9 @@ class ShardedParams:
         self, layout: BucketLayout, layouts: Mapping[str, Layout], init: ParamInit, on_host: bool
     ) -> None:
         self.layout, self.on_host = layout, on_host
-        flat = without_storage(layout.numel, init.dtype, init.device)
-        floats = init.dtype.is_floating_point
+        dtype = layout.dtype or init.dtype
+        flat = without_storage(layout.numel, dtype, init.device)
+        floats = dtype.is_floating_point
         self.parameters = {
             name: nn.Parameter(view_without_storage(flat, start, layout.shapes[name]), floats)
             for name, start, _ in layout.spans()
@@ -117,9 +119,9 @@ class ShardedParams:
         resize_storage(self.flat, 0)  # fake tensors may have allocated it for the views
         length = layout.numel // layout.shard_axis.size
         self.shard = (
-            host_zeros(length, init.dtype, init.device)
+            host_zeros(length, dtype, init.device)
             if on_host
-            else torch.zeros(length, dtype=init.dtype, device=init.device)
+            else torch.zeros(length, dtype=dtype, device=init.device)
         )
         _init_shard(self.shard, layout, layouts, init)
         self.unsharded_bytes = self.flat.nbytes

@@ -94,15 +94,14 @@ class ParamAndGradStore:
                 maker.make(bucket_layout(names, own, sums, mesh, plan.zero), own)
                 for names in bucket_names(own, sums, plan, dtype, separate)
             ]
-            self.frozen[stage] = []
-            for own_init, frozen in _frozen(meta, layouts, frozen_init):
-                over = {name: sums[name][-1:] for name in frozen}
-                self.frozen[stage] += [
-                    maker.frozen(
-                        bucket_layout(names, frozen, over, mesh, plan.zero), frozen, own_init
-                    )
-                    for names in bucket_names(frozen, over, plan, dtype, None)
-                ]
+            frozen = {name: layouts[name] for name, p in meta.items() if not p.requires_grad}
+            over = {name: sums[name][-1:] for name in frozen}
+            self.frozen[stage] = [
+                maker.frozen(
+                    bucket_layout(names, frozen, over, mesh, plan.zero), frozen, frozen_init
+                )
+                for names in bucket_names(frozen, over, plan, dtype, None)
+            ]
             for params in (*(b.params for b in self.buckets[stage]), *self.frozen[stage]):
                 materialized |= {id(meta[n]): p for n, p in params.parameters.items()}
         for model in models.values():
@@ -387,21 +386,6 @@ class ParamAndGradStore:
         for reduction in reductions:
             reduction.advance()
         self._in_flight = [reduction for reduction in self._in_flight if not reduction.done]
-
-
-def _frozen(
-    meta: Mapping[str, nn.Parameter], layouts: Mapping[str, Layout], init: ParamInit
-) -> Iterator[tuple[ParamInit, dict[str, Layout]]]:
-    """Layouts of the parameters without gradients, and how they start: those in the dtype of all
-    others, and the bytes of weights in 4 bits, which are quantized once there are shards of them.
-    """
-    for stored in (False, True):
-        own = {
-            name: layouts[name]
-            for name, p in meta.items()
-            if not p.requires_grad and (p.dtype == torch.uint8) == stored
-        }
-        yield replace(init, dtype=torch.uint8, fill=None) if stored else init, own
 
 
 def _replace_parameters(model: nn.Module, materialized: Mapping[int, nn.Parameter]) -> None:

@@ -7,10 +7,11 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
-from torch import Tensor, nn
+import torch
+from torch import Tensor
 
 from workbench.adapters.four_bit_tensor import PARTS, FourBitTensor, four_bit_grouped_linear
-from workbench.adapters.lora_linear import replaced
+from workbench.adapters.lora_linear import with_place
 from workbench.models import Transformer
 from workbench.models.grouped_gemm import GroupedLinear, RowGroups
 from workbench.parallel.four_bit.fill_four_bit import StoredWeight
@@ -40,7 +41,7 @@ def apply_four_bit(
     for path, module in list(model.named_modules()):
         if path not in linears:
             continue
-        own = replaced(model, path, module) if isinstance(module, nn.Linear) else module
+        own = with_place(model, path, module)
         name, weight = f"{path}.weight", own.weight
         assert isinstance(weight, Tensor)
         del own.weight
@@ -96,4 +97,5 @@ def _part(
         shape=(*layout.shape[:-1], row_bytes),
         slices=(*layout.slices[:-1], columns),
         padding=(*layout.padding[:-1], padding),
+        dtype=torch.uint8,
     )
