@@ -24,7 +24,7 @@ from workbench.engine.verify.forked_ranks import run_ranks
 from workbench.models import Transformer, counter_normal
 from workbench.models.counter_normal import SCRATCH_TENSORS, NormalDrawer
 from workbench.models.weight_init import WeightInit, initial_value
-from workbench.parallel import apply_strategy
+from workbench.parallel import python_model_stage
 from workbench.parallel.data.sharded_params import ShardedParams
 from workbench.parallel.layout import Layout
 from workbench.parallel.mesh import build_mesh
@@ -314,5 +314,5 @@ def test_a_user_s_model_is_never_whole(
 ) -> None:
     made = PYTHON[mesh]
     assert temporary_bytes(made, 1) <= small_chunks
-    monkeypatch.setattr(apply_strategy, "build_deferred", lambda build: None)
+    monkeypatch.setattr(python_model_stage, "build_deferred", lambda build: None)
     assert temporary_bytes(made, 1) > 8 * small_chunks, "a model built as it is is not noticed"

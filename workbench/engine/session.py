@@ -33,10 +33,11 @@ from workbench.kernels.fused_seams import warm_up
 from workbench.models.attention.packed_documents import document_starts
 from workbench.models.counter_normal import NormalDrawer
 from workbench.models.host_counts import CountReader, start_reading
-from workbench.parallel.apply_strategy import ParallelModel, parallelize
+from workbench.parallel.apply_strategy import parallelize
 from workbench.parallel.context.apply_context import local_tokens
 from workbench.parallel.data.zero_shards import ParamAndGradStore
 from workbench.parallel.mesh import TIED_AXIS, Mesh
+from workbench.parallel.parallel_model import ParallelModel, StagePlacement
 from workbench.parallel.pipeline.schedule_executor import ExecutorHooks, ScheduleExecutor
 from workbench.parallel.pipeline.stage_transfers import sum_tied_gradient
 from workbench.parallel.tensor.apply_tensor import boundary_shape, counts_own_loss
@@ -112,19 +113,10 @@ class Session:
         own, gradients = plan_dtypes(plan)
         own, gradients = (dtype or own), (dtype or gradients)
         share, (table, partition) = rank_share(plan, mesh), executed(plan)
-        part = parallelize(
-            plan,
-            mesh,
-            table.stages_of(mesh["pipeline"].index),
-            partition,
-            table.stages == 1 and not table.split,
-            device,
-            own,
-            gradients,
-            count_reader,
-            model,
-            drawer,
-        )
+        stages = table.stages_of(mesh["pipeline"].index)
+        overlap = table.stages == 1 and not table.split
+        place = StagePlacement(stages, partition, overlap, device, own, gradients)
+        part = parallelize(plan, mesh, place, count_reader, model, drawer)
         optimizer = _optimizer(plan, part.store)
         boundary = boundary_shape(plan, share.sequences) if part.boundary is None else part.boundary
         empty = partial(torch.empty, boundary, dtype=own, device=device)

@@ -15,7 +15,6 @@ weights -> data (ZeRO).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
@@ -23,15 +22,12 @@ from itertools import accumulate
 import torch
 from torch import nn
 
-from workbench.adapters.four_bit_tensor import PARTS
 from workbench.copy_stream import CopyStream
 from workbench.kernels.fused_seams import replace_seams
 from workbench.models import Transformer, counter_normal
 from workbench.models.counter_dropout import SampleIndices
 from workbench.models.counter_normal import NormalDrawer
-from workbench.models.deferred_init import FillReplay, RecordedFill, build_deferred
 from workbench.models.host_counts import CountReader, start_reading
-from workbench.models.python_model import build_python_model
 from workbench.models.seams import Attend
 from workbench.models.weight_init import WeightInit
 from workbench.parallel.activation_checkpointing import apply_activation_checkpointing
@@ -44,13 +40,7 @@ from workbench.parallel.data.zero_shards import ParamAndGradStore
 from workbench.parallel.expert.apply_expert import apply_expert_parallel, gradient_reduction_axes
 from workbench.parallel.expert.aux_loss import AuxLossCarrier
 from workbench.parallel.four_bit.apply_four_bit import apply_four_bit
-from workbench.parallel.four_bit.fill_four_bit import (
-    ReadSlices,
-    StoredMatrix,
-    StoredWeight,
-    fill_four_bit,
-    stored_matrices,
-)
+from workbench.parallel.four_bit.fill_four_bit import StoredWeight
 from workbench.parallel.layout import Layout, Slices
 from workbench.parallel.lora.apply_lora import apply_lora
 from workbench.parallel.mesh import Mesh, MeshAxis
@@ -58,149 +48,103 @@ from workbench.parallel.operators.apply_operators import (
     apply_operator_strategies,
     operator_reduction_axes,
 )
-from workbench.parallel.python_model_stage import apply_to_python_model
+from workbench.parallel.parallel_model import ParallelModel, StagePlacement
+from workbench.parallel.python_model_stage import parallelize_python_model
 from workbench.parallel.tensor.apply_tensor import apply_tensor_parallel, tensor_reduction_axes
 from workbench.plan.model.four_bit_base import four_bit_format
 from workbench.plan.optimizer_state import has_master
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.rules.strategy.operator_rules import boundary_axes, placements
 from workbench.plan.rules.strategy.recompute_rules import recomputed_modules
-from workbench.plan.schema import PythonModel
 from workbench.planner.autoshard.for_plans.plan_machine import operator_mesh
 
 TIED, TIE_OWNER = "head.weight", "embedding.tokens.weight"
 
 
-@dataclass
-class ParallelModel:
-    """A rank's part of the model: its pipeline stages, and their parameters and gradients."""
-
-    stages: Mapping[int, nn.Module]
-    store: ParamAndGradStore
-    tied_across_stages: str | None
-    """Local name of a weight that the first and the last stage share, if this rank has one of the
-    two and another rank the other.
-    """
-    aux_loss: AuxLossCarrier
-    """Aux losses of the stages without the head."""
-    samples: SampleIndices
-    """Which samples the stages see, for dropout."""
-    boundary: tuple[int, ...] | None = None
-    """Local shape of what passes between stages, where the plan's shape does not say it."""
-    activation_offload: ActivationOffload | None = None
-    """Host memory of recomputed layers' inputs."""
-
-    stored: Mapping[str, StoredWeight] = field(default_factory=dict)
-    """Local name of each weight in 4 bits -> what it is."""
-    dtype: torch.dtype = torch.float32
-    """Of parameters."""
-
-    @property
-    def stored_parts(self) -> set[str]:
-        """Local names of the parameters that are their bytes."""
-        return {f"{name}.{part}" for name in self.stored for part in PARTS}
-
-    def fill_stored(self, read: ReadSlices) -> None:
-        """Fill this rank's shards of weights in 4 bits, which `gather_frozen` gathers.
-
-        Args:
-            read: Reads or draws values of a weight, in the parameters' dtype: they are rounded as
-                those of an unquantized base.
-        """
-        fill_four_bit(self.stored_matrices(), read, self.dtype)
-
-    def stored_matrices(self) -> Iterator[StoredMatrix]:
-        """What this rank's shards hold of weights in 4 bits."""
-        store = self.store
-        return stored_matrices(store.frozen_values, store.frozen_layouts, self.stored)
-
-    @property
-    def head(self) -> nn.Module | None:
-        """The head, if this rank holds it."""
-        ours = (stage for stage in self.stages.values() if isinstance(stage, Transformer))
-        return next((stage.head for stage in ours if stage.head is not None), None)
-
-
 def parallelize(
     plan: ResolvedPlan,
     mesh: Mesh,
-    stages: Sequence[int],
-    partition: list[int],
-    overlap: bool,
-    device: torch.device,
-    dtype: torch.dtype,
-    gradient_dtype: torch.dtype,
+    place: StagePlacement,
     count_reader: CountReader = start_reading,
     model: nn.Module | None = None,
     drawer: type[NormalDrawer] | None = NormalDrawer,
 ) -> ParallelModel:
-    """Build this rank's `stages` of a plan's model, sharded as its strategy says.
+    """Build a rank's stages of a plan's model, sharded as its strategy says.
 
     Args:
         plan: Resolved.
-        stages: Pipeline stages of this rank.
-        partition: Number of layers of every stage of the pipeline.
-        overlap: Whether gradients are reduced during backward: a gradient is complete as soon as
-            the last backward has made it.
-        device: Where parameters live.
-        dtype: Of parameters.
-        gradient_dtype: Of accumulated and reduced gradients.
+        mesh: The rank's place in it.
+        place: The stages, and where they are built.
         count_reader: How MoE layers read counts of tokens; a rehearsal has no values to read.
         model: That of a plan whose model is Python code, if it is built already.
         drawer: Draws initial weights; None where a checkpoint is loaded over them.
     """
-    drawing = None if drawer is None else drawer(device, _chunk_numel(plan))
-    aux_loss, samples = AuxLossCarrier(), SampleIndices()
+    drawing = None if drawer is None else drawer(place.device, _chunk_numel(plan))
     if plan.code:
-        fills: Mapping[str, RecordedFill] = {}
-        if model is None:
-            model, fills = _python_model(plan.code, plan.training.seed)
-        replay = None if drawing is None else FillReplay(fills, plan.training.seed, drawing)
-        applied, store = apply_to_python_model(
-            model, plan, mesh, overlap, device, dtype, gradient_dtype, replay, samples, stages
-        )
-        return ParallelModel(
-            applied.modules, store, applied.tied, aux_loss, samples, applied.boundary
-        )
-    copies = CopyStream(device)
-    offload = ActivationOffload(copies) if plan.strategy.offload_activations else None
-    built: dict[int, Transformer] = {}
-    layouts: dict[str, Layout] = {}
-    stored: dict[str, StoredWeight] = {}
-    for stage in stages:
-        built[stage], own, of_stage = _build_stage(
-            plan, mesh, stage, partition, count_reader, aux_loss, offload
-        )
-        built[stage].samples = samples
-        layouts |= own
-        stored |= of_stage
-    _tie_weights(plan, built, layouts)
-    tied = _tied_across_stages(plan, layouts, {0, len(partition) - 1} <= set(stages))
-    fill = None
+        return parallelize_python_model(plan, plan.code, mesh, place, model, drawing)
+    copies = CopyStream(place.device)
+    built = _build_stages(plan, mesh, place, count_reader, copies)
+    init = None
     if drawing is not None:
         norms = 0.0 if plan.shape.zero_centered_norms else 1.0
         init = WeightInit(plan.shape.layers, plan.training.seed, drawing, norms)
-        fill = partial(_draw_shard, init)
-    master = has_master(plan.training.optimizer, dtype.itemsize)
-    loads_frozen = plan.finetune is not None and plan.finetune.base is not None
-    store = ParamAndGradStore(
-        built,
-        layouts,
-        gradient_reduction_axes(layouts, _tensor_reduction_axes(layouts, plan, mesh), mesh),
-        mesh,
-        plan.strategy.data,
-        plan.shards_gradients,
-        gradient_dtype,
-        ParamInit(device, dtype, fill, copies, master, plan.training.optimizer.delayed_update),
-        overlap,
-        separate=tied,
-        loads_frozen=loads_frozen,
+    tied = _tied_across_stages(plan, built.layouts, place)
+    store = _store(plan, mesh, place, built, init, copies, tied)
+    part = ParallelModel(
+        built.models,
+        store,
+        tied,
+        built.aux_loss,
+        built.samples,
+        None,
+        built.offload,
+        built.stored,
+        place.dtype,
     )
-    part = ParallelModel(built, store, tied, aux_loss, samples, None, offload, stored, dtype)
-    if stored and drawing is not None and drawing.draws and not loads_frozen:
+    draws_frozen = drawing is not None and drawing.draws and not _loads_frozen(plan)
+    if part.stored and init is not None and draws_frozen:
         part.fill_stored(partial(_draw_slices, init))
         store.gather_frozen()
     return part
+
+
+def _loads_frozen(plan: ResolvedPlan) -> bool:
+    """Whether frozen weights are loaded, and need no initial values."""
+    return plan.finetune is not None and plan.finetune.base is not None
+
+
+def _store(
+    plan: ResolvedPlan,
+    mesh: Mesh,
+    place: StagePlacement,
+    built: _BuiltStages,
+    init: WeightInit | None,
+    copies: CopyStream,
+    tied: str | None,
+) -> ParamAndGradStore:
+    """Shard the stages' parameters over data parallelism, with initial weights."""
+    optimizer, layouts = plan.training.optimizer, built.layouts
+    partial_axes = _tensor_reduction_axes(layouts, plan, mesh)
+    return ParamAndGradStore(
+        built.models,
+        layouts,
+        gradient_reduction_axes(layouts, partial_axes, mesh),
+        mesh,
+        plan.strategy.data,
+        plan.shards_gradients,
+        place.gradient_dtype,
+        ParamInit(
+            place.device,
+            place.dtype,
+            None if init is None else partial(_draw_shard, init),
+            copies,
+            has_master(optimizer, place.dtype.itemsize),
+            optimizer.delayed_update,
+        ),
+        place.overlap,
+        separate=tied,
+        loads_frozen=_loads_frozen(plan),
+    )
 
 
 def _chunk_numel(plan: ResolvedPlan) -> int:
@@ -209,10 +153,36 @@ def _chunk_numel(plan: ResolvedPlan) -> int:
     return counter_normal.CPU_CHUNK_NUMEL if on_cpu else counter_normal.GPU_CHUNK_NUMEL
 
 
-def _python_model(code: PythonModel, seed: int) -> tuple[nn.Module, Mapping[str, RecordedFill]]:
-    """A user's model, without values where they can be recorded; and what fills those."""
-    build = partial(build_python_model, code, seed)
-    return build_deferred(build) or (build(), {})
+@dataclass
+class _BuiltStages:
+    """Stages on the meta device, everything but ZeRO applied."""
+
+    offload: ActivationOffload | None
+    aux_loss: AuxLossCarrier = field(default_factory=AuxLossCarrier)
+    samples: SampleIndices = field(default_factory=SampleIndices)
+    models: dict[int, Transformer] = field(default_factory=dict)
+    layouts: dict[str, Layout] = field(default_factory=dict)
+    stored: dict[str, StoredWeight] = field(default_factory=dict)
+    """Local name of each weight in 4 bits -> what it is."""
+
+
+def _build_stages(
+    plan: ResolvedPlan,
+    mesh: Mesh,
+    place: StagePlacement,
+    count_reader: CountReader,
+    copies: CopyStream,
+) -> _BuiltStages:
+    built = _BuiltStages(ActivationOffload(copies) if plan.strategy.offload_activations else None)
+    for stage in place.stages:
+        built.models[stage], layouts, stored = _build_stage(
+            plan, mesh, stage, place.partition, count_reader, built.aux_loss, built.offload
+        )
+        built.models[stage].samples = built.samples
+        built.layouts |= layouts
+        built.stored |= stored
+    _tie_weights(plan, built.models, built.layouts)
+    return built
 
 
 def _build_stage(
@@ -335,9 +305,10 @@ def _tie_weights(
 
 
 def _tied_across_stages(
-    plan: ResolvedPlan, layouts: dict[str, Layout], has_both_ends: bool
+    plan: ResolvedPlan, layouts: dict[str, Layout], place: StagePlacement
 ) -> str | None:
     """Local name of the tied weight, if its other copy is on another rank."""
+    has_both_ends = {0, len(place.partition) - 1} <= set(place.stages)
     if not plan.shape.tied or has_both_ends:
         return None
     return next((name for name, layout in layouts.items() if layout.name == TIE_OWNER), None)

@@ -21,8 +21,9 @@ from workbench.engine.precision import plan_dtypes, set_determinism, set_matmul_
 from workbench.errors import refuse
 from workbench.machine.attached import attached
 from workbench.models import Transformer
-from workbench.parallel.apply_strategy import ParallelModel, parallelize
+from workbench.parallel.apply_strategy import parallelize
 from workbench.parallel.mesh import build_mesh
+from workbench.parallel.parallel_model import ParallelModel, StagePlacement
 from workbench.plan.model.layer_profile import Layer, LayerProfile
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.schedule_table import executed
@@ -99,7 +100,9 @@ def _sizes(
 
 def _built(plan: ResolvedPlan, device: torch.device) -> ParallelModel:
     mesh, (_, partition) = build_mesh(plan, 0, device), executed(plan)
-    part = parallelize(plan, mesh, [0], partition, False, device, *plan_dtypes(plan))
+    part = parallelize(
+        plan, mesh, StagePlacement([0], partition, False, device, *plan_dtypes(plan))
+    )
     part.samples.start_step(0, plan.training.micro_batch)
     return part
 

@@ -4,7 +4,9 @@ gradients.
 A forward whose backward is split runs under `SplitBackward`: the backward of a linear layer
 computes the gradient of its input only, and defers the GEMM of its weight's gradient to the
 schedule's W action, which fills the bubble. Whatever is no linear layer on a weight of its own
-(norms, embeddings, weights that are gathered or shared first) gets its gradient in I.
+(norms, embeddings, weights that are gathered or shared first) gets its gradient in I. So do
+low-rank adapters: their GEMMs are thin, 2 rank (in + out) operations a token beside the frozen
+weight's 2 in out, and deferring them would hold a layer's input and output gradient until W.
 """
 
 from __future__ import annotations
