@@ -295,7 +295,7 @@ def four_bit_op(
     form: Any = FourBitFormat(name, group, row_factors is not None)  # type: ignore[arg-type]
     factors = None if row_factors is None else row_factors.contiguous()
     weight = FourBitWeight(numbers.contiguous(), scales.contiguous(), factors, form)
-    out = numbers.new_empty(*numbers.shape[:-1], 2 * numbers.shape[-1], dtype=dtype)
+    out = _new_output(numbers, dtype)
     if out.numel():
         (_launch if kernels == "fused" and runs_triton(out.device) else _look_up)(weight, out)
     return out
@@ -311,4 +311,9 @@ def _(
     dtype: torch.dtype,
     kernels: str,
 ) -> Tensor:
+    return _new_output(numbers, dtype)
+
+
+def _new_output(numbers: Tensor, dtype: torch.dtype) -> Tensor:
+    """Two columns for each byte."""
     return numbers.new_empty(*numbers.shape[:-1], 2 * numbers.shape[-1], dtype=dtype)

@@ -37,17 +37,22 @@ class Attention(nn.Module):
     def forward(self, x_BTD: Tensor, positions: Positions) -> Tensor:
         """Attention branch [B, T, D]."""
         q, k, v = (project(x_BTD) for project in (self.q, self.k, self.v))
-        if self.norms_width and self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q, None)[0], self.k_norm(k, None)[0]
         q, k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in (q, k, v))
-        if not self.norms_width and self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q, None)[0], self.k_norm(k, None)[0]
+        q, k = self._normed(self.q_norm, q), self._normed(self.k_norm, k)
         if self.rotates_by_window and positions.window is not None:
             cos, sin = positions.window
             positions = positions._replace(cos=cos, sin=sin)
         q, k = self.rope(q, k, positions)
         output: Tensor = self.o(self.attend(q, k, v, positions).flatten(-2))
         return output
+
+    def _normed(self, norm: AddNorm | None, x_BTHK: Tensor) -> Tensor:
+        """Queries or keys under their norm: each head's, or all of a token's together."""
+        if norm is None:
+            return x_BTHK
+        x = x_BTHK.flatten(-2) if self.norms_width else x_BTHK
+        normed: Tensor = norm(x, None)[0]
+        return normed.view_as(x_BTHK)
 
 
 AnyAttention = Attention | LatentAttention

@@ -41,7 +41,7 @@ class Table:
 
     @cached_property
     def split(self) -> bool:
-        """Whether any backward comes in two halves."""
+        """Whether any backward is split into I and W."""
         return any(action.kind == "W" for row in self.rows for action in row)
 
     def homes(self, stage: int) -> range:

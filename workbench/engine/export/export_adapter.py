@@ -6,14 +6,12 @@ JSON lines, the answer last.
 
 from __future__ import annotations
 
-import argparse
 import os
 import shutil
 import sys
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from workbench.adapters.peft_writer import write_peft_folder
@@ -23,11 +21,10 @@ from workbench.checkpoint.huggingface.huggingface_names import family_of_weights
 from workbench.checkpoint.resume_point import naming_field
 from workbench.checkpoint.safetensors_writer import TORCH_DTYPES
 from workbench.checkpoint.tensor_index import checkpoint_source
+from workbench.engine.export.export_command import answered, as_json, export_parser
 from workbench.engine.export.export_weights import (
     ByteCounter,
     Progress,
-    answered,
-    as_json,
     check_files,
     shard_of,
     unwritable,
@@ -107,14 +104,8 @@ def export_adapter(
 
 def main() -> int:
     """Export; 2 with one line on stderr where it is refused."""
-    parser = argparse.ArgumentParser(prog="python -m workbench.engine.export.export_adapter")
-    parser.add_argument("checkpoint", type=Path)
-    parser.add_argument("--to", type=Path, required=True)
-    parser.add_argument("--base", type=Path)
-    arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    given = arguments.checkpoint, arguments.to, arguments.base
-    return answered(lambda: export_adapter(*given, as_json))
+    given = export_parser("export_adapter").parse_args()
+    return answered(lambda: export_adapter(given.checkpoint, given.to, given.base, as_json))
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ lines, the answer last. Tensors are read, quantised and written one at a time.
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from pathlib import Path
@@ -26,14 +25,8 @@ from workbench.checkpoint.gguf.gguf_writer import (
 )
 from workbench.checkpoint.huggingface.huggingface_names import parameter_shapes
 from workbench.checkpoint.resume_point import is_gguf
-from workbench.engine.export.export_weights import (
-    ByteCounter,
-    Progress,
-    answered,
-    as_json,
-    shard_of,
-    unwritable,
-)
+from workbench.engine.export.export_command import answered, as_json, export_parser
+from workbench.engine.export.export_weights import ByteCounter, Progress, shard_of, unwritable
 from workbench.engine.export.exported_weights import ExportedWeights, weights_to_export
 from workbench.errors import refuse
 
@@ -120,16 +113,12 @@ def _read(weights: ExportedWeights, name: str, extent: tuple[int, ...]) -> np.nd
 
 def main() -> int:
     """Export; 2 with one line on stderr where it is refused."""
-    parser = argparse.ArgumentParser(prog="python -m workbench.engine.export.export_gguf")
-    parser.add_argument("checkpoint", type=Path)
-    parser.add_argument("--to", type=Path, required=True)
+    parser = export_parser("export_gguf")
     parser.add_argument("--type", choices=FILE_TYPES, default="f16")
     parser.add_argument("--tokenizer", type=Path)
-    parser.add_argument("--base", type=Path)
-    arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    given = arguments.checkpoint, arguments.to, arguments.type, arguments.tokenizer
-    return answered(lambda: export_gguf(*given, as_json, arguments.base))
+    given = parser.parse_args()
+    files = given.checkpoint, given.to, given.type, given.tokenizer
+    return answered(lambda: export_gguf(*files, as_json, given.base))
 
 
 if __name__ == "__main__":

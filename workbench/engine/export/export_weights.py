@@ -6,7 +6,6 @@ JSON lines, the answer last. Tensors are read and written one at a time.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shutil
@@ -25,7 +24,7 @@ from workbench.checkpoint.huggingface.huggingface_names import parameter_shapes,
 from workbench.checkpoint.resume_point import CONFIG
 from workbench.checkpoint.safetensors_writer import TORCH_DTYPES, TensorEntry
 from workbench.checkpoint.tensor_index import TensorSource
-from workbench.engine.exit_codes import exit_status
+from workbench.engine.export.export_command import answered, as_json, export_parser
 from workbench.engine.export.exported_weights import ExportedWeights, weights_to_export
 from workbench.errors import PlanError, refuse
 from workbench.plan.catalog.families.stored_parts import StoredPart, stored_extents
@@ -214,25 +213,8 @@ def _grouped(entries: list[TensorEntry], most: int) -> Iterator[list[TensorEntry
 
 def main() -> int:
     """Export; 2 with one line on stderr where it is refused."""
-    parser = argparse.ArgumentParser(prog="python -m workbench.engine.export.export_weights")
-    parser.add_argument("checkpoint", type=Path)
-    parser.add_argument("--to", type=Path, required=True)
-    parser.add_argument("--base", type=Path)
-    arguments = parser.parse_args()
-    torch.set_num_threads(1)
-
-    given = arguments.checkpoint, arguments.to
-    return answered(lambda: export_checkpoint(*given, as_json, base=arguments.base))
-
-
-def as_json(done: int, of: int, what: str) -> None:
-    """Print progress as a line of JSON."""
-    print(json.dumps({"done": done, "of": of, "what": what}), flush=True)
-
-
-def answered(work: Callable[[], dict[str, Any]]) -> int:
-    """Print the answer of `work` as a line of JSON; exit status 2 where it is refused."""
-    return exit_status(lambda: print(json.dumps(work()), flush=True))
+    given = export_parser("export_weights").parse_args()
+    return answered(lambda: export_checkpoint(given.checkpoint, given.to, as_json, base=given.base))
 
 
 if __name__ == "__main__":
