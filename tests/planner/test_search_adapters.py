@@ -19,6 +19,7 @@ from workbench.planner.search.cell_evaluation import CellEvaluator
 from workbench.planner.search.cells import search_cells
 from workbench.planner.search.constraints import narrow_space, parse_constraint
 from workbench.planner.search.search_space import candidate_plan, search_space
+from workbench.rehearsal.rehearse import rehearse
 
 LAST: dict[str, Any] = {"lora": {"targets": ["blocks.1[45].*"]}}
 FIRST: dict[str, Any] = {"lora": {"targets": ["blocks.[01].mlp.*"]}}
@@ -66,3 +67,34 @@ def test_no_grid_has_adapters() -> None:
     assert "2d" in search_space(full, "vast").algorithm
     with pytest.raises(PlanError, match=r"is 'operators', .* finetune\.lora"):
         search(plan, space="operators")
+
+
+def test_peaks_of_stages_with_and_without_adapters_are_the_engines() -> None:
+    """Four stages of a layer, adapters in the last two; the largest is what a search counts. The
+    first has no backward, and of its forward the estimate counts what is left alone.
+    """
+    cluster = {"gpu": "local", "gpus": 4}
+    task = {"sequence_length": 128, "global_batch": 16, "micro_batch": 2}
+    written = {
+        "model": "tiny",
+        "cluster": cluster,
+        "strategy": {"pipeline": {"size": 4}, "precision": "fp32"},
+        "finetune": task | {"lora": {"rank": 4, "targets": ["blocks.[2-3].*"]}},
+    }
+    plan = Plan.model_validate(written)
+    rehearsed = rehearse(plan)
+    peaks, states = rehearsed.peak_bytes_by_rank, rehearsed.memory
+    trained = states[(states.moment == "peak") & (states.category == "optimizer")]
+    assert set(trained["rank"]) == {2, 3}
+    estimated = estimate(plan).peak_bytes_by_rank
+    assert [estimated[rank] for rank in (1, 2, 3)] == pytest.approx(
+        [peaks[rank] for rank in (1, 2, 3)], rel=0.02
+    )
+    where = [
+        "strategy.pipeline.size=4",
+        "strategy.pipeline.schedule=1f1b",
+        "training.micro_batch=2",
+    ]
+    where += ["strategy.recompute=none", "strategy.data.zero=0"]
+    found = search(plan, where=where, top=1).top[0]
+    assert found.peak_bytes == pytest.approx(max(peaks.values()), rel=0.02)

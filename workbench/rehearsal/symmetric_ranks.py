@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
+from workbench.plan.model.block_linears import adapted_by_layer
 from workbench.plan.rank_placement import rank_place
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.rules.strategy.recompute_rules import recomputed_modules
@@ -51,19 +52,23 @@ def followed_ranks(plan: ResolvedPlan, ranks: Sequence[int]) -> dict[int, int]:
 
 
 def _kinds_of_stages(plan: ResolvedPlan, partition: Sequence[int]) -> Iterator[object]:
-    """What decides what a stage does: of each of its layers whether it is an MoE layer, and which
-    of its modules are recomputed; and whether it is the first or the last stage.
+    """What decides what a stage does: of each of its layers whether it is an MoE layer, which of
+    its modules are recomputed, and which have adapters; and whether it is the first or last stage.
     """
     dense = plan.shape.moe.first_dense if plan.shape.moe else plan.shape.layers
     recomputed: dict[int, list[str]] = {}
     for path in recomputed_modules(plan.strategy.recompute, plan.shape):
         _, layer, *within = path.split(".")
         recomputed.setdefault(int(layer), []).append(".".join(within))
+    none: tuple[tuple[str, ...], ...] = ((),) * plan.shape.layers
+    adapted = adapted_by_layer(plan.shape, plan.lora) if plan.lora else none
     first = 0
     for stage, number in enumerate(partition):
         layers = range(first, first := first + number)
         ends = stage == 0, stage == len(partition) - 1
-        yield ends, tuple((index >= dense, tuple(recomputed.get(index, ()))) for index in layers)
+        yield ends, tuple(
+            (index >= dense, tuple(recomputed.get(index, ())), adapted[index]) for index in layers
+        )
 
 
 def translated(calls: Sequence[Call], of: Axes, to: Axes, example: int, rank: int) -> list[Call]:
