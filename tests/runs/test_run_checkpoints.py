@@ -237,7 +237,7 @@ BASES: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({}, {"finetune.seed": 5}, r"^finetune\.seed: is 5, .* set it to 0"),
     ({}, {"base": "aa"}, r"^finetune\.base: is 'weights of sha256 aa', .* 'null, drawn by seed 0'"),
     ({"base": "aa"}, {}, r"^finetune\.base: is 'null, drawn by seed 0', .* sha256 aa'"),
-    ({"base": "aa"}, {"base": "bb"}, r"^finetune\.base_sha256: is 'bb', .* set it to 'aa'"),
+    ({"base": "aa"}, {"base": "bb"}, r"^finetune\.base: is 'weights of sha256 bb', .* sha256 aa'"),
     ({"base": "aa"}, {"base": "aa", "finetune.seed": 5}, ""),
     ({"finetune.method": "full"}, {"finetune.method": "full", "finetune.seed": 5}, ""),
 ]
@@ -256,7 +256,7 @@ SETTINGS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (
         {LORA + "initial": "a", LORA + "initial_sha256": "aa"},
         {LORA + "initial": "a", LORA + "initial_sha256": "bb"},
-        r"^finetune\.lora\.initial_sha256: is 'bb', \S+ was written with 'aa'",
+        r"^finetune\.lora\.initial: is 'adapters of sha256 bb', .* with 'adapters of sha256 aa'",
     ),
     (
         {LORA + "initial": "a", LORA + "initial_sha256": "aa"},
@@ -300,9 +300,7 @@ def test_another_base_is_refused_before_a_rank_starts(
     body = {"version": VERSION, "meta": written, "files": []}
     (tmp_path / "manifest.json").write_text(manifest_text(body))
     going_on = made.replace(**{"checkpoint.load": str(tmp_path)})
-    with pytest.raises(
-        PlanError, match=r"^finetune\.base_sha256: is '\w+', \S+ was written with 'a"
-    ):
+    with pytest.raises(PlanError, match=r"^finetune\.base: is 'weights of sha256 \w+', \S+ was"):
         checked_launch.start(going_on, root=tmp_path / "runs")
     assert not (tmp_path / "runs").exists()
 

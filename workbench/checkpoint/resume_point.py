@@ -257,7 +257,8 @@ def _of_initial(
     if theirs.get("initial") is None:
         yield "finetune.lora.initial", None, mine["initial"]
     elif None not in (given := theirs.get("initial_sha256"), own := mine.get("initial_sha256")):
-        yield "finetune.lora.initial_sha256", given, own
+        of = "adapters of sha256"
+        yield "finetune.lora.initial", f"{of} {given}", f"{of} {own}"
 
 
 def _shown(value: Any) -> str:
@@ -268,10 +269,9 @@ def _shown(value: Any) -> str:
 
 
 def _of_base(theirs: Mapping[str, Any], mine: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    for field in ("base_sha256", "seed"):
-        if None not in (given := theirs.get(field), own := mine.get(field)):
-            yield f"finetune.{field}", given, own
-            return
+    if None not in (given := theirs.get("seed"), own := mine.get("seed")):
+        yield "finetune.seed", given, own
+        return
     given, own = _base_text(theirs), _base_text(mine)
     if None not in (given, own):
         yield "finetune.base", given, own
