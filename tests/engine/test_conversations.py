@@ -190,6 +190,10 @@ def test_pairs_stand_side_by_side_in_every_rank() -> None:
 def test_conversations_without_answers_are_refused() -> None:
     with pytest.raises(PlanError, match="12 leaves no answer of 2 training conversations"):
         sampler(silent([9, 5], 14))
+    with pytest.raises(
+        PlanError, match=r"^corpus\.holdout: leaves no held-out conversation; legal"
+    ):
+        sampler(source(lengths=[5])).evaluation(0)
 
 
 def test_a_run_does_not_depend_on_how_conversations_are_packed(

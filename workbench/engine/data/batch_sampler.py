@@ -100,6 +100,12 @@ class BatchSampler:
         length = self.sequence_length
         if one.conversations is not None:
             found = ConversationSequences(one, part, length, self.packing, self.seed)
+            if not found.report.conversations:
+                raise refuse(
+                    "corpus.holdout",
+                    f"leaves no {what} conversation{of}; legal: another share, or a larger "
+                    "corpus.source",
+                )
             if found.count < 1:
                 raise refuse(
                     "training.sequence_length",
