@@ -434,6 +434,9 @@ CHANGES = {
     "algorithm": "1d",
     "experts": 1,
     "calibration": "",
+    "method": "full",
+    "lora_rank": 16,
+    "base_format": "int4",
 }
 
 

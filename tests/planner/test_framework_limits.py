@@ -70,7 +70,7 @@ def test_a_plan_beyond_its_framework_is_told(
         told == "; ".join(found.reasons.cannot) == "; ".join(found.to_json()["reasons"]["cannot"])
     )
     assert words in repr(found) and words in found._repr_html_()
-    assert words in reasons_html(plan.resolve(), estimate(plan))
+    assert words in reasons_html(plan, plan.resolve(), estimate(plan))
     mine = plan.replace(**{"strategy.stack": "workbench"})
     assert "cannot" not in estimate(mine).notes and not explain(mine).reasons.cannot
 

@@ -66,8 +66,12 @@ def _kinds_of_stages(plan: ResolvedPlan, partition: Sequence[int]) -> Iterator[o
     for stage, number in enumerate(partition):
         layers = range(first, first := first + number)
         ends = stage == 0, stage == len(partition) - 1
-        yield ends, tuple(
-            (index >= dense, tuple(recomputed.get(index, ())), adapted[index]) for index in layers
+        yield (
+            ends,
+            tuple(
+                (index >= dense, tuple(recomputed.get(index, ())), adapted[index])
+                for index in layers
+            ),
         )
 
 

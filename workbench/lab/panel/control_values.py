@@ -49,9 +49,9 @@ def control_values(requested: Plan, resolved: ResolvedPlan | None) -> dict[str, 
     Returns:
         Control name -> value.
     """
-    written = written_fields(requested)
+    written = panel_data(requested)
     preset = {"strategy": preset_fields(requested)}
-    filled = resolved.model_dump() if resolved else {}
+    filled = _with_task(resolved.model_dump()) if resolved else {}
     found = {}
     for name, control in plan_controls().items():
         sources = [written, preset] if name in SHOWN_AS_WRITTEN else [written, filled, preset]
@@ -60,7 +60,26 @@ def control_values(requested: Plan, resolved: ResolvedPlan | None) -> dict[str, 
             MISSING,
         )
         found[name] = _name(shown) if shown is not MISSING else _default(control)
+        if control.path.startswith("finetune.") and not _applies(requested, name):
+            found[name] = None
     return found
+
+
+def panel_data(plan: Plan) -> dict[str, Any]:
+    """What is written in a plan, a fine-tuning's batch and optimizer as those of `training` too."""
+    return _with_task(written_fields(plan))
+
+
+def _with_task(data: dict[str, Any]) -> dict[str, Any]:
+    return data | {"training": data["finetune"]} if data.get("finetune") else data
+
+
+def _applies(plan: Plan, name: str) -> bool:
+    """Whether a plan has what a control of fine-tuning sets."""
+    tune = plan.finetune
+    if tune is None or name == "method":
+        return tune is not None
+    return tune.method == "lora" and (name == "lora_rank" or tune.quantize is not None)
 
 
 def preset_fields(requested: Plan) -> dict[str, Any]:
@@ -75,7 +94,7 @@ def preset_fields(requested: Plan) -> dict[str, Any]:
 
 def value_origin(requested: Plan, control: PlanControl) -> str:
     """Who set a field: "" the plan as written, else "preset", or "auto" for a default."""
-    if read_path(written_fields(requested), control.path) is not MISSING:
+    if read_path(panel_data(requested), control.path) is not MISSING:
         return ""
     return (
         "auto"

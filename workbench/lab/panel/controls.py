@@ -23,7 +23,7 @@ from workbench.lab.panel.control_values import (
     with_choice,
 )
 from workbench.lab.panel.edit_history import RequestedPlan
-from workbench.lab.panel.plan_controls import PlanControl, plan_controls
+from workbench.lab.panel.plan_controls import PlanControl, panel_path, plan_controls
 from workbench.plan.resolved_plan import ResolvedPlan
 
 HERE = Path(__file__).parent
@@ -138,7 +138,7 @@ def control_of(problem: Problem) -> PlanControl | None:
         (
             control
             for control in plan_controls().values()
-            if f"{problem.field}.".startswith(f"{control.path}.")
+            if f"{panel_path(problem.field)}.".startswith(f"{control.path}.")
         ),
         None,
     )

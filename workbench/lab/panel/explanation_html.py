@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 from workbench.plan.resolved_plan import ResolvedPlan
+from workbench.plan.schema import Plan
 from workbench.planner.explain.bottlenecks import find_bottleneck
 from workbench.planner.explain.explanation import cost_line
+from workbench.planner.explain.method_savings import method_savings
+from workbench.planner.explain.plan_figures import explained_plan
 from workbench.planner.framework_limits import broken_limits
 from workbench.planner.training_cost import training_cost
 from workbench.profile import Profile
 from workbench.untrusted_text import escaped
 
 
-def reasons_html(resolved: ResolvedPlan, profile: Profile) -> str:
-    """Cost and binding constraint of a plan as HTML; what does not bind follows in grey.
+def reasons_html(plan: Plan, resolved: ResolvedPlan, profile: Profile) -> str:
+    """Cost and binding constraint of a plan as HTML; what does not bind follows in grey, and what
+    adapters save.
 
     Args:
-        resolved: The plan.
+        plan: The plan as written.
+        resolved: The same, complete.
         profile: its estimate.
     """
+    saved = None if resolved.lora is None else method_savings(explained_plan(plan, profile))
     found = find_bottleneck(resolved, profile)
     other = found.time if found.constraint == "memory" else found.memory
     lines = [
@@ -25,6 +31,7 @@ def reasons_html(resolved: ResolvedPlan, profile: Profile) -> str:
         _line(cost_line(training_cost(resolved, profile))),
         _line(found.sentence, bold=True),
         _line(other),
+        *([_line(saved.sentence)] if saved else []),
     ]
     return (
         f'<div class="wb-reasons" style="font-size:13px;line-height:1.5;margin:2px 0 '

@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args
 from workbench.machine import gpu_catalog
 from workbench.machine.hardware import GPU
 from workbench.plan.catalog import catalog
-from workbench.plan.schema import AXES, Plan
+from workbench.plan.schema import AXES, Plan, Training
 from workbench.schedules.generators import SCHEDULES
 
 Choice = tuple[str, Any]
@@ -100,6 +100,11 @@ CONTROL_ROWS: dict[str, tuple[tuple[str, str, str, Form], ...]] = {
         ("master", "training.optimizer.master", "Master weights", "choice"),
         ("learning_rate", "training.optimizer.learning_rate", "Learning rate", "number"),
     ),
+    "Fine-tuning": (
+        ("method", "finetune.method", "Method", "choice"),
+        ("lora_rank", "finetune.lora.rank", "LoRA rank", "number"),
+        ("base_format", "finetune.quantize.format", "4-bit base", "choice"),
+    ),
 }
 """Group -> (name, field, label, form) of its controls."""
 
@@ -134,8 +139,14 @@ def schema_field(path: str) -> Any:
     at: Any = Plan
     for name in path.split("."):
         found = at.model_fields[name]
-        at = found.annotation if isinstance(found.annotation, type) else GPU
+        at = _section_of(found.annotation)
     return found
+
+
+def _section_of(annotation: Any) -> Any:
+    """The fields that a field holds, which may be one of several kinds of value."""
+    kinds = [annotation, *get_args(annotation)]
+    return next((kind for kind in kinds if hasattr(kind, "model_fields")), GPU)
 
 
 def _choices(name: str, field: Any) -> tuple[Choice, ...]:
@@ -156,6 +167,8 @@ def _choices(name: str, field: Any) -> tuple[Choice, ...]:
         "fabric": (("auto", None), *choices_of(*gpu_catalog.clusters())),
         "schedule": choices_of(*SCHEDULES),
         "placement": tuple((" · ".join(order), list(order)) for order in permutations(AXES)),
+        "method": (("none: pre-training", None), *choices_of("full", "lora")),
+        "base_format": (("none: 16 bits", None), *choices_of("nf4", "int4")),
     }
     return named.get(name) or choices_of(*_literals(field.annotation))
 
@@ -175,3 +188,10 @@ def _literals(annotation: Any) -> list[Any]:
 def choices_of(*values: Any) -> tuple[Choice, ...]:
     """Choices called as they are written."""
     return tuple((str(value), value) for value in dict.fromkeys(values))
+
+
+def panel_path(field: str) -> str:
+    """A field as a control names it: what a fine-tuning shares with training is `training`'s."""
+    section, _, name = field.partition(".")
+    shared = section == "finetune" and name.split(".")[0] in Training.model_fields
+    return f"training.{name}" if shared else field

@@ -11,13 +11,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from workbench.errors import PlanError
-from workbench.lab.panel.control_values import MISSING, read_path, value_text
-from workbench.lab.panel.plan_controls import PlanControl, plan_controls
+from workbench.lab.panel.control_values import MISSING, panel_data, read_path, value_text
+from workbench.lab.panel.plan_controls import PlanControl, panel_path, plan_controls
 from workbench.lab.panel.typed_values import AUTO
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.rules import legal_sizes
 from workbench.plan.rules.check import check
-from workbench.plan.schema import Plan, build_plan, written_fields
+from workbench.plan.schema import Plan, Training, build_plan, written_fields
+from workbench.planner.methods.finetune_methods import FULL, method_plan
 from workbench.schedules.generators import SCHEDULES
 
 GLOBAL_BATCH, MICRO_BATCH = "training.global_batch", "training.micro_batch"
@@ -41,11 +42,15 @@ def apply_edit(plan: Plan, control: PlanControl, value: Any, before: ResolvedPla
     Raises:
         PlanError: No plan can hold the value.
     """
+    if control.name == "method" and value is None:
+        return pre_training(plan)
     changed = (
         without_field(plan, control.path)
         if value is AUTO
         else plan.replace(**_assigned(control, value, before))
     )
+    if control.name == "method" and value == FULL:
+        changed = method_plan(changed, FULL)
     if control.name in MAY_NEED_GRID and MICRO_BATCH in _wrong(changed):
         changed = without_field(changed, MICRO_BATCH)
     return (
@@ -59,11 +64,21 @@ def without_field(plan: Plan, path: str) -> Plan:
     """`plan` with a field left out, so that it gets its default."""
     data = written_fields(plan)
     *above, last = path.split(".")
+    if above[:1] == ["training"]:
+        above[0] = plan.task_section
     inner: Any = data
     for name in above:
         inner = inner.get(name, {})
     inner.pop(last, None)
     return build_plan(data)
+
+
+def pre_training(plan: Plan) -> Plan:
+    """`plan` that trains, with the batch and the optimizer of its fine-tuning."""
+    data = written_fields(plan)
+    task = data.pop("finetune", None) or data.get("training", {})
+    shared = {name: value for name, value in task.items() if name in Training.model_fields}
+    return build_plan(data | {"training": shared})
 
 
 def side_effects(
@@ -108,7 +123,12 @@ def _assigned(control: PlanControl, value: Any, before: ResolvedPlan | None) -> 
     # A preset has its own settings: fields that were set for another preset are dropped.
     if control.name == "strategy":
         return {"strategy": {"preset": value}}
+    if control.name == "base_format":
+        four_bit = None if value is None else {"format": value}
+        return {"finetune.method": "lora", "finetune.quantize": four_bit}
     changes = {control.path: value}
+    if control.name == "lora_rank":
+        changes["finetune.method"] = "lora"
     if before and control.name == "algorithm":
         changes["strategy.tensor.size"] = _grid(before, value)
     if before and control.name == "schedule" and value in SCHEDULES:
@@ -132,7 +152,7 @@ def _with_batch(plan: Plan, batch: int) -> Plan:
     """`plan` with the global batch that is written in it, or else `batch`; the nearest legal one
     where it is not.
     """
-    written = read_path(written_fields(plan), GLOBAL_BATCH)
+    written = read_path(panel_data(plan), GLOBAL_BATCH)
     if written is MISSING:
         try:
             if plan.resolve().training.global_batch == batch:
@@ -166,5 +186,5 @@ def _nearest(plan: Plan, wanted: int) -> Plan:
 
 
 def _wrong(plan: Plan) -> set[str]:
-    """Fields that are illegal."""
-    return {problem.field for problem in check(plan)}
+    """Fields that are illegal, as controls name them."""
+    return {panel_path(problem.field) for problem in check(plan)}

@@ -20,7 +20,7 @@ from workbench.lab.live.board import Board
 from workbench.lab.live.output_cell import widget_bundle
 from workbench.lab.panel import controls, fit_verdict
 from workbench.lab.panel.cancellable import Cancellable
-from workbench.lab.panel.control_values import MISSING, control_values, read_path
+from workbench.lab.panel.control_values import MISSING, control_values, panel_data, read_path
 from workbench.lab.panel.edit_history import EditHistory, RejectedInput
 from workbench.lab.panel.explanation_html import reasons_html
 from workbench.lab.panel.plan_controls import PlanControl, plan_controls
@@ -152,9 +152,9 @@ class Planner(widgets.VBox):  # type: ignore[misc]  # ipywidgets has no types
             return
         self._history.push(requested.with_plan(control.name, plan))
         batch_written = (
-            read_path(written_fields(requested.plan), GLOBAL_BATCH)
+            read_path(panel_data(requested.plan), GLOBAL_BATCH)
             is MISSING
-            is not read_path(written_fields(plan), GLOBAL_BATCH)
+            is not read_path(panel_data(plan), GLOBAL_BATCH)
         )
         self._replan(
             lambda: side_effects(control, old, control_values(plan, self._resolved), batch_written)
@@ -186,7 +186,7 @@ class Planner(widgets.VBox):  # type: ignore[misc]  # ipywidgets has no types
         self._news = news()
         self._show_controls()
         self._draw()
-        self.reasons.value = reasons_html(resolved, profile)
+        self.reasons.value = reasons_html(requested.plan, resolved, profile)
 
     def _refuse(self, problems: list[Problem]) -> None:
         self.problems = problems
