@@ -6,10 +6,10 @@ import itertools
 import math
 import sys
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from workbench.corpora import tokenized_corpus
 from workbench.engine.data.batch_feed import BatchFeed
-from workbench.engine.data.batch_sampler import BatchContents
+from workbench.engine.data.batch_sampler import Batch, BatchContents
 from workbench.engine.data.batch_sampler import BatchSampler as TextSampler
 from workbench.engine.data.conversation_sequences import ConversationSequences
 from workbench.engine.garbage_collection import collected_on_common_steps
@@ -234,17 +234,7 @@ class TrainingLoop:
         self._set_reference("train", self.index)
         asked = self._asked_to_stop()
         self.meter.begin_step()
-        timeline = None
-        with ExitStack() as stack:
-            self.action_tracker = ActionTracker()
-            if observed == "memory":
-                self._open_window()
-                self.action_tracker = sampler = StepSampler(self.session, self.meter)
-                self._samples.append(SampledStep(self.index, sampler))
-                stack.enter_context(sampler.step(batch[:2]))
-            elif observed == "timeline":
-                self.action_tracker = timeline = StepTimeline(self.session)
-                stack.enter_context(timeline.step())
+        with self._tracking(observed, batch):
             contents = self.feed.contents
             assert contents is not None
             tokens: list[int] = contents.trained_tokens.tolist()
@@ -253,6 +243,7 @@ class TrainingLoop:
             result = self.session.step(
                 self.index, *batch[:2], tracker, asked, all_tokens, sources, batch.starts
             )
+        timeline = tracker if isinstance(tracker, StepTimeline) else None
         counters = self.meter.end_step(observed == "memory")
         if observed == "memory":
             self._samples[-1].counters = counters
@@ -274,6 +265,23 @@ class TrainingLoop:
             )
         )
         self.index += 1
+
+    @contextmanager
+    def _tracking(self, observed: str, batch: Batch) -> Iterator[None]:
+        """Within it `action_tracker` follows the step at `index`, and measures what is observed."""
+        self.action_tracker = ActionTracker()
+        if observed == "memory":
+            self._open_window()
+            self.action_tracker = sampler = StepSampler(self.session, self.meter)
+            self._samples.append(SampledStep(self.index, sampler))
+            with sampler.step(batch[:2]):
+                yield
+        elif observed == "timeline":
+            self.action_tracker = timeline = StepTimeline(self.session)
+            with timeline.step():
+                yield
+        else:
+            yield
 
     def _finish_steps(self, but: int = 0) -> int:
         """Read and record the steps under way, `but` the newest so many; returns what all ranks
@@ -299,14 +307,7 @@ class TrainingLoop:
         if scaler:
             scaler.count_skipped(skipped)
         if not (math.isfinite(loss) or skipped):
-            self.index = step.index
-            fine_tunes = self.plan.finetune is not None and self.plan.finetune.base is not None
-            named = "finetune.base" if fine_tunes else "checkpoint.load"
-            cause = (
-                f"the loss of step {step.index} is {loss}: training cannot continue; lower "
-                f"training.optimizer.learning_rate, or check the weights that {named} names"
-            )
-            raise FloatingPointError(words_of_task(cause, self.plan))
+            self._refuse_loss(step.index, loss)
         record: dict[str, Any] = {
             "step": step.index,
             "loss": loss,
@@ -328,11 +329,25 @@ class TrainingLoop:
         self.telemetry.record("step", **record)
         self.trackers.log(record, step.index)
         if step.timeline is not None:
-            rows = step.timeline.timeline_rows()
-            self.telemetry.record("timeline", step=step.index, rows=rows)
-            rows = step.timeline.collective_rows()
-            self.telemetry.record("collectives", step=step.index, rows=rows)
+            self._record_timeline(step.index, step.timeline)
         return int(stop)
+
+    def _refuse_loss(self, index: int, loss: float) -> NoReturn:
+        """End training by a loss that is not finite."""
+        self.index = index
+        fine_tunes = self.plan.finetune is not None and self.plan.finetune.base is not None
+        named = "finetune.base" if fine_tunes else "checkpoint.load"
+        cause = (
+            f"the loss of step {index} is {loss}: training cannot continue; lower "
+            f"training.optimizer.learning_rate, or check the weights that {named} names"
+        )
+        raise FloatingPointError(words_of_task(cause, self.plan))
+
+    def _record_timeline(self, index: int, timeline: StepTimeline) -> None:
+        rows = timeline.timeline_rows()
+        self.telemetry.record("timeline", step=index, rows=rows)
+        rows = timeline.collective_rows()
+        self.telemetry.record("collectives", step=index, rows=rows)
 
     def _sources(self, contents: BatchContents) -> SequenceSources | None:
         """Sources of the loaded step, where the corpus has several, and the head tells them apart:
