@@ -262,6 +262,30 @@ def test_a_full_disk_costs_a_checkpoint_and_not_the_training(
         assert left == ["step-00000004", "step-00000005"]
 
 
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_a_run_without_the_checkpoint_of_its_last_step_fails(
+    tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch, asynchronous: bool
+) -> None:
+    write = checkpoint_format.write_rank_file
+
+    def full(folder: Path, *rest: Any) -> None:
+        if "step-00000003" in folder.name:
+            raise OSError(28, "No space left on device")
+        write(folder, *rest)
+
+    monkeypatch.setattr(checkpoint_format, "write_rank_file", full)
+    changes = {
+        "finetune__lora__rank": 2,
+        "finetune__steps": 3,
+        "checkpoint__every": 2,
+        "checkpoint__asynchronous": asynchronous,
+    }
+    code, records = trained(tmp_path, text, **changes)
+    assert (code, steps(records, "checkpoint"), len(steps(records, "step"))) == (1, [2], 3)
+    error = refusal(tmp_path)["message"]
+    assert "cannot write" in error and "step-00000003" in error and "No space left" in error
+
+
 def test_dying_while_saving_leaves_the_former_checkpoint(
     tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -43,6 +43,7 @@ from workbench.engine.process_group.collective_deadlines import extend_deadlines
 from workbench.engine.reference_table import ReferenceTable
 from workbench.engine.session import Session, initial_drawer, rank_share
 from workbench.engine.session_checkpoint import SessionCheckpointer
+from workbench.errors import refuse
 from workbench.parallel.mesh import Mesh
 from workbench.parallel.tensor.apply_tensor import counts_own_loss
 from workbench.plan.resolved_plan import ResolvedPlan
@@ -99,6 +100,7 @@ class TrainingLoop:
         self._last_end = 0.0
         self.references = ReferenceTable(self.text, self._reference, device, self._referring)
         self.saver = SessionCheckpointer(self.session, run_dir, self._saved)
+        self._unsaved: ValueError | None = None
         if plan.saves_at_end:
             self.saver.prepare()
 
@@ -453,7 +455,7 @@ class TrainingLoop:
         `asked`.
 
         A checkpoint that cannot be written does not end the training: it is reported, and the next
-        one is attempted as planned.
+        one is attempted as planned. Of the last step there is no next one (`_finish_saving`).
         """
         self._report_unsaved(self.saver.check)
         every, last = self.plan.checkpoint.every, self.index == self.plan.training.steps
@@ -464,7 +466,7 @@ class TrainingLoop:
         self._phase("checkpointing")
         self._extend_deadlines()
         self._report_unsaved(self.saver.wait)
-        self._report_unsaved(lambda: self.saver.save(self.index))
+        self._unsaved = self._report_unsaved(lambda: self.saver.save(self.index))
         self._restore_deadlines()
         self._phase("training")
 
@@ -487,18 +489,26 @@ class TrainingLoop:
         self.telemetry.record("checkpoint", step=step, path=str(path), seconds=seconds)
 
     def _finish_saving(self) -> None:
-        """Wait for the pending checkpoint before the run ends."""
-        self._phase("checkpointing")
-        self._report_unsaved(self.saver.wait)
-        self.saver.close()
+        """Wait for the pending checkpoint before the run ends.
 
-    def _report_unsaved(self, work: Callable[[], object]) -> None:
-        """Run `work`, and report a checkpoint that it finds to have failed."""
+        Raises:
+            PlanError: That of the last step cannot be written: it is what the run was for.
+        """
+        self._phase("checkpointing")
+        unsaved = self._report_unsaved(self.saver.wait) or self._unsaved
+        self.saver.close()
+        if unsaved and self.index == self.plan.training.steps and self.plan.saves_at_end:
+            raise refuse("checkpoint", str(unsaved).removeprefix("checkpoint: "))
+
+    def _report_unsaved(self, work: Callable[[], object]) -> ValueError | None:
+        """Run `work`, and report a checkpoint that it finds to have failed; returns its error."""
         try:
             work()
         except ValueError as error:
-            print(f"{error}; training continues", file=sys.stderr)
+            print(error, file=sys.stderr)
             self.telemetry.record("unsaved", step=self.index, message=str(error))
+            return error
+        return None
 
     def _phase(self, phase: str, detail: str | None = None) -> None:
         self.action_tracker.current = phase
