@@ -113,16 +113,19 @@ def test_gradients_have_the_dtype_of_what_is_stored_or_fp32(
 @pytest.mark.parametrize(
     "strategy", ["ddp", "zero-1", "zero-2", "zero-3", "dapple", "megatron-3d", "zero-bubble"]
 )
-def test_adapters_take_less_memory_and_two_thirds_of_the_compute(strategy: str) -> None:
+def test_adapters_take_less_memory_and_a_few_two_thirds_of_the_compute(strategy: str) -> None:
     # Fused kernels and eight sequences at a time, so that GEMMs decide: neither memory-bound
     # operators nor the host's launches are spared.
     large = {"strategy__kernels": "fused", "training__micro_batch": 8, "training__global_batch": 64}
-    whole, adapted = (
-        told(strategy=strategy, **large, **more) for more in ({}, {"finetune__lora": LORA})
+    few = LORA | {"targets": ["attention.q"]}
+    whole, adapted, thin = (
+        told(strategy=strategy, **large, **more)
+        for more in ({}, {"finetune__lora": LORA}, {"finetune__lora": few})
     )
     assert peak(adapted) < peak(whole)
-    assert adapted.step_seconds < whole.step_seconds
-    assert 0.55 < adapted.notes["time"]["compute"] / whole.notes["time"]["compute"] < 0.75
+    assert thin.step_seconds < min(adapted.step_seconds, whole.step_seconds)
+    compute, one, of_all = (each.notes["time"]["compute"] for each in (whole, thin, adapted))
+    assert 0.55 < one / compute < 0.75 < of_all / compute < 0.92  # those of all are bytes
 
 
 def test_utilisation_of_adapters_counts_no_gradients_of_frozen_weights() -> None:

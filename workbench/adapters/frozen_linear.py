@@ -36,7 +36,19 @@ def frozen_linear(
     """
     if isinstance(weight, FourBitTensor):
         return four_bit_linear(x, weight.stored(columns), bias, weight.kernels)
-    return F.linear(x, weight if columns is None else weight[:, :columns], bias)
+    weight = weight if columns is None else weight[:, :columns]
+    if bias is None:
+        return F.linear(x, weight)
+    # `F.linear` returns a view: where an adapter adds to it, autograd would copy its gradient.
+    return _shaped_as(torch.addmm(bias, rows_of(x), weight.t()), x)
+
+
+def _shaped_as(y_NO: Tensor, x: Tensor) -> Tensor:
+    """Rows of a result in the shape of the input, and no view, so that what follows may work in
+    place.
+    """
+    y: Tensor = torch.ops.aten._unsafe_view.default(y_NO, [*x.shape[:-1], y_NO.shape[-1]])
+    return y
 
 
 def four_bit_linear(
@@ -112,9 +124,7 @@ class _FrozenLinear(torch.autograd.Function):
         needs_x = a is not None and dropped is None
         ctx.save_for_backward(x if needs_x else None, dropped, a, b, down_NR, *parts)
         ctx.scale, ctx.form, ctx.kernels = scale, form, kernels
-        # No view, so that what follows may work in place.
-        y: Tensor = torch.ops.aten._unsafe_view.default(y_NO, [*x.shape[:-1], y_NO.shape[-1]])
-        return y
+        return _shaped_as(y_NO, x)
 
     @staticmethod
     @once_differentiable

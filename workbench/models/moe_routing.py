@@ -192,14 +192,17 @@ class _Scores(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x_BTD: Tensor, weight_ED: Tensor, bias_E: Tensor | None) -> Tensor:
-        ctx.bias = None if bias_E is None else bias_E.shape
-        ctx.save_for_backward(x_BTD, weight_ED)
+        ctx.bias, ctx.dtype = None if bias_E is None else bias_E.shape, x_BTD.dtype
+        # A frozen weight has no gradient, which alone needs the input.
+        ctx.save_for_backward(x_BTD if ctx.needs_input_grad[1] else None, weight_ED)
         return F.linear(at_least_fp32(x_BTD), at_least_fp32(weight_ED))
 
     @staticmethod
-    def backward(ctx: Any, gradient_BTE: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    def backward(ctx: Any, gradient_BTE: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
         x_BTD, weight_ED = ctx.saved_tensors
-        x_gradient = gradient_BTE @ at_least_fp32(weight_ED)
+        x_gradient = (gradient_BTE @ at_least_fp32(weight_ED)).to(ctx.dtype)
+        if x_BTD is None:
+            return x_gradient, None, None
         weight_gradient = gradient_BTE.flatten(0, -2).T @ at_least_fp32(x_BTD).flatten(0, -2)
         no_gradient = None if ctx.bias is None else weight_ED.new_zeros(ctx.bias)
-        return x_gradient.to(x_BTD.dtype), weight_gradient.to(weight_ED.dtype), no_gradient
+        return x_gradient, weight_gradient.to(weight_ED.dtype), no_gradient

@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import numpy as np
 
-from workbench.costmodel.compute.engine_operators import counts_operators, layer_kernels
+from workbench.costmodel.compute.engine_traffic.engine_kernels import (
+    adapter_gemm_kernels,
+    frozen_layer_kernels,
+    layer_kernels,
+)
+from workbench.costmodel.compute.engine_traffic.engine_operators import counts_operators
+from workbench.costmodel.compute.frozen_gemms import frozen_gemms
+from workbench.costmodel.compute.frozen_layers import adapter_bytes
 from workbench.costmodel.compute.kernel_rates import DeviceRates
+from workbench.costmodel.inputs.adapted_layers import AdaptedLayer
 from workbench.costmodel.inputs.config import Number
-from workbench.costmodel.inputs.layer_gemms import layer_gemms
 from workbench.costmodel.inputs.rank_workload import Workload
 from workbench.costmodel.memory.activation_memory import keeps_small_seams_eager, runs_fused_seam
 from workbench.runtime_facts.fused_thresholds import ATEN_SEAMS
@@ -50,12 +57,33 @@ CPP_CALL_SHARE = 0.25
 """Host time of a kernel that a loop in C++ launches, over one launched from Python."""
 
 
-def kernel_launches(w: Workload, is_moe: bool) -> tuple[Number, Number]:
+def kernel_launches(
+    w: Workload, is_moe: bool, frozen: AdaptedLayer | None = None
+) -> tuple[Number, Number]:
     """Kernels of one layer (forward, backward), counting seams that run fused and those left
     eager.
+
+    Args:
+        w: Per-rank problem sizes.
+        is_moe: Whether the feed-forward is an MoE.
+        frozen: Its kind where its weights are frozen beside adapters.
     """
     if counts_operators(w):
-        return layer_kernels(w, is_moe, len(layer_gemms(w, is_moe)))
+        return layer_kernels(w, is_moe) if frozen is None else frozen_layer_kernels(w, frozen)
+    textbook = _textbook_launches(w, is_moe)
+    if frozen is None:
+        return textbook
+    gemms = frozen_gemms(w, frozen)
+    beside, thin = adapter_bytes(w, frozen, 0.0), adapter_gemm_kernels(gemms)
+    own = textbook[1] - sum(2 - gemm.has_input_gradient for gemm in gemms)
+    return (
+        textbook[0] + beside.forward_kernels + thin[0],
+        frozen.has_backward * own + beside.backward_kernels + thin[1],
+    )
+
+
+def _textbook_launches(w: Workload, is_moe: bool) -> tuple[Number, Number]:
+    """The same of a layer without adapters, of a framework whose operators are not counted."""
     routed = routing_launches(w) if is_moe and w.shape.moe else (0.0, 0.0)
     further = (routed, _latent_launches(w), HEAD_NORM_KERNELS if w.shape.qk_norm else (0, 0))
     more = sum(each[0] for each in further), sum(each[1] for each in further)

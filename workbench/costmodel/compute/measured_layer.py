@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from workbench.costmodel.compute.frozen_gemms import frozen_gemms
+from workbench.costmodel.compute.frozen_layers import adapter_bytes
 from workbench.costmodel.compute.kernel_rates import DeviceRates, PassTimes
 from workbench.costmodel.compute.measured_seams import (
     host_costs,
@@ -16,8 +18,10 @@ from workbench.costmodel.compute.measured_seams import (
     measured_routing,
     measured_seam,
 )
+from workbench.costmodel.compute.memory_bound import counted_seconds
 from workbench.costmodel.compute.operator_seconds import operator_microbatch_compute
 from workbench.costmodel.compute.roofline import (
+    NO_TIME,
     LayerTimes,
     MicrobatchCompute,
     layer_times,
@@ -25,25 +29,28 @@ from workbench.costmodel.compute.roofline import (
     optimizer_seconds,
 )
 from workbench.costmodel.compute.traced_seconds import traced_microbatch_compute
+from workbench.costmodel.inputs.adapted_layers import AdaptedLayer, kinds_of_layers
 from workbench.costmodel.inputs.config import Array, Number
-from workbench.costmodel.inputs.layer_gemms import head_gemm, layer_gemms
+from workbench.costmodel.inputs.layer_gemms import LayerGemm, head_gemm, layer_gemms
 from workbench.costmodel.inputs.rank_workload import Workload
 from workbench.costmodel.memory.activation_memory import has_weight_gradients
 from workbench.costmodel.rates.measured_operators import MeasuredOperators, OperatorTimes
-
-ZERO = PassTimes(0.0, 0.0)
 
 
 def measured_layer_times(w: Workload, m: DeviceRates) -> LayerTimes:
     """Seconds of one layer of each kind and of the head: measured ones, or by the roofline."""
     o = m.constants.measured
     if w.fixed.traced is not None:  # a graph has no layers
-        return LayerTimes(ZERO, ZERO, ZERO, ZERO)
+        return LayerTimes(NO_TIME, NO_TIME, NO_TIME, NO_TIME)
     if o is None:
         return layer_times(w, m)
+    attention, head = measured_attention(w, o), _head(w, o)
+    if w.fixed.adapter_rank:
+        frozen = {kind: _frozen_layer(w, m, o, kind) for kind in kinds_of_layers(w.fixed)}
+        return LayerTimes(NO_TIME, NO_TIME, attention, head, frozen)
     dense = _layer(w, o, False)
     moe = _layer(w, o, True) if w.shape.moe else dense
-    return LayerTimes(dense, moe, measured_attention(w, o), _head(w, o))
+    return LayerTimes(dense, moe, attention, head)
 
 
 def measured_microbatch_compute(w: Workload, m: DeviceRates, k: LayerTimes) -> MicrobatchCompute:
@@ -55,29 +62,27 @@ def measured_microbatch_compute(w: Workload, m: DeviceRates, k: LayerTimes) -> M
     o = m.constants.measured
     if o is None:
         return microbatch_compute(w, m, k)
-    sparse, glue = w.layers - w.dense_layers, host_costs(o, w.fixed.kernels)
+    kinds, glue = k.by_kind(w), host_costs(o, w.fixed.kernels)
     embedding = o.operator(
         "embedding", "eager", w.tokens, w.hidden_per_rank, w.vocab_rows * w.tiling.gathered_blocks
     )
     rows = w.tokens / w.sequence_parallel
     norm = measured_seam(w, o, w.shape.norm, rows, w.hidden_per_rank, rows * w.hidden_per_rank)
     forward = (
-        w.dense_layers * k.dense.forward
-        + sparse * k.moe.forward
+        sum((n * x.forward for x, n in kinds), w.zeros)
         + w.has_head * (k.head.forward + norm.forward)
         + w.has_embedding * embedding.forward
         + w.fixed.chunks * glue.microbatch / 2
     )
     backward = (
-        w.dense_layers * k.dense.backward
-        + sparse * k.moe.backward
+        sum((n * x.backward for x, n in kinds), w.zeros)
         + w.has_head * (k.head.backward + norm.backward)
-        + w.has_embedding * embedding.backward
+        + w.has_embedding * has_weight_gradients(w) * embedding.backward
         + w.fixed.chunks * glue.microbatch / 2
     )
-    recompute = w.recomputed_layers * (k.moe.forward + glue.full)
+    recompute = w.recomputed_layers * (k.repeated(w, "forward") + glue.full)
     recompute = recompute + w.layers * w.searched.selective * (k.attention.forward + glue.selective)
-    weight = w.dense_layers * k.dense.weight_grad + sparse * k.moe.weight_grad
+    weight = sum((n * x.weight_grad for x, n in kinds), w.zeros)
     idle = np.zeros_like(w.layers)
     return MicrobatchCompute(
         np.asarray(forward), np.asarray(backward + recompute), np.asarray(weight), idle, idle
@@ -102,7 +107,7 @@ def _layer(w: Workload, o: MeasuredOperators, is_moe: bool) -> PassTimes:
         host_costs(o, w.fixed.kernels),
     )
     parts = [*_seams(w, o, is_moe)]
-    routed = measured_routing(w, o) if is_moe and w.shape.moe else ZERO
+    routed = measured_routing(w, o) if is_moe and w.shape.moe else NO_TIME
     deferring = w.fixed.splits_backward * glue.split
     forward = sum(p.forward for p in parts) + linear.forward + attention.forward + routed.forward
     backward = sum(p.backward for p in parts) + linear.backward + attention.backward
@@ -113,6 +118,47 @@ def _layer(w: Workload, o: MeasuredOperators, is_moe: bool) -> PassTimes:
     )
 
 
+def _frozen_layer(
+    w: Workload, m: DeviceRates, o: MeasuredOperators, kind: AdaptedLayer
+) -> PassTimes:
+    """A layer whose weights are frozen beside adapters. What these have beside GEMMs, and
+    dequantizing weights in 4 bits, is by the roofline.
+    """
+    attention, glue = measured_attention(w, o), host_costs(o, w.fixed.kernels)
+    linear = _frozen_linears(w, o, kind)
+    parts = [*_seams(w, o, kind.is_moe)]
+    routed = measured_routing(w, o) if kind.is_moe else NO_TIME
+    more = counted_seconds(m, adapter_bytes(w, kind, m.constants.dropout_bytes))
+    forward = sum(p.forward for p in parts) + linear.forward + attention.forward + routed.forward
+    backward = sum(p.backward for p in parts) + linear.backward + routed.backward + more[1]
+    backward = backward + kind.has_attention_backward * attention.backward
+    return PassTimes(
+        forward + glue.layer_forward + more[0],
+        kind.has_backward * (backward + glue.layer - glue.layer_forward),
+    )
+
+
+def _frozen_linears(w: Workload, o: MeasuredOperators, kind: AdaptedLayer) -> PassTimes:
+    forward: Number = 0.0
+    backward: Number = 0.0
+    for gemm in frozen_gemms(w, kind):
+        thin = [gemm.down, gemm.up] if gemm.down is not None and gemm.up is not None else []
+        for p, trained in [(gemm.base, False), *((each, True) for each in thin)]:
+            if p.upcast and o.has("routing"):
+                continue  # the router, which routing has measured
+            each = _linear(o, p)
+            forward = forward + p.count * each.forward
+            needed = gemm.has_input_gradient or p is gemm.up
+            of_input = needed * (each.backward - each.weight)
+            backward = backward + p.count * (of_input + trained * each.weight)
+    return PassTimes(forward, backward)
+
+
+def _linear(o: MeasuredOperators, p: LayerGemm) -> OperatorTimes:
+    kind = "linear" if p.ungrouped or not o.has("grouped_linear") else "grouped_linear"
+    return o.operator(kind, "eager", p.rows, p.columns, p.inner)
+
+
 def _linears(w: Workload, o: MeasuredOperators, is_moe: bool) -> PassTimes:
     forward: Number = 0.0
     backward: Number = 0.0
@@ -120,12 +166,10 @@ def _linears(w: Workload, o: MeasuredOperators, is_moe: bool) -> PassTimes:
     for gemm in layer_gemms(w, is_moe):
         if gemm.upcast and o.has("routing"):
             continue  # the router, which routing has measured
-        kind = "linear" if gemm.ungrouped or not o.has("grouped_linear") else "grouped_linear"
-        each = o.operator(kind, "eager", gemm.rows, gemm.columns, gemm.inner)
+        each = _linear(o, gemm)
         forward = forward + gemm.count * each.forward
-        weight = weight + gemm.count * each.weight * has_weight_gradients(w)
-        frozen = each.weight * (1 - has_weight_gradients(w))
-        backward = backward + gemm.count * (each.backward - frozen)
+        weight = weight + gemm.count * each.weight
+        backward = backward + gemm.count * each.backward
     return PassTimes(forward, backward, weight)
 
 

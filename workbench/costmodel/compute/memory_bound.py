@@ -4,16 +4,18 @@ and the casts of fp8.
 
 from __future__ import annotations
 
-from workbench.costmodel.compute.engine_operators import (
+from workbench.costmodel.compute.engine_traffic.engine_operators import (
     casts_eagerly,
     counts_operators,
     dropout_bytes,
     layer_bytes,
 )
+from workbench.costmodel.compute.engine_traffic.moved_bytes import MovedBytes
+from workbench.costmodel.compute.frozen_layers import adapter_bytes, frozen_layer_bytes
 from workbench.costmodel.compute.kernel_launches import adds_expert_biases, fused_seam_shares
 from workbench.costmodel.compute.kernel_rates import DeviceRates, PassTimes
-from workbench.costmodel.compute.moved_bytes import MovedBytes
 from workbench.costmodel.compute.seam_bytes import seam_bytes
+from workbench.costmodel.inputs.adapted_layers import AdaptedLayer
 from workbench.costmodel.inputs.config import Number
 from workbench.costmodel.inputs.quantized_formats import QuantizedFormat
 from workbench.costmodel.inputs.rank_workload import Workload
@@ -31,10 +33,29 @@ and the copy that joins the split gradients.
 """
 
 
-def memory_bound_pass(w: Workload, m: DeviceRates, is_moe: bool) -> PassTimes:
-    """Seconds of norms, residuals, rotary positions and activation of one layer, by bytes moved."""
+def memory_bound_pass(
+    w: Workload, m: DeviceRates, is_moe: bool, frozen: AdaptedLayer | None = None
+) -> PassTimes:
+    """Seconds of norms, residuals, rotary positions and activation of one layer, by bytes moved.
+
+    Args:
+        w: Per-rank problem sizes.
+        m: Reachable rates.
+        is_moe: Whether the feed-forward is an MoE.
+        frozen: Its kind where its weights are frozen beside adapters.
+    """
     if counts_operators(w):
-        return counted_pass(w, m, is_moe)
+        return counted_pass(w, m, is_moe, frozen)
+    textbook = _textbook_pass(w, m, is_moe)
+    if frozen is None:
+        return textbook
+    added = counted_seconds(m, adapter_bytes(w, frozen, m.constants.dropout_bytes))
+    backward = frozen.has_backward * textbook.backward + added[1]
+    return PassTimes(textbook.forward + added[0], backward)
+
+
+def _textbook_pass(w: Workload, m: DeviceRates, is_moe: bool) -> PassTimes:
+    """The same of a layer without adapters, of a framework whose operators are not counted."""
     h, half = w.hidden_per_rank / w.sequence_parallel, w.element_bytes / 2
     drop = h * _dropout_bytes(w, m.constants)
     # An MoE activates every routed row, and copies tokens for dispatch and combine.
@@ -108,11 +129,14 @@ def gemm_inputs(w: Workload, is_moe: bool) -> tuple[Number, Number]:
     return 2 * h, w.ffn
 
 
-def counted_pass(w: Workload, m: DeviceRates, is_moe: bool) -> PassTimes:
+def counted_pass(
+    w: Workload, m: DeviceRates, is_moe: bool, frozen: AdaptedLayer | None = None
+) -> PassTimes:
     """The same of this engine's operators, counted one by one; the casts of fp8 are textbook where
     it does not run such a model.
     """
-    moved = layer_bytes(w, is_moe)
+    drawn = m.constants.dropout_bytes
+    moved = layer_bytes(w, is_moe) if frozen is None else frozen_layer_bytes(w, frozen, drawn)
     dropped = dropout_bytes(w, m.constants.dropout_bytes)
     moved += MovedBytes(dropped, dropped)
     if w.quantized_format is not None and not casts_eagerly(w):
@@ -133,7 +157,7 @@ def _quantized_bytes(
     inputs, wide = gemm_inputs(w, is_moe)
     if not w.fixed.framework.kernels.fused_quantization:
         return 4 * (inputs + wide), 4 * (inputs + wide)
-    apart, after_norm = quantized.quantization_bytes(w.fixed.gpu)
+    apart, after_norm = quantized.quantization_bytes(w.fixed.gpu, w.fixed.adapter_rank > 0)
     routed = inputs - 2 * h
     norms = (2 - bool(is_moe and w.shape.moe)) * h  # a router's input stays in 16 bits
     gradients = 2 * h + routed + out + (1 + w.shape.gated) * wide

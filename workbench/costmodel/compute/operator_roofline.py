@@ -134,7 +134,9 @@ def operator_seconds(o: Operator, m: DeviceRates, gpu: GPU, precision: str) -> f
     if o.kind == "gemm":
         batch, rows, columns, inner = o.dims
         element, narrow = DTYPE_BYTES[o.dtype], o.dtype == "fp8"
-        return float(batch * gemm_seconds(rates, rows, columns, inner, element, narrow))
+        # One that is added to what is there is read, too.
+        added = element * (1 + (o.name == "addmm_"))
+        return float(batch * gemm_seconds(rates, rows, columns, inner, element, narrow, added))
     batch, heads, *_, head_dim = o.dims
     # FLOPs of the backward kernel are 2.5 times those of forward (2307.08691). A block of keys that
     # all queries see counts as a causal one of as many FLOPs.

@@ -10,7 +10,8 @@ from dataclasses import replace
 import numpy as np
 
 from workbench.costmodel.compute import measured_seams
-from workbench.costmodel.compute.engine_operators import (
+from workbench.costmodel.compute.engine_traffic.engine_kernels import stage_kernels
+from workbench.costmodel.compute.engine_traffic.engine_operators import (
     activation_bytes,
     counts_operators,
     dropped_bytes,
@@ -18,10 +19,10 @@ from workbench.costmodel.compute.engine_operators import (
     norm_bytes,
     rope_bytes,
     routing_bytes,
-    stage_kernels,
     ulysses_bytes,
 )
-from workbench.costmodel.compute.float8_operators import float8_linear_bytes
+from workbench.costmodel.compute.engine_traffic.float8_operators import float8_linear_bytes
+from workbench.costmodel.compute.engine_traffic.moved_bytes import MovedBytes, moved_by
 from workbench.costmodel.compute.kernel_launches import kernel_launches
 from workbench.costmodel.compute.kernel_rates import (
     DeviceRates,
@@ -30,7 +31,6 @@ from workbench.costmodel.compute.kernel_rates import (
     peak_flops,
 )
 from workbench.costmodel.compute.memory_bound import counted_seconds, seam_passes
-from workbench.costmodel.compute.moved_bytes import MovedBytes, moved_by
 from workbench.costmodel.compute.roofline import (
     LOSS_FORWARD_SHARE,
     MicrobatchCompute,
@@ -38,7 +38,6 @@ from workbench.costmodel.compute.roofline import (
     attention_pass,
     host_ahead,
 )
-from workbench.costmodel.inputs.layer_gemms import layer_gemms
 from workbench.costmodel.inputs.rank_workload import Workload
 from workbench.costmodel.operators.stage_pass import StagePass
 from workbench.costmodel.rank_passes import rank_passes
@@ -67,8 +66,7 @@ def operator_microbatch_compute(w: Workload, m: DeviceRates) -> MicrobatchComput
     slowdown = m.constants.compute_slowdown
     forward, backward = slowdown * forward, slowdown * backward + accumulation_seconds(w, m)
     if counts_operators(w):
-        gemms = [len(layer_gemms(w, is_moe)) for is_moe in (False, w.shape.moe is not None)]
-        host = [1e-6 * m.constants.launch_us * each for each in stage_kernels(w, *gemms)]
+        host = [1e-6 * m.constants.launch_us * each for each in stage_kernels(w)]
         (forward, first), (backward, second) = (
             host_ahead(forward, host[0]),
             host_ahead(backward, host[1]),

@@ -6,22 +6,25 @@ reachable bandwidth. Model FLOPs, of which MFU is the rate, are counted here too
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from workbench.costmodel.compute.engine_operators import (
+from workbench.costmodel.compute.engine_traffic.engine_kernels import stage_kernels
+from workbench.costmodel.compute.engine_traffic.engine_operators import (
     accumulated_bytes,
     attention_bytes,
-    casts_eagerly,
     chunked_head,
     counts_operators,
     embedding_bytes,
     head_bytes,
     host_step_bytes,
     optimizer_bytes,
-    stage_kernels,
 )
+from workbench.costmodel.compute.engine_traffic.moved_bytes import MovedBytes
+from workbench.costmodel.compute.frozen_layers import frozen_gemm_pass
+from workbench.costmodel.compute.gemm_passes import accumulated_result_bytes, gemm_pass
 from workbench.costmodel.compute.kernel_launches import (
     kernel_launches,
     replayed_kernels,
@@ -36,21 +39,20 @@ from workbench.costmodel.compute.kernel_rates import (
     unfused_attention,
 )
 from workbench.costmodel.compute.memory_bound import counted_seconds, memory_bound_pass
-from workbench.costmodel.compute.moved_bytes import MovedBytes
+from workbench.costmodel.inputs.adapted_layers import AdaptedLayer, adapted_layers, kinds_of_layers
 from workbench.costmodel.inputs.config import Array, FixedConfig, Number
 from workbench.costmodel.inputs.layer_gemms import (
-    LayerGemm,
     attention_flops,
     head_flops,
     head_gemm,
     layer_flops,
-    layer_gemms,
     prediction_gemm,
 )
 from workbench.costmodel.inputs.rank_workload import Workload, tensor_parallel_widths
 from workbench.costmodel.memory.activation_memory import has_weight_gradients
 from workbench.costmodel.rates.constants import Constants
 
+NO_TIME = PassTimes(0.0, 0.0)
 LOSS_FORWARD_SHARE = 3 / 7
 """Share of the loss's memory traffic in forward: cast and log-softmax are three passes over the
 logits, two gradients four.
@@ -67,6 +69,28 @@ class LayerTimes:
     moe: PassTimes
     attention: PassTimes
     head: PassTimes
+    frozen: Mapping[AdaptedLayer, PassTimes] = field(default_factory=dict)
+    """By kind of layer beside adapters, where these alone are trained; `dense` and `moe` are the
+    kinds of layers without them.
+    """
+
+    def by_kind(self, w: Workload) -> list[tuple[PassTimes, Array]]:
+        """A layer of each kind of a workload, with how many each pipeline rank has."""
+        if w.fixed.adapter_rank:
+            return [(self.frozen[kind], count) for kind, count in adapted_layers(w)]
+        return [(self.dense, w.dense_layers), (self.moe, w.layers - w.dense_layers)]
+
+    def repeated(self, w: Workload, of: str) -> Number:
+        """What recomputing a layer repeats of a field of its times: of those with adapters, the
+        mean of the layers that have a backward.
+        """
+        if not w.fixed.adapter_rank:
+            one: Number = getattr(self.moe, of)
+            return one
+        kinds = [(kind, count) for kind, count in adapted_layers(w) if kind.has_backward]
+        layers = sum((count for _, count in kinds), w.zeros)
+        total = sum((count * getattr(self.frozen[kind], of) for kind, count in kinds), w.zeros)
+        return np.asarray(total / np.maximum(layers, 1))
 
 
 @dataclass(frozen=True)
@@ -84,48 +108,48 @@ class MicrobatchCompute:
 
 def layer_times(w: Workload, m: DeviceRates) -> LayerTimes:
     """Seconds of one layer of each kind and of the head."""
+    attention, head = attention_pass(w, m), head_pass(w, m)
+    if w.fixed.adapter_rank:
+        frozen = {kind: layer_pass(w, m, kind.is_moe, kind) for kind in kinds_of_layers(w.fixed)}
+        return LayerTimes(NO_TIME, NO_TIME, attention, head, frozen)
     dense = layer_pass(w, m, False)
     moe = layer_pass(w, m, True) if w.shape.moe else dense
-    return LayerTimes(dense, moe, attention_pass(w, m), head_pass(w, m))
+    return LayerTimes(dense, moe, attention, head)
 
 
 def microbatch_compute(w: Workload, m: DeviceRates, k: LayerTimes) -> MicrobatchCompute:
     """Compute seconds of one microbatch on each pipeline rank, recomputation included."""
-    sparse = w.layers - w.dense_layers
+    kinds, zeros = k.by_kind(w), w.zeros
     looked_up, scattered = _embedding_seconds(w, m)
-    forward = w.dense_layers * k.dense.forward + w.has_head * k.head.forward + looked_up
-    backward = w.dense_layers * k.dense.backward + w.has_head * k.head.backward + scattered
-    if w.shape.moe:
-        forward = forward + sparse * k.moe.forward
-        backward = backward + sparse * k.moe.backward
+    forward = sum((n * x.forward for x, n in kinds), w.has_head * k.head.forward + looked_up)
+    backward = sum((n * x.backward for x, n in kinds), w.has_head * k.head.backward + scattered)
     backward = backward + accumulation_seconds(w, m)
-    # Selective recompute repeats attention, or the share of a layer's forward that the framework's
-    # profile states; full recompute repeats the layer.
-    behavior = w.fixed.framework.recompute
-    share = behavior.repeated_share
-    selective = k.attention.recomputed if share is None else share * k.moe.forward
-    whole = k.moe.forward if behavior.whole_layers else k.moe.recomputed
-    recompute = w.recomputed_layers * whole + w.layers * (w.searched.selective * selective)
-    weight = (
-        w.dense_layers * k.dense.weight_grad
-        + sparse * k.moe.weight_grad
-        + w.has_head * k.head.weight_grad
-    )
+    repeated = _recompute_seconds(w, k)
+    weight = sum((n * x.weight_grad for x, n in kinds), w.has_head * k.head.weight_grad)
     idle = [
-        np.asarray(w.dense_layers * a + sparse * b)
-        for a, b in (
-            (k.dense.idle_forward, k.moe.idle_forward),
-            (k.dense.idle_backward, k.moe.idle_backward),
-        )
+        sum((n * x.idle_forward for x, n in kinds), zeros),
+        sum((n * x.idle_backward for x, n in kinds), zeros),
     ]
-    backward = backward + recompute
+    backward = backward + repeated
     if counts_operators(w):
-        gemms = [len(layer_gemms(w, kind)) for kind in (False, True)]
-        host = [1e-6 * m.constants.launch_us * each for each in stage_kernels(w, *gemms)]
+        host = [1e-6 * m.constants.launch_us * each for each in stage_kernels(w)]
         forward, idle[0] = host_ahead(forward - idle[0], host[0])
-        repeated = w.recomputed_layers * k.moe.idle_forward
-        backward, idle[1] = host_ahead(backward - repeated - idle[1], host[1])
+        again = w.recomputed_layers * k.repeated(w, "idle_forward")
+        backward, idle[1] = host_ahead(backward - again - idle[1], host[1])
     return MicrobatchCompute(forward, backward, np.asarray(weight), *idle)
+
+
+def _recompute_seconds(w: Workload, k: LayerTimes) -> Array:
+    """Seconds of recomputation in one microbatch's backward, by pipeline rank. Selective recompute
+    repeats attention, or the share of a layer's forward that the framework's profile states; full
+    recompute repeats the layer.
+    """
+    behavior = w.fixed.framework.recompute
+    forward, recomputed = (k.repeated(w, of) for of in ("forward", "recomputed"))
+    share = behavior.repeated_share
+    selective = k.attention.recomputed if share is None else share * forward
+    whole = forward if behavior.whole_layers else recomputed
+    return np.asarray(w.recomputed_layers * whole + w.layers * (w.searched.selective * selective))
 
 
 def host_ahead(gpu: Array, host: Number) -> tuple[Array, Array]:
@@ -138,11 +162,12 @@ def host_ahead(gpu: Array, host: Number) -> tuple[Array, Array]:
 
 def _embedding_seconds(w: Workload, m: DeviceRates) -> tuple[Number, Number]:
     """Seconds of the embedding's lookup and of its gradient."""
+    trained = w.has_embedding * has_weight_gradients(w)
     if counts_operators(w):
         looked_up, scattered = counted_seconds(m, embedding_bytes(w))
-        return w.has_embedding * looked_up, w.has_embedding * scattered
-    embedding = w.has_embedding * (4 / m.bandwidth * w.hidden_activation_bytes)
-    return embedding, embedding
+        return w.has_embedding * looked_up, trained * scattered
+    embedding = 4 / m.bandwidth * w.hidden_activation_bytes
+    return w.has_embedding * embedding, trained * embedding
 
 
 def accumulation_seconds(w: Workload, m: DeviceRates) -> Number:
@@ -181,19 +206,28 @@ def model_flops(w: Workload) -> Number:
     return flops
 
 
-def layer_pass(w: Workload, m: DeviceRates, is_moe: bool) -> PassTimes:
+def layer_pass(
+    w: Workload, m: DeviceRates, is_moe: bool, frozen: AdaptedLayer | None = None
+) -> PassTimes:
     """Seconds of one layer and microbatch.
 
     Args:
         w: Per-rank problem sizes.
         m: Reachable rates.
         is_moe: Whether the feed-forward is an MoE, whose experts run as a grouped GEMM.
+        frozen: Its kind where its weights are frozen beside adapters.
     """
-    gemms, attention = _gemm_pass(w, m, is_moe), attention_pass(w, m)
-    bound, slowdown = memory_bound_pass(w, m, is_moe), m.constants.compute_slowdown
+    attention, bound = attention_pass(w, m), memory_bound_pass(w, m, is_moe, frozen)
+    if frozen is None:
+        gemms = gemm_pass(w, m, is_moe)
+    else:
+        gemms = frozen_gemm_pass(w, m, frozen)
+        attended = float(frozen.has_attention_backward)
+        attention = replace(attention, backward=attended * attention.backward)
+    slowdown = m.constants.compute_slowdown
     forward = slowdown * (gemms.forward + attention.forward + bound.forward)
     backward = slowdown * (gemms.backward + attention.backward + bound.backward)
-    launches = kernel_launches(w, is_moe)
+    launches = kernel_launches(w, is_moe, frozen)
     replayed = replayed_kernels(w, is_moe, launches)
     forward_end, backward_end = (
         with_launch_floor(m, seconds, n, without_host)
@@ -209,51 +243,6 @@ def layer_pass(w: Workload, m: DeviceRates, is_moe: bool) -> PassTimes:
         idles * (backward_end - backward),
         slowdown * gemms.last_gemm,
     )
-
-
-def _gemm_seconds(
-    p: LayerGemm, w: Workload, m: DeviceRates, result: Number | None = None
-) -> Number:
-    """Seconds of all GEMMs of one kind, whose results move `result` bytes an element, if not those
-    of an activation.
-    """
-    e, narrow = w.element_bytes, w.quantized_format is not None
-    if p.upcast and e < w.upcast_bytes:
-        wide = replace(m, flops_16bit=peak_flops(w.fixed.gpu, "fp32"))
-        return p.count * gemm_seconds(
-            wide, p.rows, p.columns, p.inner, w.upcast_bytes, result=result
-        )
-    return p.count * gemm_seconds(m, p.rows, p.columns, p.inner, e, narrow, result)
-
-
-def _accumulated_bytes(w: Workload) -> Number | None:
-    """Bytes that an element of a weight's gradient moves in its GEMM: where the GEMM adds to the
-    accumulated one, tile by tile beside the products of other tiles, it is read and written; None
-    where it is a tensor of its own.
-    """
-    separate = w.fixed.framework.model_states.separate_gradient
-    return None if separate else 2 * w.stored_gradient_bytes
-
-
-def _gemm_pass(w: Workload, m: DeviceRates, is_moe: bool) -> PassTimes:
-    """Seconds of one layer's GEMMs; the backward of a GEMM is two, for input and weight."""
-    gemms = layer_gemms(w, is_moe)
-    each = [_gemm_seconds(p, w, m) for p in gemms]
-    forward: Number = sum(each)
-    weight_grad = has_weight_gradients(w) * sum(
-        _gemm_seconds(
-            replace(p, rows=p.columns, columns=p.inner, inner=p.rows), w, m, _accumulated_bytes(w)
-        )
-        for p in gemms
-    )
-    backward = weight_grad + sum(
-        _gemm_seconds(replace(p, columns=p.inner, inner=p.columns), w, m) for p in gemms
-    )
-    # The output of an expert's is saved: combine's gradient needs it. This engine's fp8 layers save
-    # their inputs when they have run.
-    runs_whole = (is_moe and w.shape.moe) or (counts_operators(w) and casts_eagerly(w))
-    last = 0.0 if runs_whole else each[-1]
-    return PassTimes(forward, backward, weight_grad, last_gemm=last)
 
 
 def attention_pass(w: Workload, m: DeviceRates) -> PassTimes:
@@ -330,7 +319,7 @@ def _further_prediction(w: Workload, m: DeviceRates) -> PassTimes:
     p, lookup = prediction_gemm(w), 4 / m.bandwidth * w.hidden_activation_bytes
     rows, columns, inner, e = p.rows, p.columns, p.inner, w.element_bytes
     slowdown = m.constants.compute_slowdown
-    weight = gemm_seconds(m, columns, inner, rows, e, result=_accumulated_bytes(w))
+    weight = gemm_seconds(m, columns, inner, rows, e, result=accumulated_result_bytes(w))
     weight = weight * has_weight_gradients(w)
     forward = gemm_seconds(m, rows, columns, inner, e) + lookup
     backward = weight + gemm_seconds(m, rows, inner, columns, e) + lookup
@@ -343,7 +332,7 @@ def _one_head_pass(w: Workload, m: DeviceRates) -> PassTimes:
     t, v, h, n = p.rows, p.columns, p.inner, p.count
     loss = w.tokens * v * (w.upcast_bytes / 4 * m.constants.loss_bytes / m.bandwidth)
     forward = n * gemm_seconds(m, t, v, h, w.element_bytes) + LOSS_FORWARD_SHARE * loss
-    weight = n * gemm_seconds(m, v, h, t, w.element_bytes, result=_accumulated_bytes(w))
+    weight = n * gemm_seconds(m, v, h, t, w.element_bytes, result=accumulated_result_bytes(w))
     weight = weight * has_weight_gradients(w)
     backward = (
         weight + n * gemm_seconds(m, t, h, v, w.element_bytes) + (1 - LOSS_FORWARD_SHARE) * loss

@@ -8,9 +8,9 @@ import math
 
 import numpy as np
 
+from workbench.costmodel.compute.engine_traffic.moved_bytes import MovedBytes
 from workbench.costmodel.compute.kernel_rates import DeviceRates, PassTimes, gemm_seconds
 from workbench.costmodel.compute.memory_bound import counted_seconds
-from workbench.costmodel.compute.moved_bytes import MovedBytes
 from workbench.costmodel.compute.roofline import MicrobatchCompute, host_ahead
 from workbench.costmodel.inputs.config import Number
 from workbench.costmodel.inputs.rank_workload import Workload

@@ -47,8 +47,8 @@ class KernelBehavior:
     """
     counts_operators: bool = False
     """Whether its operators are known one by one: what each moves on a GPU
-    (`compute/engine_operators.py`), takes on a CPU (`workbench calibrate`) and allocates in
-    attention's backward; else they are textbook counts.
+    (`compute/engine_traffic/engine_operators.py`), takes on a CPU (`workbench calibrate`) and
+    allocates in attention's backward; else they are textbook counts.
     """
     fused_seams: bool = False
     """Whether the plan's `kernels` choose fused or compiled seams whose memory is counted and whose

@@ -75,6 +75,12 @@ def adapted_layer(s: FixedConfig, layer: int) -> AdaptedLayer:
     return AdaptedLayer(moe is not None and layer >= moe.first_dense, own, behind)
 
 
+def kinds_of_layers(s: FixedConfig) -> list[AdaptedLayer]:
+    """All kinds of a model's layers, whichever pipeline stage they are in."""
+    own = [adapted_layer(s, i) for i in range(s.shape.layers)]
+    return list(dict.fromkeys([*own, *(kind._replace(has_input_gradient=True) for kind in own)]))
+
+
 def adapted_layers(w: RankShapes) -> list[tuple[AdaptedLayer, Array]]:
     """The kinds of layers with how many of them each of `w.places` has."""
     by_place = [Counter(adapted_layer(w.fixed, i) for i in own) for own in w.layer_indices]

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from workbench.costmodel.inputs.config import Number
 from workbench.costmodel.inputs.rank_workload import Workload
+from workbench.plan.model.model_shape import Mla
 
 
 @dataclass(frozen=True)
@@ -20,11 +21,23 @@ class LayerGemm:
     """Whether it is a GEMM of its own, not one of a grouped GEMM over experts."""
     upcast: bool = False
     """Whether it runs in fp32 whatever the plan's precision, as a router may."""
+    names: tuple[str, ...] = ()
+    """Names in the block of the linear layers that it computes."""
 
     @property
     def flops(self) -> Number:
         """FLOPs of all `count` GEMMs, multiplications and additions."""
         return 2 * self.count * self.rows * self.columns * self.inner
+
+    @property
+    def input_gradient(self) -> LayerGemm:
+        """The GEMM of the gradient of its input."""
+        return replace(self, columns=self.inner, inner=self.columns)
+
+    @property
+    def weight_gradient(self) -> LayerGemm:
+        """The GEMM of the gradient of its weight."""
+        return replace(self, rows=self.columns, columns=self.inner, inner=self.rows)
 
 
 def layer_gemms(w: Workload, is_moe: bool) -> list[LayerGemm]:
@@ -47,50 +60,67 @@ def layer_gemms(w: Workload, is_moe: bool) -> list[LayerGemm]:
 def _untiled_gemms(w: Workload, is_moe: bool) -> list[LayerGemm]:
     h, t, n = w.hidden_per_rank, w.tokens * w.tiling.gathered_blocks, w.tiling.num_steps
     mla = w.shape.mla
-    if mla is None and w.fixed.framework.kernels.fused_qkv:
-        into = [LayerGemm(t, w.q_width + w.k_width + w.v_width, h, n)]
-    elif mla is None:
-        into = [
-            LayerGemm(t, w.q_width, h, n),
-            LayerGemm(t, w.k_width, h, n),
-            LayerGemm(t, w.v_width, h, n),
-        ]
-    else:
-        part = w.tiling.hidden_parts
-        q_rank, kv_rank = (mla.q_rank or 0) / part, mla.kv_rank / part
-        query = [(q_rank, h), (w.q_width, q_rank)] if mla.q_rank else [(w.q_width, h)]
-        up = w.heads * (mla.nope_dim + mla.value_dim)
-        widths = [*query, (kv_rank + mla.rope_dim / part, h), (up, kv_rank)]
-        into = [LayerGemm(t, columns, inner, n) for columns, inner in widths]
-    return [*into, LayerGemm(t, h, w.o_width, n), *_feed_forward_gemms(w, is_moe)]
+    into = [
+        LayerGemm(t, columns, inner, n, names=names)
+        for columns, inner, names in (_attention_inputs(w) if mla is None else _latents(w, mla))
+    ]
+    out = LayerGemm(t, h, w.o_width, n, names=("attention.o",))
+    return [*into, out, *_feed_forward_gemms(w, is_moe)]
+
+
+Widths = tuple[Number, Number, tuple[str, ...]]
+"""Columns and inner dim of a GEMM, and the names of the linear layers that it computes."""
+
+
+def _attention_inputs(w: Workload) -> list[Widths]:
+    h, names = w.hidden_per_rank, ("attention.q", "attention.k", "attention.v")
+    if w.fixed.framework.kernels.fused_qkv:
+        return [(w.q_width + w.k_width + w.v_width, h, names)]
+    return [(width, h, (name,)) for width, name in zip((w.q_width, w.k_width, w.v_width), names)]
+
+
+def _latents(w: Workload, mla: Mla) -> list[Widths]:
+    h, part = w.hidden_per_rank, w.tiling.hidden_parts
+    q_rank, kv_rank = (mla.q_rank or 0) / part, mla.kv_rank / part
+    up = w.heads * (mla.nope_dim + mla.value_dim)
+    down: list[Widths] = [(q_rank, h, ("attention.q_down",))] if mla.q_rank else []
+    return [
+        *down,
+        (w.q_width, q_rank if mla.q_rank else h, ("attention.q",)),
+        (kv_rank + mla.rope_dim / part, h, ("attention.kv_down",)),
+        (up, kv_rank, ("attention.kv_up",)),
+    ]
 
 
 def _feed_forward_gemms(w: Workload, is_moe: bool) -> list[LayerGemm]:
-    h, t, n = w.hidden_per_rank, w.tokens * w.tiling.gathered_blocks, w.tiling.num_steps
-    moe, wide, joined = w.shape.moe, 2 if w.shape.gated else 1, 1
-    if w.fixed.framework.kernels.fused_qkv:
-        wide, joined = 1, wide
+    t, n, moe = w.tokens * w.tiling.gathered_blocks, w.tiling.num_steps, w.shape.moe
     if not is_moe or moe is None:
-        return [LayerGemm(t, joined * w.ffn, h, n)] * wide + [LayerGemm(t, h, w.ffn, n)]
-    width, own = w.expert_ffn, moe.experts / w.searched.expert
-    routed = t * w.routed_rows_per_token / own
-    result = [
-        LayerGemm(
-            t,
-            moe.experts / w.tiling.hidden_parts,
-            h,
-            n,
-            upcast=w.fixed.framework.experts.fp32_router,
-        ),
-        *[LayerGemm(routed, joined * width, h, n * own, False)] * wide,
+        return _mlp_gemms(w, "mlp.", w.ffn, t, n)
+    own = moe.experts / w.searched.expert
+    router = LayerGemm(
+        t,
+        moe.experts / w.tiling.hidden_parts,
+        w.hidden_per_rank,
+        n,
+        upcast=w.fixed.framework.experts.fp32_router,
+        names=("mlp.router",),
+    )
+    rows = t * w.routed_rows_per_token / own
+    routed = _mlp_gemms(w, "mlp.experts.", w.expert_ffn, rows, n * own, ungrouped=False)
+    shared = _mlp_gemms(w, "mlp.shared.", w.shared_ffn, t, n) if moe.shared else []
+    return [router, *routed, *shared]
+
+
+def _mlp_gemms(
+    w: Workload, part: str, width: Number, rows: Number, count: Number, ungrouped: bool = True
+) -> list[LayerGemm]:
+    """Gate and up, joined where the framework fuses them, and down."""
+    h, names = w.hidden_per_rank, (f"{part}gate", f"{part}up") if w.shape.gated else (f"{part}up",)
+    joined = [names] if w.fixed.framework.kernels.fused_qkv else [(name,) for name in names]
+    return [
+        *(LayerGemm(rows, len(x) * width, h, count, ungrouped, names=x) for x in joined),
+        LayerGemm(rows, h, width, count, ungrouped, names=(f"{part}down",)),
     ]
-    result.append(LayerGemm(routed, h, width, n * own, False))
-    if moe.shared:
-        result += [
-            *[LayerGemm(t, joined * w.shared_ffn, h, n)] * wide,
-            LayerGemm(t, h, w.shared_ffn, n),
-        ]
-    return result
 
 
 def layer_flops(w: Workload, is_moe: bool) -> Number:

@@ -42,14 +42,16 @@ class QuantizedFormat:
         """
         return 1 if self.block is None and gpu.fp8_gemm_layouts == "all" else BOTH_ORDERS
 
-    def quantization_bytes(self, gpu: GPU) -> tuple[float, float]:
+    def quantization_bytes(self, gpu: GPU, frozen: bool = False) -> tuple[float, float]:
         """Bytes an element of quantizing 16 bits for GEMMs: (a tensor apart, a norm's output).
+        Beside frozen weights one GEMM reads each, so that one order is enough (Transformer Engine,
+        pytorch/module/linear.py: `set_usage` by `requires_wgrad`).
 
         Read once, and once more before for the largest entry of a tensor, which a norm's kernel
         finds as it writes its output; where blocks are all that has a scale, it writes 8 bits
         itself (Transformer Engine, csrc/extensions/normalization.cpp).
         """
-        written = self.orders(gpu) * self.element_bytes
+        written = (1 if frozen else self.orders(gpu)) * self.element_bytes
         return (4 + written, 2 + written) if self.tensor_scale else (2 + written, 0.0)
 
 

@@ -77,8 +77,6 @@ def saved_with_adapters(w: Workload, layer: AdaptedLayer, base: BaseSaved) -> Sa
     first = attention_inputs(w)
     reads_first = kept * any(name in first for name in layer.adapted)
     reads_last = bool(_readers_of_last_norm(layer)) * kept
-    if layer.is_moe:  # its router does
-        reads_last = max(reads_last, layer.has_branch_gradient)
     if w.shape.parallel_residual == "one_norm":
         reads_first, reads_last = max(reads_first, reads_last), 0.0
     norm = layer.has_input_gradient * base.first_norm + reads_first * base.first_output

@@ -8,8 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from workbench.costmodel.communication.collective_cost import collective_seconds
+from workbench.costmodel.compute.engine_traffic.moe_layer_bytes import (
+    UPCAST_BYTES,
+    MoeLayerSizes,
+    moe_layer_bytes,
+)
 from workbench.costmodel.compute.kernel_rates import DeviceRates, gemm_seconds
-from workbench.costmodel.compute.moe_layer_bytes import UPCAST_BYTES, MoeLayerSizes, moe_layer_bytes
 from workbench.plan.operators.operator_graph import Operator
 from workbench.planner.autoshard.device_mesh import LogicalMesh
 from workbench.planner.autoshard.machine_model import MachineModel

@@ -50,7 +50,8 @@ class SplitLayerTimes:
         dense, moe, head = (
             _take_fields(one, lambda x: x[kinds, own]) for one in (k.dense, k.moe, k.head)
         )
-        return LayerTimes(dense, moe, _take_fields(k.attention, lambda x: x[own]), head)
+        frozen = {of: _take_fields(one, lambda x: x[kinds, own]) for of, one in k.frozen.items()}
+        return LayerTimes(dense, moe, _take_fields(k.attention, lambda x: x[own]), head, frozen)
 
 
 def layer_times_by_division(
@@ -83,7 +84,11 @@ def _split_layer_times(
         _stack_kernels([getattr(one, of) for one in each], len(splits))
         for of in ("dense", "moe", "head")
     )
-    seconds = replace(each[0], dense=dense, moe=moe, head=head)
+    frozen = {
+        kind: _stack_kernels([one.frozen[kind] for one in each], len(splits))
+        for kind in each[0].frozen
+    }
+    seconds = replace(each[0], dense=dense, moe=moe, head=head, frozen=frozen)
     return SplitLayerTimes(
         {split: i for i, split in enumerate(splits)},
         {kind: i for i, kind in enumerate(constants)},

@@ -239,7 +239,7 @@ def _strategy_fields(
             _set_path(plan, path.split("."), value)
     _make_consistent(plan["strategy"], row)
     if cell_parsers.trains_adapters(row.text):
-        plan["training"]["lora"] = {"rank": _lora_rank(row, framework)}
+        plan["training"]["lora"] = _lora(row, framework)
     return plan["strategy"], plan["training"], sorted(usual)
 
 
@@ -332,15 +332,23 @@ def _make_consistent(strategy: dict[str, Any], row: MeasuredRow) -> None:
         data.pop("reduce")
 
 
+def _lora(row: MeasuredRow, framework: FrameworkDefaults) -> dict[str, Any]:
+    """The adapters: of the rank that the row says, else of the framework's documented one, on the
+    layers on which it documents them.
+    """
+    targets = framework.defaults_of(row.model).get("finetune.lora.targets")
+    found: dict[str, Any] = {"rank": _lora_rank(row, framework)}
+    return found if targets is None else found | {"targets": str(targets).split()}
+
+
 def _lora_rank(row: MeasuredRow, framework: FrameworkDefaults) -> int:
-    """Rank of the adapters: as the row says, else the framework's documented default."""
     if "qlora" in row.text or "nf4" in row.text:
         raise Inexpressible("adapters on a quantised model")
     said = re.search(r"\b(?:rank|dim|r)\s*[=: ]\s*(\d+)", row.notes.lower())
     rank = (
         cell_parsers.positive_integer(said.group(1))
         if said
-        else framework.defaults.get("finetune.lora.rank")
+        else framework.defaults_of(row.model).get("finetune.lora.rank")
     )
     if rank is None:
         raise Inexpressible("adapters of unknown rank")

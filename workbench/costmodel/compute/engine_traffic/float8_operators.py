@@ -6,7 +6,7 @@ torchao casts each operand by plain operators, to fp32 first, and again for ever
 
 from __future__ import annotations
 
-from workbench.costmodel.compute.moved_bytes import MovedBytes, moved_by
+from workbench.costmodel.compute.engine_traffic.moved_bytes import MovedBytes, moved_by
 from workbench.costmodel.inputs.config import Number
 from workbench.costmodel.inputs.layer_gemms import LayerGemm, layer_gemms
 from workbench.costmodel.inputs.rank_workload import Workload

@@ -8,25 +8,21 @@ comments name the operators in the order in which they run.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
-from workbench.costmodel.compute.float8_operators import float8_bytes
-from workbench.costmodel.compute.moe_layer_bytes import MoeLayerSizes, moe_layer_bytes
-from workbench.costmodel.compute.moved_bytes import MovedBytes, moved_by
+from workbench.costmodel.compute.engine_traffic.float8_operators import float8_bytes
+from workbench.costmodel.compute.engine_traffic.moe_layer_bytes import (
+    MoeLayerSizes,
+    moe_layer_bytes,
+)
+from workbench.costmodel.compute.engine_traffic.moved_bytes import MovedBytes, moved_by
 from workbench.costmodel.inputs.config import Number
 from workbench.costmodel.inputs.rank_workload import Workload
 from workbench.costmodel.memory.activation_memory import has_weight_gradients
 from workbench.runtime_facts.loss_chunks import loss_chunk_tokens
 from workbench.runtime_facts.offload_sizes import stepped_bytes
-
-ROTARY_TABLE_KERNELS = 12
-"""Of the tables of cosines and sines, which each stage makes anew for a microbatch."""
-VOCAB_PARALLEL_KERNELS = 16, 4
-"""Of a vocabulary-parallel loss on numbers of each token (forward, backward)."""
-LOOKUP_KERNELS = 4
-"""Of a vocabulary-parallel embedding on tokens."""
-SHARED_HEAD_KERNELS = 3
-"""Of summing the gradient of a weight that several tensor ranks hold (GQA)."""
 
 
 def counts_operators(w: Workload) -> bool:
@@ -34,21 +30,44 @@ def counts_operators(w: Workload) -> bool:
     return w.fixed.framework.kernels.counts_operators and w.fixed.gpu.device == "cuda"
 
 
+class LayerParts(NamedTuple):
+    """Bytes of one layer and microbatch by what its backward is part of, GEMMs and attention
+    apart.
+    """
+
+    first_norm: MovedBytes
+    last_norm: MovedBytes
+    """Of the feed-forward layer, where branches do not share the first."""
+    attention: MovedBytes
+    attention_sums: MovedBytes
+    """Sums of the gradients of what queries, keys and values are made of."""
+    feed_forward: MovedBytes
+    feed_forward_sums: MovedBytes
+    """Sum of both gradients of the input of a gated layer; of an MoE layer part of the other."""
+
+
 def layer_bytes(w: Workload, is_moe: bool) -> MovedBytes:
     """Bytes of one layer and microbatch, GEMMs and attention apart."""
-    e, t, h = w.element_bytes, w.tokens, w.hidden_per_rank
-    own = t * h / w.sequence_parallel
-    found = _residual_bytes(w).wide(own) + _attention_bytes(w)
+    return sum(layer_parts(w, is_moe), start=MovedBytes())
+
+
+def layer_parts(w: Workload, is_moe: bool) -> LayerParts:
+    """The same by part."""
+    t, h = w.tokens, w.hidden_per_rank
+    first, last = (norm.wide(t * h / w.sequence_parallel) for norm in _residual_bytes(w))
     sums = 1.0 * (w.tensor == 1)  # column-parallel layers add the gradients of their input in GEMMs
-    found += moved_by([], [3 * e, 3 * e]).wide(t * h * sums)  # of q, k and v
+    sum_bytes = 3 * w.element_bytes
+    of_attention = moved_by([], [sum_bytes, sum_bytes]).wide(t * h * sums)  # of q, k and v
+    own, of_input = MovedBytes(), MovedBytes()
     if is_moe and w.shape.moe:
-        found += routing_bytes(w) + activation_bytes(w).wide(
+        own += routing_bytes(w) + activation_bytes(w).wide(
             w.tokens * w.routed_rows_per_token * w.expert_ffn
         )
-        return found + (_shared_bytes(w) if w.shape.moe.shared else MovedBytes())
-    if casts_eagerly(w):
-        found += float8_bytes(w)
-    return found + _mlp_bytes(w, w.ffn, sums)
+        own += _shared_bytes(w) if w.shape.moe.shared else MovedBytes()
+    else:
+        own += _mlp_bytes(w, w.ffn) + (float8_bytes(w) if casts_eagerly(w) else MovedBytes())
+        of_input += _input_sum(w, sums)
+    return LayerParts(first, last, _attention_bytes(w), of_attention, own, of_input)
 
 
 def casts_eagerly(w: Workload) -> bool:
@@ -56,71 +75,7 @@ def casts_eagerly(w: Workload) -> bool:
     return w.fixed.precision == "fp8" and w.shape.moe is None and w.shape.mla is None
 
 
-def layer_kernels(w: Workload, is_moe: bool, gemms: int) -> tuple[Number, Number]:
-    """Kernels of one layer (forward, backward), with its GEMMs, attention, and the statistics of
-    eager norms; backward adds every weight's gradient to those before.
-    """
-    counted = layer_bytes(w, is_moe) + attention_bytes(w)
-    # Each further block of a ring: attention to it, and how its rows are weighted.
-    blocks = (w.ring - 1) * 1.0 if w.fixed.has_context_parallel else 0.0
-    counted += MovedBytes(0.0, 0.0, 8 * blocks, 2 * blocks)
-    # An eager RMSNorm adds epsilon and takes a root of each row, and casts its weight's gradient.
-    of_heads = 2 * bool(w.shape.qk_norm)
-    of_stream = w.shape.num_residual_norms
-    rows = (of_stream * (w.shape.norm == "rmsnorm") + of_heads) * (not w.uses_fused_kernels)
-    norms = of_stream * (1 + (w.shape.norm == "layernorm")) + of_heads
-    biases = {"qkv": 3, "all": gemms}.get(w.shape.biases, 0)
-    shared = (
-        SHARED_HEAD_KERNELS
-        * (2 + 2 * (biases > 0))
-        * (w.tensor > (w.shape.kv_heads or w.shape.heads))
-    )
-    return (
-        counted.forward_kernels + gemms + 1 + 2 * rows,
-        counted.backward_kernels + 3 * gemms + 2 + rows + norms + biases + shared,
-    )
-
-
-def stage_kernels(w: Workload, dense_gemms: int, moe_gemms: int) -> tuple[Number, Number]:
-    """Kernels (forward, backward) of a microbatch by pipeline rank: layers, rotary tables,
-    embedding and head, whose weights' gradients are added to those before. Recomputed layers run
-    their forward once more in backward.
-
-    Args:
-        w: Per-rank problem sizes.
-        dense_gemms: GEMMs of a layer's forward.
-        moe_gemms: Of that of an MoE layer.
-    """
-    table, head = embedding_bytes(w), head_bytes(w)
-    dense = layer_kernels(w, False, dense_gemms)
-    moe = layer_kernels(w, True, moe_gemms) if w.shape.moe else dense
-    sparse = w.layers - w.dense_layers
-    chunks = w.tokens / chunked_head(w, w.tokens)
-    gemms = (1 + 2 * w.uses_fused_kernels) * chunks
-    tables = ROTARY_TABLE_KERNELS * (w.shape.positions == "rope")
-    split = 1.0 * (w.tensor > 1)
-    loss = [split * kernels for kernels in VOCAB_PARALLEL_KERNELS]
-    forward = w.has_embedding * (table.forward_kernels + split * LOOKUP_KERNELS)
-    backward = w.has_embedding * (table.backward_kernels + 1)
-    backward = (
-        backward
-        + w.recomputed_layers * (moe[0] - 1 + casts_eagerly(w))
-        + 2 * w.layers * w.searched.selective
-    )
-    return (
-        w.dense_layers * dense[0]
-        + sparse * moe[0]
-        + tables
-        + forward
-        + w.has_head * (head.forward_kernels + gemms + loss[0] + 2),
-        w.dense_layers * dense[1]
-        + sparse * moe[1]
-        + backward
-        + w.has_head * (head.backward_kernels + 2 * (1 - w.uses_fused_kernels) + loss[1] + 4),
-    )
-
-
-def _residual_bytes(w: Workload) -> MovedBytes:
+def _residual_bytes(w: Workload) -> tuple[MovedBytes, MovedBytes]:
     """Bytes an element of a layer's norms of the residual stream and of its additions.
 
     Parallel branches are added to each other; where they share a norm, backward adds its two
@@ -128,11 +83,11 @@ def _residual_bytes(w: Workload) -> MovedBytes:
     """
     e, norm = w.element_bytes, norm_bytes(w, True)
     if w.shape.parallel_residual == "one_norm":
-        return norm + moved_by([3 * e], [3 * e])
+        return norm, moved_by([3 * e], [3 * e])
     if w.shape.parallel_residual == "two_norms" and w.uses_fused_kernels:
         # The second norm is fused with no addition.
-        return norm + moved_by([2 * e, 3 * e], [3 * e, 3 * e])
-    return norm.times(2)
+        return norm, moved_by([2 * e, 3 * e], [3 * e, 3 * e])
+    return norm, norm
 
 
 def norm_bytes(w: Workload, in_layer: bool) -> MovedBytes:
@@ -148,17 +103,18 @@ def norm_bytes(w: Workload, in_layer: bool) -> MovedBytes:
     joined: list[Number] = [3 * e] if in_layer else []
     if w.shape.norm == "layernorm":
         # Two kernels of backward read gradient and input (`layer_norm_kernel.cu`).
-        return moved_by([3 * e, 2 * e], [5 * e, *joined])
+        return moved_by([3 * e, 2 * e], [(3 + 2 * has_weight_gradients(w)) * e, *joined])
     return moved_by([3 * e], joined) + _eager_rmsnorm_bytes(w)
 
 
 def _eager_rmsnorm_bytes(w: Workload) -> MovedBytes:
     """Bytes an element of an RMSNorm by plain operators."""
     e, u = w.element_bytes, w.upcast_bytes
-    cast = (e + u) * (e < u)
+    cast, trained = (e + u) * (e < u), has_weight_gradients(w)
+    of_weight = [3 * u * trained, u * trained]
     return moved_by(
         [cast, 2 * u, u, 2 * u, cast, 2 * e],
-        [cast, cast, 2 * u, 3 * u, u, 2 * u, 3 * u, u, 2 * u, 3 * u, 2 * u, cast],
+        [cast, cast, 2 * u, *of_weight, 2 * u, 3 * u, u, 2 * u, 3 * u, 2 * u, cast],
     )
 
 
@@ -180,7 +136,7 @@ def _attention_bytes(w: Workload) -> MovedBytes:
         found += _unrotated_bytes(w)
     if w.shape.biases in ("qkv", "all"):
         for width in (w.q_width, w.k_width, w.v_width):
-            found += moved_by([], [e]).wide(t * width)
+            found += moved_by([], [e * has_weight_gradients(w)]).wide(t * width)
     return (
         found
         + _row_parallel_bias(w)
@@ -288,18 +244,25 @@ def _row_parallel_bias(w: Workload) -> MovedBytes:
         return MovedBytes()
     e, apart = w.element_bytes, 1.0 * (w.tensor > 1)
     own = w.tokens * w.hidden_per_rank / w.sequence_parallel
-    return moved_by([2 * e * apart], [e]).wide(own)
+    return moved_by([2 * e * apart], [e * has_weight_gradients(w)]).wide(own)
 
 
-def _mlp_bytes(w: Workload, width: Number, sums: Number) -> MovedBytes:
-    """Activation, biases, and the sum of both gradients of a gated layer's input."""
+def _mlp_bytes(w: Workload, width: Number) -> MovedBytes:
+    """Activation and biases of a feed-forward layer."""
     e, t = w.element_bytes, w.tokens
     found = activation_bytes(w).wide(t * width) + _row_parallel_bias(w)
-    if w.shape.gated:
-        found += moved_by([], [3 * e]).wide(t * w.hidden_per_rank * sums)
     if w.shape.biases == "all":
-        found += moved_by([], [e]).wide(t * width).times(1 + w.shape.gated)
+        found += (
+            moved_by([], [e * has_weight_gradients(w)]).wide(t * width).times(1 + w.shape.gated)
+        )
     return found
+
+
+def _input_sum(w: Workload, sums: Number) -> MovedBytes:
+    """Sum of both gradients of a gated layer's input."""
+    if not w.shape.gated:
+        return MovedBytes()
+    return moved_by([], [3 * w.element_bytes]).wide(w.tokens * w.hidden_per_rank * sums)
 
 
 def activation_bytes(w: Workload) -> MovedBytes:
@@ -328,6 +291,7 @@ def routing_bytes(w: Workload) -> MovedBytes:
             bool(moe.shared),
             w.shape.gated,
             matrices * has_weight_gradients(w),
+            has_weight_gradients(w) > 0,
         ),
         w.element_bytes,
         w.fixed.precision == "bf16",
@@ -341,7 +305,7 @@ def routing_bytes(w: Workload) -> MovedBytes:
 def _shared_bytes(w: Workload) -> MovedBytes:
     """Shared experts, and the sum of their outputs and the routed ones'."""
     total = moved_by([3 * w.element_bytes], []).wide(w.tokens * w.hidden_per_rank)
-    return _mlp_bytes(w, w.shared_ffn, 1.0 * (w.tensor == 1)) + total
+    return _mlp_bytes(w, w.shared_ffn) + _input_sum(w, 1.0 * (w.tensor == 1)) + total
 
 
 def head_bytes(w: Workload) -> MovedBytes:
@@ -356,7 +320,8 @@ def head_bytes(w: Workload) -> MovedBytes:
     one = 1 if w.fixed.kernels == "fused" else 2
     wide = e if w.fixed.precision != "fp16" else 4
     whole = moved_by([(one + 1) * e], []).wide(logits)
-    whole += moved_by([], [wide + e]).wide(t * h) + moved_by([], [wide + e]).wide(w.table_params)
+    of_weight = (wide + e) * has_weight_gradients(w)
+    whole += moved_by([], [wide + e]).wide(t * h) + moved_by([], [of_weight]).wide(w.table_params)
     return found + loss_bytes(w, split).wide(logits).times(split) + whole.times(1 - split)
 
 
@@ -414,9 +379,9 @@ def accumulated_bytes(w: Workload) -> Number:
     each = e + (2 - _scattered(w)) * g
     if w.fixed.splits_backward:  # deferred GEMMs of weight gradients add to those before themselves
         deferred = 1.0 - (w.sequence_parallel > 1)
-        tables = (w.has_embedding + w.has_head) * w.table_params
+        tables = (w.has_embedding + w.has_head) * w.table_params * has_weight_gradients(w)
         return tables * each + (1 - deferred) * (w.param_counts.trained - tables) * each
-    tied = w.has_embedding * w.has_head * w.table_params * w.shape.tied
+    tied = w.has_embedding * w.has_head * w.table_params * w.shape.tied * has_weight_gradients(w)
     return w.param_counts.trained * each + tied * 3 * e
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from workbench.costmodel.compute.moved_bytes import MovedBytes, moved_by
+from workbench.costmodel.compute.engine_traffic.moved_bytes import MovedBytes, moved_by
 from workbench.costmodel.inputs.config import Number
 
 UPCAST_BYTES = 4
@@ -28,6 +28,8 @@ class MoeLayerSizes:
     is_gated: bool
     weights: Number
     """Elements of the routed experts' weights that have gradients."""
+    trains_router: bool = True
+    """Whether the router's weight has a gradient, which reads its input."""
 
 
 def moe_layer_bytes(s: MoeLayerSizes, e: int, is_grouped: bool) -> MovedBytes:
@@ -41,7 +43,7 @@ def moe_layer_bytes(s: MoeLayerSizes, e: int, is_grouped: bool) -> MovedBytes:
     u, t, h = max(e, UPCAST_BYTES), s.tokens, s.hidden
     cast, k, rows = (e + u) * (e < u), s.top_k, t * s.rows_per_token
     # The router's input is upcast in both passes, its gradient cast; its scores are of all experts.
-    found = moved_by([cast], [cast, cast]).wide(t * h)
+    found = moved_by([cast], [cast * s.trains_router, cast]).wide(t * h)
     found += moved_by([2 * u, u, u], [3 * u, u, 3 * u, 2 * u]).wide(t * s.experts)
     # Dispatch gathers rows; backward gathers the gradients of each choice, and adds them.
     found += moved_by([2 * e * s.rows_per_token], [2 * e] + [2 * e, 3 * e] * (k - 1)).wide(t * h)

@@ -1,0 +1,1 @@
+"""What this engine runs beside GEMMs and attention on a GPU: bytes and kernels."""
