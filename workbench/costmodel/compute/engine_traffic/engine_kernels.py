@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import numpy as np
+
 from workbench.costmodel.compute.engine_traffic.engine_operators import (
     attention_bytes,
     casts_eagerly,
@@ -143,5 +147,20 @@ def _layers_kernels(w: Workload) -> tuple[Number, Number]:
     forward, backward = (
         sum((count * kernels[at] for kernels, count in kinds), w.zeros) for at in (0, 1)
     )
-    repeated = kinds[-1][0][0] - 1 + casts_eagerly(w)
-    return forward, backward + w.recomputed_layers * repeated
+    return forward, backward + w.recomputed_layers * (_repeated(w, kinds) - 1 + casts_eagerly(w))
+
+
+def _repeated(w: Workload, kinds: Sequence[tuple[tuple[Number, Number], Number]]) -> Number:
+    """Forward kernels of a recomputed layer: of layers beside adapters the mean of those that have
+    a backward, which alone are recomputed.
+    """
+    if not w.fixed.adapter_rank:
+        return kinds[-1][0][0]
+    own = [
+        (kernels[0], n)
+        for (kernels, n), (kind, _) in zip(kinds, adapted_layers(w))
+        if kind.has_backward
+    ]
+    layers = sum((n for _, n in own), w.zeros)
+    total = sum((n * kernels for kernels, n in own), w.zeros)
+    return np.asarray(total / np.maximum(layers, 1))
