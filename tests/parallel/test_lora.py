@@ -17,8 +17,12 @@ from workbench.engine.session_checkpoint import SessionCheckpointer
 from workbench.engine.verify.equivalence import verify
 from workbench.engine.verify.single_device import verification_weight
 from workbench.errors import PlanError
+from workbench.kernels.fused_seams import FusedDropout
 from workbench.models import Transformer
+from workbench.models.counter_dropout import Dropout
 from workbench.parallel.expert import apply_expert
+from workbench.parallel.layout import Layout
+from workbench.parallel.lora.apply_lora import apply_lora
 from workbench.plan.catalog.huggingface_config import shape_of
 from workbench.plan.model.block_linears import adapted_linears, model_linears
 from workbench.plan.resolved_plan import ResolvedPlan
@@ -91,6 +95,38 @@ def test_a_gradient_that_is_not_summed_over_tensor_ranks_is_found(
 ) -> None:
     monkeypatch.setattr(apply_expert, "_is_shared_by_columns_or_rows", lambda name, layouts: False)
     assert is_adapter(failure_of(verify(plan(2, changes=DENSE)))["tensor"])
+
+
+def with_adapters(dropout: float) -> Session:
+    """A session of weights whose adapters change the output."""
+    session = session_of(plan(changes={**LORA, "finetune.lora.dropout": dropout}).resolve(), 0)
+    with torch.no_grad():
+        for name, parameter in session.part.stages[0].named_parameters():
+            weight = verification_weight(name, tuple(parameter.shape), 0, torch.float64)
+            parameter.copy_(weight)
+    return session
+
+
+def test_evaluation_drops_nothing_of_an_adapters_input() -> None:
+    dropping, other = with_adapters(0.5), with_adapters(0.0)
+    tokens = torch.arange(128).view(4, 2, 16)
+    assert torch.equal(dropping.evaluate(tokens, tokens), other.evaluate(tokens, tokens))
+    assert dropping.step(0, tokens, tokens).loss != other.step(0, tokens, tokens).loss
+
+
+def test_adapters_drop_by_one_kernel_on_a_gpu() -> None:
+    made = plan(changes=LORA).resolve()
+    with torch.device("meta"):
+        model = Transformer(made.shape)
+    layouts = {
+        f"{path}.weight": Layout.unsharded(f"{path}.weight", tuple(module.weight.shape))
+        for path, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear)
+    }
+    assert made.lora is not None
+    apply_lora(model, layouts, made.lora, 0, "fused", "cuda")
+    kinds = {type(x) for x in model.modules() if isinstance(x, Dropout) and x.rate}
+    assert kinds == {FusedDropout}
 
 
 def test_full_fine_tuning_is_training() -> None:

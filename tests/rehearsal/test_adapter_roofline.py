@@ -23,6 +23,7 @@ CASES: list[Case] = [
     ("llama, eager", ALL, {}),
     ("sequence parallel, two stages, recomputed", ALL, {}),
     ("llama, eager", {**ALL, "dropout": 0.1}, {}),
+    ("layer norm, fused, tensor ranks", {**ALL, "dropout": 0.1}, {}),
     ("mixture, experts split", ALL, NF4),
     ("ring", {"rank": 8, "targets": ["attention.[qv]"]}, {}),
     ("layer norm, fused, tensor ranks", ALL, {}),

@@ -198,6 +198,7 @@ def adapt(
         empty = torch.empty(shape, dtype=weight.dtype, device=weight.device)
         own.register_parameter(name, nn.Parameter(empty))
     dropout = Dropout(lora.dropout, seed_of(f"{path}.lora.dropout", seed))
+    own.lora_dropout = dropout  # a module of the model, which evaluation switches off
     adapter = LoraAdapter(own, adapter_scale(lora), dropout)
     if isinstance(own, GroupedLinear):
         own.add_adapter = adapter.add_grouped

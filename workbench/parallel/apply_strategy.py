@@ -226,7 +226,8 @@ def _build_stage(
         apply_float8(model, mesh)
     apply_expert_parallel(model, layouts, mesh, plan.strategy.tensor.sequence, count_reader)
     if plan.lora:
-        apply_lora(model, layouts, plan.lora, plan.training.seed)
+        kernels, device = plan.strategy.kernels, plan.gpu.device
+        apply_lora(model, layouts, plan.lora, plan.training.seed, kernels, device)
     stored: dict[str, StoredWeight] = {}
     if (form := four_bit_format(plan)) is not None:
         stored = apply_four_bit(model, layouts, form, plan.strategy.kernels)

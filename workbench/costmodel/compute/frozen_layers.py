@@ -6,7 +6,7 @@ Of its backward the gradients of inputs alone are left, from the first adapter o
 
 from __future__ import annotations
 
-from workbench.costmodel.compute.engine_traffic.engine_operators import layer_parts
+from workbench.costmodel.compute.engine_traffic.engine_operators import dropped_bytes, layer_parts
 from workbench.costmodel.compute.engine_traffic.moved_bytes import MovedBytes, moved_by
 from workbench.costmodel.compute.frozen_gemms import (
     FrozenGemm,
@@ -23,8 +23,8 @@ from workbench.costmodel.inputs.layer_gemms import LayerGemm
 from workbench.costmodel.inputs.rank_workload import Workload
 
 DROPOUT_KERNELS = 114.0, 119.0
-"""Of drawing the mask of an adapter's input and dropping by it (forward, backward), by plain
-operators whatever the plan's kernels (`models/counter_dropout.py`).
+"""Of drawing the mask of an adapter's input and dropping by it (forward, backward) by plain
+operators (`models/counter_dropout.py`).
 """
 
 
@@ -108,7 +108,9 @@ def adapter_bytes(w: Workload, kind: AdaptedLayer, drawn: float) -> MovedBytes:
         found += moved_by([2 * e], [2 * e]).wide(rows * gemm.down.columns).times(apart)  # the scale
         own = moved_by([], [3 * e]).times(apart)  # added to the base's gradient of its input
         if w.fixed.drops_adapter_inputs:
-            own = moved_by([], [3 * e]) + MovedBytes(drawn, drawn, *DROPOUT_KERNELS)
+            kernels = (1.0, 1.0) if w.uses_fused_kernels else DROPOUT_KERNELS
+            each = dropped_bytes(w, drawn)
+            own = moved_by([], [3 * e]) + MovedBytes(each, each, *kernels)
             own += moved_by([], [2 * e]).times(gemm.joined)  # the scale
         found += _passes(own.wide(rows * gemm.down.inner), gemm.has_input_gradient)
         if is_routed(gemm.base):  # added to the base's output

@@ -13,6 +13,7 @@ from dataclasses import replace
 from torch import nn
 
 from workbench.adapters.lora_linear import LORA_A, LORA_B, adapt, freeze
+from workbench.kernels.fused_seams import replace_seams
 from workbench.models import Transformer
 from workbench.models.grouped_gemm import GroupedLinear
 from workbench.parallel.expert.apply_expert import PartialLinear
@@ -35,7 +36,9 @@ LINEARS = (
 )
 
 
-def apply_lora(model: Transformer, layouts: dict[str, Layout], lora: Lora, seed: int) -> None:
+def apply_lora(
+    model: Transformer, layouts: dict[str, Layout], lora: Lora, seed: int, kernels: str, device: str
+) -> None:
     """Give a stage's layers adapters and freeze all else, in place; record the adapters' layouts.
 
     Args:
@@ -43,6 +46,8 @@ def apply_lora(model: Transformer, layouts: dict[str, Layout], lora: Lora, seed:
         layouts: Local parameter name -> layout; updated.
         lora: The plan's adapters.
         seed: Of their dropout.
+        kernels: What drops: eager, compiled or fused.
+        device: The plan's device type: cuda or cpu.
     """
     freeze(model)
     for path, module in list(model.named_modules()):
@@ -51,6 +56,7 @@ def apply_lora(model: Transformer, layouts: dict[str, Layout], lora: Lora, seed:
         a, b = adapter_layouts(path, layouts[f"{path}.weight"], lora.rank)
         adapter = adapt(model, path, module, lora, a.local_shape, b.local_shape, seed)
         adapter.dropout.first_channel = a.slices[-1][0]
+        replace_seams(adapter.dropout, kernels, device)
         layouts[f"{path}.{LORA_A}"], layouts[f"{path}.{LORA_B}"] = a, b
 
 
