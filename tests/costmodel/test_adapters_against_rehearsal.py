@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from tests.costmodel.test_against_rehearsal import LATENT, ODD, SHARED, small
+from tests.costmodel.test_against_rehearsal import LATENT, ODD, SHARED, small, traffic
 from tests.costmodel.test_zero_against_rehearsal import assert_is_the_engines
 from workbench.plan.schema import Plan
+from workbench.planner import estimate
 
 S, D = "strategy.", "strategy.data."
 FULL = {S + "recompute": "full"}
@@ -22,12 +23,25 @@ LATE: dict[str, Any] = {"rank": 4, "targets": ["blocks.[2-3].*"]}
 DROPPED: dict[str, Any] = {"rank": 8, "dropout": 0.1}
 NF4 = {"finetune.quantize": {"group": 32}}
 INT4 = {"finetune.quantize": {"format": "int4", "group": 32, "double": False}}
+PAIRS = {"finetune.preference": {}, "corpus.format": "preferences", "corpus.packing": False}
+RING = {S + "context.size": 2, S + "context.algorithm": "ring"}
 Case = tuple[Any, str, str, int, dict[str, Any], dict[str, Any]]
 FEW: list[Case] = [
     ("tiny", "fp32", "zero-3", 2, LATE, {}),
     ("tiny", "bf16", "megatron-sp", 4, ALL, {S + "tensor.size": 2, D + "zero": 1}),
     ("tiny", "bf16", "zero-bubble", 4, SOME, TWO_BY_TWO),
     ("tiny", "bf16", "zero-3", 2, ALL, NF4),
+    ("tiny", "fp32", "zero-3", 2, LATE, PAIRS),
+]
+OF_PAIRS: list[Case] = [
+    (ODD, "fp32", "megatron-sp", 2, DROPPED, PAIRS),
+    ("tiny", "bf16", "zero-bubble", 4, SOME, {**PAIRS, **TWO_BY_TWO}),
+    (ODD, "bf16", "dapple", 4, ALL, {**PAIRS, **SHARDED_STAGES}),
+    ("tiny", "fp32", "zb-v", 2, LATE, PAIRS),
+    ("tiny", "bf16", "ddp", 4, ALL, {**PAIRS, **RING, S + "pipeline.size": 2}),
+    ("tiny-moe", "fp32", "ddp", 2, ALL, {**PAIRS, S + "context.size": 2}),
+    ("tiny-moe", "bf16", "zero-3", 2, ALL, {**PAIRS, S + "expert.size": 2}),
+    ("tiny", "bf16", "zero-3", 2, ALL, {**PAIRS, D + "keep_gathered": True}),
 ]
 CASES: list[Case] = [
     ("tiny", "bf16", "ddp", 2, SOME, {}),
@@ -74,3 +88,22 @@ def test_peaks_and_collectives_of_adapters_are_the_engines(case: Case) -> None:
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_so_they_are_on_every_axis(case: Case) -> None:
     assert_is_the_engines(tuned(case))
+
+
+@pytest.mark.slow
+@pytest.mark.drawn(2)
+@pytest.mark.parametrize("case", OF_PAIRS, ids=str)
+def test_and_with_the_passes_of_a_reference(case: Case) -> None:
+    assert_is_the_engines(tuned(case))
+
+
+def test_weights_that_are_all_trained_have_no_reference_passes() -> None:
+    """The step's scalars have the metrics of pairs, and context ranks sum log-probabilities."""
+    settings = {"finetune.method": "full", **PAIRS, **RING}
+    before = small("tiny", "ddp", 2, "fp32").replace(**RING)
+    plain, pairs = (traffic(estimate(plan)) for plan in (before, before.replace(**settings)))
+    sums = {key[1:6]: calls for key, calls in (pairs - plain).items()}
+    assert sums == {
+        ("world", "all_reduce", 2, "fp32", 24): 1,
+        ("context", "all_reduce", 2, "fp32", 8): 4,
+    }

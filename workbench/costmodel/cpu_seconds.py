@@ -19,6 +19,7 @@ from workbench.costmodel.compute.measured_layer import (
     measured_microbatch_compute,
     measured_optimizer_seconds,
 )
+from workbench.costmodel.inputs.adapted_layers import with_adapters_off
 from workbench.costmodel.inputs.config import Array, Number
 from workbench.costmodel.inputs.rank_workload import Workload
 from workbench.costmodel.memory.model_states import owned_params
@@ -50,6 +51,9 @@ def _compute(w: Workload, constants: Constants) -> Array:
     work = measured_microbatch_compute(w, m, measured_layer_times(w, m))
     owned = np.asarray(sum(owned_params(w, w.param_counts)))
     passes = work.forward + work.backward
+    if w.fixed.reference_pass:
+        off = with_adapters_off(w)
+        passes = passes + measured_microbatch_compute(off, m, measured_layer_times(off, m)).forward
     return np.asarray(w.microbatches * passes + measured_optimizer_seconds(w, m, owned))
 
 

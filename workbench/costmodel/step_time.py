@@ -10,7 +10,7 @@ from math import lcm
 
 import numpy as np
 
-from workbench.costmodel.communication.collective_call import CollectiveCall
+from workbench.costmodel.communication.collective_call import REFERENCE, CollectiveCall
 from workbench.costmodel.communication.collective_cost import (
     AlikeCalls,
     AxisLink,
@@ -29,6 +29,7 @@ from workbench.costmodel.compute.measured_layer import (
 )
 from workbench.costmodel.compute.roofline import LayerTimes, MicrobatchCompute, model_flops
 from workbench.costmodel.compute.traced_seconds import traced_model_flops
+from workbench.costmodel.inputs.adapted_layers import with_adapters_off
 from workbench.costmodel.inputs.config import Array, FixedConfig, Number, named_table, stage_homes
 from workbench.costmodel.inputs.layer_gemms import column_parallel_share
 from workbench.costmodel.inputs.operator_strategies import group_name
@@ -105,7 +106,9 @@ def step_time(
         after["optimizer"] = np.maximum(0.0, after["optimizer"] - makespan)
     after["offload"] = exposed_offload(w, constants, _owned(w), makespan, stepping)
     if w.fixed.reference_pass:
-        after["reference"] = _forward_makespan(w, durations)
+        own = [replace(call, action="F") for call in calls if call.action == REFERENCE]
+        reference = _durations(with_adapters_off(w), m, k, own, links)
+        after["reference"] = _forward_makespan(w, reference.forward)
     after["overhead"] = step_overhead(w.fixed.world_size, constants)
     return StepTime(makespan + _sum(after.values()), durations, bubble, after, calls)
 
@@ -464,13 +467,13 @@ def _bubble(w: Workload, d: MicrobatchDurations, busy: Number) -> Number:
     return bubble
 
 
-def _forward_makespan(w: Workload, d: MicrobatchDurations) -> Number:
-    """Seconds of the forward passes of all microbatches alone, as of a preference's reference: the
-    slowest rank's, and the others' of one microbatch while the pipeline fills.
+def _forward_makespan(w: Workload, forward: Array) -> Number:
+    """Seconds of the forward passes of all microbatches alone: the slowest rank's, and the others'
+    of one microbatch while the pipeline fills.
     """
-    slowest = d.forward.max(axis=0)
-    fill = (w.rank_multiplicity * d.forward).sum(axis=0) - slowest
-    seconds: Number = _longest(w, d.forward) + fill / w.fixed.chunks
+    slowest = forward.max(axis=0)
+    fill = (w.rank_multiplicity * forward).sum(axis=0) - slowest
+    seconds: Number = _longest(w, forward) + fill / w.fixed.chunks
     return seconds
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
+from workbench.costmodel.communication.collective_call import REFERENCE
 from workbench.costmodel.communication.packed_buckets import (
     TILE,
     PackedBucket,
@@ -12,6 +13,7 @@ from workbench.costmodel.communication.packed_buckets import (
     rank_buckets,
     with_replicas_at,
 )
+from workbench.costmodel.inputs.config import stage_homes
 from workbench.costmodel.inputs.parameter_tensors import EMBEDDING_NORM, TABLE, num_tiles
 from workbench.costmodel.inputs.rank_workload import Workload
 
@@ -105,7 +107,26 @@ def _gathers_by_action(w: Workload, bucket: PackedBucket) -> dict[str, int]:
 
 
 def _frozen_model_gathers(w: Workload, bucket: PackedBucket) -> dict[str, int]:
-    """The same of a model whose adapters alone are trained.
+    """The same of a model whose adapters alone are trained, and of a preference's reference, whose
+    forwards leave nothing gathered.
+    """
+    m = int(w.microbatches)
+    found = _gathers_beside_adapters(w, bucket)
+    if w.zero == 3 and w.fixed.reference_pass:
+        found[REFERENCE] = m * (1 + _is_of_tied_ends(w, bucket))
+    return found
+
+
+def _is_of_tied_ends(w: Workload, bucket: PackedBucket) -> bool:
+    """Whether embedding and head of one rank both read a bucket."""
+    s = w.fixed
+    homes = stage_homes(s.pipeline, s.schedule, len(s.partition), s.table)
+    both = bool(homes[0] == homes[-1])
+    return w.shape.tied and both and any(p.name == TABLE for p in bucket.members)
+
+
+def _gathers_beside_adapters(w: Workload, bucket: PackedBucket) -> dict[str, int]:
+    """Those of training passes and the optimizer.
 
     Nothing updates a frozen bucket. Backward ends with the first layer that has an adapter; it and
     those that are prefetched in front of it stay gathered for the next forward.
@@ -122,7 +143,7 @@ def _frozen_model_gathers(w: Workload, bucket: PackedBucket) -> dict[str, int]:
     if bucket.unit == "embedding":
         has_norm = any(p.name.startswith(EMBEDDING_NORM) for p in bucket.members)
         read = has_norm and ahead <= EMBEDDING_PLACE
-        head = m * int(w.shape.tied and any(p.name == TABLE for p in bucket.members))
+        head = m * _is_of_tied_ends(w, bucket)
         return {"F": (1 if read else m) + head, "B": int(read) * m}
     layer = int(bucket.unit)
     if layer < ahead:

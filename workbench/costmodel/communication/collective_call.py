@@ -25,9 +25,13 @@ class CollectiveCall:
     count: Number
     """Calls in a step."""
     action: str
-    """Schedule action in which it is called: F, B, REDUCE_GRAD, P2P, OPTIMIZER or CLIP."""
+    """Action in which it is called: F, B, REDUCE_GRAD, P2P, OPTIMIZER, CLIP or REFERENCE."""
     sub_axis: str = ""
     """Part of the axis that it runs over, where the parts have links of their own."""
+
+
+REFERENCE = "REFERENCE"
+"""Action of the forward passes of a preference's reference."""
 
 
 def gradient_dtype_name(w: Workload) -> str:

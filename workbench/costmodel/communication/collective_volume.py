@@ -16,6 +16,7 @@ import numpy as np
 from workbench.costmodel.communication import bucket_volume
 from workbench.costmodel.communication.adapter_volume import adapter_collectives
 from workbench.costmodel.communication.collective_call import (
+    REFERENCE,
     CollectiveCall,
     gradient_dtype_name,
     latent_calls,
@@ -26,7 +27,8 @@ from workbench.costmodel.communication.collective_call import (
 from workbench.costmodel.communication.float8_volume import float8_collectives
 from workbench.costmodel.communication.grid_volume import grid_collectives
 from workbench.costmodel.communication.partial_gradients import partial_gradient_sums
-from workbench.costmodel.inputs.config import Array, Number
+from workbench.costmodel.inputs.adapted_layers import with_adapters_off
+from workbench.costmodel.inputs.config import Array, Number, stage_homes
 from workbench.costmodel.inputs.parameter_tensors import num_tiles, tile_elements
 from workbench.costmodel.inputs.rank_workload import Workload
 from workbench.costmodel.operators.operator_calls import axis_collectives, operator_collectives
@@ -38,6 +40,8 @@ STEP_SCALARS_BYTES = 12.0
 """Loss, squared gradient norm and stop flag: three fp32 numbers that all ranks all-reduce once a
 step.
 """
+PAIR_METRICS_BYTES = 12.0
+"""Three further fp32 numbers of a step on pairs: its sums of rewards and accuracy."""
 
 
 def step_collectives(w: Workload) -> list[CollectiveCall]:
@@ -45,15 +49,14 @@ def step_collectives(w: Workload) -> list[CollectiveCall]:
 
     Gradient buckets count as equally large; `exact_collectives` packs them as the engine does.
     """
+    scalars = STEP_SCALARS_BYTES + PAIR_METRICS_BYTES * w.fixed.has_pairs
     everyone = CollectiveCall(
-        "world", "all_reduce", w.fixed.world_size, "fp32", STEP_SCALARS_BYTES, 1.0, "CLIP"
+        "world", "all_reduce", w.fixed.world_size, "fp32", scalars, 1.0, "CLIP"
     )
     return [
-        *_tensor_calls(w),
-        *_loss_calls(w),
-        *_context_calls(w),
-        *(float8_collectives(w) if w.fixed.operators is None else ()),  # else their own
-        *_expert_calls(w),
+        *_calls_of_passes(w),
+        *_load_balance_calls(w),
+        *_reference_calls(w),
         *_pipeline_calls(w),
         *_data_calls(w),
         *partial_gradient_sums(w),
@@ -98,6 +101,25 @@ def _on_rank(call: CollectiveCall, place: int) -> CollectiveCall:
 
 def _at(value: Number, place: int) -> float:
     return float(np.asarray(value)[place] if np.ndim(value) else value)
+
+
+def _calls_of_passes(w: Workload) -> list[CollectiveCall]:
+    """Of modules in forward and backward."""
+    return [
+        *_tensor_calls(w),
+        *_loss_calls(w),
+        *_context_calls(w),
+        *(float8_collectives(w) if w.fixed.operators is None else ()),  # else their own
+        *_expert_calls(w),
+    ]
+
+
+def _reference_calls(w: Workload) -> list[CollectiveCall]:
+    """Of modules in the forward passes of a preference's reference, without aux losses."""
+    if not w.fixed.reference_pass:
+        return []
+    calls = _calls_of_passes(with_adapters_off(w))
+    return [replace(call, action=REFERENCE) for call in calls if call.action == "F"]
 
 
 def _tensor_calls(w: Workload) -> list[CollectiveCall]:
@@ -154,16 +176,23 @@ def _tensor_calls(w: Workload) -> list[CollectiveCall]:
 
 
 def _loss_calls(w: Workload) -> list[CollectiveCall]:
-    """Vocabulary-parallel cross-entropy: all-reduces of maximum, and of target logit and sum."""
+    """Vocabulary-parallel cross-entropy: all-reduces of maximum, and of target logit and sum; of
+    pairs, also of log-probabilities of sequences that context ranks share.
+    """
     if w.fixed.grid is not None:  # they are among the operators' own
         return []
     count = w.microbatches * w.has_head * (1 + w.shape.mtp_layers)
-    return [
+    found = [
         CollectiveCall(
             "tensor", "all_reduce", w.tiling.column_parts, "fp32", n * 4 * w.tokens, count, "F"
         )
         for n in (1, 2)
     ]
+    if w.fixed.has_pairs:
+        each, size = w.microbatches * w.has_head, w.sequences * float(w.upcast_bytes)
+        over = ("context", "all_reduce", w.searched.context, "fp32")
+        found.append(CollectiveCall(*over, size, each, "F"))
+    return found
 
 
 def _context_calls(w: Workload) -> list[CollectiveCall]:
@@ -229,11 +258,7 @@ def _expert_calls(w: Workload) -> list[CollectiveCall]:
         return []
     if w.fixed.operators is not None:
         return axis_collectives(w, "expert")
-    e, sparse = w.searched.expert, w.layers - w.dense_layers
-    times, again = (
-        w.microbatches * sparse,
-        w.microbatches * w.recomputed_layers * sparse / np.maximum(w.layers, 1),
-    )
+    e, (times, again) = w.searched.expert, _moe_layer_passes(w)
     size, exchanges_counts = (
         w.hidden_activation_bytes * w.routed_rows_per_token,
         float(moe.capacity is None),
@@ -251,15 +276,22 @@ def _expert_calls(w: Workload) -> list[CollectiveCall]:
             "expert", "all_to_all", e, "int64", 8.0 * moe.experts, exchanges_counts * times, "F"
         ),
         CollectiveCall("expert", "all_to_all", e, "int64", 8.0 * moe.experts, exchanged_again, "B"),
-        *_load_balance_calls(w, times, again),
     ]
 
 
-def _load_balance_calls(w: Workload, times: Number, again: Number) -> list[CollectiveCall]:
+def _moe_layer_passes(w: Workload) -> tuple[Number, Number]:
+    """Forwards of MoE layers in a step: (first ones, those of recomputation)."""
+    sparse = w.layers - w.dense_layers
+    again = w.microbatches * w.recomputed_layers * sparse / np.maximum(w.layers, 1)
+    return w.microbatches * sparse, again
+
+
+def _load_balance_calls(w: Workload) -> list[CollectiveCall]:
     """All-reduce of expert counts for the load-balancing loss, over ranks that share sequences."""
     moe = w.shape.moe
-    if moe is None or moe.auxiliary_loss == 0:
+    if moe is None or moe.auxiliary_loss == 0 or w.fixed.operators is not None:
         return []
+    times, again = _moe_layer_passes(w)
     size, c = w.sequences * moe.experts * float(w.upcast_bytes), w.searched.context
     return [
         CollectiveCall("context", "all_reduce", c, "fp32", size, often, action)
@@ -277,6 +309,10 @@ def _pipeline_calls(w: Workload) -> list[CollectiveCall]:
         for group, size, count in _boundary_transfers(w)
         for kind in ("send", "recv")
     ]
+    if w.fixed.reference_pass:
+        each = zip(("send", "recv"), _forward_transfers(w))
+        group = _transfer_group(w, lambda stage: stage)
+        found += [(kind, group, dtype, w.residual_bytes, w.microbatches * n) for kind, n in each]
     gradient, ends = gradient_dtype_name(w), _tied_group(w)
     found += [(kind, ends, gradient, size, count) for kind, size, count in _tied_transfers(w)]
     return [
@@ -391,6 +427,17 @@ def _boundary_transfers(w: Workload) -> Iterator[tuple[Number, Number, Number]]:
             yield group, one * tokens, w.microbatches * (tokens > 0)
 
 
+def _forward_transfers(w: Workload) -> Iterator[Array]:
+    """(sends, receives) of one microbatch's forward, across boundaries of a rank's stages that lie
+    between two ranks.
+    """
+    s, at = w.fixed, [place.stage for place in w.places]
+    homes = stage_homes(s.pipeline, s.schedule, len(s.partition), s.table)
+    apart = homes[1:] != homes[:-1]
+    for ends in (homes[:-1][apart], homes[1:][apart]):
+        yield w.zeros + np.bincount(ends, minlength=s.pipeline)[at].reshape(w.zeros.shape)
+
+
 def _data_calls(w: Workload) -> list[CollectiveCall]:
     """Data parallelism: gradients once a step in buckets.
 
@@ -473,8 +520,18 @@ def _unshards(w: Workload, gathered: Array, shard: Number, within: str) -> list[
     return [
         CollectiveCall(*over, forward, "F", within),
         CollectiveCall(*over, backward, "B", within),
+        *_unshards_of_reference(w, over, units, within),
         *_recomputed_tiles(w, shard, within),
     ]
+
+
+def _unshards_of_reference(
+    w: Workload, over: tuple[str, str, Number, str, Number], units: Number, within: str
+) -> list[CollectiveCall]:
+    """The same for the forward passes of a preference's reference, which leave no unit gathered."""
+    if not w.fixed.reference_pass:
+        return []
+    return [CollectiveCall(*over, units * w.microbatches, REFERENCE, within)]
 
 
 def _recomputed_tiles(w: Workload, shard: Number, within: str) -> list[CollectiveCall]:

@@ -343,16 +343,18 @@ def _one_head_pass(w: Workload, m: DeviceRates) -> PassTimes:
 
 def _counted_head_pass(w: Workload, m: DeviceRates) -> PassTimes:
     """The same of this engine's operators: a fused head that is not split over ranks computes
-    logits and both gradients chunk by chunk in forward.
+    logits and both gradients chunk by chunk in forward; of pairs logits again in backward, where
+    a token's factor is known.
     """
     p, (loss, loss_backward) = head_gemm(w), counted_seconds(m, head_bytes(w))
     v, h, t, e = p.columns, p.inner, chunked_head(w, p.rows), w.element_bytes
-    n, in_forward = p.count * p.rows / t, w.uses_fused_kernels * (w.tensor == 1)
+    n, chunked = p.count * p.rows / t, 1.0 * (w.uses_fused_kernels * (w.tensor == 1))
+    in_forward = chunked * (not w.fixed.has_pairs)
     weight = n * gemm_seconds(m, v, h, t, e) * has_weight_gradients(w)
     gradients = weight + n * gemm_seconds(m, t, h, v, e)
-    forward = n * gemm_seconds(m, t, v, h, e) + in_forward * gradients
-    forward = forward + loss
-    backward = (1 - in_forward) * gradients + loss_backward
+    logits = n * gemm_seconds(m, t, v, h, e)
+    forward = logits + in_forward * gradients + loss
+    backward = (1 - in_forward) * gradients + (chunked - in_forward) * logits + loss_backward
     slowdown = m.constants.compute_slowdown
     return PassTimes(slowdown * forward, slowdown * backward, slowdown * (1 - in_forward) * weight)
 

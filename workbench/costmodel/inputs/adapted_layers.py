@@ -6,7 +6,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from typing import NamedTuple
+from dataclasses import replace
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -18,6 +19,7 @@ from workbench.runtime_facts.four_bit_sizes import SCALE_BYTES, FourBitFormat
 
 ONTO_LATENTS = ("q_down", "kv_down")
 """Those that every tensor rank has in full; all others are sharded by outputs."""
+Ranks = TypeVar("Ranks", bound=RankShapes)
 EXPERTS, SHARED = "mlp.experts.", "mlp.shared."
 
 
@@ -76,9 +78,18 @@ def adapted_layer(s: FixedConfig, layer: int) -> AdaptedLayer:
 
 
 def kinds_of_layers(s: FixedConfig) -> list[AdaptedLayer]:
-    """All kinds of a model's layers, whichever pipeline stage they are in."""
+    """All kinds of a model's layers, whichever pipeline stage they are in; with those of a
+    preference's reference, whose adapters are off.
+    """
     own = [adapted_layer(s, i) for i in range(s.shape.layers)]
+    if s.reference_pass:
+        own += [AdaptedLayer(kind.is_moe, (), False) for kind in own]
     return list(dict.fromkeys([*own, *(kind._replace(has_input_gradient=True) for kind in own)]))
+
+
+def with_adapters_off(w: Ranks) -> Ranks:
+    """`w` as a preference's reference runs it: frozen weights alone, in evaluation mode."""
+    return replace(w, fixed=replace(w.fixed, adapted=(), dropout=False))
 
 
 def adapted_layers(w: RankShapes) -> list[tuple[AdaptedLayer, Array]]:

@@ -85,6 +85,8 @@ class FixedConfig:
     """Tiles of each linear of a layer, which ZeRO-3 gathers and reduces one by one."""
     offloads_to_disk: float
     """1 where offloaded states are on disks, and pass through host memory."""
+    has_pairs: bool
+    """Whether the loss is of pairs of answers, by preference, not of tokens."""
     reference_pass: bool
     """Whether each step begins with forward passes of a preference's reference."""
     delays_update: float
@@ -240,6 +242,7 @@ def fixed_config(plan: ResolvedPlan) -> FixedConfig:
         num_zero_in_flight=s.data.in_flight,
         tile_factor=s.data.tile_factor,
         offloads_to_disk=float(s.data.offload_tier == "disk"),
+        has_pairs=plan.finetune is not None and plan.finetune.preference is not None,
         reference_pass=runs_reference(plan),
         delays_update=float(t.optimizer.delayed_update),
         offloads_checkpoints=float(s.offload_activations),

@@ -320,6 +320,9 @@ def head_bytes(w: Workload) -> MovedBytes:
     one = 1 if w.fixed.kernels == "fused" else 2
     wide = e if w.fixed.precision != "fp16" else 4
     whole = moved_by([(one + 1) * e], []).wide(logits)
+    if w.fixed.has_pairs:  # forward reads the logits; backward, with tokens' factors, does the rest
+        whole = moved_by([e], [(one + 1) * e]).wide(logits)
+        return found + loss_bytes(w, split).wide(logits).times(split) + whole.times(1 - split)
     of_weight = (wide + e) * has_weight_gradients(w)
     whole += moved_by([], [wide + e]).wide(t * h) + moved_by([], [of_weight]).wide(w.table_params)
     return found + loss_bytes(w, split).wide(logits).times(split) + whole.times(1 - split)
