@@ -23,8 +23,12 @@ LATE: dict[str, Any] = {"rank": 4, "targets": ["blocks.[2-3].*"]}
 DROPPED: dict[str, Any] = {"rank": 8, "dropout": 0.1}
 NF4 = {"finetune.quantize": {"group": 32}}
 INT4 = {"finetune.quantize": {"format": "int4", "group": 32, "double": False}}
-PAIRS = {"finetune.preference": {}, "corpus.format": "preferences", "corpus.packing": False}
-RING = {S + "context.size": 2, S + "context.algorithm": "ring"}
+PAIRS: dict[str, Any] = {
+    "finetune.preference": {},
+    "corpus.format": "preferences",
+    "corpus.packing": False,
+}
+RING: dict[str, Any] = {S + "context.size": 2, S + "context.algorithm": "ring"}
 Case = tuple[Any, str, str, int, dict[str, Any], dict[str, Any]]
 FEW: list[Case] = [
     ("tiny", "fp32", "zero-3", 2, LATE, {}),
