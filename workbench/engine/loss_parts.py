@@ -12,17 +12,23 @@ from torch import Tensor
 from workbench.engine.step_observer import Observer
 from workbench.models.counter_dropout import SampleIndices
 from workbench.models.seams import token_losses_observed
+from workbench.parallel.pipeline.schedule_executor import ScheduleExecutor
 
 
 class LossParts(Protocol):
     """What a step computes beside its loss."""
 
     def observed(
-        self, own: tuple[Tensor, Tensor], trained_tokens: int, watch: Observer
+        self,
+        executor: ScheduleExecutor,
+        own: tuple[Tensor, Tensor],
+        trained_tokens: int,
+        watch: Observer,
     ) -> AbstractContextManager[None]:
         """A context around the step's forward and backward passes.
 
         Args:
+            executor: Runs this rank's stages.
             own: This rank's tokens and targets [M, B, T], of its part of the sequences.
             trained_tokens: Tokens of the global batch that have a target.
             watch: Observes what is computed before the passes.
@@ -58,7 +64,11 @@ class SourceLosses:
 
     @contextmanager
     def observed(
-        self, own: tuple[Tensor, Tensor], trained_tokens: int, watch: Observer
+        self,
+        executor: ScheduleExecutor,
+        own: tuple[Tensor, Tensor],
+        trained_tokens: int,
+        watch: Observer,
     ) -> Iterator[None]:
         """See `LossParts`."""
         tokens_MBT, _ = own

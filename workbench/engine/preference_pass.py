@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 
 import torch
@@ -28,51 +28,60 @@ class PreferencePass:
     Args:
         plan: The plan.
         loss: Of this rank's pairs; the head calls it.
-        executor: Runs this rank's stages.
     """
 
-    def __init__(
-        self, plan: ResolvedPlan, loss: PreferenceLoss, executor: ScheduleExecutor
-    ) -> None:
-        self.loss, self._executor = loss, executor
+    def __init__(self, plan: ResolvedPlan, loss: PreferenceLoss) -> None:
+        self.loss = loss
         self._num_pairs, self._known = num_pairs(plan), needs_reference_table(plan)
 
     def reference(
-        self, own: tuple[Tensor, Tensor], observe: ActionObserver | None = None
+        self,
+        executor: ScheduleExecutor,
+        own: tuple[Tensor, Tensor],
+        observe: ActionObserver | None = None,
     ) -> Tensor:
         """Log-probabilities of the sequences [M, B] by a forward pass with adapters off, without
         gradients, which are the loss' reference then; zero on stages without the head.
 
         Args:
+            executor: Runs this rank's stages.
             own: Tokens and targets [M, B, T], this rank's part of the sequences.
             observe: Entered around each action.
         """
-        with self.loss.reference_pass(), evaluating(self._executor.stages), adapters_disabled():
-            self._executor.evaluate(*own, observe)
+        with self.loss.reference_pass(), evaluating(executor.stages), adapters_disabled():
+            executor.evaluate(*own, observe)
         return self.loss.reference_MB
 
     def start(
-        self, own: tuple[Tensor, Tensor], factor: float = 1.0, observe: ActionObserver | None = None
+        self,
+        executor: ScheduleExecutor,
+        own: tuple[Tensor, Tensor],
+        factor: float = 1.0,
+        observe: ActionObserver | None = None,
     ) -> None:
         """Before the policy's pass: compute the reference, unless it is known beforehand.
 
         Args:
+            executor: As in `reference`.
             own: As in `reference`.
             factor: Of the losses.
             observe: Entered around each action of the reference's pass.
         """
         if not self._known:
-            self.reference(own, observe)
+            self.reference(executor, own, observe)
         self.loss.start(factor)
 
-    @contextmanager
     def observed(
-        self, own: tuple[Tensor, Tensor], trained_tokens: int, watch: Observer
-    ) -> Iterator[None]:
+        self,
+        executor: ScheduleExecutor,
+        own: tuple[Tensor, Tensor],
+        trained_tokens: int,
+        watch: Observer,
+    ) -> AbstractContextManager[None]:
         """See `LossParts`: the mean is over pairs, in place of tokens."""
         factor = trained_tokens / self._num_pairs
-        self.start(own, factor, lambda label, action: watch.action("REFERENCE", None))
-        yield
+        self.start(executor, own, factor, lambda label, action: watch.action("REFERENCE", None))
+        return nullcontext()
 
     def values(self, scale: Tensor | float) -> Tensor:
         """See `LossParts`: means of `preference_loss.METRICS` over the step's pairs."""
@@ -80,12 +89,7 @@ class PreferencePass:
 
 
 def preference_pass(
-    plan: ResolvedPlan,
-    mesh: Mesh,
-    share: BatchShare,
-    executor: ScheduleExecutor,
-    device: torch.device,
-    dtype: torch.dtype,
+    plan: ResolvedPlan, mesh: Mesh, share: BatchShare, device: torch.device, dtype: torch.dtype
 ) -> PreferencePass | None:
     """The pass of a rank's pairs; None where the plan trains on tokens.
 
@@ -93,7 +97,6 @@ def preference_pass(
         plan: The plan.
         mesh: This rank's place.
         share: Its sequences of a step.
-        executor: Runs its stages.
         device: Its device.
         dtype: Of its parameters.
     """
@@ -108,7 +111,7 @@ def preference_pass(
         partial(sum_sequence_parts, axis=mesh["context"]),
         mesh["context"].size,
     )
-    return PreferencePass(plan, loss, executor)
+    return PreferencePass(plan, loss)
 
 
 def num_pairs(plan: ResolvedPlan) -> int:

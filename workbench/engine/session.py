@@ -121,7 +121,7 @@ class Session:
         boundary = boundary_shape(plan, share.sequences) if part.boundary is None else part.boundary
         empty = partial(torch.empty, boundary, dtype=own, device=device)
         executor = _executor(plan, mesh, table, part, empty, device)
-        preference = preference_pass(plan, mesh, share, executor, device, own)
+        preference = preference_pass(plan, mesh, share, device, own)
         part.samples.preference = None if preference is None else preference.loss
         scaler = LossScaler(device) if own == torch.float16 else None
         delayed = None
@@ -189,7 +189,8 @@ class Session:
         self._find_documents(targets_MBT, starts_MBT)
         own = self._own(tokens_MBT, targets_MBT)
         parts = self._parts(sources)
-        with nullcontext() if parts is None else parts.observed(own, trained_tokens, watch):
+        watched = self.executor, own, trained_tokens, watch
+        with nullcontext() if parts is None else parts.observed(*watched):
             loss = self.executor.step(*own, scale, watch.action)
         loss = self.part.aux_loss.added_to(loss)
         self._sum_tied_gradient()
@@ -322,7 +323,7 @@ class Session:
         self._find_documents(targets_MBT, starts_MBT)
         own = self._own(tokens_MBT, targets_MBT)
         if self.preference is not None:
-            self.preference.start(own)
+            self.preference.start(self.executor, own)
         with evaluating(self.part.stages):
             return self.executor.evaluate(*own)
 
@@ -331,7 +332,8 @@ class Session:
         weights as they are, with adapters off; zero on stages without the head.
         """
         assert self.preference is not None, "the plan trains on no pairs"
-        return self.preference.reference(self._own(tokens_MBT, targets_MBT)).clone()
+        own = self._own(tokens_MBT, targets_MBT)
+        return self.preference.reference(self.executor, own).clone()
 
     def set_reference(self, log_probs_MB: Tensor) -> None:
         """Set the log-probabilities [M, B] of the next step's, or evaluation's, sequences under a
