@@ -132,7 +132,7 @@ class _FrozenLinear(torch.autograd.Function):
         x, dropped, a, b, down_NR, *parts = ctx.saved_tensors
         for_x, for_dropped, for_bias, for_a, for_b = ctx.needs_input_grad[:5]
         gradient_NO, scale = rows_of(gradient), ctx.scale
-        shape = (*gradient.shape[:-1], -1)
+        lead = gradient.shape[:-1]
         x_gradient = dropped_gradient = a_gradient = b_gradient = None
         if for_x:
             x_gradient = gradient_NO @ dequantized(parts, ctx.form, gradient.dtype, ctx.kernels)
@@ -141,7 +141,7 @@ class _FrozenLinear(torch.autograd.Function):
             if dropped is None and x_gradient is not None:
                 x_gradient.addmm_(down_gradient_NR, a, alpha=scale)
             if for_dropped:
-                dropped_gradient = (down_gradient_NR @ a).mul_(scale).view(shape)
+                dropped_gradient = (down_gradient_NR @ a).mul_(scale).view(*lead, a.shape[-1])
             if for_a:
                 source_NK = rows_of(x if dropped is None else dropped)
                 # `beta=0`: of the first operand only the shape is used.
@@ -149,6 +149,7 @@ class _FrozenLinear(torch.autograd.Function):
             if for_b:
                 b_gradient = torch.addmm(b.t(), down_NR.t(), gradient_NO, beta=0, alpha=scale).t()
         bias_gradient = gradient_NO.sum(0) if for_bias else None
-        x_gradient = None if x_gradient is None else x_gradient.view(shape)
+        if x_gradient is not None:
+            x_gradient = x_gradient.view(*lead, x_gradient.shape[-1])
         found = x_gradient, dropped_gradient, bias_gradient, a_gradient, b_gradient
         return *found, *[None] * (3 + len(parts))
