@@ -20,6 +20,7 @@ from workbench.planner.methods.finetune_methods import METHODS, method_plan
 from workbench.planner.methods.method_comparison import MethodComparison
 from workbench.planner.methods.method_search import search_methods
 from workbench.planner.search import search
+from workbench.planner.search.search import gpu_counts
 
 WORDS = ("full", "LoRA rank 8", "LoRA rank 8, base in NF4")
 NO_OFFLOAD = "strategy.data.offload=none"
@@ -115,6 +116,25 @@ def test_a_method_that_is_illegal_says_why() -> None:
 
 
 @pytest.mark.parametrize(
+    ("cluster", "tried"),
+    [
+        ({"gpus": 7}, (7, 3, 1)),
+        ({"gpu": "h100-sxm-80gb", "gpus": 16, "gpus_per_node": 8}, (16, 8)),
+        ({"gpus": 6, "nodes": 1}, (6,)),
+    ],
+)
+def test_any_number_of_gpus_is_halved(cluster: dict[str, Any], tried: tuple[int, ...]) -> None:
+    plan = tuned().replace(**{f"cluster.{name}": value for name, value in cluster.items()})
+    assert gpu_counts(plan, "gpus") == tried and gpu_counts(plan, "time") == tried[:1]
+
+
+def test_methods_of_nodes_of_a_given_size_are_compared() -> None:
+    plan = tuned("tiny", 4, sequence_length=64).replace(**{"cluster.gpus_per_node": 2})
+    for each in search_methods(plan, where=[NO_OFFLOAD]).methods:
+        assert each.states and [one.plan.world_size for one in each.by_gpus] == [2, 4]
+
+
+@pytest.mark.parametrize(
     "model",
     [
         pytest.param("llama-2-7b", marks=pytest.mark.slow),
@@ -135,7 +155,7 @@ def test_the_page_has_the_table_of_its_command(model: str) -> None:
     [
         ({"training": {}}, {}, r"--methods: .* no `finetune`; legal: "),
         ({}, {"space": "operators"}, r"--space: is 'operators', .*; legal: default, wide, vast"),
-        ({}, {"tokens": -1.0}, r"--tokens: is -1"),
+        ({}, {"tokens": 0.0}, r"--tokens: is 0"),
         ({}, {"risk": 1.0}, r"--risk: is 1; legal"),
         ({}, {"where": ["nothing<1"]}, "nothing"),
     ],

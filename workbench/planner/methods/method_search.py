@@ -63,7 +63,7 @@ def search_methods(
         raise refuse("--space", f"is '{space}', in which methods are not compared; legal: {legal}")
     first = search_space(every[METHODS[0]], worlds=(plan.cluster.gpus,)).base
     steps, length = first.training.steps, first.training.sequence_length
-    asked = tokens or float(steps * batch * length)
+    asked = float(steps * batch * length) if tokens is None else tokens
     check_options("time", space, 1, deadline_days, asked, risk)
     look = _Look(space or "default", where, deadline_days, asked, risk, progress)
     results, refused = [], []
@@ -100,7 +100,8 @@ class _Look:
             if best := self._fastest(plan, gpus):
                 found.append(best)
         why = "" if found else self._why_none(plan)
-        return MethodPlans(name, words, tuple(found), why, state_bytes(neutral_plan(plan, 1)))
+        alone = plan.replace(**{"cluster.gpus_per_node": None})
+        return MethodPlans(name, words, tuple(found), why, state_bytes(neutral_plan(alone, 1)))
 
     def _fastest(self, plan: Plan, gpus: int) -> Candidate | None:
         space = replace(search_space(plan, self.space, (gpus,)), risk=self.risk)

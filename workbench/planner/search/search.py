@@ -30,7 +30,7 @@ from workbench.planner.search.results.empty_search import (
     why_none_fits,
 )
 from workbench.planner.search.results.search_result import SearchResult
-from workbench.planner.search.search_space import SPACES, SearchSpace, search_space
+from workbench.planner.search.search_space import SPACES, SearchSpace, neutral_plan, search_space
 from workbench.planner.search.space_scan import scan_space
 from workbench.planner.search.unequal.unequal_search import (
     Progress,
@@ -168,11 +168,23 @@ def _of_divisions(
 
 
 def gpu_counts(plan: Plan, objective: str) -> tuple[int, ...]:
-    """All GPUs where only time counts; else halves of them too."""
-    worlds = [plan.cluster.gpus]
-    while objective != "time" and plan.cluster.nodes is None and worlds[-1] % 2 == 0:
-        worlds.append(worlds[-1] // 2)
-    return tuple(worlds)
+    """All GPUs where only time counts; else half of them too, rounded down, and so on to one, where
+    nodes of one size hold so many.
+    """
+    every = plan.cluster.gpus
+    if objective == "time" or plan.cluster.nodes is not None:
+        return (every,)
+    fewer = [every >> times for times in range(1, every.bit_length())]
+    return (every, *(gpus for gpus in fewer if _fill_nodes(plan, gpus)))
+
+
+def _fill_nodes(plan: Plan, gpus: int) -> bool:
+    """Whether so many GPUs of the plan are a legal cluster."""
+    try:
+        neutral_plan(plan, gpus)
+    except PlanError as error:
+        return not any(problem.field.startswith("cluster.") for problem in error.problems)
+    return True
 
 
 def check_options(
