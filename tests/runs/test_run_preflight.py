@@ -470,26 +470,26 @@ def test_a_run_directory_is_its_owners_alone(tmp_path: Path) -> None:
 
 
 def test_a_base_names_its_own_field(plan: Plan, tmp_path: Path) -> None:
-    def told(base: Path) -> str:
+    def said(base: Path) -> str:
         (found,) = messages(plan.replace(**{"finetune.base": str(base)}), root=tmp_path)
         return str(found)
 
-    assert told(tmp_path / "none").startswith(f"finetune.base: '{tmp_path}/none' does not exist; l")
+    assert said(tmp_path / "none").startswith(f"finetune.base: '{tmp_path}/none' does not exist; l")
     (tmp_path / "config.json").write_text('{"model_type": "zzz"}')
-    assert told(tmp_path).startswith(
+    assert said(tmp_path).startswith(
         f"finetune.base: '{tmp_path}/config.json' has model_type 'zzz'"
     )
     meta = checkpoint_meta(plan.replace(**{"finetune.lora.rank": 2}).resolve(), 3)
     body = {"version": VERSION, "meta": meta, "files": []}
     (tmp_path / "manifest.json").write_text(manifest_text(body))
-    assert told(tmp_path).startswith(f"finetune.base: '{tmp_path}' holds adapters alone; legal: th")
+    assert said(tmp_path).startswith(f"finetune.base: '{tmp_path}' holds adapters alone; legal: th")
     (tmp_path / "manifest.json").write_text("{}")
-    assert "finetune.base" in told(tmp_path) and "checkpoint.load" not in told(tmp_path)
+    assert "finetune.base" in said(tmp_path) and "checkpoint.load" not in said(tmp_path)
 
 
 def test_weights_are_fine_tuned_as_a_base_and_no_checkpoint(plan: Plan, tmp_path: Path) -> None:
     weights = tmp_path / "model.gguf"
     weights.touch()
     tuned = plan.replace(**{"finetune.lora.rank": 2, "checkpoint.load": str(weights)})
-    (told,) = messages(tuned, root=tmp_path)
-    assert told.startswith("checkpoint.load: ") and "with the weights as finetune.base" in told
+    (said,) = messages(tuned, root=tmp_path)
+    assert said.startswith("checkpoint.load: ") and "with the weights as finetune.base" in said

@@ -50,14 +50,12 @@ class LoraAdapter:
     """The adapter of one layer, whose module holds the parameters.
 
     Attributes:
-        module: Has `lora_a` and `lora_b`, or this rank's slices of them.
+        module: Has `lora_a` and `lora_b`, or this rank's slices of them, and `lora_dropout`.
         scale: The s of s (x A^T) B^T.
-        dropout: Of the adapter's input; its first channel is that of this rank's slice.
     """
 
     module: nn.Module
     scale: float
-    dropout: Dropout
 
     @property
     def active(self) -> bool:
@@ -73,6 +71,11 @@ class LoraAdapter:
     def b(self) -> nn.Parameter:
         """`lora_b` [out, rank]; [experts, out, rank] of experts."""
         return cast("nn.Parameter", self.module.lora_b)
+
+    @property
+    def dropout(self) -> Dropout:
+        """Of the adapter's input; its first channel is that of this rank's slice."""
+        return cast("Dropout", self.module.lora_dropout)
 
     def down(self, x: Tensor, local: bool = False) -> Tensor:
         """s x A^T, [..., in] to [..., rank].
@@ -197,9 +200,9 @@ def adapt(
     for name, shape in ((LORA_A, a_shape), (LORA_B, b_shape)):
         empty = torch.empty(shape, dtype=weight.dtype, device=weight.device)
         own.register_parameter(name, nn.Parameter(empty))
-    dropout = Dropout(lora.dropout, seed_of(f"{path}.lora.dropout", seed))
-    own.lora_dropout = dropout  # a module of the model, which evaluation switches off
-    adapter = LoraAdapter(own, adapter_scale(lora), dropout)
+    # A module of the model, which evaluation switches off.
+    own.lora_dropout = Dropout(lora.dropout, seed_of(f"{path}.lora.dropout", seed))
+    adapter = LoraAdapter(own, adapter_scale(lora))
     if isinstance(own, GroupedLinear):
         own.add_adapter = adapter.add_grouped
     else:
