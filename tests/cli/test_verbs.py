@@ -3,7 +3,9 @@
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -45,8 +47,12 @@ def test_a_base_that_is_not_here_is_said_and_another_models_is_refused(tmp_path:
         with pytest.raises(PlanError, match=r"^finetune\.base: '\S+' is no checkpoint; legal: "):
             verb(plan)
     (tmp_path / "config.json").write_text(CONFIG)
-    with pytest.raises(PlanError, match=r"model\.hidden: is 128; in \S+json it is 64; give"):
-        wb.estimate(plan)
+    unfit = plan.replace(**{"strategy.pipeline.size": 64})  # a search looks for another strategy
+    of_another: list[tuple[Callable[[wb.Plan], Any], wb.Plan]]
+    of_another = [(wb.estimate, plan), (wb.search, unfit), (wb.search_methods, unfit)]
+    for finds, asked in of_another:
+        with pytest.raises(PlanError, match=r"model\.hidden: is 128; in \S+json it is 64; give"):
+            finds(asked)
     elsewhere = plan.replace(**{"finetune.base": "none.gguf"})
     found = wb.estimate(elsewhere)
     assert found.fits and found.notes["base"].startswith("finetune.base 'none.gguf' is not on this")

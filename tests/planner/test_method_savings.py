@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -17,9 +18,9 @@ from workbench.units import duration_text, gib_text
 NF4: dict[str, Any] = {"finetune.quantize": {}}
 
 
-def tuned(strategy: str, **sets: Any) -> Plan:
+def tuned(strategy: str, model: str = "llama-3.2-1b", **sets: Any) -> Plan:
     task = {"finetune.sequence_length": 1024, "finetune.global_batch": 64}
-    plan = Plan.of("llama-3.2-1b", gpu="h100-sxm-80gb", gpus=8, strategy=strategy)
+    plan = Plan.of(model, gpu="h100-sxm-80gb", gpus=8, strategy=strategy)
     return plan.replace(**{**task, **sets})
 
 
@@ -57,6 +58,23 @@ def test_savings_are_of_the_estimates_of_both_plans(strategy: str, sets: dict[st
             assert text in saved.sentence
     assert saved.sentence in repr(found) and "Method: LoRA rank 8" in found._repr_html_()
     assert json.loads(json.dumps(found.to_json()))["savings"]["own"]["step_seconds"] > 0
+
+
+@pytest.mark.parametrize(
+    ("model", "strategy", "says"),
+    [
+        ("llama-3-8b", "ddp", r"fit: \d\S+ GiB of a GPU's 79.3 GiB \(estimated\)\.$"),
+        ("llama-3.1-405b", "zero-infinity", "fit: it offloads more than the host's memory.$"),
+        ("llama-3-8b", "zero-3", None),
+    ],
+)
+def test_full_fine_tuning_that_does_not_fit_is_said(
+    model: str, strategy: str, says: str | None
+) -> None:
+    saved = explain(tuned(strategy, model, **{"strategy.recompute": "full"})).savings
+    assert saved is not None and saved.own.figures.fits
+    found = re.search(r"Full fine-tuning does not (.*)", saved.sentence)
+    assert (found and re.match(says, found[1])) if says else found is None
 
 
 def test_only_adapters_save() -> None:

@@ -14,6 +14,7 @@ from tests.planner.test_search import agree_on_memory
 from workbench.errors import PlanError
 from workbench.plan.schema import Plan
 from workbench.planner import estimate
+from workbench.planner.methods.method_search import search_methods
 from workbench.planner.search import search
 from workbench.planner.search.cell_evaluation import CellEvaluator
 from workbench.planner.search.cells import search_cells
@@ -29,6 +30,17 @@ def tuned(model: str, gpus: int, **task: Any) -> Plan:
     batch = {"sequence_length": 1024, "global_batch": 4 * gpus}
     cluster = {"gpu": "h100-sxm-80gb", "gpus": gpus}
     return Plan.model_validate({"model": model, "cluster": cluster, "finetune": batch | task})
+
+
+def test_a_plan_that_cannot_be_run_is_said() -> None:
+    plan = tuned("llama-3.2-1b", 2, method="lora")
+    assert search(plan, top=1).notes == ()
+    fp8 = plan.replace(**{"strategy.precision": "fp8"})
+    words = "is estimated only, for this version cannot run it: finetune.lora: is set, beside"
+    (note,) = search(fp8, top=1).notes
+    assert note.startswith(f"the first plan {words}")
+    assert f"LoRA rank 8: the plan of lowest cost {words}" in repr(search_methods(fp8))
+    assert "cannot run" not in repr(search_methods(plan))
 
 
 @pytest.mark.drawn(2)

@@ -485,6 +485,10 @@ def test_a_base_names_its_own_field(plan: Plan, tmp_path: Path) -> None:
     assert said(tmp_path).startswith(f"finetune.base: '{tmp_path}' holds adapters alone; legal: th")
     (tmp_path / "manifest.json").write_text("{}")
     assert "finetune.base" in said(tmp_path) and "checkpoint.load" not in said(tmp_path)
+    latest = tmp_path / "run" / "checkpoints" / "step-00000003"
+    latest.mkdir(parents=True)
+    (latest / "manifest.json").write_text("{}")
+    assert said(tmp_path / "run").endswith(f"not one of its checkpoints; legal: '{latest}'")
 
 
 def test_weights_are_fine_tuned_as_a_base_and_no_checkpoint(plan: Plan, tmp_path: Path) -> None:

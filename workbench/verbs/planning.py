@@ -58,15 +58,17 @@ def _with_notes(found: Profile, plan: Plan) -> Profile:
     return found
 
 
-def base_notes(plan: Plan) -> dict[str, str]:
+def base_notes(plan: Plan, *, any_strategy: bool = False) -> dict[str, str]:
     """What is to be said of the weights that a plan fine-tunes. Raises `PlanError` where they are
-    of another model.
+    of another model. With `any_strategy` the plan's own, which may be illegal, does not count.
     """
     if plan.finetune is None or plan.finetune.base is None:
         return {}
+    from workbench.planner.search.search_space import neutral_plan
     from workbench.runs.launch import preflight
 
-    return preflight.base_notes(plan)
+    full = neutral_plan(plan, plan.cluster.gpus) if any_strategy else plan.resolve()
+    return preflight.base_notes(full)
 
 
 def explain(
@@ -184,8 +186,10 @@ def search(
     """
     from workbench.planner.search import search
 
+    written = given_plan(plan)
+    base_notes(written, any_strategy=True)
     return search(
-        given_plan(plan),
+        written,
         objective,
         space=space,
         top=top,
@@ -227,8 +231,10 @@ def search_methods(
     """
     from workbench.planner.methods.method_search import search_methods
 
+    written = given_plan(plan)
+    base_notes(written, any_strategy=True)
     return search_methods(
-        given_plan(plan),
+        written,
         space=space,
         where=where,
         deadline_days=deadline_days,

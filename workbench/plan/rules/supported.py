@@ -229,6 +229,12 @@ def require(plan: ResolvedPlan, verb: Verb, allow_code: bool = False) -> None:
         raise PlanError(found)
 
 
+def estimated_only(plan: ResolvedPlan) -> str:
+    """Why this version can estimate a complete `plan` but not run it; empty if it can run it."""
+    found = unsupported(plan, "run", allow_code=True)
+    return f"is estimated only, for this version cannot run it: {found[0]}" if found else ""
+
+
 @lru_cache(maxsize=256)
 def runnable(preset: str) -> bool:
     """Whether the preset named `preset` can run: tried on eight GPUs with a small model, of

@@ -50,8 +50,19 @@ class MethodSavings:
         return (
             f"Method: {self.words}, beside full fine-tuning: model states of a rank "
             f"{_of(own.states.total, full.states.total)} ({parts}){sent}; a step {step} of "
-            f"{longer} (estimated)."
+            f"{longer} (estimated).{self._fit}"
         )
+
+    @property
+    def _fit(self) -> str:
+        """That full fine-tuning does not fit, where it does not."""
+        full = self.full.figures
+        if full.fits:
+            return ""
+        if full.peak_bytes <= full.capacity_bytes:
+            return " Full fine-tuning does not fit: it offloads more than the host's memory."
+        peak, capacity = gib_text(full.peak_bytes), gib_text(full.capacity_bytes)
+        return f" Full fine-tuning does not fit: {peak} of a GPU's {capacity} (estimated)."
 
     def to_json(self) -> dict[str, Any]:
         """Both, for machines."""

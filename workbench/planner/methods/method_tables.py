@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from workbench.plan.rules.supported import estimated_only
 from workbench.planner.search.results.strategy_summary import strategy_summary
 from workbench.planner.table_text import aligned_lines, captioned_html_table
 from workbench.units import (
@@ -94,6 +95,10 @@ def state_rows(found: MethodComparison) -> list[tuple[str, ...]]:
 def notes(found: MethodComparison) -> list[str]:
     """Which methods have no plan and why, and what is to be known of the others."""
     lines = [f"{each.words}: {each.empty}" for each in found.methods if each.empty]
+    for each in found.methods:
+        best = each.best("lowest cost")
+        if best and (why := estimated_only(best.plan.resolve())):
+            lines.append(f"{each.words}: the plan of lowest cost {why}")
     if any(map(_has_spare_host_memory, (one for each in found.methods for one in each.by_gpus))):
         lines.append("A plan on fewer GPUs than a node has may use all of its host memory.")
     return lines

@@ -17,6 +17,7 @@ from workbench.checkpoint.resume_point import (
     CONFIG,
     LOAD,
     checkpoint_shape,
+    finished_checkpoints,
     holds_adapters,
     is_gguf,
     is_huggingface_folder,
@@ -186,7 +187,7 @@ def base_problems(plan: ResolvedPlan) -> list[Problem]:
     return [with_field(one, BASE) for one in _weights(plan, base, resumes=False)]
 
 
-def base_notes(plan: Plan) -> dict[str, str]:
+def base_notes(plan: ResolvedPlan) -> dict[str, str]:
     """`base`: that the weights which a plan fine-tunes are not on this machine; empty where they
     are, or it names none.
 
@@ -201,7 +202,7 @@ def base_notes(plan: Plan) -> dict[str, str]:
     if not os.path.exists(os.path.expanduser(tune.base)):
         words = "is not on this machine: not compared with the model, and a run needs it"
         return {"base": f"{BASE} '{tune.base}' {words}"}
-    if problems := base_problems(plan.resolve()):
+    if problems := base_problems(plan):
         raise PlanError(problems)
     return {}
 
@@ -219,12 +220,7 @@ def _weights(plan: ResolvedPlan, load: str, resumes: bool) -> list[Problem]:
     load = os.path.expanduser(load)
     weights = is_gguf(Path(load)) or is_huggingface_folder(Path(load))
     if not weights and not (Path(load) / MANIFEST).is_file():
-        why = "is no checkpoint" if os.path.exists(load) else "does not exist"
-        legal = (
-            f"legal: a folder that holds {MANIFEST}, one of Hugging Face weights with "
-            f"{CONFIG}, a GGUF file, or null"
-        )
-        return [Problem(LOAD, f"'{load}' {why}; {legal}")]
+        return [Problem(LOAD, f"'{load}' {_why_no_weights(Path(load))}")]
     try:
         if is_gguf(Path(load)):
             check_gguf(Path(load), plan.shape)
@@ -252,6 +248,17 @@ def _weights(plan: ResolvedPlan, load: str, resumes: bool) -> list[Problem]:
     except ValueError as error:
         return [Problem("checkpoint.load", str(error))]
     return []
+
+
+def _why_no_weights(load: Path) -> str:
+    """What is at a path that holds no weights, and what would be legal."""
+    if found := finished_checkpoints(load / "checkpoints"):
+        return f"is a run, not one of its checkpoints; legal: '{found[-1]}'"
+    why = "is no checkpoint" if load.exists() else "does not exist"
+    return (
+        f"{why}; legal: a folder that holds {MANIFEST}, one of Hugging Face weights with "
+        f"{CONFIG}, a GGUF file, or null"
+    )
 
 
 def _root(root: Path) -> list[Problem]:
