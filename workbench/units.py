@@ -1,7 +1,7 @@
 """Units and formatted numbers: three digits for tables and screens, fewer words for sentences.
 
 `bytes_text`, `seconds_text` and `count_text` choose the unit by size and keep three digits.
-`gib_text`, `duration_text`, `quantity_text` and the rest round as the sentences of `explain` and
+`gib_text`, `duration_text`, `dollars_text` and the rest round as the sentences of `explain` and
 `search` do.
 """
 
@@ -122,12 +122,23 @@ def quantity_text(number: float) -> str:
 
 
 def days_text(number: float) -> str:
-    """Days: 3.34 -> '3.34 days', 1480 -> '1,480 days', 0.01 -> '14.4 minutes'."""
-    if number < 1 / 24:
-        return f"{1440 * number:.3g} minutes"
-    if number < 1:
-        return f"{24 * number:.3g} hours"
-    return f"{number:,.0f} days" if number >= 100 else f"{number:.3g} days"
+    """Days: 3.34 -> '3.34 days', 1480 -> '1,480 days', 0.01 -> '14.4 minutes', 2e-5 -> '1.73
+    seconds'; `duration_text` below a second.
+    """
+    if number < 1 / 86400:
+        return duration_text(86400 * number)
+    units = (("days", 1.0), ("hours", 24.0), ("minutes", 1440.0), ("seconds", 86400.0))
+    name, each = next((name, each) for name, each in units if each * number >= 1)
+    return f"{number:,.0f} days" if number >= 100 else f"{each * number:.3g} {name}"
+
+
+def dollars_text(amount: float) -> str:
+    """Money: 14251.3 -> '$14,251', 9.078 -> '$9.08', 0.512 -> '$0.51', 0.004 -> '<$0.01'."""
+    if 0 < amount < 0.01:
+        return "<$0.01"
+    if 0 < amount < 1:
+        return f"${amount:.2f}"
+    return f"${amount:,.0f}" if amount >= 99.95 else f"${digits(amount)}"
 
 
 def signed_text(value: float, magnitude: str) -> str:

@@ -15,7 +15,7 @@ import workbench as wb
 from workbench.planner.methods.method_comparison import MethodComparison
 from workbench.planner.search import Candidate
 from workbench.planner.search.results.strategy_summary import strategy_summary
-from workbench.units import days_text, digits, percent_text, signed_text
+from workbench.units import days_text, dollars_text, percent_text, signed_text
 
 MODELS = {"llama-2-7b": 8, "llama-3-70b": 64, "llama-3.1-405b": 512}
 """Model -> GPUs at most."""
@@ -66,7 +66,7 @@ def _bill(found: MethodComparison, one: Candidate | None) -> str:
         return "none fits"
     bill = found.bill(one)
     assert bill.dollars is not None
-    return f"{bill.gpus}: {days_text(bill.hours / 24)}, ${digits(bill.dollars)}"
+    return f"{bill.gpus}: {days_text(bill.hours / 24)}, {dollars_text(bill.dollars)}"
 
 
 def line(row: tuple[str, ...]) -> str:

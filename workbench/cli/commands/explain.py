@@ -26,7 +26,7 @@ from workbench.planner.states_on_gpus.states_answer import (
     StatesAnswer,
 )
 from workbench.planner.training_cost import TrainingCost
-from workbench.units import count_text, days_text, digits
+from workbench.units import count_text, days_text, digits, dollars_text
 
 Tokens = Annotated[
     float | None,
@@ -117,12 +117,12 @@ def _cost(name: str, cost: TrainingCost) -> Grid:
     if cost.dollars is not None:
         built.add_row(
             f"cost, at ${cost.price_per_hour:g} a GPU-hour ({cost.price_source})",
-            f"${cost.dollars:,.0f}",
+            dollars_text(cost.dollars),
         )
     if cost.kwh is not None:
         built.add_row(
             f"energy, at {digits(cost.watts or 0)} W a GPU with its host and site",
-            f"{cost.kwh:,.0f} kWh",
+            f"{digits(cost.kwh)} kWh",
         )
     for reason in cost.missing:
         built.add_row(reason, "–")

@@ -15,6 +15,8 @@ from workbench.planner.table_text import aligned_lines, captioned_html_table
 from workbench.planner.training_cost import TrainingCost
 from workbench.units import (
     days_text,
+    digits,
+    dollars_text,
     duration_text,
     gib_text,
     interval_text,
@@ -164,12 +166,12 @@ def cost_line(cost: TrainingCost) -> str:
     parts = [
         f"{cost.tokens_per_second:,.0f} tokens/s",
         f"{quantity_text(cost.tokens)} tokens ({cost.tokens_from}) take {days_text(cost.days)}",
-        f"{cost.gpu_hours:,.0f} GPU-hours",
+        f"{digits(cost.gpu_hours)} GPU-hours",
     ]
     if cost.dollars is not None:
-        parts.append(f"${cost.dollars:,.0f} at ${cost.price_per_hour:g} a GPU-hour")
+        parts.append(f"{dollars_text(cost.dollars)} at ${cost.price_per_hour:g} a GPU-hour")
     if cost.kwh is not None:
-        parts.append(f"{cost.kwh:,.0f} kWh")
+        parts.append(f"{digits(cost.kwh)} kWh")
     return f"Cost: {', '.join(parts)} ({cost.source})."
 
 

@@ -10,6 +10,7 @@ from workbench.planner.table_text import aligned_lines, captioned_html_table
 from workbench.units import (
     counted,
     days_text,
+    dollars_text,
     digits,
     gib_text,
     percent_text,
@@ -58,7 +59,7 @@ def _bill_cells(found: MethodComparison, one: Candidate) -> tuple[str, ...]:
         f"{bill.gpus:,}",
         days_text(bill.hours / 24),
         digits(bill.gpu_hours),
-        "–" if bill.dollars is None else f"${bill.dollars:,.0f}",
+        "–" if bill.dollars is None else dollars_text(bill.dollars),
         gib_text(one.peak_bytes),
         strategy_summary(one.plan),
     )

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from workbench.planner.search.results.strategy_summary import by_stage, strategy_summary
 from workbench.planner.table_text import aligned_lines, captioned_html_table
-from workbench.units import days_text, gib_text, interval_text, seconds_text
+from workbench.units import days_text, dollars_text, gib_text, interval_text, seconds_text
 from workbench.untrusted_text import escaped
 
 if TYPE_CHECKING:
@@ -139,7 +139,7 @@ def table_row(found: SearchResult, one: Candidate) -> tuple[str, ...]:
     more = _stage_cells(one.stages) if one.stages else ()
     if not bill:
         return (*figures[:-1], *more, figures[-1])
-    price = "–" if bill["dollars"] is None else f"${bill['dollars']:,.0f}"
+    price = "–" if bill["dollars"] is None else dollars_text(bill["dollars"])
     return (*figures[:-1], *more, days_text(bill["days"] or 0.0), price, figures[-1])
 
 
