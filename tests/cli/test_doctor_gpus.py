@@ -155,7 +155,7 @@ def test_an_all_reduce_that_crashes_is_a_problem_beside_the_facts(gpu_doctor: Do
     told = found["all-reduce (NCCL)"]
     assert code == 1 and found["CUDA"]["ok"] and told["ok"] is False
     assert "signal SIGABRT" in told["found"] and "NCCL WARN Cuda failure 700" in told["found"]
-    assert told["found"].endswith("Fatal Python error: Aborted") and "/dev/shm" in told["mend"]
+    assert told["found"].endswith("Fatal Python error: Aborted") and "/dev/shm" in told["fix"]
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ class Finding:
     what: str
     ok: bool | None
     found: str
-    mend: str = ""
+    fix: str = ""
     facts: dict[str, Any] = field(default_factory=dict)
     """Its numbers, for `--json`."""
 

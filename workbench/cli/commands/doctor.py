@@ -42,7 +42,7 @@ def _table(found: list[Finding]) -> Grid:
     built = table("Doctor", ("what", "", "found", "fix"))
     for finding in found:
         mark = {True: "ok", False: "PROBLEM", None: "optional"}[finding.ok]
-        built.add_row(finding.what, mark, finding.found, "" if finding.ok else finding.mend)
+        built.add_row(finding.what, mark, finding.found, "" if finding.ok else finding.fix)
     return built
 
 
@@ -160,5 +160,5 @@ def _optional() -> list[Finding]:
     ]
     for name in TRACKERS:
         one = _package(name)
-        found.append(one if one.ok else Finding(f"{name} (tracker)", None, one.found, one.mend))
+        found.append(one if one.ok else Finding(f"{name} (tracker)", None, one.found, one.fix))
     return found

@@ -25,7 +25,7 @@ _KNOWN = (
     (
         r"\bXid\b|uncorrectable ECC|fallen off the bus|GPU is lost|NVLink error",
         "The GPU or its link failed: `dmesg` and `nvidia-smi -q` say how (NVIDIA's list of Xid "
-        "errors), and other ranks will not mend it. Take that GPU or machine out, reset it, and "
+        "errors), and restarting will not fix it. Take that GPU or machine out, reset it, and "
         "resume from the last checkpoint.",
     ),
     (
