@@ -10,8 +10,8 @@ from workbench.planner.table_text import aligned_lines, captioned_html_table
 from workbench.units import (
     counted,
     days_text,
-    dollars_text,
     digits,
+    dollars_text,
     gib_text,
     percent_text,
     quantity_text,
