@@ -435,13 +435,20 @@ CHANGES = {
     "experts": 1,
     "calibration": "",
     "method": "full",
+    "base": "weights",
     "lora_rank": 16,
+    "lora_alpha": 32.0,
+    "lora_targets": "attention",
     "base_format": "int4",
+    "base_group": 128,
+    "preference_beta": 0.2,
 }
 
 
 @pytest.mark.parametrize("name", [name for name, knob in plan_controls().items() if knob.group])
 def test_every_folded_control_sets_its_field(planner: Planner, name: str) -> None:
+    if name == "preference_beta":
+        planner = Planner(planner.plan.replace(**{"corpus.format": "preferences"}))
     planner.set("zero", 1)
     planner.set(name, CHANGES[name])
     assert planner.problems == []

@@ -60,7 +60,7 @@ def control_values(requested: Plan, resolved: ResolvedPlan | None) -> dict[str, 
             MISSING,
         )
         found[name] = _name(shown) if shown is not MISSING else _default(control)
-        if control.path.startswith("finetune.") and not _applies(requested, name):
+        if not applies(requested, name):
             found[name] = None
     return found
 
@@ -74,12 +74,18 @@ def _with_task(data: dict[str, Any]) -> dict[str, Any]:
     return data | {"training": data["finetune"]} if data.get("finetune") else data
 
 
-def _applies(plan: Plan, name: str) -> bool:
-    """Whether a plan has what a control of fine-tuning sets."""
+def applies(plan: Plan, name: str) -> bool:
+    """Whether a plan has what the control `name` sets: not all fine-tune, or have adapters, a 4-bit
+    base or pairs of answers.
+    """
+    task, *sections = plan_controls()[name].path.split(".")
+    sections = sections[:-1]
+    if task != "finetune":
+        return True
     tune = plan.finetune
-    if tune is None or name == "method":
+    if tune is None or not sections:
         return tune is not None
-    return tune.method == "lora" and (name == "lora_rank" or tune.quantize is not None)
+    return tune.method == "lora" if sections == ["lora"] else getattr(tune, *sections) is not None
 
 
 def preset_fields(requested: Plan) -> dict[str, Any]:

@@ -133,12 +133,8 @@ def problems_by_control(problems: Sequence[Problem]) -> Mapping[str, list[str]]:
 
 
 def control_of(problem: Problem) -> PlanControl | None:
-    """The control that a problem is about, if there is one."""
-    return next(
-        (
-            control
-            for control in plan_controls().values()
-            if f"{panel_path(problem.field)}.".startswith(f"{control.path}.")
-        ),
-        None,
-    )
+    """The control that a problem is about, if there is one; of a section's, its first."""
+    path, every = panel_path(problem.field), plan_controls().values()
+    own = (control for control in every if f"{path}.".startswith(f"{control.path}."))
+    of_section = (control for control in every if control.path.startswith(f"{path}."))
+    return next(own, next(of_section, None) if "." in path else None)

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from workbench.errors import PlanError, Problem
+from workbench.lab.panel.control_values import applies
+from workbench.lab.panel.finetune_edits import TaskMemory
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.rules.check import check
 from workbench.plan.schema import Plan, written_fields
@@ -29,11 +31,13 @@ class RejectedInput:
 
 @dataclass(frozen=True)
 class RequestedPlan:
-    """The plan as written at one time, and the input that no plan can hold."""
+    """The plan as written at one time, the input that no plan can hold, and what comes back."""
 
     plan: Plan
     rejected: Mapping[str, RejectedInput] = field(default_factory=dict)
     """Control -> what is typed in it."""
+    memory: TaskMemory = field(default_factory=TaskMemory)
+    """What edits took out of the plan's fine-tuning."""
 
     def equals(self, other: RequestedPlan) -> bool:
         """Whether both ask for the same; a default that is written is not the same as one that is
@@ -52,10 +56,15 @@ class RequestedPlan:
         return self.plan.resolve()
 
     def with_plan(self, name: str, plan: Plan) -> RequestedPlan:
-        """With the plan that an edit of the control `name` made."""
-        return RequestedPlan(
-            plan, {key: value for key, value in self.rejected.items() if key != name}
-        )
+        """With the plan that an edit of the control `name` made; what is typed in another that sets
+        nothing of the plan any more goes.
+        """
+        rejected = {
+            key: value
+            for key, value in self.rejected.items()
+            if key != name and (applies(plan, key) or not applies(self.plan, key))
+        }
+        return RequestedPlan(plan, rejected, self.memory.after(self.plan, plan))
 
     def with_rejected(self, name: str, rejected: RejectedInput) -> RequestedPlan:
         """With something typed in the control `name` that cannot be used."""

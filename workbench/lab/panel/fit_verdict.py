@@ -153,11 +153,11 @@ def step_time_line(profile: Profile) -> str:
 
 def published_lines(profile: Profile) -> list[str]:
     """MFU beside the highest published near it, and what the plan is far in from everything
-    measured; what its framework cannot do, what is assumed of its GPU, and its retries where memory
-    is nearly full.
+    measured; what its framework cannot do, what is assumed of its GPU, that its base is elsewhere,
+    and its retries where memory is nearly full.
     """
     notes = profile.notes
-    lines = [notes[name] for name in ("cannot", "assumed_hardware") if notes.get(name)]
+    lines = [notes[name] for name in ("cannot", "assumed_hardware", "base") if notes.get(name)]
     slower = notes.get("memory", {}).get("expected_slowdown", 1.0)
     if slower >= SHOWN_SLOWDOWN:
         lines.append(f"nearly full: expected {slower:.2f} times as long by the allocator's retries")

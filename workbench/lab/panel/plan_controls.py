@@ -102,8 +102,13 @@ CONTROL_ROWS: dict[str, tuple[tuple[str, str, str, Form], ...]] = {
     ),
     "Fine-tuning": (
         ("method", "finetune.method", "Method", "choice"),
+        ("base", "finetune.base", "Base weights", "text"),
         ("lora_rank", "finetune.lora.rank", "LoRA rank", "number"),
+        ("lora_alpha", "finetune.lora.alpha", "LoRA alpha", "number"),
+        ("lora_targets", "finetune.lora.targets", "LoRA targets", "text"),
         ("base_format", "finetune.quantize.format", "4-bit base", "choice"),
+        ("base_group", "finetune.quantize.group", "4-bit group", "choice"),
+        ("preference_beta", "finetune.preference.beta", "DPO beta", "number"),
     ),
 }
 """Group -> (name, field, label, form) of its controls."""

@@ -12,13 +12,13 @@ from typing import Any
 
 from workbench.errors import PlanError
 from workbench.lab.panel.control_values import MISSING, panel_data, read_path, value_text
+from workbench.lab.panel.finetune_edits import TaskMemory, finetune_edit
 from workbench.lab.panel.plan_controls import PlanControl, panel_path, plan_controls
 from workbench.lab.panel.typed_values import AUTO
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.rules import legal_sizes
 from workbench.plan.rules.check import check
-from workbench.plan.schema import Plan, Training, build_plan, written_fields
-from workbench.planner.methods.finetune_methods import FULL, method_plan
+from workbench.plan.schema import Plan, build_plan, written_fields
 from workbench.schedules.generators import SCHEDULES
 
 GLOBAL_BATCH, MICRO_BATCH = "training.global_batch", "training.micro_batch"
@@ -30,7 +30,9 @@ MAX_MULTIPLES = 64
 """Multiples of the least batch that are tried on either side of the one requested."""
 
 
-def apply_edit(plan: Plan, control: PlanControl, value: Any, before: ResolvedPlan | None) -> Plan:
+def apply_edit(
+    plan: Plan, control: PlanControl, value: Any, before: ResolvedPlan | None, memory: TaskMemory
+) -> Plan:
     """`plan` with one control set, and the changes that this requires.
 
     Args:
@@ -38,19 +40,18 @@ def apply_edit(plan: Plan, control: PlanControl, value: Any, before: ResolvedPla
         control: The control that was edited.
         value: Its new value; `AUTO` leaves the field out.
         before: `plan` resolved, where it was legal.
+        memory: What a method of fine-tuning brings back.
 
     Raises:
         PlanError: No plan can hold the value.
     """
-    if control.name == "method" and value is None:
-        return pre_training(plan)
+    if control.path.startswith("finetune."):
+        return finetune_edit(plan, control, value, memory)
     changed = (
         without_field(plan, control.path)
         if value is AUTO
         else plan.replace(**_assigned(control, value, before))
     )
-    if control.name == "method" and value == FULL:
-        changed = method_plan(changed, FULL)
     if control.name in MAY_NEED_GRID and MICRO_BATCH in _wrong(changed):
         changed = without_field(changed, MICRO_BATCH)
     return (
@@ -71,14 +72,6 @@ def without_field(plan: Plan, path: str) -> Plan:
         inner = inner.get(name, {})
     inner.pop(last, None)
     return build_plan(data)
-
-
-def pre_training(plan: Plan) -> Plan:
-    """`plan` that trains, with the batch and the optimizer of its fine-tuning."""
-    data = written_fields(plan)
-    task = data.pop("finetune", None) or data.get("training", {})
-    shared = {name: value for name, value in task.items() if name in Training.model_fields}
-    return build_plan(data | {"training": shared})
 
 
 def side_effects(
@@ -123,12 +116,7 @@ def _assigned(control: PlanControl, value: Any, before: ResolvedPlan | None) -> 
     # A preset has its own settings: fields that were set for another preset are dropped.
     if control.name == "strategy":
         return {"strategy": {"preset": value}}
-    if control.name == "base_format":
-        four_bit = None if value is None else {"format": value}
-        return {"finetune.method": "lora", "finetune.quantize": four_bit}
     changes = {control.path: value}
-    if control.name == "lora_rank":
-        changes["finetune.method"] = "lora"
     if before and control.name == "algorithm":
         changes["strategy.tensor.size"] = _grid(before, value)
     if before and control.name == "schedule" and value in SCHEDULES:

@@ -143,7 +143,13 @@ class Planner(widgets.VBox):  # type: ignore[misc]  # ipywidgets has no types
         requested = self._history.now
         old = control_values(requested.plan, self._resolved)
         try:
-            plan = apply_edit(requested.plan, control, parse_typed(control, typed), self._resolved)
+            plan = apply_edit(
+                requested.plan,
+                control,
+                parse_typed(control, typed),
+                self._resolved,
+                requested.memory,
+            )
         except PlanError as error:
             self._history.push(
                 requested.with_rejected(control.name, RejectedInput(typed, tuple(error.problems)))
@@ -163,6 +169,7 @@ class Planner(widgets.VBox):  # type: ignore[misc]  # ipywidgets has no types
     def _replan(self, news: Callable[[], str] = str) -> None:
         """Estimate what is requested and show it; `news()` is shown where it is legal."""
         from workbench.planner import estimate
+        from workbench.runs.launch.preflight import base_notes
 
         requested = self._history.now
         try:
@@ -173,6 +180,7 @@ class Planner(widgets.VBox):  # type: ignore[misc]  # ipywidgets has no types
                     f"is {resolved.world_size}; the planner shows at most {MAX_RANKS}",
                 )
             profile = estimate(requested.plan)
+            profile.notes.update(base_notes(resolved))
         except PlanError as error:
             self._refuse(error.problems)
             return

@@ -26,7 +26,11 @@ def parse_typed(control: PlanControl, typed: Any) -> Any:
         return AUTO
     if control.form == "number":
         return _number(control, text)
-    return _structured(control, text) if control.name == "partition" else typed
+    if control.name == "lora_targets":
+        return _targets(text)
+    if control.name == "partition":
+        return _structured(control, text)
+    return text if control.form == "text" else typed
 
 
 def _number(control: PlanControl, text: str) -> int | float:
@@ -39,6 +43,12 @@ def _number(control: PlanControl, text: str) -> int | float:
         what = "a whole number" if control.integral else "a number"
         raise refuse(control.path, f"is '{text}'; legal: {what}, such as 8 or 1e3")
     return int(value) if control.integral else value
+
+
+def _targets(text: str) -> str | list[str]:
+    """Patterns by commas, or a name for several layers."""
+    names = [name.strip() for name in text.split(",")]
+    return text if text in ("all", "attention") else [name for name in names if name]
 
 
 def _structured(control: PlanControl, text: str) -> Any:
