@@ -8,8 +8,8 @@ import torch.nn.functional as F
 
 from tests.parallel.small import plan
 from tests.parallel.test_context import context_plan
-from workbench.engine.loss_parts import SequenceSources
 from workbench.engine.session import Session
+from workbench.engine.source_losses import SequenceSources
 from workbench.engine.verify.drawn_batches import random_batches
 from workbench.engine.verify.forked_ranks import run_ranks
 from workbench.engine.verify.single_device import CPU, trained_tokens

@@ -23,7 +23,6 @@ from workbench.engine.data.batch_sampler import Batch, BatchContents
 from workbench.engine.data.batch_sampler import BatchSampler as TextSampler
 from workbench.engine.data.conversation_sequences import ConversationSequences
 from workbench.engine.garbage_collection import collected_on_common_steps
-from workbench.engine.loss_parts import SequenceSources
 from workbench.engine.measure.allocator_memory import memory_meter
 from workbench.engine.measure.experiment_trackers import Trackers
 from workbench.engine.measure.step_sampler import (
@@ -43,6 +42,7 @@ from workbench.engine.process_group.collective_deadlines import extend_deadlines
 from workbench.engine.reference_table import ReferenceTable
 from workbench.engine.session import Session, initial_drawer, rank_share
 from workbench.engine.session_checkpoint import SessionCheckpointer
+from workbench.engine.source_losses import SequenceSources
 from workbench.errors import refuse
 from workbench.parallel.mesh import Mesh
 from workbench.parallel.tensor.apply_tensor import counts_own_loss

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from workbench.adapters.lora_linear import adapters_disabled
-from workbench.engine.step_observer import Observer
+from workbench.engine.step_observer import NullObserver, Observer
 from workbench.models.preference.preference_loss import PreferenceLoss
 from workbench.parallel.context.apply_context import sum_sequence_parts
 from workbench.parallel.mesh import Mesh
-from workbench.parallel.pipeline.schedule_executor import Observer as ActionObserver
 from workbench.parallel.pipeline.schedule_executor import ScheduleExecutor
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.stage_replicas import BatchShare
@@ -32,13 +31,32 @@ class PreferencePass:
 
     def __init__(self, plan: ResolvedPlan, loss: PreferenceLoss) -> None:
         self.loss = loss
-        self._num_pairs, self._known = num_pairs(plan), needs_reference_table(plan)
+        self._known = needs_reference_table(plan)
 
-    def reference(
+    def start(
         self,
         executor: ScheduleExecutor,
         own: tuple[Tensor, Tensor],
-        observe: ActionObserver | None = None,
+        factor: float = 1.0,
+        observer: Observer | None = None,
+    ) -> None:
+        """Before the policy's pass: run the reference's, unless it is known beforehand.
+
+        Args:
+            executor: As in `run_reference`.
+            own: As in `run_reference`.
+            factor: Of the losses.
+            observer: As in `run_reference`.
+        """
+        if not self._known:
+            self.run_reference(executor, own, observer)
+        self.loss.start(factor)
+
+    def run_reference(
+        self,
+        executor: ScheduleExecutor,
+        own: tuple[Tensor, Tensor],
+        observer: Observer | None = None,
     ) -> Tensor:
         """Log-probabilities of the sequences [M, B] by a forward pass with adapters off, without
         gradients, which are the loss' reference then; zero on stages without the head.
@@ -46,45 +64,17 @@ class PreferencePass:
         Args:
             executor: Runs this rank's stages.
             own: Tokens and targets [M, B, T], this rank's part of the sequences.
-            observe: Entered around each action.
+            observer: Observes each action as one of the reference.
         """
+        watch = observer or NullObserver()
         with self.loss.reference_pass(), evaluating(executor.stages), adapters_disabled():
-            executor.evaluate(*own, observe)
+            executor.evaluate(*own, lambda label, action: watch.action("REFERENCE", None))
         return self.loss.reference_MB
 
-    def start(
-        self,
-        executor: ScheduleExecutor,
-        own: tuple[Tensor, Tensor],
-        factor: float = 1.0,
-        observe: ActionObserver | None = None,
-    ) -> None:
-        """Before the policy's pass: compute the reference, unless it is known beforehand.
-
-        Args:
-            executor: As in `reference`.
-            own: As in `reference`.
-            factor: Of the losses.
-            observe: Entered around each action of the reference's pass.
-        """
-        if not self._known:
-            self.reference(executor, own, observe)
-        self.loss.start(factor)
-
-    def observed(
-        self,
-        executor: ScheduleExecutor,
-        own: tuple[Tensor, Tensor],
-        trained_tokens: int,
-        watch: Observer,
-    ) -> AbstractContextManager[None]:
-        """See `LossParts`: the mean is over pairs, in place of tokens."""
-        factor = trained_tokens / self._num_pairs
-        self.start(executor, own, factor, lambda label, action: watch.action("REFERENCE", None))
-        return nullcontext()
-
     def values(self, scale: Tensor | float) -> Tensor:
-        """See `LossParts`: means of `preference_loss.METRICS` over the step's pairs."""
+        """This rank's summands of the means over the step's pairs of `preference_loss.METRICS`, in
+        the scale of the loss: `scale` is what the losses of tokens are multiplied by.
+        """
         return self.loss.sums * (self.loss.factor * scale)
 
 

@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from workbench.engine.kernel_warm_up import compile_kernels
-from workbench.engine.loss_parts import LossParts, SequenceSources, SourceLosses
 from workbench.engine.optimizer.delayed_update import DelayedUpdate
 from workbench.engine.optimizer.loss_scaler import LossScaler, found_inf
 from workbench.engine.optimizer.mixed_precision_optimizer import MixedPrecisionOptimizer
@@ -26,8 +25,10 @@ from workbench.engine.preference_pass import (
     PreferencePass,
     evaluating,
     needs_reference_table,
+    num_pairs,
     preference_pass,
 )
+from workbench.engine.source_losses import SequenceSources, SourceLosses
 from workbench.engine.step_observer import NullObserver, Observer
 from workbench.kernels.fused_seams import warm_up
 from workbench.models.attention.packed_documents import document_starts
@@ -53,7 +54,7 @@ class StepResult(NamedTuple):
     `loss` is the mean over the step's tokens, or over its pairs, `gradient_norm` the global norm
     before clipping, `stop` the sum of the ranks' stop requests. With loss scaling, `loss_scale` is
     the scale of this step and `skipped` is 1 where gradients overflowed and the step was skipped.
-    `parts` are those of `loss_parts`: each source's part of the loss, or means over pairs.
+    `parts` are each source's part of the loss (`SourceLosses`), or means over pairs.
     """
 
     loss: Tensor
@@ -171,8 +172,8 @@ class Session:
             stop: This rank's stop request; all ranks' are summed with the loss and gradient norm,
                 in the same all-reduce.
             trained_tokens: Tokens of the global batch that have a target; None: all of them.
-            sources: Of this rank's sequences; then the loss of each source is summed with the
-                rest, in the same all-reduce.
+            sources: Of this rank's sequences, which are no pairs; then the loss of each source is
+                summed with the rest, in the same all-reduce.
             starts_MBT: Index in its sequence of the first token of each token's document; None: a
                 sequence is one document, or its targets say it (`document_starts`).
 
@@ -188,14 +189,18 @@ class Session:
         self._start(index, scale)
         self._find_documents(targets_MBT, starts_MBT)
         own = self._own(tokens_MBT, targets_MBT)
-        parts = self._parts(sources)
-        watched = self.executor, own, trained_tokens, watch
-        with nullcontext() if parts is None else parts.observed(*watched):
+        if self.preference is not None:
+            # The loss is a mean over pairs, where `scale` divides by tokens.
+            of_pairs = trained_tokens / num_pairs(self.plan)
+            self.preference.start(self.executor, own, of_pairs, watch)
+        by_source = sources and SourceLosses(sources, self.part.samples, self.device)
+        with nullcontext() if by_source is None else by_source.collected():
             loss = self.executor.step(*own, scale, watch.action)
         loss = self.part.aux_loss.added_to(loss)
         self._sum_tied_gradient()
         watch.moment("before_optimizer")
         with watch.action("CLIP", None):
+            parts = by_source if self.preference is None else self.preference
             summed = None if parts is None else parts.values(scale)
             result = self._unscaled(*self._agree(loss, stop, summed))
             factor = gradient_factor(result, t.optimizer.clip)
@@ -221,11 +226,6 @@ class Session:
         self.part.aux_loss.start(scale)
         first = index * self.plan.training.global_batch + self.share.first
         self.part.samples.start_step(first, self.share.stride)
-
-    def _parts(self, sources: SequenceSources | None) -> LossParts | None:
-        if self.preference is not None or sources is None:
-            return self.preference
-        return SourceLosses(sources, self.part.samples)
 
     def _update(self, index: int, factor: Tensor | None, skipped: Tensor | None) -> None:
         """Step the optimizer, or hold this step's gradients for the delayed update."""
@@ -333,7 +333,7 @@ class Session:
         """
         assert self.preference is not None, "the plan trains on no pairs"
         own = self._own(tokens_MBT, targets_MBT)
-        return self.preference.reference(self.executor, own).clone()
+        return self.preference.run_reference(self.executor, own).clone()
 
     def set_reference(self, log_probs_MB: Tensor) -> None:
         """Set the log-probabilities [M, B] of the next step's, or evaluation's, sequences under a
