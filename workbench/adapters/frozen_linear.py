@@ -10,6 +10,7 @@ al. 2023, arXiv 2305.14314): between the two only the stored bytes are held.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -34,13 +35,26 @@ def frozen_linear(
         bias: [N].
         columns: Columns of the weight that x has, where the others are padding; None: all.
     """
-    if isinstance(weight, FourBitTensor):
-        return four_bit_linear(x, weight.stored(columns), bias, weight.kernels)
-    weight = weight if columns is None else weight[:, :columns]
+    parts, form, kernels = _operands(weight, columns)
+    if form is not None:
+        numbers, scales, row_factors = parts
+        stored = FourBitWeight(numbers, scales, row_factors, form)
+        return four_bit_linear(x, stored, bias, kernels)
+    (own,) = parts
     if bias is None:
-        return F.linear(x, weight)
+        return F.linear(x, own)
     # `F.linear` returns a view: where an adapter adds to it, autograd would copy its gradient.
-    return _shaped_as(torch.addmm(bias, rows_of(x), weight.t()), x)
+    return _shaped_as(torch.addmm(bias, rows_of(x), own.t()), x)
+
+
+def _operands(
+    weight: FrozenWeight, columns: int | None
+) -> tuple[Sequence[Any], FourBitFormat | None, str]:
+    """(parts, form, kernels) of the first `columns` of a weight, as `dequantized` takes them."""
+    if isinstance(weight, FourBitTensor):
+        *parts, form = weight.stored(columns)
+        return parts, form, weight.kernels
+    return [weight if columns is None else weight[:, :columns]], None, ""
 
 
 def _shaped_as(y_NO: Tensor, x: Tensor) -> Tensor:
@@ -89,12 +103,7 @@ def adapted_linear(
         dropped: The adapter's input where it is not x, but x after dropout.
         columns: As `frozen_linear`'s.
     """
-    form, kernels = None, ""
-    if isinstance(weight, FourBitTensor):
-        *parts, form = weight.stored(columns)
-        kernels = weight.kernels
-    else:
-        parts = [weight if columns is None else weight[:, :columns]]
+    parts, form, kernels = _operands(weight, columns)
     y: Tensor = _FrozenLinear.apply(x, dropped, bias, a, b, scale, form, kernels, *parts)
     return y
 
