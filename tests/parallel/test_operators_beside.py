@@ -253,7 +253,7 @@ def test_a_gradient_of_the_router_summed_wrongly_is_found(
     if fault == "aux loss":
         monkeypatch.setattr(moe_operator, "scale_gradient", lambda loss, scale: loss)
     else:
-        monkeypatch.setattr(apply_operators, "PARTIAL_GRADIENTS", ())
+        monkeypatch.setattr(apply_operators, "PARTIAL_OVER_WIDTH", ())
     worst = failure_of(verify(beside(2, operators=MOE_WIDTH, shape=SHARED_EXPERTS)))
     assert "route" in worst["tensor"] or fault == "aux loss"
 

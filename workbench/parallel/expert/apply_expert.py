@@ -38,15 +38,13 @@ EXPERT_SPLIT_DIMS = {
 row-parallel, arXiv 1909.08053); stacked experts have one dim more in front.
 """
 
-PARTIAL_GRADIENTS = (
-    ".route.weight",
-    ".experts.down.bias",
-    ".shared.down.bias",
-    ".q_norm.weight",
-    ".k_norm.weight",
-)
-"""Ends of the names of parameters whose gradient is a sum over the tensor ranks, where every rank
-has them.
+PARTIAL_OVER_WIDTH = (".route.weight", ".experts.down.bias", ".shared.down.bias")
+"""Ends of the names of parameters of an MoE layer that every rank has unsharded, and of whose
+gradients each shard of the width has a part, for the layer's output is a sum over these shards.
+"""
+PARTIAL_GRADIENTS = (*PARTIAL_OVER_WIDTH, ".q_norm.weight", ".k_norm.weight")
+"""The same of parameters whose gradient is a sum over the tensor ranks, where every rank has them:
+also norms of a rank's heads.
 """
 
 

@@ -17,6 +17,7 @@ from workbench.models.moe import MoE
 from workbench.models.seams import Activate, AddNorm, Attend, HeadLoss, NoRope, Rope
 from workbench.parallel.context.ring_attention import RingAttend
 from workbench.parallel.context.ulysses_attention import UlyssesAttend
+from workbench.parallel.expert.apply_expert import PARTIAL_OVER_WIDTH
 from workbench.parallel.layout import Layout
 from workbench.parallel.mesh import Mesh, MeshAxis, operator_axis
 from workbench.parallel.operators.implicit_replicate import ImplicitReplicate
@@ -57,10 +58,6 @@ FOLLOWING_MODULES: tuple[tuple[tuple[type[nn.Module], ...], tuple[int, ...] | No
     ((Attend, RingAttend, UlyssesAttend), (0, 2)),
 )
 """Modules that take the sharding of their first input, and the dims that may be sharded there."""
-PARTIAL_GRADIENTS = ("route.weight", "experts.down.bias", "shared.down.bias")
-"""Ends of the names of parameters of an MoE layer that every rank holds unsharded, and of whose
-gradients each shard of the width has a part, for the layer's output is a sum over these shards.
-"""
 LOCAL_DIMS = TOKEN_DIMS | {"width": -1, "heads": 2}
 """Dimensions of activations -> their dim, for modules that compute shards independently."""
 
@@ -141,7 +138,7 @@ def operator_reduction_axes(
     """Local parameter name -> the axes of the grid over which its gradient is summed.
 
     They are those along which its module shards the rows or their tokens, for a bias also those
-    along which its output does, and for `PARTIAL_GRADIENTS` the width.
+    along which its output does, and for `PARTIAL_OVER_WIDTH` the width.
     """
     if mesh.operators is None:
         return dict.fromkeys(names, ())
@@ -150,7 +147,7 @@ def operator_reduction_axes(
         own = _placement_around(name, placements)
         if name.endswith(".bias"):  # it is added to the output
             own = placements.get(name.removesuffix(".bias") + OUTPUT, own)
-        over = {*TOKEN_DIMS} | ({"width"} if name.endswith(PARTIAL_GRADIENTS) else set())
+        over = {*TOKEN_DIMS} | ({"width"} if name.endswith(PARTIAL_OVER_WIDTH) else set())
         found[name] = tuple(axis for axis, placed in zip(grid.axes, own) if placed in over)
     return found
 
