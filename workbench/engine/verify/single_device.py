@@ -115,16 +115,7 @@ def train_on_one_device(
     """
     t, samples = plan.training, SampleIndices()
     rows = t.micro_batch if float8 else t.global_batch
-    model = _model(plan, attention, samples, dtype, rows)
-    # `Module.to` casts complex buffers too, to real numbers.
-    model._apply(lambda t: t.to(device, dtype if t.is_floating_point() else t.dtype))
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(
-                verification_weight(name, tuple(parameter.shape), plan.training.seed, dtype)
-            )
-    if (form := four_bit_format(plan)) is not None:
-        _round_to_four_bits(model, plan.shape, form)
+    model = _drawn_model(plan, attention, samples, dtype, rows, device)
     if float8:
         _convert_to_float8(model, device)
     pairs = _pairs(model, plan)
@@ -137,23 +128,17 @@ def train_on_one_device(
     first: dict[str, Tensor] = {}
     held: dict[str, Tensor | None] = {}
     """Gradients of the last step, where the plan delays their update."""
-    for step, (tokens, targets, starts) in enumerate(batches):
+    for step, batch in enumerate(batches):
         model.zero_grad()
         samples.start_step(step * t.global_batch, rows)
         if plan.corpus.separate_documents:
-            found = document_starts(targets) if starts is None else starts
-            samples.starts_of_step = found.to(device).unflatten(0, (-1, rows))
-        losses.append(0.0)
-        divisor = trained_tokens(targets)
+            starts = document_starts(batch.targets) if batch.starts is None else batch.starts
+            samples.starts_of_step = starts.to(device).unflatten(0, (-1, rows))
         if pairs is not None:
-            pairs.factor = 2 * divisor / t.global_batch
+            pairs.factor = 2 * trained_tokens(batch.targets) / t.global_batch
             if not needs_reference_table(plan):
-                pairs.record(partial(evaluate, tokens, targets))
-        for index, pair in enumerate(zip(tokens.split(rows), targets.split(rows))):
-            samples.start_microbatch(index)
-            loss = _forward(model, plan, *(each.to(device) for each in pair)) / divisor
-            loss.backward()
-            losses[-1] += loss.item()
+                pairs.record(partial(evaluate, batch.tokens, batch.targets))
+        losses.append(_backward(model, plan, batch, samples, rows, device))
         stepped.take_gradients()
         first = first or {n: _gradient(p).cpu().clone() for n, p in stepped.targets.items()}
         if plan.training.optimizer.clip is not None:
@@ -169,6 +154,45 @@ def train_on_one_device(
         optimizer.step()
         stepped.store()
     return ReferenceRun(losses, first, {n: p.detach().cpu() for n, p in _trained(model).items()})
+
+
+def _drawn_model(
+    plan: ResolvedPlan,
+    attention: str,
+    samples: SampleIndices,
+    dtype: torch.dtype,
+    rows: int,
+    device: torch.device,
+) -> nn.Module:
+    """The plan's model with the weights that a verification starts from."""
+    model = _model(plan, attention, samples, dtype, rows)
+    # `Module.to` casts complex buffers too, to real numbers.
+    model._apply(lambda t: t.to(device, dtype if t.is_floating_point() else t.dtype))
+    seed = plan.training.seed
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(verification_weight(name, tuple(parameter.shape), seed, dtype))
+    if (form := four_bit_format(plan)) is not None:
+        _round_to_four_bits(model, plan.shape, form)
+    return model
+
+
+def _backward(
+    model: nn.Module,
+    plan: ResolvedPlan,
+    batch: Batch,
+    samples: SampleIndices,
+    rows: int,
+    device: torch.device,
+) -> float:
+    """Add a batch's gradients, `rows` sequences at a time; returns its loss a token."""
+    total, divisor = 0.0, trained_tokens(batch.targets)
+    for index, pair in enumerate(zip(batch.tokens.split(rows), batch.targets.split(rows))):
+        samples.start_microbatch(index)
+        loss = _forward(model, plan, *(each.to(device) for each in pair)) / divisor
+        loss.backward()
+        total += loss.item()
+    return total
 
 
 def _pairs(model: nn.Module, plan: ResolvedPlan) -> EagerPairs | None:
