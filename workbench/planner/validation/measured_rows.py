@@ -15,6 +15,7 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from workbench.errors import refuse
 from workbench.planner.validation import cell_parsers
@@ -196,10 +197,6 @@ def parse_row(cells: Mapping[str | None, object], file: str = "", line: int = 0)
         if key and isinstance(value, str)
     }
     get = cell.get
-    whole = {
-        name: _plausible_count(name, cell_parsers.positive_integer(get(column, "")))
-        for name, column in COUNT_COLUMNS.items()
-    }
     memory = cell_parsers.memory_gib(
         get("mem_gib", ""), f"{get('mem_unit', '')} {_decimal_unit(get('mem_kind', ''))}"
     )
@@ -214,39 +211,18 @@ def parse_row(cells: Mapping[str | None, object], file: str = "", line: int = 0)
     return MeasuredRow(
         file=file,
         line=line,
-        id=get("id", ""),
         source=get("source", "") or file,
         table=_table_name(get("table", "")),
-        kind=get("kind", ""),
-        verification=get("verify", ""),
         measured=not any(
             word in said for word in ("formula", "theor", "arithmetic", "simulat", "estimate")
         ),
-        framework=get("framework", ""),
-        model=get("model", ""),
-        arch=get("arch", ""),
         parameters=billions * 1e9 if billions else None,
-        **{name: whole[name] for name in OPTIONAL_COUNTS},
-        tensor=whole["tensor"] or 1,
-        pipeline=whole["pipeline"] or 1,
-        context=whole["context"] or 1,
-        expert=whole["expert"] or 1,
-        says_expert=whole["expert"] is not None,
-        tied=cell_parsers.yes_or_no(get("tied_emb", "")),
-        gated=cell_parsers.yes_or_no(get("gated_ffn", "")),
-        gpu=get("gpu", ""),
+        **_named_cells(cell),
         gpu_memory=cell_parsers.parse_number(get("gpu_mem_gb", "")) or None,
         zero=cell_parsers.zero_stage(
             get("zero_stage", ""), get("sharding", "") or _zero_stage_in_name(get("table", ""))
         ),
-        sharding=get("sharding", ""),
-        sequence_parallel=cell_parsers.yes_or_no(get("seq_parallel", "")),
-        precision=get("precision", ""),
-        recompute=get("recompute", ""),
-        schedule=get("schedule", ""),
-        attention=get("attn_impl", ""),
         tflops=cell_parsers.parse_number(get("tflops_gpu", "")) or None,
-        tflops_kind=get("tflops_kind", ""),
         memory_gib=memory,
         memory_kind=cell_parsers.memory_kind(get("mem_kind", "")),
         memory_reading=cell_parsers.nearest_memory_kind(get("mem_kind", "")),
@@ -257,7 +233,6 @@ def parse_row(cells: Mapping[str | None, object], file: str = "", line: int = 0)
         ),
         status=known or ("ran" if measured else "failed"),
         unknown_status="" if known else get("status", ""),
-        notes=get("notes", ""),
         step_seconds=times[0],
         samples_per_second=times[1],
         tokens_per_second=times[2],
@@ -266,6 +241,38 @@ def parse_row(cells: Mapping[str | None, object], file: str = "", line: int = 0)
     )
 
 
+def _named_cells(cell: Mapping[str, str]) -> dict[str, Any]:
+    """Fields that are read from a column of their own: texts, yes or no, and counts."""
+    get = cell.get
+    texts = {name: get(column, "") for name, column in TEXT_COLUMNS.items()}
+    said = {name: cell_parsers.yes_or_no(get(of, "")) for name, of in YES_OR_NO_COLUMNS.items()}
+    counts = {
+        name: _plausible_count(name, cell_parsers.positive_integer(get(column, "")))
+        for name, column in COUNT_COLUMNS.items()
+    }
+    sizes = {name: counts[name] or 1 for name in AXIS_SIZES}
+    return {**texts, **said, **counts, **sizes, "says_expert": counts["expert"] is not None}
+
+
+TEXT_COLUMNS = {
+    "id": "id",
+    "kind": "kind",
+    "verification": "verify",
+    "framework": "framework",
+    "model": "model",
+    "arch": "arch",
+    "gpu": "gpu",
+    "sharding": "sharding",
+    "precision": "precision",
+    "recompute": "recompute",
+    "schedule": "schedule",
+    "attention": "attn_impl",
+    "tflops_kind": "tflops_kind",
+    "notes": "notes",
+}
+"""Field -> column of what is taken as it is written."""
+YES_OR_NO_COLUMNS = {"tied": "tied_emb", "gated": "gated_ffn", "sequence_parallel": "seq_parallel"}
+"""Field -> column of what is so or not."""
 COUNT_COLUMNS = {
     "layers": "layers",
     "hidden": "hidden",
@@ -289,9 +296,8 @@ COUNT_COLUMNS = {
     "accumulation": "grad_accum",
 }
 """Field -> column of the positive integers."""
-OPTIONAL_COUNTS = [
-    name for name in COUNT_COLUMNS if name not in ("tensor", "pipeline", "context", "expert")
-]
+AXIS_SIZES = ("tensor", "pipeline", "context", "expert")
+"""Counts that are 1 where a table says nothing."""
 
 
 MAX_COUNT = {
