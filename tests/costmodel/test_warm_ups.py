@@ -10,13 +10,9 @@ import pytest
 from tests.costmodel.test_against_rehearsal import small, traffic
 from workbench.costmodel.inputs.config import named_table
 from workbench.costmodel.inputs.rank_workload import workload
+from workbench.costmodel.pipeline_bubble import simulated_makespan, simulated_schedule
 from workbench.costmodel.rates.constants import plan_constants
-from workbench.costmodel.step_time import (
-    StepTime,
-    simulated_makespan,
-    simulated_schedule,
-    step_time,
-)
+from workbench.costmodel.step_time import StepTime, step_time
 from workbench.plan.schema import Plan
 from workbench.planner import estimate
 from workbench.rehearsal.rehearse import rehearse

@@ -14,11 +14,8 @@ from workbench.cli.tables import stages_table
 from workbench.costmodel.communication.collective_volume import step_collectives
 from workbench.costmodel.inputs.config import named_table
 from workbench.costmodel.inputs.rank_workload import workload
-from workbench.costmodel.step_time import (
-    microbatch_durations,
-    simulated_makespan,
-    simulated_schedule,
-)
+from workbench.costmodel.microbatch_durations import microbatch_durations
+from workbench.costmodel.pipeline_bubble import simulated_makespan, simulated_schedule
 from workbench.errors import PlanError
 from workbench.plan.rules.supported import unsupported
 from workbench.plan.schema import Plan

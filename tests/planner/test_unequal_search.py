@@ -13,7 +13,7 @@ import pytest
 
 from workbench.costmodel.inputs.rank_workload import workload
 from workbench.costmodel.memory.peak_memory import peak_memory
-from workbench.costmodel.step_time import stage_passes
+from workbench.costmodel.microbatch_durations import stage_passes
 from workbench.errors import PlanError
 from workbench.plan.model.layer_profile import Layer, LayerProfile
 from workbench.plan.model.layer_profile_csv import write_layer_profile

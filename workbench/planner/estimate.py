@@ -15,13 +15,12 @@ from workbench.costmodel.inputs.rank_workload import Workload
 from workbench.costmodel.memory.near_full import near_full_slowdown
 from workbench.costmodel.memory.peak_memory import peak_memory
 from workbench.costmodel.memory.reported_memory import memory_requirement
+from workbench.costmodel.microbatch_durations import MicrobatchDurations, microbatch_durations
+from workbench.costmodel.pipeline_bubble import action_seconds
 from workbench.costmodel.rates.constants import Constants
 from workbench.costmodel.rates.fitted_constants import measured_profile
 from workbench.costmodel.step_time import (
-    MicrobatchDurations,
     StepTime,
-    action_seconds,
-    microbatch_durations,
     model_flops_utilization,
     step_time,
     step_time_breakdown,

@@ -9,13 +9,9 @@ from typing import Any
 
 from workbench.costmodel.inputs.config import Array, named_table
 from workbench.costmodel.inputs.rank_workload import Workload
-from workbench.costmodel.step_time import (
-    MAX_ACTIONS,
-    MicrobatchDurations,
-    StepTime,
-    simulated_makespan,
-    simulated_schedule,
-)
+from workbench.costmodel.microbatch_durations import MicrobatchDurations
+from workbench.costmodel.pipeline_bubble import MAX_ACTIONS, simulated_makespan, simulated_schedule
+from workbench.costmodel.step_time import StepTime
 from workbench.planner.estimated_frames import ShownRanks
 from workbench.profile import Columns
 from workbench.schedules import Timeline

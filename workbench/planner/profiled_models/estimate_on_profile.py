@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from workbench.costmodel.inputs.config import Array
-from workbench.costmodel.step_time import MAX_ACTIONS
+from workbench.costmodel.pipeline_bubble import MAX_ACTIONS
 from workbench.plan.optimizer_state import state_bytes
 from workbench.plan.rank_placement import RankPlace, rank_place, representative_ranks
 from workbench.plan.resolved_plan import ResolvedPlan

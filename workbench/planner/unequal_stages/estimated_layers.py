@@ -19,8 +19,8 @@ from workbench.costmodel.memory.live_sets.live_by_phase import live_by_phase
 from workbench.costmodel.memory.live_sets.stage_phases import total_bytes
 from workbench.costmodel.memory.model_states import ModelStates, model_states
 from workbench.costmodel.memory.peak_memory import peak_memory
+from workbench.costmodel.microbatch_durations import stage_passes
 from workbench.costmodel.rates.constants import Constants
-from workbench.costmodel.step_time import stage_passes
 from workbench.plan.model.layer_profile import Layer, LayerProfile
 from workbench.plan.rank_placement import RankPlace, axis_strides
 from workbench.plan.resolved_plan import ResolvedPlan

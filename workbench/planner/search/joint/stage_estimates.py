@@ -24,12 +24,8 @@ from workbench.costmodel.inputs.config import (
 from workbench.costmodel.inputs.operator_strategies import OperatorStrategies
 from workbench.costmodel.inputs.rank_workload import Workload, assemble_workload
 from workbench.costmodel.memory.peak_memory import peak_memory
-from workbench.costmodel.step_time import (
-    after_by_rank,
-    microbatch_durations,
-    step_overhead,
-    step_time,
-)
+from workbench.costmodel.microbatch_durations import microbatch_durations
+from workbench.costmodel.step_time import after_by_rank, step_overhead, step_time
 from workbench.plan.operators.operator_sites import OUTPUT, Site, followed_by_positions
 from workbench.plan.operators.strategy_form import Placement, parse_strategy, strategy_grid
 from workbench.plan.rank_placement import first_ranks_of_stages, rank_place
