@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from tests.engine.test_loop import Records, refusal, trained
+from workbench.engine.reference_file import FILE
 
 PAIRS: dict[str, Any] = {
     "corpus__format": "preferences",
@@ -38,6 +39,11 @@ def found(records: Records, kind: str) -> list[tuple[float, ...]]:
     return [tuple(r[k] for k in ("loss", *REWARDS)) for r in records if r["kind"] == kind]
 
 
+def referred(records: Records) -> bool:
+    """Whether a run computed log-probabilities of the reference beforehand."""
+    return any("of the reference" in (r.get("detail") or "") for r in records)
+
+
 @pytest.mark.parametrize("method", ["full", "lora"])
 def test_a_resumed_run_has_the_same_reference(tmp_path: Path, pairs: Path, method: str) -> None:
     changes = FULL if method == "full" else LORA
@@ -53,3 +59,15 @@ def test_a_resumed_run_has_the_same_reference(tmp_path: Path, pairs: Path, metho
     assert code == 0, refusal(tmp_path / "resumed")
     assert found(resumed, "step") == steps[2:]
     assert found(resumed, "evaluation") == held_out[1:]
+    assert not referred(resumed) and referred(uninterrupted) == (method == "full")
+
+
+def test_a_reference_that_is_gone_is_computed_again(tmp_path: Path, pairs: Path) -> None:
+    code, uninterrupted = trained(tmp_path / "all", pairs, **FULL)
+    assert code == 0, refusal(tmp_path / "all")
+    checkpoints = tmp_path / "all" / "checkpoints"
+    (checkpoints / FILE).unlink()
+    halfway = str(checkpoints / "step-00000002")
+    code, resumed = trained(tmp_path / "resumed", pairs, **FULL, checkpoint__load=halfway)
+    assert code == 0, refusal(tmp_path / "resumed")
+    assert referred(resumed) and found(resumed, "step") == found(uninterrupted, "step")[2:]

@@ -1,14 +1,24 @@
 """Each sequence's reference is computed once, and beside the same others where a run resumes."""
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 
+from workbench.engine.reference_file import (
+    FILE,
+    read_reference,
+    reference_identity,
+    write_reference,
+)
 from workbench.engine.reference_table import ReferenceTable
 from workbench.engine.verify.forked_ranks import run_ranks
+from workbench.plan.resolved_plan import ResolvedPlan
+from workbench.plan.schema import Plan
 
 CPU = torch.device("cpu")
 BATCHES = [np.array(batch) for batch in ([6, 7, 0, 1], [2, 3, 6, 7], [0, 1, 8, 9], [2, 3, 2, 3])]
@@ -54,6 +64,76 @@ def test_what_fills_the_last_batch_changes_nothing() -> None:
     filled.table.compute("holdout", BATCHES[:2])
     assert filled.batches == [[6, 7, 0, 1], [2, 3, 6, 7]]
     assert torch.equal(*(each.table.get("holdout", BATCHES[0]) for each in (alone, filled)))
+
+
+def test_what_is_known_is_not_computed_again() -> None:
+    """Of batch (2, 3, 8, 9) the first two are known, by another mesh's numbers: they stay."""
+    known = torch.full((12,), -torch.inf)
+    known[[0, 1, 2, 3, 6, 7]] = torch.arange(6.0)
+    found = Computed([0, 1, 2, 3])
+    found.table.take("train", known)
+    found.table.compute("train", BATCHES[:2])
+    assert found.batches == []
+    found.table.compute("train", BATCHES)
+    assert found.batches == [[2, 3, 8, 9]]
+    assert found.table.get("train", BATCHES[2]).tolist() == [[0.0, 1.0, 10.75, 11.75]]
+    assert found.table.get("train", BATCHES[3]).tolist() == [[2.0, 3.0, 2.0, 3.0]]
+
+
+def test_a_table_of_another_text_is_not_taken() -> None:
+    found = Computed([0, 1, 2, 3])
+    found.table.take("train", torch.zeros(11))
+    found.table.compute("train", BATCHES)
+    assert found.batches == [[6, 7, 0, 1], [2, 3, 8, 9]]
+
+
+def test_a_file_gives_what_was_written_or_nothing(tmp_path: Path) -> None:
+    tables = {"train": torch.tensor([-1.5, -torch.inf]), "holdout": torch.tensor([-2.5])}
+    assert read_reference(tmp_path, "a") == {}
+    write_reference(tmp_path / "made", "a", tables)
+    read = read_reference(tmp_path / "made", "a")
+    assert {name: each.tolist() for name, each in read.items()} == {
+        "train": [-1.5, -torch.inf],
+        "holdout": [-2.5],
+    }
+    assert read_reference(tmp_path / "made", "b") == {}
+    path = tmp_path / "made" / FILE
+    content = path.read_bytes()
+    for damaged in (content[:-1], content[:-1] + b"\x7f", b"", b"\xff" * 64):
+        path.write_bytes(damaged)
+        assert read_reference(tmp_path / "made", "a") == {}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"finetune.seed": 1},
+        {"finetune.sequence_length": 64},
+        {"strategy.precision": "bf16"},
+        {"corpus.holdout": 0.1},
+        {"corpus.sha256": "1" * 64},
+        {"finetune.base": "/weights", "finetune.base_sha256": "1" * 64},
+    ],
+)
+def test_another_reference_has_another_identity(changes: dict[str, Any]) -> None:
+    assert reference_identity(made()) == reference_identity(made({"finetune.steps": 7}))
+    assert reference_identity(made(changes)) not in (None, reference_identity(made()))
+
+
+def test_what_no_hash_names_has_no_identity() -> None:
+    assert reference_identity(made({"corpus.sha256": None})) is None
+    assert reference_identity(made({"finetune.base": "/weights"})) is None
+
+
+def made(changes: dict[str, Any] | None = None) -> ResolvedPlan:
+    written = {
+        "finetune.method": "full",
+        "finetune.preference": {"beta": 0.1},
+        "corpus.format": "preferences",
+        "corpus.sha256": "0" * 64,
+        "strategy.precision": "fp32",
+    }
+    return Plan.of("tiny", gpu="local", set=written).resolve().with_fields(**(changes or {}))
 
 
 def ranks_reference(rank: int) -> list[list[float]]:

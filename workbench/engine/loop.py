@@ -39,6 +39,7 @@ from workbench.engine.measure.telemetry_writer import TelemetryWriter
 from workbench.engine.optimizer.mixed_precision_optimizer import learning_rate
 from workbench.engine.preference_pass import needs_reference_table, num_pairs, reward_record
 from workbench.engine.process_group.collective_deadlines import extend_deadlines, restore_deadlines
+from workbench.engine.reference_file import read_reference, reference_identity, write_reference
 from workbench.engine.reference_table import ReferenceTable
 from workbench.engine.session import Session, initial_drawer, rank_share
 from workbench.engine.session_checkpoint import SessionCheckpointer
@@ -174,8 +175,34 @@ class TrainingLoop:
                 self._compute_references(first)
             return first
         # Resumed: the checkpoint's weights are no longer those.
-        self._compute_references(self.saver.load_base(self._loading))
+        first = self.saver.load_base(self._loading)
+        self._take_references(Path(self.plan.checkpoint.load).parent)
+        self._compute_references(first)
         return self.saver.load(self._loading)
+
+    def _take_references(self, folder: Path) -> None:
+        """Take what the run whose checkpoints are in `folder` computed of the same reference."""
+        identity, found = reference_identity(self.plan), {}
+        if identity is not None and self.mesh.rank == 0:
+            found = read_reference(folder, identity)
+        for part in self._reference_parts:
+            self.references.take(part, found.get(part))
+
+    def _save_references(self) -> None:
+        """Leave the reference beside the checkpoints, for runs that resume; without it they compute
+        it again.
+        """
+        identity = reference_identity(self.plan)
+        if identity is None or self.mesh.rank:
+            return
+        try:
+            write_reference(self.run_dir / "checkpoints", identity, self.references.log_probs)
+        except OSError as error:
+            print(f"reference: a resumed run computes it again: {error}", file=sys.stderr)
+
+    @property
+    def _reference_parts(self) -> list[str]:
+        return ["train", "holdout"] if self.plan.training.evaluation.every else ["train"]
 
     def _compute_references(self, first: int) -> None:
         """Compute log-probabilities of the pairs of steps from `first`, and of held-out ones, by
@@ -184,12 +211,12 @@ class TrainingLoop:
         text, e = self.text, self.plan.training.evaluation
         steps = map(text.step_numbers, range(self.plan.training.steps))
         self.references.compute("train", steps, first)
-        if not e.every:
-            return
-        sources: list[int | None] = [None]
-        sources += range(len(text.sources)) if len(self.plan.corpus.mix or []) > 1 else ()
-        each = itertools.product(range(e.batches), sources)
-        self.references.compute("holdout", itertools.starmap(text.evaluation_numbers, each))
+        if e.every:
+            sources: list[int | None] = [None]
+            sources += range(len(text.sources)) if len(self.plan.corpus.mix or []) > 1 else ()
+            each = itertools.product(range(e.batches), sources)
+            self.references.compute("holdout", itertools.starmap(text.evaluation_numbers, each))
+        self._save_references()
 
     def _reference(self, part: str, numbers: np.ndarray) -> Tensor | None:
         """What the reference says of a batch's sequences; None on stages without the head."""

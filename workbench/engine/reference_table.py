@@ -37,7 +37,21 @@ class ReferenceTable:
     ) -> None:
         self._text, self._compute = text, log_probs
         self._device, self._progress = device, progress
-        self._log_probs: dict[str, Tensor] = {}
+        self.log_probs: dict[str, Tensor] = {}
+        """By the part of the text: of each sequence, -inf where no batch has needed it."""
+
+    def take(self, part: str, known: Tensor | None) -> None:
+        """Take log-probabilities that are known already, so that they are not computed again;
+        called by all ranks together.
+
+        Args:
+            part: "train" or "holdout".
+            known: Of each sequence, -inf where it is not known; None on ranks that know none.
+        """
+        table = self._empty(part)
+        if known is not None and known.shape == table.shape:
+            table.copy_(known)
+        self.log_probs[part] = self._shared(table)
 
     def compute(self, part: str, batches: Iterable[np.ndarray], first: int = 0) -> None:
         """Compute what batches from `first` on need; called by all ranks together.
@@ -48,27 +62,37 @@ class ReferenceTable:
             first: The first batch that is needed.
         """
         order, needed = self._in_first_order(part, batches, first)
+        known = self.log_probs.get(part, self._empty(part).cpu())
+        needed &= known.isneginf().numpy()
         size = self._text.global_batch
         starts = [at for at in range(0, len(order), size) if needed[order[at : at + size]].any()]
-        table = torch.full((len(needed),), -torch.inf, device=self._device)
+        table = known.to(self._device)
         for done, start in enumerate(starts, 1):
             places = np.arange(start, start + size)
             # The last batch is filled with sequences that are known already.
             numbers = order[places % len(order)]
             if (found := self._compute(part, numbers)) is not None:
                 own = self._text.samples
-                new = torch.from_numpy(places[own] < len(order)).to(self._device)
                 at = torch.from_numpy(numbers[own]).to(self._device)
+                new = torch.from_numpy(places[own] < len(order)).to(self._device)
+                new &= table[at].isneginf()
                 table[at[new]] = found[new].to(table.dtype)
             self._progress(done, len(starts))
-        if dist.is_initialized():
-            # Exact: the others have nothing, or the same number.
-            dist.all_reduce(table, dist.ReduceOp.MAX)
-        self._log_probs[part] = table.cpu()
+        self.log_probs[part] = self._shared(table)
 
     def get(self, part: str, numbers: np.ndarray) -> Tensor:
         """Those of this rank's sequences of a batch, [M, B]."""
-        return self._log_probs[part][torch.from_numpy(numbers[self._text.samples])]
+        return self.log_probs[part][torch.from_numpy(numbers[self._text.samples])]
+
+    def _empty(self, part: str) -> Tensor:
+        return torch.full((self._text.num_sequences(part),), -torch.inf, device=self._device)
+
+    def _shared(self, table: Tensor) -> Tensor:
+        """What all ranks know together, in host memory."""
+        if dist.is_initialized():
+            # Exact: the others have nothing, or the same number.
+            dist.all_reduce(table, dist.ReduceOp.MAX)
+        return table.cpu()
 
     def _in_first_order(
         self, part: str, batches: Iterable[np.ndarray], first: int
