@@ -36,6 +36,8 @@ FEW: list[Case] = [
     ("tiny", "bf16", "zero-bubble", 4, SOME, TWO_BY_TWO),
     ("tiny", "bf16", "zero-3", 2, ALL, NF4),
     ("tiny", "fp32", "zero-3", 2, LATE, PAIRS),
+    ("tiny-gpt", "bf16", "zero-3", 2, ALL, {**PAIRS, S + "kernels": "fused"}),
+    ("tiny-gpt", "bf16", "megatron-tp", 2, ALL, {}),
 ]
 OF_PAIRS: list[Case] = [
     (ODD, "fp32", "megatron-sp", 2, DROPPED, PAIRS),

@@ -17,7 +17,11 @@ from workbench.costmodel.inputs.adapted_layers import AdaptedLayer, dequantized_
 from workbench.costmodel.inputs.config import Array, Number
 from workbench.costmodel.inputs.layer_gemms import layer_gemms
 from workbench.costmodel.inputs.rank_workload import Workload
-from workbench.costmodel.memory.adapter_memory import BaseSaved, saved_with_adapters
+from workbench.costmodel.memory.adapter_memory import (
+    BaseSaved,
+    frozen_feed_forward_backward,
+    saved_with_adapters,
+)
 from workbench.costmodel.memory.attention_memory import (
     padded_output_bytes,
     restored_attention_bytes,
@@ -106,7 +110,7 @@ def layer_activations(
         last_gemm = np.maximum(last_gemm, branch + shard) + waiting
     backward = _feed_forward_backward(w, wide, matrix, is_split)
     if adapted is not None:
-        backward = _frozen_feed_forward_backward(w, wide, adapted)
+        backward = frozen_feed_forward_backward(w, wide, adapted)
         last_gemm = last_gemm + dequantized_bytes(w, is_moe)
     if is_moe and not w.fixed.framework.experts.weights_outputs:
         backward = np.maximum(backward, _routed_backward(w))
@@ -228,25 +232,6 @@ def _feed_forward_backward(w: Workload, wide: Number, matrix: Number, is_split: 
     gradients = gradients - _unit_bucket_bytes(w)
     peak: Number = np.maximum(np.maximum(gradients, accumulated), activation)
     return np.maximum(peak, _cast_to_fp8_bytes(w, wide, matrix)) + gathered
-
-
-def _frozen_feed_forward_backward(w: Workload, wide: Number, layer: AdaptedLayer) -> Number:
-    """The same where weights are frozen: of a down projection with an adapter, its input's
-    gradients through both, and their sum.
-
-    Its input is freed by then but where nothing saved it.
-    """
-    if not (layer.has_branch_gradient or layer.last("gate", "up", "down")):
-        return 0.0 * wide
-    adapted = bool(layer.last("down"))
-    frees = adapted and w.shape.mlp != "relu"
-    summed = 3 * adapted
-    activated = 3 if w.shape.gated else 2
-    if not (layer.has_branch_gradient or layer.last("gate", "up")):
-        summed = activated = 0  # nothing in front of it has a gradient
-    gathered = w.hidden_activation_bytes - w.residual_bytes
-    dequantized = (1 + adapted - frees) * wide + dequantized_bytes(w, layer.is_moe)
-    return np.maximum(max(1, summed - frees, activated - frees) * wide, dequantized) + gathered
 
 
 def _unit_bucket_bytes(w: Workload) -> Number:

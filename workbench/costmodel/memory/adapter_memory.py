@@ -8,7 +8,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from workbench.costmodel.inputs.adapted_layers import EXPERTS, AdaptedLayer, linear_widths
+import numpy as np
+
+from workbench.costmodel.inputs.adapted_layers import (
+    EXPERTS,
+    AdaptedLayer,
+    dequantized_bytes,
+    linear_widths,
+)
 from workbench.costmodel.inputs.config import Number
 from workbench.costmodel.inputs.rank_workload import Workload
 from workbench.plan.model.block_linears import ATTENTION, ROW_PARALLEL
@@ -86,6 +93,31 @@ def saved_with_adapters(w: Workload, layer: AdaptedLayer, base: BaseSaved) -> Sa
         last + reads_last * base.last_output_read,
         _feed_forward(layer, base, kept) + _own(w, layer.of("mlp.")),
     )
+
+
+def frozen_feed_forward_backward(w: Workload, wide: Number, layer: AdaptedLayer) -> Number:
+    """Temporaries during the backward of the down projection and the activation, where weights are
+    frozen: of a down projection with an adapter its input's gradient, to which the adapter adds in
+    place; of experts both gradients and their sum.
+
+    What A reads is freed before the activation runs, but where ReLU saved it too.
+
+    Args:
+        w: Per-rank problem sizes.
+        wide: Bytes of one tensor of feed-forward width.
+        layer: Which of its linears have adapters.
+    """
+    adapted = layer.last("down")
+    if not (layer.has_branch_gradient or layer.last("gate", "up") or adapted):
+        return 0.0 * wide
+    frees = bool(adapted) and w.shape.mlp != "relu"
+    summed = 3 * any(name.startswith(EXPERTS) for name in adapted)
+    activated = 3 if w.shape.gated else 2
+    if not (layer.has_branch_gradient or layer.last("gate", "up")):
+        summed = activated = 0  # nothing in front of it has a gradient
+    gathered = w.hidden_activation_bytes - w.residual_bytes
+    dequantized = wide + dequantized_bytes(w, layer.is_moe)
+    return np.maximum(max(1, summed - frees, activated - frees) * wide, dequantized) + gathered
 
 
 def attention_inputs(w: Workload) -> tuple[str, ...]:

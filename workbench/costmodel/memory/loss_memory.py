@@ -108,7 +108,8 @@ def _eager_loss(w: Workload) -> HeadMemory:
             + (1 - split) * (2 * w.upcast_bytes * logits)
             + extra,
             logits_16bit + blocks,
-        ),
+        )
+        + _unread_input(w),
         loss=split * cast + (1 - split) * (2 * w.upcast_bytes * logits) + extra,
         projection=_projection_backward(w, gathered, logits_16bit + blocks, gradient),
         norm=norm_backward(w),
@@ -151,7 +152,7 @@ def _fused_loss(w: Workload) -> HeadMemory:
         - split * _unread_input(w)
         + split * w.upcast_bytes * tokens,
         logits=split * logits + (1 - split) * gradients,
-        forward=split * (logits + blocks)
+        forward=split * (logits + blocks + _unread_input(w))
         + (1 - split) * (gradients + chunk_logits + w.hidden_activation_bytes),
         loss=(1 - split) * fp16 * gradients * w.element_bytes / w.upcast_bytes,
         projection=_projection_backward(w, gathered, split * (logits + blocks), split * gradient),
@@ -160,7 +161,9 @@ def _fused_loss(w: Workload) -> HeadMemory:
 
 
 def _unread_input(w: Workload) -> Number:
-    """Bytes of the head's input, which only the gradient of a weight that is not frozen reads."""
+    """Bytes of the head's input, which only the gradient of a weight that is not frozen reads: it
+    is there until the forward returns.
+    """
     return w.residual_bytes * (1 - has_weight_gradients(w))
 
 
