@@ -83,10 +83,16 @@ def test_a_method_is_chosen(planner: Planner) -> None:
     assert planner.plan.finetune.lora is None
     planner.set("method", None)
     assert planner.plan.finetune is None and values(planner) == [None, None, None]
+    planner.undo()
+    planner.set("method", "lora")
+    assert any("LoRA rank none → 16" in line for line in planner.board.banner["lines"])
+    planner.set("method", None)
+    words = "Method none: pre-training also changed: LoRA rank 16 → none"
+    assert any(line.startswith(words) for line in planner.board.banner["lines"])
     assert planner.plan.task.micro_batch == 2
     planner.set("base_format", "nf4")
     assert planner.problems == [] and values(planner) == ["lora", 16, "nf4"]
-    for _ in range(5):
+    for _ in range(6):
         planner.undo()
     planner.set("method", "lora")
     assert values(planner) == ["lora", 16, None]  # what undo took back is not remembered
@@ -158,11 +164,14 @@ def test_the_group_of_a_4_bit_base_outlives_its_format() -> None:
 )
 def test_an_illegal_rank_is_said_beside_it(planner: Planner, typed: str, message: str) -> None:
     first = planner.plan
+    planner.set("lora_rank", "4096")
     planner.set("lora_rank", typed)
     assert message in problem(planner, "lora_rank") and planner.plan == first
+    assert problem(planner, "lora_rank").count("; ") == len(planner.problems) == 1
     assert shown(planner, "lora_rank")["text"] == typed
     planner.set("method", "full")
     assert planner.problems == [] and shown(planner, "lora_rank")["text"] == ""
+    assert shown(planner, "lora_rank")["origin"] == "none"
     planner.reset()
     assert planner.problems == [] and planner.plan == first
 

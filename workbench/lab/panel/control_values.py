@@ -99,7 +99,12 @@ def preset_fields(requested: Plan) -> dict[str, Any]:
 
 
 def value_origin(requested: Plan, control: PlanControl) -> str:
-    """Who set a field: "" the plan as written, else "preset", or "auto" for a default."""
+    """Who set a field: "" the plan as written, else "preset", or "auto" for a default; "none" where
+    the plan has nothing that the control sets.
+    """
+    named = any(choice is None for _, choice in control.choices)
+    if not named and not applies(requested, control.name):
+        return "none"
     if read_path(panel_data(requested), control.path) is not MISSING:
         return ""
     return (

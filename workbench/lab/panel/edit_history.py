@@ -13,6 +13,7 @@ from typing import Any
 from workbench.errors import PlanError, Problem
 from workbench.lab.panel.control_values import applies
 from workbench.lab.panel.finetune_edits import TaskMemory
+from workbench.lab.panel.plan_controls import panel_path, plan_controls
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.rules.check import check
 from workbench.plan.schema import Plan, written_fields
@@ -49,9 +50,13 @@ class RequestedPlan:
         )
 
     def resolve(self) -> ResolvedPlan:
-        """The plan, resolved. Raises `PlanError` with every problem of the request."""
+        """The plan, resolved. Raises `PlanError` with every problem of the request; of a control in
+        which something else is typed, what is typed.
+        """
         rejected = [problem for found in self.rejected.values() for problem in found.problems]
-        if problems := [*rejected, *check(self.plan)]:
+        typed = tuple(f"{plan_controls()[name].path}." for name in self.rejected)
+        others = (p for p in check(self.plan) if not f"{panel_path(p.field)}.".startswith(typed))
+        if problems := [*rejected, *others]:
             raise PlanError(problems)
         return self.plan.resolve()
 

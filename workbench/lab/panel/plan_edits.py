@@ -108,7 +108,9 @@ def control_text(control: PlanControl, shown: Mapping[str, Any]) -> str:
     value = shown[control.name]
     if control.name == "tensor" and isinstance(value, list):
         return " × ".join(map(str, value))
-    return value_text(value) or "auto"
+    none = next((text for text, choice in control.choices if choice is None), None)
+    left_out = "none" if control.path.startswith("finetune.") else "auto"
+    return value_text(value) or none or left_out
 
 
 def _assigned(control: PlanControl, value: Any, before: ResolvedPlan | None) -> dict[str, Any]:

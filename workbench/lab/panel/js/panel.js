@@ -16,7 +16,7 @@ function make(tag, className, text) {
 
 const same = (a, b) => JSON.stringify(a) === JSON.stringify(b);
 
-// One control with its label, the origin of its value (plan, preset or auto), and its problem.
+// One control with its label, the origin of its value (plan, preset, auto or none), and its problem.
 class Field {
   constructor(declared, id, edit) {
     Object.assign(this, declared); // {name, label, form, hint, options}
