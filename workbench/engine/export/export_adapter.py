@@ -6,8 +6,6 @@ JSON lines, the answer last.
 
 from __future__ import annotations
 
-import os
-import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -22,15 +20,9 @@ from workbench.checkpoint.resume_point import naming_field
 from workbench.checkpoint.safetensors_writer import TORCH_DTYPES
 from workbench.checkpoint.tensor_index import checkpoint_source
 from workbench.engine.export.export_command import answered, as_json, export_parser
-from workbench.engine.export.export_weights import (
-    ByteCounter,
-    Progress,
-    check_files,
-    shard_of,
-    unwritable,
-)
+from workbench.engine.export.export_weights import ByteCounter, Progress, check_files, shard_of
 from workbench.engine.export.exported_weights import BASE, base_path
-from workbench.errors import refuse
+from workbench.engine.export.new_folder import check_new_folder, new_folder
 
 DEFAULT = "default"
 """Name of adapters that lie in the folder itself; others have a folder of their name in it."""
@@ -61,8 +53,7 @@ def export_adapter(
     trained = trained_adapters(source)
     shape, name = trained.shape, trained.tune.adapter
     folder = to if name == DEFAULT else to / name
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise refuse("--to", f"'{folder}' is there already; legal: a new folder, or an empty one")
+    check_new_folder(folder)
     drawn = base is None and trained.tune.base_sha256 is None and base_of_run(checkpoint) is None
     path = None if drawn else base_path(checkpoint, base)
     with naming_field(BASE):
@@ -79,9 +70,7 @@ def export_adapter(
         read_tensors.copy_boxes(source, [(shard, boxes)])
         return shard.tensor
 
-    writing = folder.with_name(f".{folder.name}.writing-{os.getpid()}")
-    try:
-        writing.mkdir(parents=True)
+    with new_folder(folder) as writing:
         answer = write_peft_folder(
             writing,
             family,
@@ -92,13 +81,6 @@ def export_adapter(
             read,
             None if path is None else str(path),
         )
-        if folder.exists():
-            folder.rmdir()
-        writing.rename(folder)
-    except OSError as error:
-        raise unwritable(folder, error) from None
-    finally:
-        shutil.rmtree(writing, ignore_errors=True)
     return {"folder": str(folder), "adapter": name, **answer}
 
 

@@ -26,8 +26,9 @@ from workbench.checkpoint.gguf.gguf_writer import (
 from workbench.checkpoint.huggingface.huggingface_names import parameter_shapes
 from workbench.checkpoint.resume_point import is_gguf
 from workbench.engine.export.export_command import answered, as_json, export_parser
-from workbench.engine.export.export_weights import ByteCounter, Progress, shard_of, unwritable
+from workbench.engine.export.export_weights import ByteCounter, Progress, shard_of
 from workbench.engine.export.exported_weights import ExportedWeights, weights_to_export
+from workbench.engine.export.new_folder import unwritable
 from workbench.errors import refuse
 
 

@@ -7,8 +7,6 @@ JSON lines, the answer last. Tensors are read and written one at a time.
 from __future__ import annotations
 
 import json
-import os
-import shutil
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -26,7 +24,7 @@ from workbench.checkpoint.safetensors_writer import TORCH_DTYPES, TensorEntry
 from workbench.checkpoint.tensor_index import TensorSource
 from workbench.engine.export.export_command import answered, as_json, export_parser
 from workbench.engine.export.exported_weights import ExportedWeights, weights_to_export
-from workbench.errors import PlanError, refuse
+from workbench.engine.export.new_folder import check_new_folder, new_folder
 from workbench.plan.catalog.families.stored_parts import StoredPart, stored_extents
 from workbench.plan.catalog.huggingface_files import INDEX_FILE, SINGLE_FILE
 
@@ -62,24 +60,14 @@ def export_checkpoint(
     """
     weights = weights_to_export(checkpoint, base)
     stored = _stored_tensors(weights)
-    if to.exists() and (not to.is_dir() or any(to.iterdir())):
-        raise refuse("--to", f"'{to}' is there already; legal: a new folder, or an empty one")
+    check_new_folder(to)
     total = weights.checked_bytes + sum(tensor.entry.nbytes for tensor in stored)
     count = ByteCounter(total, progress)
     count.what = "checking weights"
     weights.check(count)
-    writing = to.with_name(f".{to.name}.writing-{os.getpid()}")
-    try:
-        writing.mkdir(parents=True)
+    with new_folder(to) as writing:
         answer = _write(weights, stored, writing, count, shard_bytes)
         weights.copy_tokenizer(writing)
-        if to.exists():
-            to.rmdir()
-        writing.rename(to)
-    except OSError as error:
-        raise unwritable(to, error) from None
-    finally:
-        shutil.rmtree(writing, ignore_errors=True)
     return {"folder": str(to), **answer}
 
 
@@ -92,15 +80,6 @@ class ByteCounter:
     def __call__(self, nbytes: int) -> None:
         self.done += nbytes
         self.progress(min(self.done, self.total), self.total, self.what)
-
-
-def unwritable(to: Path, error: OSError) -> PlanError:
-    """What says that `to` cannot be written, and why."""
-    return refuse(
-        "--to",
-        f"'{to}' cannot be written: {error.strerror or error}; free space there, or choose "
-        "another folder",
-    )
 
 
 def check_files(source: TensorSource, count: ByteCounter) -> None:
