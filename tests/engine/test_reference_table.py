@@ -150,3 +150,20 @@ def test_ranks_share_what_they_computed() -> None:
         if rank % 2:
             right = [[7.75, 8.75], [10.75, 11.75], [4.75, 5.75]]
         assert found == right
+
+
+def ranks_known(rank: int) -> tuple[list[list[int]], list[list[float]]]:
+    """The first of two data ranks has read what a run before computed."""
+    found = Computed([0, 1] if rank == 0 else [2, 3])
+    known = torch.full((12,), -torch.inf)
+    known[[6, 7, 0, 1]] = torch.arange(4.0)
+    found.table.take("train", known if rank == 0 else None)
+    found.table.compute("train", BATCHES)
+    tables = [found.table.get("train", batch).flatten().tolist() for batch in BATCHES[1:]]
+    return found.batches, tables
+
+
+def test_ranks_agree_on_what_one_of_them_knows() -> None:
+    first, second = run_ranks(2, ranks_known, seconds=60)
+    assert first == ([[2, 3, 8, 9]], [[4.75, 5.75], [2.0, 3.0], [4.75, 5.75]])
+    assert second == ([[2, 3, 8, 9]], [[0.0, 1.0], [10.75, 11.75], [4.75, 5.75]])
