@@ -38,6 +38,8 @@ FEW: list[Case] = [
     ("tiny", "fp32", "zero-3", 2, LATE, PAIRS),
     ("tiny-gpt", "bf16", "zero-3", 2, ALL, {**PAIRS, S + "kernels": "fused"}),
     ("tiny-gpt", "bf16", "megatron-tp", 2, ALL, {}),
+    ("tiny", "bf16", "single", 1, DROPPED, {S + "kernels": "fused"}),
+    ("tiny", "fp32", "dapple", 2, LATE, {}),
 ]
 OF_PAIRS: list[Case] = [
     (ODD, "fp32", "megatron-sp", 2, DROPPED, PAIRS),
@@ -53,6 +55,7 @@ CASES: list[Case] = [
     ("tiny", "bf16", "ddp", 2, SOME, {}),
     (ODD, "bf16", "single", 1, {"rank": 8, "targets": ["mlp.down"]}, {}),
     ("tiny", "fp32", "ddp", 2, DROPPED, {}),
+    ("tiny", "fp32", "single", 1, DROPPED, FULL),
     ("tiny-gpt", "bf16", "zero-2", 4, ALL, {D + "shard": 2}),
     (ODD, "bf16", "fsdp", 2, ALL, {}),
     ("tiny", "fp32", "zero-3", 2, LATE, {D + "in_flight": 1}),

@@ -20,6 +20,7 @@ from workbench.costmodel.inputs.rank_workload import Workload
 from workbench.costmodel.memory.adapter_memory import (
     BaseSaved,
     frozen_feed_forward_backward,
+    frozen_forward,
     saved_with_adapters,
 )
 from workbench.costmodel.memory.attention_memory import (
@@ -112,6 +113,7 @@ def layer_activations(
     if adapted is not None:
         backward = frozen_feed_forward_backward(w, wide, adapted)
         last_gemm = last_gemm + dequantized_bytes(w, is_moe)
+        last_gemm = np.maximum(last_gemm, frozen_forward(w, wide, adapted))
     if is_moe and not w.fixed.framework.experts.weights_outputs:
         backward = np.maximum(backward, _routed_backward(w))
     if w.fixed.algorithm != "1d":

@@ -19,6 +19,10 @@ from workbench.costmodel.inputs.adapted_layers import (
 from workbench.costmodel.inputs.config import Number
 from workbench.costmodel.inputs.rank_workload import Workload
 from workbench.plan.model.block_linears import ATTENTION, ROW_PARALLEL
+from workbench.runtime_facts.cast_sizes import DROPOUT_CHUNK_NUMEL
+
+RANDOM_BYTES = 8
+"""Bytes of the random bits of an element, and of what they are hashed with."""
 
 
 @dataclass(frozen=True)
@@ -98,9 +102,10 @@ def saved_with_adapters(w: Workload, layer: AdaptedLayer, base: BaseSaved) -> Sa
 def frozen_feed_forward_backward(w: Workload, wide: Number, layer: AdaptedLayer) -> Number:
     """Temporaries during the backward of the down projection and the activation, where weights are
     frozen: of a down projection with an adapter its input's gradient, to which the adapter adds in
-    place; of experts both gradients and their sum.
+    place. Of experts, and with dropout, there are both gradients and their sum.
 
-    What A reads is freed before the activation runs, but where ReLU saved it too.
+    What A reads is freed before the activation runs, but where ReLU saved it too; so is, under
+    sequence parallelism, the all-gathered gradient of the output.
 
     Args:
         w: Per-rank problem sizes.
@@ -108,16 +113,48 @@ def frozen_feed_forward_backward(w: Workload, wide: Number, layer: AdaptedLayer)
         layer: Which of its linears have adapters.
     """
     adapted = layer.last("down")
-    if not (layer.has_branch_gradient or layer.last("gate", "up") or adapted):
+    in_front = layer.has_branch_gradient or bool(layer.last("gate", "up"))
+    if not (in_front or adapted):
         return 0.0 * wide
-    frees = bool(adapted) and w.shape.mlp != "relu"
-    summed = 3 * any(name.startswith(EXPERTS) for name in adapted)
-    activated = 3 if w.shape.gated else 2
-    if not (layer.has_branch_gradient or layer.last("gate", "up")):
-        summed = activated = 0  # nothing in front of it has a gradient
+    drops = w.fixed.drops_adapter_inputs and bool(adapted)
+    frees = bool(adapted) and (drops or w.shape.mlp != "relu")
+    summed = 3 * (drops or any(name.startswith(EXPERTS) for name in adapted)) * in_front
+    activated = (3 if w.shape.gated else 2) * in_front
     gathered = w.hidden_activation_bytes - w.residual_bytes
-    dequantized = wide + dequantized_bytes(w, layer.is_moe)
-    return np.maximum(max(1, summed - frees, activated - frees) * wide, dequantized) + gathered
+    of_gemm = np.maximum((1 + drops) * wide, wide + dequantized_bytes(w, layer.is_moe)) + gathered
+    dropped = (summed - frees) * wide + drops * in_front * drawn_mask_bytes(w, layer)
+    peak: Number = np.maximum(of_gemm, np.maximum(dropped, (activated - frees) * wide))
+    return peak
+
+
+def drawn_mask_bytes(w: Workload, layer: AdaptedLayer) -> Number:
+    """Bytes of random bits while the input of the down projection's adapter is dropped by plain
+    operators; fused kernels draw in registers, but on a CPU.
+    """
+    if not (w.fixed.drops_adapter_inputs and w.fixed.framework.kernels.counts_operators):
+        return 0.0
+    if w.uses_fused_kernels and (w.fixed.kernels == "compiled" or w.fixed.gpu.device != "cpu"):
+        return 0.0
+    widths = [linear_widths(w, name).inputs for name in layer.last("down")]
+    drawn: Number = 0.0
+    for width in widths:
+        rows = np.minimum(w.tokens, np.maximum(1, DROPOUT_CHUNK_NUMEL // np.maximum(1, width)))
+        drawn = np.maximum(drawn, rows * width * RANDOM_BYTES)
+    return drawn
+
+
+def frozen_forward(w: Workload, wide: Number, layer: AdaptedLayer) -> Number:
+    """Temporaries of a layer's forward at its end, besides what it saves: of one without a backward
+    what the activation reads and writes, of an adapter with dropout the drawn bits. Beside them are
+    the branches that were added to the residual stream, and what no backward reads of that.
+    """
+    branches: Number = (2 + (w.layers > 1)) * w.residual_bytes
+    if not layer.has_backward and not layer.is_moe:
+        gated = 4.0 - w.uses_fused_kernels if w.shape.gated else 2.0
+        return gated * wide + branches + 2 * w.residual_bytes
+    drawn = drawn_mask_bytes(w, layer)
+    dropped: Number = (drawn + wide + branches) * np.greater(drawn, 0)
+    return dropped
 
 
 def attention_inputs(w: Workload) -> tuple[str, ...]:
