@@ -23,6 +23,7 @@ from tests.corpora.written_sources import (
 )
 from workbench.corpora.tokenized_corpus import load_corpus
 from workbench.errors import PlanError
+from workbench.plan.corpus_files import source_format
 from workbench.plan.schema import Corpus
 
 TAKES = "bytes, 2 sequences and 3 document boundaries take 82"
@@ -34,6 +35,11 @@ JSONL: dict[str, tuple[bytes, str]] = {
     "half a character": (GOOD + b'{"text": "\\ud800"}\n', "row 2 is no JSON"),
     "no object": (GOOD + b"[1, 2]\n", r"row 2 is \[1, 2\]; legal: an object with 'text'"),
     "no field": (GOOD + b'{"body": "x"}\n', r"row 2 has no field 'text' .*it has 'body'"),
+    "rows of another kind": (
+        b'{"instruction": "a", "output": "b"}\n',
+        "it has 'instruction', 'output'; legal: text there, or a conversation: 'messages', or "
+        "'prompt' and 'completion', or 'chosen' and 'rejected'",
+    ),
     "a number": (GOOD + b'{"text": 12}\n', "row 2 has 'text' = 12; legal: text"),
     "binary": (bytes(range(256)) * 9, "row 1 is no JSON"),
     "all empty": (b'{"text": ""}\n{"text": null}\n', "no text: all 2 documents are empty"),
@@ -56,6 +62,27 @@ def test_damaged_jsonl(tmp_path: Path, damage: str) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(content)
     refused(tmp_path, match, source=str(path))
+
+
+CHAT = json.dumps({"prompt": "a", "completion": "b"}).encode() + b"\n"
+
+
+def test_conversations_are_not_read_as_text(tmp_path: Path) -> None:
+    """What says that a file holds rows is its first row, whatever its name and its later rows."""
+    folder = tmp_path / "chats"
+    folder.mkdir()
+    (folder / "a.jsonl").write_bytes(CHAT)
+    held = r"holds completions \(.*a\.jsonl\); legal: corpus\.format: completions, or .*text"
+    refused(tmp_path, held, source=str(folder))
+    assert load_corpus(Corpus(source=str(folder), format="text"), VOCAB, folder=tmp_path / "text")
+    array = tmp_path / "a.json"
+    array.write_bytes(b" [\n" + CHAT + b"]")
+    refused(tmp_path, "is one JSON array of rows; legal: JSONL", source=str(array))
+    array.write_bytes(CHAT)
+    assert source_format(Corpus(source=str(array))) == "completions"
+    latin = tmp_path / "latin.jsonl"
+    latin.write_bytes(CHAT + b'{"prompt": "\xe9"}\n')
+    refused(tmp_path, "row 2 is no JSON: .*UTF-8", source=str(latin))
 
 
 def test_rows_are_counted_over_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,6 +193,9 @@ def test_damaged_parquet(tmp_path: Path) -> None:
     for content in (good[: len(good) // 2], b"hello", good[:-4] + b"PAR2"):
         path.write_bytes(content)
         refused(tmp_path, "a.parquet is no intact Parquet file", source=str(path))
+    parquet.write_table(pa.table({"prompt": ["a"], "completion": ["b"]}), path)
+    legal = "legal: 'prompt', 'completion', or corpus.format: completions"
+    refused(tmp_path, legal, source=str(path))
     path.write_bytes(good[:4] + b"\xff" * 60 + good[64:])
     refused(tmp_path, "a.parquet", source=str(path))
     latin = pa.array([b"abc", b"\xe9t\xe9"], pa.binary()).view(pa.string())

@@ -9,6 +9,7 @@ from typing import Any
 import orjson
 
 from workbench.corpora.pieces import Piece, parquet_file
+from workbench.runtime_facts.conversation_fields import rows_of_conversations
 from workbench.untrusted_text import shown
 
 BATCH_BYTES = 2**18
@@ -98,7 +99,8 @@ def _field(row: Any, column: str, piece: Piece, i: int) -> bytes:
     if column not in row:
         has = ", ".join(shown(name) for name in list(row)[:20]) or "none"
         raise ValueError(
-            f"{row_name(piece, i)} has no field '{column}' (corpus.field); it has {has}"
+            f"{row_name(piece, i)} has no field '{column}' (corpus.field); it has {has}; legal: "
+            f"text there, or a conversation: {rows_of_conversations()}"
         )
     text = row[column]
     if text is None:

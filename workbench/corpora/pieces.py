@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, cast
 
 from workbench.errors import refuse
-from workbench.runtime_facts.conversation_fields import FIELDS
+from workbench.runtime_facts.conversation_fields import FIELDS, row_format
 
 if TYPE_CHECKING:  # the children that encode pieces start faster without the plan's schema
     from workbench.plan.corpus_files import SourceFiles
@@ -146,6 +146,8 @@ def _row_groups(path: Path, of: SourceFiles) -> Iterator[Piece]:
 def _check_column(path: Path, schema: Any, of: SourceFiles) -> None:
     if of.column not in schema.names:
         has = ", ".join(f"'{name}'" for name in schema.names[:20])
+        if kind := row_format(dict.fromkeys(schema.names)):
+            has += f", or {of.where}.format: {kind}"
         raise refuse(
             f"{of.where}.field", f"is '{of.column}', which {path} does not have; legal: {has}"
         )

@@ -247,7 +247,8 @@ class _Work:
         try:
             ChatTemplate(template or "", special)
         except ValueError as error:
-            raise refuse(where, f"has no chat template that can be read: {error}") from None
+            named = f"{self.corpus.template or self.corpus.tokenizer} has no chat template"
+            raise refuse(where, f"{named} that can be read: {error}") from None
         return ChatEncoding(kind, template, special, controls, self.corpus.loss_on == "all")
 
     def _check_vocab(self, least: int) -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import sysconfig
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from workbench.errors import refuse
 from workbench.plan import schema
@@ -70,7 +71,9 @@ FOLDERS = {
 MOST_TEMPLATE = 2**20
 """Bytes of the largest chat template that is read."""
 MOST_FIRST_ROW = 2**24
-"""Characters of a first row that are looked at."""
+"""Bytes of a first row that are looked at."""
+ARRAY = re.compile(rb"\s*\[\s*\{")
+"""How a file of one JSON array of rows begins."""
 
 
 @dataclass(frozen=True)
@@ -124,12 +127,14 @@ def _source_files(of: schema.TextSource, where: str) -> SourceFiles:
         paths = _token_files(path, kind, f"{where}.source")
     else:
         paths = files(of.source, kind, f"{where}.source")
+        if kind == "text" and of.format is None and of.source != "stdlib":
+            _check_text(path, paths, where)
     return SourceFiles(where, of.source, kind, of.field or "text", dtype, tuple(paths))
 
 
 def source_format(of: schema.TextSource) -> schema.CorpusFormat:
     """The format of a source: the plan's, else what the file's name says, else text. What a JSONL
-    file holds its first row says, unless `field` names it.
+    file holds its first row says, unless `field` names it; a .json of such rows is JSONL too.
     """
     if of.format is not None or of.source == "stdlib":
         return of.format or "text"
@@ -141,19 +146,40 @@ def source_format(of: schema.TextSource) -> schema.CorpusFormat:
     if not os.path.exists(path) and os.path.exists(_megatron(path)[1]):
         return "megatron"
     found = "text" if os.path.isdir(path) else SUFFIXES.get(path.suffix, "text")
-    return _row_format(path) if found == "jsonl" and of.field is None else found
+    if of.field is not None or (found != "jsonl" and path.suffix != ".json"):
+        return found
+    return _row_format(path) or found
 
 
-def _row_format(path: Path) -> schema.CorpusFormat:
-    """jsonl, or the format of conversations that the first row of a file is of."""
+def _row_format(path: Path) -> schema.CorpusFormat | None:
+    """The format of conversations that the first row of a file is of; None where it is of none."""
     try:
-        with path.open(encoding="utf-8-sig") as file:
-            lines = iter(lambda: file.readline(MOST_FIRST_ROW), "")
-            row = json.loads(next(filter(str.strip, lines), ""))
+        with path.open("rb") as file:  # of later rows not even the encoding counts
+            lines = iter(lambda: file.readline(MOST_FIRST_ROW), b"")
+            row = json.loads(next(filter(bytes.strip, lines), b"").decode("utf-8-sig"))
     except (OSError, ValueError, RecursionError):
-        return "jsonl"  # what is wrong with it is said where all of it is read
-    kind = row_format(row) if isinstance(row, dict) else None
-    return cast("schema.CorpusFormat", kind or "jsonl")
+        return None  # what is wrong with it is said where all of it is read
+    return cast(Any, row_format(row)) if isinstance(row, dict) else None
+
+
+def _check_text(source: Path, paths: Sequence[Path], where: str) -> None:
+    """Refuse rows that would be read as text, braces and names and all, where nobody asked it."""
+    as_text = f"{where}.format: text, which reads files as they are"
+    if source.suffix == ".json" and _is_array(source):
+        legal = f"JSONL, a row a line, or {as_text}"
+        raise refuse(f"{where}.source", f"{source} is one JSON array of rows; legal: {legal}")
+    rows = next((path for path in paths if SUFFIXES.get(path.suffix) == "jsonl"), None)
+    if rows is not None and (kind := _row_format(rows)):
+        legal = f"{where}.format: {kind}, or {as_text}"
+        raise refuse(f"{where}.source", f"'{source}' holds {kind} ({rows}); legal: {legal}")
+
+
+def _is_array(path: Path) -> bool:
+    try:
+        with path.open("rb") as file:
+            return bool(ARRAY.match(file.read(2**10)))
+    except OSError:
+        return False
 
 
 def conversation_format(corpus: schema.Corpus) -> str | None:

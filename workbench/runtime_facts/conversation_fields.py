@@ -24,3 +24,9 @@ def row_format(row: Mapping[str, Any]) -> str | None:
     if TEXT in row:
         return None
     return next((kind for kind, names in FIELDS.items() if row.keys() >= set(names)), None)
+
+
+def rows_of_conversations() -> str:
+    """What rows of conversations have, for a message: `'messages', or 'prompt' and ..`."""
+    named = (" and ".join(f"'{name}'" for name in names) for names in reversed(FIELDS.values()))
+    return ", or ".join(named)
