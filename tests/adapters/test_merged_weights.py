@@ -272,7 +272,7 @@ def test_adapters_go_out_and_generate_as_merged_weights_do(tmp_path: Path, ask: 
     refused = {
         ("weights", path, "--to", tmp_path / "a.gguf"): "--merge: is needed: ",
         ("weights", adapter, "--to", tmp_path / "a"): "--merge: is needed: ",
-        ("perplexity", base, __file__, "--adapter", run): "adapter_config.json' cannot be read: No",
+        ("perplexity", base, __file__, "--adapter", run): f"'{run}' holds no adapters; legal",
     }
     for command, wanted in refused.items():
         code, _, why = ask(*command)

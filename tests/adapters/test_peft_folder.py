@@ -278,7 +278,7 @@ def test_adapters_of_another_model_are_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match="is no configuration of adapters: r is written twice"):
         read_peft_folder(folder, FAMILIES["llama"], shape)
     config.unlink()
-    with pytest.raises(PlanError, match=r"adapter_config\.json' cannot be read: No such file"):
+    with pytest.raises(PlanError, match=r"holds no adapters; legal: a folder that holds"):
         read_peft_folder(folder, FAMILIES["llama"], shape)
 
 

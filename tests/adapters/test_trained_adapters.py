@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,13 +11,17 @@ import pytest
 import torch
 from torch import Tensor
 
+import workbench as wb
 from tests.checkpoint.test_session_checkpoint import save, session_of
 from tests.parallel.small import LLAMA, plan
+from workbench.adapters.peft_config import read_peft_config
+from workbench.checkpoint.resume_point import ADAPTER_CONFIG
 from workbench.engine.export.export_adapter import export_adapter
 from workbench.engine.export.export_weights import export_checkpoint
 from workbench.engine.session import Session
 from workbench.engine.session_checkpoint import SessionCheckpointer
 from workbench.engine.verify.forked_ranks import RankError, run_ranks
+from workbench.errors import PlanError
 from workbench.plan.base_weights import base_sha256
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.runs.launch.preflight import preflight
@@ -110,7 +115,10 @@ def initial(folder: Path) -> dict[str, Any]:
         ({"finetune.lora.alpha": 10.0}, "finetune.lora.alpha: is 10, which scales adapters by 5.7"),
         ({"finetune.lora.rslora": False}, "finetune.lora.alpha: is 5, which scales adapters by 1."),
         ({"finetune.lora.targets": "attention"}, "is attention; '{}' has adapters of blocks.0.mlp"),
-        (initial(Path("none")), "finetune.lora.initial: 'none/adapter_config.json' cannot be read"),
+        (
+            initial(Path("none")),
+            "finetune.lora.initial: 'none' holds no adapters; legal: a folder that holds",
+        ),
     ],
 )
 def test_initial_adapters_that_a_plan_does_not_train_are_refused(
@@ -129,3 +137,18 @@ def test_a_folder_without_adapters_is_refused_before_a_launch(base: Path, tmp_pa
     made = tuned(base, **initial(base), **{"corpus.source": __file__})
     (found,) = (it for it in preflight(made, root=tmp_path, force=True) if "lora" in it.field)
     assert str(found).startswith(f"finetune.lora.initial: '{base}' holds no adapters; legal")
+
+
+def test_adapters_by_name_are_legal_in_place_of_their_folder(base: Path, tmp_path: Path) -> None:
+    named = tmp_path / "adapters"
+    for name in ("one", "two"):
+        (named / name).mkdir(parents=True)
+        (named / name / ADAPTER_CONFIG).write_text("{}")
+    made = tuned(base, **initial(named), **{"corpus.source": __file__})
+    (found,) = (it for it in preflight(made, root=tmp_path, force=True) if "lora" in it.field)
+    legal = f"legal: '{named}/one' or '{named}/two'"
+    assert str(found) == f"finetune.lora.initial: '{named}' holds no adapters; {legal}, or null"
+    with pytest.raises(PlanError, match=re.escape(f"'{named}' holds adapters by name; {legal}")):
+        wb.weights(named, tmp_path / "merged", merge=True, base=base)
+    with pytest.raises(PlanError, match=re.escape(f"'{named}' holds no adapters; {legal}")):
+        read_peft_config(named, "--adapter")

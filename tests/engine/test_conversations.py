@@ -190,9 +190,8 @@ def test_pairs_stand_side_by_side_in_every_rank() -> None:
 def test_conversations_without_answers_are_refused() -> None:
     with pytest.raises(PlanError, match="12 leaves no answer of 2 training conversations"):
         sampler(silent([9, 5], 14))
-    with pytest.raises(
-        PlanError, match=r"^corpus\.holdout: leaves no held-out conversation; legal"
-    ):
+    none = r"^corpus\.holdout: holds out none of 14 conversations; legal: 0\.08 or more, a larger"
+    with pytest.raises(PlanError, match=none):
         sampler(source(lengths=[5])).evaluation(0)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from workbench.adapters.module_patterns import SECONDS, Pattern, SlowPattern, match_modules
-from workbench.checkpoint.resume_point import ADAPTER_CONFIG
+from workbench.checkpoint.resume_point import ADAPTER_CONFIG, legal_adapters
 from workbench.errors import PlanError, refuse
 from workbench.plan.model.block_linears import lora_scale
 from workbench.safe_io import json_files
@@ -192,6 +192,9 @@ class _Reading:
         self.path, self.field = path, field
         try:
             found = json_files.parse(read_some(path, MOST_BYTES), where="")
+        except FileNotFoundError:
+            legal = legal_adapters(path.parent)
+            raise refuse(field, f"'{path.parent}' holds no adapters; {legal}") from None
         except (OSError, UnicodeDecodeError) as error:
             raise refuse(field, f"'{path}' cannot be read: {unread(error)}") from None
         except PlanError as error:

@@ -10,7 +10,7 @@ import sysconfig
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 from workbench.errors import refuse
 from workbench.plan import schema
@@ -159,7 +159,8 @@ def _row_format(path: Path) -> schema.CorpusFormat | None:
             row = json.loads(next(filter(bytes.strip, lines), b"").decode("utf-8-sig"))
     except (OSError, ValueError, RecursionError):
         return None  # what is wrong with it is said where all of it is read
-    return cast(Any, row_format(row)) if isinstance(row, dict) else None
+    kind = row_format(row) if isinstance(row, dict) else None
+    return cast("schema.CorpusFormat | None", kind)
 
 
 def _check_text(source: Path, paths: Sequence[Path], where: str) -> None:

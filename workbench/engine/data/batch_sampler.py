@@ -10,6 +10,7 @@ The two sequences of a preference pair are samples 2i and 2i + 1.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -19,6 +20,7 @@ from workbench.corpora.sample_order import Places, SampleOrder
 from workbench.engine.data.conversation_sequences import ConversationSequences
 from workbench.engine.data.text_sequences import TextSequences
 from workbench.errors import refuse
+from workbench.runtime_facts.conversation_fields import PREFERENCES
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,6 +39,14 @@ class Batch(NamedTuple):
     starts: Tensor | None
     """Index in its sequence of the first token of each token's document; None where targets say it
     (`document_starts`), or a sequence is one document."""
+
+
+def _holds_out_none(one: SourceTokens, of: str) -> str:
+    kind = "pair" if one.kind == PREFERENCES else "conversation"
+    count = f"{one.documents:,} {kind}{'s' * (one.documents > 1)}"
+    share = math.ceil(100 / one.documents) / 100
+    more = f"{share} or more, " if share < 1 else ""
+    return f"holds out none of {count}{of}; legal: {more}a larger corpus.source, or no evaluation"
 
 
 class BatchContents(NamedTuple):
@@ -101,11 +111,7 @@ class BatchSampler:
         if one.conversations is not None:
             found = ConversationSequences(one, part, length, self.packing, self.seed)
             if not found.report.conversations:
-                raise refuse(
-                    "corpus.holdout",
-                    f"leaves no {what} conversation{of}; legal: another share, or a larger "
-                    "corpus.source",
-                )
+                raise refuse("corpus.holdout", _holds_out_none(one, of))
             if found.count < 1:
                 raise refuse(
                     "training.sequence_length",

@@ -210,7 +210,8 @@ def base_path(checkpoint: Path, base: Path | None) -> Path:
     """
     said = base or base_of_run(checkpoint)
     if said is None:
-        raise refuse(BASE, f"is needed: {checkpoint} does not say where its base is")
+        why = "does not say where its base is; where the seed drew it, no file holds it"
+        raise refuse(BASE, f"is needed: {checkpoint} {why}")
     if not Path(said).exists():
         raise refuse(BASE, f"is needed: '{said}', of which {checkpoint} has adapters, is gone")
     _refuse_no_weights(Path(said))

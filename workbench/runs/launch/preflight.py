@@ -21,6 +21,7 @@ from workbench.checkpoint.resume_point import (
     holds_adapters,
     is_gguf,
     is_huggingface_folder,
+    legal_adapters,
     refuse_other_model,
     steps_done,
     with_field,
@@ -212,7 +213,7 @@ def _initial_adapters(plan: ResolvedPlan) -> list[Problem]:
     initial = None if plan.lora is None else plan.lora.initial
     if initial is None or (Path(initial).expanduser() / ADAPTER_CONFIG).is_file():
         return []
-    legal = f"legal: a folder that holds {ADAPTER_CONFIG}, as PEFT writes it, or null"
+    legal = f"{legal_adapters(Path(initial).expanduser())}, or null"
     return [Problem("finetune.lora.initial", f"'{initial}' holds no adapters; {legal}")]
 
 

@@ -13,7 +13,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from workbench.checkpoint.manifest import read_manifest
-from workbench.checkpoint.resume_point import ADAPTER_CONFIG, checkpoint_of, holds_adapters
+from workbench.checkpoint.resume_point import (
+    ADAPTER_CONFIG,
+    checkpoint_of,
+    holds_adapters,
+    legal_adapters,
+)
 from workbench.errors import ChildError, PlanError, refuse
 from workbench.machine.attached import attached, host_memory
 from workbench.machine.gpu_catalog import local_constants
@@ -225,7 +230,13 @@ def _exported(source: str | Path, to: Path, merge: bool) -> tuple[Path, str]:
         if not merge:
             raise refuse("--merge", f"is needed: '{source}' is a folder of adapters already")
         return Path(source).absolute(), merged
-    checkpoint = checkpoint_of(source, "SOURCE")
+    try:
+        checkpoint = checkpoint_of(source, "SOURCE")
+    except PlanError:
+        if not any(Path(source).glob(f"*/{ADAPTER_CONFIG}")):
+            raise
+        legal = legal_adapters(Path(source))
+        raise refuse("SOURCE", f"'{source}' holds adapters by name; {legal}") from None
     adapters = holds_adapters(read_manifest(checkpoint)["meta"])
     if merge and not adapters:
         raise refuse("--merge", f"is for adapters; '{checkpoint}' holds all weights")
