@@ -20,6 +20,7 @@ SHARDED_STAGES = {S + "pipeline.size": 2, D + "zero": 3, D + "reduce": "microbat
 ALL: dict[str, Any] = {"rank": 8}
 SOME: dict[str, Any] = {"rank": 4, "targets": ["attention.[qv]", "mlp.up"]}
 LATE: dict[str, Any] = {"rank": 4, "targets": ["blocks.[2-3].*"]}
+ONE: dict[str, Any] = {"rank": 4, "targets": ["blocks.1.mlp.up"]}
 DROPPED: dict[str, Any] = {"rank": 8, "dropout": 0.1}
 NF4 = {"finetune.quantize": {"group": 32}}
 INT4 = {"finetune.quantize": {"format": "int4", "group": 32, "double": False}}
@@ -40,6 +41,9 @@ FEW: list[Case] = [
     ("tiny-gpt", "bf16", "megatron-tp", 2, ALL, {}),
     ("tiny", "bf16", "single", 1, DROPPED, {S + "kernels": "fused"}),
     ("tiny", "fp32", "dapple", 2, LATE, {}),
+    ("tiny", "bf16", "ddp", 2, ONE, {}),
+    ("tiny-gpt", "fp32", "megatron-sp", 2, ONE, {}),
+    ("tiny-moe", "bf16", "zero-3", 2, {"rank": 8, "targets": "attention"}, {}),
 ]
 OF_PAIRS: list[Case] = [
     (ODD, "fp32", "megatron-sp", 2, DROPPED, PAIRS),
@@ -71,6 +75,7 @@ CASES: list[Case] = [
     ("tiny", "fp32", "ddp", 2, ALL, {S + "context.size": 2, S + "context.algorithm": "ulysses"}),
     ("tiny-moe", "bf16", "zero-3", 2, ALL, {S + "expert.size": 2}),
     ("tiny-moe", "fp32", "megatron-sp", 2, ALL, {}),
+    ("tiny-moe", "fp32", "megatron-tp", 2, {"rank": 8, "targets": "attention"}, {}),
     ("tiny", "bf16", "tensor-pipeline", 4, ALL, {S + "kernels": "fused"}),
     ("tiny", "bf16", "megatron-tp", 2, ALL, NF4),
     ("tiny", "bf16", "zero-infinity", 2, SOME, {**INT4, **FULL}),

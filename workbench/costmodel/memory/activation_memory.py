@@ -22,6 +22,7 @@ from workbench.costmodel.memory.adapter_memory import (
     frozen_feed_forward_backward,
     frozen_forward,
     saved_with_adapters,
+    unsaved_product,
 )
 from workbench.costmodel.memory.attention_memory import (
     padded_output_bytes,
@@ -111,9 +112,9 @@ def layer_activations(
         last_gemm = np.maximum(last_gemm, branch + shard) + waiting
     backward = _feed_forward_backward(w, wide, matrix, is_split)
     if adapted is not None:
-        backward = frozen_feed_forward_backward(w, wide, adapted)
-        last_gemm = last_gemm + dequantized_bytes(w, is_moe)
-        last_gemm = np.maximum(last_gemm, frozen_forward(w, wide, adapted))
+        backward = frozen_feed_forward_backward(w, wide, adapted, base)
+        last_gemm = last_gemm + dequantized_bytes(w, is_moe) + unsaved_product(adapted, base)
+        last_gemm = np.maximum(last_gemm, frozen_forward(w, wide, adapted, base))
     if is_moe and not w.fixed.framework.experts.weights_outputs:
         backward = np.maximum(backward, _routed_backward(w))
     if w.fixed.algorithm != "1d":
@@ -174,7 +175,9 @@ def _base_saved(w: Workload, is_moe: bool) -> BaseSaved:
         last_output_read=np.where(gathered > 0, gathered, w.residual_bytes),
         attention=_attention_saved(w),
         unread_output=_unread_output(w),
-        activation=_feed_forward_saved(w, is_moe) - product - routed_input - gathered,
+        activation=_activation_saved(w, wide) - product,
+        gate_operators=w.shape.gated * (1 - runs_fused_seam(w, wide / w.element_bytes)),
+        routing=_routing_saved(w) * is_moe - routed_input - gathered,
         dense_product=product - has_product * routed,
         routed_product=has_product * routed,
         routed_input=routed_input,
@@ -439,17 +442,22 @@ def _feed_forward_saved(w: Workload, is_moe: bool) -> Number:
     are routed from sequence shards and their outputs are not saved.
     """
     wide, _ = _feed_forward(w, is_moe)
+    return _activation_saved(w, wide) + _routing_saved(w) * is_moe
+
+
+def _activation_saved(w: Workload, wide: Number) -> Number:
     recomputed = runs_fused_seam(w, wide / w.element_bytes)
     gated = w.fixed.framework.saved_tensors.gated_tensors - recomputed  # the activated gate
-    saved = (gated if w.shape.gated else 1 if w.shape.mlp == "relu" else 2) * wide
-    if is_moe and w.shape.moe is not None:
-        copies = w.fixed.framework.experts.routed_copies
-        saved += (
-            _gathered_moe_input(w)
-            + (w.routed_rows_per_token * copies * w.hidden_activation_bytes)
-            + w.shape.moe.experts * w.tokens * 4
-        )
-    return saved
+    tensors: Number = gated if w.shape.gated else 1 if w.shape.mlp == "relu" else 2
+    return tensors * wide
+
+
+def _routing_saved(w: Workload) -> Number:
+    if w.shape.moe is None:
+        return 0.0
+    copies = w.fixed.framework.experts.routed_copies
+    routed = w.routed_rows_per_token * copies * w.hidden_activation_bytes
+    return _gathered_moe_input(w) + routed + w.shape.moe.experts * w.tokens * 4
 
 
 def _gathered_moe_input(w: Workload) -> Number:

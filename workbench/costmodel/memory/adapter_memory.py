@@ -12,6 +12,7 @@ import numpy as np
 
 from workbench.costmodel.inputs.adapted_layers import (
     EXPERTS,
+    SHARED,
     AdaptedLayer,
     dequantized_bytes,
     linear_widths,
@@ -44,7 +45,11 @@ class BaseSaved:
     unread_output: Number
     """Of it what the output projection alone reads."""
     activation: Number
-    """What the activation and the routing of tokens save."""
+    """What the activation saves, but for its output."""
+    gate_operators: Number
+    """1 where these are the gate, the activated gate and up, saved by operators of their own."""
+    routing: Number
+    """What only gradients of the router read."""
     dense_product: Number
     """Output of the activation that a down projection alone reads."""
     routed_product: Number
@@ -56,7 +61,7 @@ class BaseSaved:
     def feed_forward(self) -> Number:
         """What the feed-forward layer saves, but for its input in the order of tokens."""
         product = self.dense_product + self.routed_product
-        return self.activation + product + self.routed_input
+        return self.activation + self.routing + product + self.routed_input
 
     @property
     def total(self) -> Number:
@@ -99,18 +104,45 @@ def saved_with_adapters(w: Workload, layer: AdaptedLayer, base: BaseSaved) -> Sa
     )
 
 
-def frozen_feed_forward_backward(w: Workload, wide: Number, layer: AdaptedLayer) -> Number:
+def frozen_feed_forward_backward(
+    w: Workload, wide: Number, layer: AdaptedLayer, base: BaseSaved
+) -> Number:
     """Temporaries during the backward of the down projection and the activation, where weights are
-    frozen: of a down projection with an adapter its input's gradient, to which the adapter adds in
-    place. Of experts, and with dropout, there are both gradients and their sum.
-
-    What A reads is freed before the activation runs, but where ReLU saved it too; so is, under
-    sequence parallelism, the all-gathered gradient of the output.
+    frozen; of an MoE layer that of shared experts runs first and frees what they saved.
 
     Args:
         w: Per-rank problem sizes.
         wide: Bytes of one tensor of feed-forward width.
         layer: Which of its linears have adapters.
+        base: What its linears and seams would save if every weight had a gradient.
+    """
+    if not layer.is_moe:
+        return _down_and_activation(w, wide, layer, base.gate_operators)
+    shared = w.shared_ffn * w.tokens * w.element_bytes
+    down = bool(layer.of(SHARED + "down")) and not w.fixed.drops_adapter_inputs
+    freed = base.activation * shared / wide + base.dense_product * down
+    first, second = (
+        _down_and_activation(w, part, _with_experts(layer, start), base.gate_operators)
+        for part, start in ((shared, SHARED), (wide - shared, EXPERTS))
+    )
+    peak: Number = np.maximum(first, second - freed)
+    return peak
+
+
+def _with_experts(layer: AdaptedLayer, start: str) -> AdaptedLayer:
+    """An MoE layer with those of its adapted experts alone whose names start so."""
+    own = (name for name in layer.adapted if name.startswith(start) or name[:4] != "mlp.")
+    return layer._replace(adapted=tuple(own))
+
+
+def _down_and_activation(
+    w: Workload, wide: Number, layer: AdaptedLayer, gate_operators: Number
+) -> Number:
+    """Of a down projection with an adapter the gradient of its input, to which the adapter adds in
+    place; of experts, and with dropout, there are both gradients and their sum.
+
+    What A reads is freed before the activation runs, but where ReLU saved it too; so is, under
+    sequence parallelism, the all-gathered gradient of the output.
     """
     adapted = layer.last("down")
     in_front = layer.has_branch_gradient or bool(layer.last("gate", "up"))
@@ -119,7 +151,8 @@ def frozen_feed_forward_backward(w: Workload, wide: Number, layer: AdaptedLayer)
     drops = w.fixed.drops_adapter_inputs and bool(adapted)
     frees = bool(adapted) and (drops or w.shape.mlp != "relu")
     summed = 3 * (drops or any(name.startswith(EXPERTS) for name in adapted)) * in_front
-    activated = (3 if w.shape.gated else 2) * in_front
+    one_side = gate_operators * (_saved_of_gate(layer) < 1)
+    activated = ((3 if w.shape.gated else 2) - one_side) * in_front
     gathered = w.hidden_activation_bytes - w.residual_bytes
     of_gemm = np.maximum((1 + drops) * wide, wide + dequantized_bytes(w, layer.is_moe)) + gathered
     dropped = (summed - frees) * wide + drops * in_front * drawn_mask_bytes(w, layer)
@@ -143,18 +176,41 @@ def drawn_mask_bytes(w: Workload, layer: AdaptedLayer) -> Number:
     return drawn
 
 
-def frozen_forward(w: Workload, wide: Number, layer: AdaptedLayer) -> Number:
+def frozen_forward(w: Workload, wide: Number, layer: AdaptedLayer, base: BaseSaved) -> Number:
     """Temporaries of a layer's forward at its end, besides what it saves: of one without a backward
-    what the activation reads and writes, of an adapter with dropout the drawn bits. Beside them are
-    the branches that were added to the residual stream, and what no backward reads of that.
+    what the activation reads and writes, of an adapter with dropout the drawn bits, of experts
+    their rows and outputs. Beside them are the branches that were added to the residual stream, and
+    what no backward reads of that.
     """
     branches: Number = (2 + (w.layers > 1)) * w.residual_bytes
     if not layer.has_backward and not layer.is_moe:
         gated = 4.0 - w.uses_fused_kernels if w.shape.gated else 2.0
         return gated * wide + branches + 2 * w.residual_bytes
+    if layer.is_moe:
+        return branches + w.residual_bytes + _moe_outputs(w, layer, base)
     drawn = drawn_mask_bytes(w, layer)
     dropped: Number = (drawn + wide + branches) * np.greater(drawn, 0)
     return dropped
+
+
+def _moe_outputs(w: Workload, layer: AdaptedLayer, base: BaseSaved) -> Number:
+    """What an MoE layer holds besides what it saves when its outputs are added: those of routed and
+    of shared experts, under sequence parallelism also their shard and the all-gathered input, and
+    the dispatched rows that no adapter saves.
+    """
+    shards = w.sequence_parallel > 1
+    gathered = base.last_output_read * shards * (not _readers_of_last_norm(layer))
+    reads_rows = any(name.startswith(EXPERTS) for name in layer.last("gate", "up"))
+    outputs = w.hidden_activation_bytes * (1 + (w.shared_ffn > 0)) + w.residual_bytes * shards
+    total: Number = outputs + gathered + base.routed_input * (not reads_rows)
+    return total
+
+
+def unsaved_product(layer: AdaptedLayer, base: BaseSaved) -> Number:
+    """Output of the activation of a dense layer while the down projection runs, where no adapter
+    of that saves it.
+    """
+    return base.dense_product * (not layer.is_moe and not layer.last("down"))
 
 
 def attention_inputs(w: Workload) -> tuple[str, ...]:
@@ -172,6 +228,16 @@ def _readers_of_last_norm(layer: AdaptedLayer) -> list[str]:
     return [name for name in layer.last("gate", "up") if not name.startswith(EXPERTS)]
 
 
+def _saved_of_gate(layer: AdaptedLayer) -> float:
+    """Share that is saved of gate, activated gate and up, where in a first stage only one side may
+    have a gradient: up's reads the activated gate, the gate's all but that.
+    """
+    sides = {name.rpartition(".")[2] for name in layer.last("gate", "up")}
+    if layer.has_branch_gradient or len(sides) != 1:
+        return 1.0
+    return 1 / 3 if sides == {"up"} else 2 / 3
+
+
 def _attention(w: Workload, layer: AdaptedLayer, base: BaseSaved, kept: float) -> Number:
     has_output = bool(layer.of("attention.o")) * kept
     if not layer.has_attention_backward:
@@ -182,7 +248,9 @@ def _attention(w: Workload, layer: AdaptedLayer, base: BaseSaved, kept: float) -
 def _feed_forward(layer: AdaptedLayer, base: BaseSaved, kept: float) -> Number:
     into, down = layer.last("gate", "up"), layer.last("down")
     routed = [name.startswith(EXPERTS) for name in down]
-    saved = (layer.has_branch_gradient or bool(into)) * base.activation
+    share = base.gate_operators * _saved_of_gate(layer) + (1 - base.gate_operators)
+    saved = (layer.has_branch_gradient or bool(into)) * base.activation * share
+    saved = saved + layer.has_branch_gradient * base.routing
     saved = saved + kept * base.dense_product * (False in routed)
     saved = saved + base.routed_product * (True in routed)
     return saved + base.routed_input * any(name.startswith(EXPERTS) for name in into)
