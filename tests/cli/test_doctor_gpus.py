@@ -90,9 +90,9 @@ def test_what_torch_says_is_shown_with_its_numbers(gpu_doctor: Doctor) -> None:
     assert found["GPU 2"]["facts"]["memory_bytes"] == int(79.25 * GIB)
     assert found["P2P access"]["found"] == "2 of 3 pairs; not 1-2"
     assert found["P2P access"]["facts"]["matrix"] == FACTS["p2p"]
-    told = found["all-reduce (NCCL)"]
-    assert told["found"] == "3 GPUs, 64 MiB: 412.3 GB/s bus bandwidth (measured)"
-    assert told["facts"] == ALL_REDUCE
+    reduced = found["all-reduce (NCCL)"]
+    assert reduced["found"] == "3 GPUs, 64 MiB: 412.3 GB/s bus bandwidth (measured)"
+    assert reduced["facts"] == ALL_REDUCE
 
 
 @pytest.fixture
@@ -152,10 +152,10 @@ def test_a_driver_that_answers_is_asked_on(gpu_doctor: Doctor, tmp_path: Path) -
 
 def test_an_all_reduce_that_crashes_is_a_problem_beside_the_facts(gpu_doctor: Doctor) -> None:
     code, found = gpu_doctor(CRASHES, stub_nvml.gpus(3))
-    told = found["all-reduce (NCCL)"]
-    assert code == 1 and found["CUDA"]["ok"] and told["ok"] is False
-    assert "signal SIGABRT" in told["found"] and "NCCL WARN Cuda failure 700" in told["found"]
-    assert told["found"].endswith("Fatal Python error: Aborted") and "/dev/shm" in told["fix"]
+    reduced = found["all-reduce (NCCL)"]
+    assert code == 1 and found["CUDA"]["ok"] and reduced["ok"] is False
+    assert "signal SIGABRT" in reduced["found"] and "NCCL WARN Cuda failure 700" in reduced["found"]
+    assert reduced["found"].endswith("Fatal Python error: Aborted") and "/dev/shm" in reduced["fix"]
 
 
 @pytest.mark.parametrize(
