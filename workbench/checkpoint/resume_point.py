@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -42,8 +42,7 @@ def finished_checkpoints(folder: Path) -> list[Path]:
 
 def legal_adapters(folder: Path) -> str:
     """What is legal in place of a folder without adapters: those in it, by name, else PEFT's."""
-    inside: Iterable[Path] = folder.iterdir() if folder.is_dir() else ()
-    found = sorted(str(each) for each in inside if (each / ADAPTER_CONFIG).is_file())
+    found = sorted(str(config.parent) for config in folder.glob(f"*/{ADAPTER_CONFIG}"))
     named = " or ".join(f"'{each}'" for each in found)
     return f"legal: {named or f'a folder that holds {ADAPTER_CONFIG}, as PEFT writes it'}"
 

@@ -131,7 +131,7 @@ def frozen_feed_forward_backward(
 
 def _with_experts(layer: AdaptedLayer, start: str) -> AdaptedLayer:
     """An MoE layer with those of its adapted experts alone whose names start so."""
-    own = (name for name in layer.adapted if name.startswith(start) or name[:4] != "mlp.")
+    own = (name for name in layer.adapted if name.startswith((start, ATTENTION)))
     return layer._replace(adapted=tuple(own))
 
 
