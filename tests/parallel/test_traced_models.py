@@ -20,12 +20,13 @@ from workbench.errors import PlanError
 from workbench.models.traced.export_trace import trace_module
 from workbench.plan.operators.layer_patterns import joined_layers
 from workbench.plan.operators.operator_graph import OperatorGraph
-from workbench.plan.operators.strategy_form import strategy_text
-from workbench.plan.operators.traced.graph_placement import place_graph, unruled
+from workbench.plan.operators.strategy_form import read_strategies, strategy_text
+from workbench.plan.operators.traced.graph_placement import NodeShards, place_graph, unruled
 from workbench.plan.operators.traced.node_factors import FactoredGraph, factor_graph
 from workbench.plan.operators.traced.stage_cuts import GraphStage, graph_stages, multiply_adds
 from workbench.plan.operators.traced.traced_graph import TracedNode
 from workbench.plan.operators.traced.traced_operators import traced_operators
+from workbench.plan.operators.traced.traced_sites import named_placements, traced_sites
 from workbench.plan.schema import Plan
 from workbench.planner.autoshard import ideal_machine
 from workbench.planner.autoshard.device_mesh import logical_mesh
@@ -113,6 +114,82 @@ def graph_of(factory: str) -> OperatorGraph:
 )
 def test_fp64(plan: Plan) -> None:
     equal(plan)
+
+
+FOLDED = {
+    "qkv": "((1,1),(1,3))",
+    "bmm": "((1,3,1,1),(1,3,1,1))",
+    "masked_fill": "((1,3),(1,))",
+    "softmax": "((1,3),)",
+    "up": "((1,1),(1,3))",
+    "silu": "((1,3),)",
+    "add_2": "((1,3),(1,3))",
+}
+WITHOUT_ROWS = {
+    "bmm": "((3,1,1),(3,1,1))",
+    "masked_fill": "((3,),)",
+    "softmax": "((3,),)",
+    "silu": "((3,),)",
+    "add_2": "((3,),(3,))",
+}
+"""Strategies that split no sequences, on three ranks; and how one sequence lets them be written."""
+
+
+def of_batch(sequences: int, length: int = 16) -> dict[str, Any]:
+    batch = {"training.micro_batch": sequences, "training.global_batch": 6}
+    return batch | {"training.sequence_length": length}
+
+
+def folded(sequences: int, operators: dict[str, str], **more: Any) -> Plan:
+    changes = of_batch(sequences) | more
+    return on("folded_lm", 3, operators=operators, changes=changes, width=48, heads=3)
+
+
+@pytest.mark.parametrize(
+    "factory",
+    [
+        "folded_lm",
+        "tied_gpt",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("encoder_lm", "rotary_lm")),
+    ],
+)
+def test_dimensions_are_those_of_any_batch(factory: str) -> None:
+    def dims(sequences: int, length: int = 16) -> dict[str, Any]:
+        graph = trace_graph(on(factory, changes=of_batch(sequences, length)), True).graph
+        return {name: site.dims for name, site in traced_sites(factor_graph(graph)).items()}
+
+    assert dims(1) == dims(2) == dims(3) == dims(1, length=1) == dims(2, length=1)
+
+
+@pytest.mark.parametrize("operators", [FOLDED, WITHOUT_ROWS], ids=["whole", "without rows"])
+@pytest.mark.parametrize("sequences", [1, 2])
+def test_a_strategy_is_legal_at_any_batch(sequences: int, operators: dict[str, str]) -> None:
+    equal(folded(sequences, operators))
+
+
+def test_without_rows_nothing_is_split_by_them() -> None:
+    def shards(operators: dict[str, str]) -> dict[str, NodeShards]:
+        factored = factor_graph(trace_graph(folded(3, FOLDED), True).graph)
+        return place_graph(factored, named_placements(factored, operators, 3, (3,)), (3,))
+
+    whole = FOLDED | {"bmm": "((3,1,1,1),(3,1,1,1))"}  # three numbers of four are the first three
+    assert shards(WITHOUT_ROWS) == shards({name: whole[name] for name in WITHOUT_ROWS})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("searched", [1, 2])
+def test_what_the_search_finds_is_legal_at_any_batch(searched: int) -> None:
+    graph = traced_operators(factor_graph(trace_graph(folded(searched, FOLDED), True).graph))
+    forms = choose_in_graph(graph, 3, ideal_machine(1e9, 1e9, 0.0, 1e9)).forms
+    for sequences in (1, 2, 3):
+        equal(folded(sequences, forms))
+        pinned = choose_in_graph(
+            traced_operators(factor_graph(trace_graph(folded(sequences, FOLDED), True).graph)),
+            3,
+            ideal_machine(1e9, 1e9, 0.0, 1e9),
+            fixed=read_strategies(forms),
+        )
+        assert pinned.forms == forms
 
 
 @pytest.mark.slow

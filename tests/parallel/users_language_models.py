@@ -297,6 +297,49 @@ class RotaryLM(nn.Module):
         return logits
 
 
+class FoldedLM(nn.Module):
+    """Tokens come before sequences, whose heads `bmm` has in one dim with them, and all tokens are
+    one dim to the feed-forward network.
+    """
+
+    def __init__(self, vocab: int = 260, width: int = 32, heads: int = 4) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocab, width)
+        self.heads, self.size = heads, width // heads
+        self.norm = nn.LayerNorm(width)
+        self.qkv, self.o = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.head = nn.Linear(width, vocab)
+
+    def attend(self, x: Tensor) -> Tensor:
+        length, batch, width = x.shape
+        q, k, v = (
+            y.contiguous().view(length, batch * self.heads, self.size).transpose(0, 1)
+            for y in self.qkv(x).chunk(3, dim=-1)
+        )
+        seen = torch.ones(batch, 1, length, length, dtype=torch.bool).tril()
+        scores = (torch.bmm(q, k.transpose(1, 2)) / self.size**0.5).view(
+            batch, self.heads, length, length
+        )
+        weights = torch.softmax(scores.masked_fill(~seen, -1e9), dim=-1)
+        mixed = torch.bmm(weights.view(-1, length, length), v)
+        out: Tensor = self.o(mixed.transpose(0, 1).reshape(length, batch, width))
+        return out
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens).transpose(0, 1).contiguous()
+        x = x + self.attend(self.norm(x))
+        flat = x.transpose(0, 1).reshape(-1, x.shape[-1])
+        flat = flat + self.down(F.silu(self.up(flat)))
+        logits: Tensor = self.head(flat).view(*tokens.shape, -1)
+        return logits
+
+
+def folded_lm(**args: Any) -> nn.Module:
+    """The factory of a `FoldedLM`."""
+    return FoldedLM(**args)
+
+
 def rotary_lm(
     vocab: int = 260,
     width: int = 32,

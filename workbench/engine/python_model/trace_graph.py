@@ -47,7 +47,7 @@ def trace_graph(
         model = build_python_model(full.code, full.training.seed).train()
     count = full.training.micro_batch if sequences is None else sequences
     graph, _ = trace_module(model, count, length, dtype, returns_loss(model))
-    checked_graph(graph, model, full, dtype)
+    graph = checked_graph(graph, model, full, dtype).graph
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
     sizes = [
         b.numel() * (dtype.itemsize if b.is_floating_point() else b.element_size())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -81,13 +81,30 @@ def checked_graph(
         PlanError: They are not, or it cannot be traced with two sequences.
     """
     _check_output(graph, plan.vocab)
-    factored = factor_graph(graph)
+    factored = factor_graph(_with_larger(graph, model, plan, dtype))
     _check_dropout(factored)
-    if factored.batch is None and _drops(graph):
-        # One sequence: whether a tensor has a dimension of sequences shows with two.
-        length, with_loss = plan.training.sequence_length, returns_loss(model)
-        _check_dropout(factor_graph(trace_module(model, 2, length, dtype, with_loss)[0]))
+    if factored.larger is not None:
+        _check_dropout(factored.larger)
     return factored
+
+
+def _with_larger(
+    graph: TracedGraph, model: nn.Module, plan: ResolvedPlan, dtype: torch.dtype
+) -> TracedGraph:
+    """The graph; where it has one sequence, or one token of each, with the one of two."""
+    sequences, length = graph.inputs[graph.tokens].shape
+    if min(sequences, length) > 1:
+        return graph
+    for tokens in dict.fromkeys((max(2, length), length)):  # some modules branch on one token
+        try:
+            shape = max(2, sequences), tokens
+            larger, _ = trace_module(model, *shape, dtype, returns_loss(model))
+        except PlanError:
+            if tokens == length and _drops(graph):
+                raise
+        else:
+            return replace(graph, larger=larger)
+    return graph
 
 
 def _drops(graph: TracedGraph) -> bool:

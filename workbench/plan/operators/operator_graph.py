@@ -65,6 +65,8 @@ class Operator:
     """Layers that have it."""
     modules: tuple[str, ...] = ()
     """Patterns of the modules that it stands for."""
+    traced: bool = False
+    """Whether it is of a user's module, whose strategies may leave dimensions out."""
 
     def dim(self, name: str) -> int:
         """Size of the dimension `name`."""

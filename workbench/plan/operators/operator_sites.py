@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from itertools import chain
 
 from workbench.errors import PlanError, Problem
 from workbench.plan.operators.strategy_form import (
@@ -71,6 +72,12 @@ ORDER = (
 """Dimensions in the order in which a grid's axes are dealt to them."""
 
 
+ROWS, FOLDED = "rows", "folded"
+"""Of an operator of a user's module: the dimension that counts sequences, and what else lies in
+the dim of a tensor with them: the heads of [B x heads, T, depth].
+"""
+
+
 @dataclass(frozen=True)
 class Site:
     """One module: its kind, and into how many pieces each dimension may be split."""
@@ -90,8 +97,9 @@ class Site:
     @property
     def written(self) -> Iterator[Dims]:
         """Dimensions of each tuple that a strategy may have, the shortest way to write it first."""
-        yield tuple(tuple(name for name in part if name != "tokens") for part in self.dims)
-        yield self.dims
+        for left_out in ("", FOLDED, ROWS) if self.named else ("tokens", ""):
+            if kept := without(self.dims, left_out):
+                yield kept
         if self.scatters:
             yield (*self.dims, SUMS[self.kind][0])
 
@@ -101,6 +109,16 @@ class Site:
         dims = self._dims_of(form) or self.dims
         found |= dict(_splits(dims[: len(self.dims)], form))
         return {name: found[name] for name in (*ORDER, *found) if name in found}
+
+    def whole(self, form: Form) -> Form:
+        """The form with a number for each dimension, 1 for those that it leaves out."""
+        dims, numbers = self._dims_of(form), chain(*form)
+        if dims is None:
+            return form
+        written = {*chain(*dims)}
+        return tuple(
+            tuple(next(numbers) if n in written else 1 for n in part) for part in self.dims
+        )
 
     def placement(self, form: Form, sides: Sequence[int]) -> Placement:
         """Where a legal form's pieces lie on the grid of `sides`."""
@@ -138,7 +156,9 @@ class Site:
 
     def _dims_of(self, form: Form) -> Dims | None:
         """Dimensions of a form's tuples; None where they have other numbers of dimensions."""
-        return next((d for d in self.written if tuple(map(len, d)) == tuple(map(len, form))), None)
+        found = [d for d in self.written if tuple(map(len, d)) == tuple(map(len, form))]
+        even = (d for d in found if all(self.units.get(n, 1) % k == 0 for n, k in _splits(d, form)))
+        return next(even, found[0] if found else None)
 
     def _uneven(self, form: Form, splits: list[tuple[str, int]], ranks: int) -> Iterator[str]:
         for name, number in sorted(set(splits), key=splits.index):
@@ -175,10 +195,15 @@ class Site:
             yield self._indivisible(form, "tokens", tokens, ranks)
 
     def _is_scattered(self, form: Form) -> bool:
-        if len(form) == len(self.dims):
+        if len(form) <= len(self.dims):
             return False
         at = SUMS[self.kind][0].index("tokens")
         return form[-1][at] > self.pieces(form)["tokens"]
+
+
+def without(dims: Dims, name: str) -> Dims:
+    """Dimensions of each tuple but one of them, and of tuples that have others."""
+    return tuple(kept for part in dims if (kept := tuple(n for n in part if n != name)))
 
 
 def _splits(dims: Dims, form: Form) -> Iterator[tuple[str, int]]:

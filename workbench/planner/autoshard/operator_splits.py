@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import combinations_with_replacement, product
 
 from workbench.plan.operators.operator_graph import Operator, OperatorTensor
+from workbench.plan.operators.operator_sites import Site
 from workbench.plan.operators.strategy_form import (
     Form,
     Placement,
@@ -189,6 +190,10 @@ def shortest_form(operator: Operator, form: Form) -> Form:
     tokens that are not split. A form of another operator is returned as it is.
     """
     inputs = _written(operator)
+    if operator.traced:
+        return Site(operator.kind, {dim.name: dim.units for dim in operator.dims}, inputs).whole(
+            form
+        )
     dims = (*inputs, operator.output.dims)[: len(form)]
     if tuple(map(len, dims)) != tuple(map(len, form)):
         return form

@@ -75,6 +75,7 @@ class FactoredGraph:
     Attributes:
         batch: The factor that counts the sequences of a microbatch; None where it has one.
         positions: The factors that count the tokens of a sequence.
+        larger: Of the graph's larger one, which says what its dims of size 1 are.
     """
 
     graph: TracedGraph
@@ -82,6 +83,7 @@ class FactoredGraph:
     nodes: Mapping[str, NodeFactors]
     batch: Factor | None
     positions: frozenset[Factor]
+    larger: FactoredGraph | None = None
 
 
 def factor_graph(graph: TracedGraph) -> FactoredGraph:
@@ -105,7 +107,9 @@ def factor_graph(graph: TracedGraph) -> FactoredGraph:
         nodes[node.id] = found
     tokens = own[TensorRef(graph.tokens)]
     batch, positions = pool.resolved(tokens[0]), pool.resolved(tokens[1])
-    return FactoredGraph(graph, shown, nodes, batch[0] if batch else None, frozenset(positions))
+    larger = None if graph.larger is None else factor_graph(graph.larger)
+    first = batch[0] if batch else None
+    return FactoredGraph(graph, shown, nodes, first, frozenset(positions), larger)
 
 
 def _tensors(node: TracedNode) -> list[TensorRef]:

@@ -81,6 +81,8 @@ class TracedGraph:
         inputs: Id -> shape of all of these.
         nodes: Operators in the order in which they run.
         output: The loss, or the logits.
+        larger: The graph of two sequences, or two tokens, where this one has a single one: what
+            a dim of size 1 is shows there.
     """
 
     tokens: str
@@ -91,6 +93,7 @@ class TracedGraph:
     inputs: Mapping[str, TracedTensor]
     nodes: tuple[TracedNode, ...]
     output: TensorRef
+    larger: TracedGraph | None = None
 
     def tensors(self) -> dict[TensorRef, TracedTensor]:
         """Every tensor of the graph."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from workbench.plan.operators.traced.traced_graph import (
@@ -31,22 +31,32 @@ class TracedModel:
 
 def model_to_json(model: TracedModel) -> dict[str, Any]:
     """The model as plain data."""
-    graph, own = model.graph, asdict(model.graph)
-    nodes = [_node_to_json(node) for node in graph.nodes]
-    own |= {"nodes": nodes, "output": _to_json(graph.output)}
     shapes = {name: list(shape) for name, shape in model.parameters.items()}
-    return {"graph": own, "parameters": shapes, "buffer_bytes": model.buffer_bytes}
+    graph = _graph_to_json(model.graph)
+    return {"graph": graph, "parameters": shapes, "buffer_bytes": model.buffer_bytes}
 
 
 def model_from_json(data: Mapping[str, Any]) -> TracedModel:
     """The model that `model_to_json` wrote."""
-    own = dict(data["graph"])
+    shapes = {name: tuple(shape) for name, shape in data["parameters"].items()}
+    return TracedModel(_graph(data["graph"]), shapes, int(data["buffer_bytes"]))
+
+
+def _graph_to_json(graph: TracedGraph) -> dict[str, Any]:
+    nodes = [_node_to_json(node) for node in graph.nodes]
+    larger = None if graph.larger is None else _graph_to_json(graph.larger)
+    own = asdict(replace(graph, nodes=(), larger=None))
+    return own | {"nodes": nodes, "output": _to_json(graph.output), "larger": larger}
+
+
+def _graph(data: Mapping[str, Any]) -> TracedGraph:
+    own = dict(data)
     own["inputs"] = {name: _tensor(each) for name, each in own["inputs"].items()}
     own["nodes"] = tuple(_node(each) for each in own["nodes"])
     own["constants"] = tuple(own["constants"])
     own["output"] = _from_json(own["output"])
-    shapes = {name: tuple(shape) for name, shape in data["parameters"].items()}
-    return TracedModel(TracedGraph(**own), shapes, int(data["buffer_bytes"]))
+    own["larger"] = None if own["larger"] is None else _graph(own["larger"])
+    return TracedGraph(**own)
 
 
 def _node_to_json(node: TracedNode) -> dict[str, Any]:

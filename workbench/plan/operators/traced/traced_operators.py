@@ -18,11 +18,11 @@ from workbench.plan.operators.operator_graph import (
     OperatorTensor,
     TensorEdge,
 )
-from workbench.plan.operators.operator_sites import ORDER, Site
+from workbench.plan.operators.operator_sites import ORDER, ROWS, Site
 from workbench.plan.operators.traced.dim_rules import moves_data_only
 from workbench.plan.operators.traced.node_factors import FactoredGraph
 from workbench.plan.operators.traced.traced_graph import TensorRef, TracedNode
-from workbench.plan.operators.traced.traced_sites import ROWS, SiteDims, site_dims, traced_sites
+from workbench.plan.operators.traced.traced_sites import SiteDims, site_dims, traced_sites
 
 UNSHARDED = "unsharded"
 """In an edge, stands for a dimension that one of its two operators has and the other has not."""
@@ -64,11 +64,10 @@ class _Maker:
     def operator(self, node: TracedNode) -> Operator:
         """The operator of a node."""
         own, site = self.dims[node.id], self.sites[node.name]
-        names = {label: name for name, label in own.labels.items()}
-        sizes: dict[str, int] = {}
-        for (label, _), size in self.factored.nodes[node.id].sizes.items():
-            if label in names:
-                sizes[names[label]] = sizes.get(names[label], 1) * size
+        sizes = {name: 1 for _, names in own.written for name in names}
+        for local, size in self.factored.nodes[node.id].sizes.items():
+            if local in own.names:
+                sizes[own.names[local]] = sizes.get(own.names[local], 1) * size
         known = sorted(sizes, key=lambda name: ORDER.index(name) if name in ORDER else len(ORDER))
         dims = [OperatorDim(name, sizes[name], site.units[name]) for name in known]
         if ROWS not in sizes:  # the dimension that takes the outermost axes
@@ -96,12 +95,12 @@ class _Maker:
             if kind == "FlashAttention"
             else 0.0,
             modules=(node.name,),
+            traced=True,
         )
 
     def _output(self, node: TracedNode, sizes: Mapping[str, int]) -> OperatorTensor:
-        names = {label: name for name, label in self.dims[node.id].labels.items()}
-        labels = (label for label, _ in self.factored.nodes[node.id].outputs[0])
-        dims = tuple(dict.fromkeys(names[label] for label in labels if label in names))
+        names, output = self.dims[node.id].names, self.factored.nodes[node.id].outputs[0]
+        dims = tuple(dict.fromkeys(names[local] for local in output if local in names))
         return self._tensor(TensorRef(node.id), "output", dims, sizes)
 
     def _tensor(
