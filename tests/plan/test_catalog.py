@@ -3,6 +3,11 @@ GPUs.
 """
 
 import json
+import random
+import re
+from collections.abc import Iterator
+from contextlib import suppress
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +17,7 @@ from workbench.errors import PlanError
 from workbench.machine import gpu_catalog
 from workbench.plan.catalog import catalog, huggingface_config
 from workbench.plan.model.parameter_count import parameters
+from workbench.plan.rules import legal_sizes
 from workbench.plan.rules.supported import runnable
 from workbench.plan.schema import Plan
 
@@ -105,6 +111,78 @@ def test_presets_need_only_a_number_of_gpus(preset: str, model: str, gpu: str, g
     assert full.resolve() == full
     assert isinstance(full.strategy.pipeline.partition, list)
     assert "auto" not in (full.strategy.precision, full.strategy.gradient_dtype)
+
+
+RULED = {
+    name: [
+        axis
+        for axis in ("tensor", "context", "pipeline", "expert")
+        if entry.strategy.get(axis, {}).get("size") in ("node", "rest", "half", "third")
+    ]
+    for name, entry in catalog.strategies().items()
+}
+"""Preset -> the axes whose number it leaves to a rule."""
+
+
+def _odd_plan(draw: random.Random, preset: str) -> Plan:
+    """A model, a number of GPUs and a length that few sizes divide."""
+    heads = draw.choice([3, 4, 5, 6, 7])
+    model: dict[str, Any] = {"hidden": 16 * heads, "heads": heads, "vocab": 509}
+    model |= {"layers": draw.choice([2, 3, 4, 7]), "ffn": draw.choice([64, 96, 185])}
+    model["kv_heads"] = draw.choice(legal_sizes.divisors(heads))
+    if draw.random() < 0.5 or "expert" in RULED[preset]:
+        model["moe"] = {"experts": draw.choice([3, 4, 6]), "top_k": 2, "ffn": 48}
+    return Plan.model_validate(
+        {
+            "model": model,
+            "cluster": {"gpu": "h100-sxm-80gb", "gpus": draw.choice([2, 3, 4, 5, 6, 9, 12])},
+            "strategy": {"preset": preset},
+            "training": {"sequence_length": draw.choice([30, 50, 60, 64])},
+        }
+    )
+
+
+def _legal_by_hand(plan: Plan, axes: list[str]) -> Iterator[tuple[int, ...]]:
+    for sizes in product(legal_sizes.divisors(plan.cluster.gpus), repeat=len(axes)):
+        if max(sizes) > 1:
+            written = {f"strategy.{axis}.size": size for axis, size in zip(axes, sizes)}
+            with suppress(PlanError):
+                plan.replace(**written).resolve()
+                yield sizes
+
+
+@pytest.mark.parametrize("preset", [name for name, axes in RULED.items() if axes])
+def test_a_preset_finds_a_size_wherever_one_is_legal(preset: str) -> None:
+    draw = random.Random(preset)
+    for _ in range(12):
+        plan = _odd_plan(draw, preset)
+        try:
+            plan.resolve()
+        except PlanError as error:
+            assert re.search(r"finds no .* GPUs: .*\d.*; legal: ", str(error)), error
+            assert not [*_legal_by_hand(plan, RULED[preset])], (plan, error)
+
+
+@pytest.mark.parametrize("preset", ["megatron-tp", "megatron-sp"])
+def test_a_preset_pads_where_no_size_divides(preset: str) -> None:
+    odd = {"hidden": 70, "layers": 7, "heads": 7, "ffn": 185, "vocab": 509}
+    plan = Plan.model_validate(
+        {
+            "model": odd,
+            "cluster": {"gpu": "h100-sxm-80gb", "gpus": 3},
+            "strategy": {"preset": preset},
+            "training": {"sequence_length": 60},
+        }
+    )
+    assert plan.resolve().sizes["tensor"] == 3
+    with pytest.raises(PlanError, match="3 tensor ranks are more than heads = 2; legal"):
+        plan.replace(**{"model.heads": 2}).resolve()
+    longer = plan.replace(**{"training.sequence_length": 64})
+    if preset == "megatron-tp":
+        assert longer.resolve().sizes["tensor"] == 3
+        return
+    with pytest.raises(PlanError, match="3 tensor ranks do not divide the 64 tokens that"):
+        longer.resolve()
 
 
 @pytest.mark.parametrize(

@@ -176,12 +176,12 @@ ILLEGAL = [
     ),
     (
         "strategy.preset",
-        "ulysses_size 3; legal: strategy.context.ulysses_size 2, 4",
+        "sequence_length = 256; legal: strategy.context.ulysses_size 2, 4",
         {"strategy__preset": "usp", "strategy__context__ulysses_size": 3},
     ),
     (
         "strategy.preset",
-        "ulysses_size 1; legal: strategy.context.ulysses_size 2",
+        "sequence_length = 254; legal: strategy.context.ulysses_size 2",
         {
             "cluster__gpus": 2,
             "strategy__preset": "ring-attention",

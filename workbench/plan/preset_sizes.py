@@ -4,8 +4,9 @@ model.
 A rule asks for a share of the ranks that the fixed axes and the axes before it leave over (order:
 tensor, context, pipeline): `node` all that stand in one node, `rest` all, `half` their square root,
 `third` their cube root; `grid` the largest grid of a 2-D, 2.5-D or 3-D tensor algorithm. What it
-gets is the nearest size that is legal for the model, so that a preset works with a bare number of
-GPUs. A rule for `expert.size` or `data.shard` is over data x context.
+gets is the nearest size that is legal for the model (of tensor ranks one that divides it, if any
+does), so that a preset works with a bare number of GPUs. A rule for `expert.size` or `data.shard`
+is over data x context.
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ def resolve_sizes(
     replicas = max(1, left) * _fixed(result, "context")
     if result.get("expert", {}).get("size") in RULES:
         assert shape is not None, "rules ask for a shape"
-        result["expert"]["size"] = legal_sizes.expert_sizes(shape, replicas)[-1]
+        tensor = _fixed(result, "tensor")
+        spread = replicas * tensor // (result["expert"].get("tensor") or tensor)
+        result["expert"]["size"] = legal_sizes.expert_sizes(shape, spread)[-1]
     if result.get("data", {}).get("shard") == "node":
         result["data"]["shard"] = _at_most(
             legal_sizes.divisors(replicas), max(1, node // _fixed(result, "tensor"))
@@ -70,17 +73,41 @@ def splits_nothing(
     ]
     named = shape.name if shape else "this model"
     groups = _ulysses_sizes(strategy, shape, ranks, node, sequence) if "context" in ruled else []
-    given = f" and ulysses_size {strategy['context'].get('ulysses_size', 1)}" if groups else ""
-    why = (
-        f"finds no {' or '.join(ruled)} size beyond 1 for {named} on {ranks} GPUs with "
-        f"sequences of {sequence}{given}"
-    )
+    why = f"finds no {' or '.join(ruled)} size beyond 1 for {named} on {ranks} GPUs: "
+    if shape:
+        why += ", and ".join(_fault(axis, strategy, shape, ranks, node, sequence) for axis in ruled)
     legal = [
         *([f"strategy.context.ulysses_size {legal_sizes.near(ranks, groups)}"] if groups else []),
         *([f"{legal_sizes.near(ranks, enough)} GPUs"] if enough else []),
         "another preset (ddp)",
     ]
     return f"{why}; legal: {', or '.join(legal)}"
+
+
+def _fault(
+    axis: str, strategy: dict[str, Any], shape: Shape, ranks: int, node: int, sequence: int
+) -> str:
+    """Why an axis has no size beyond 1, by the smallest that its ranks would have."""
+    left, fields = ranks // math.prod(_fixed(strategy, each) for each in ORDER), strategy[axis]
+    size = next(iter(legal_sizes.divisors(max(1, left))[1:]), 1)
+    if size == 1:
+        return f"other axes leave {axis} one rank"
+    if axis == "expert":
+        experts = f"{size} does not divide {shape.moe.experts}" if shape.moe else "the model has no"
+        return f"{experts} experts"
+    if fields["size"] == "grid":
+        widths = f"heads = {shape.heads}, hidden = {shape.hidden} and ffn = {shape.ffn}"
+        return f"no larger {fields.get('algorithm', '2d')} grid divides {left} ranks, {widths}"
+    if axis == "pipeline":
+        many = size * fields.get("chunks", 1)
+        why = "do not divide" if many <= shape.layers else "are more than"
+        return f"{many} stages {why} {shape.layers} layers"
+    if axis == "context":
+        rule = legal_sizes.context_rule(shape, *_context_kind(strategy, sequence))
+        return f"{fields.get('algorithm', 'ring')} needs that {rule}"
+    if size > node:
+        return f"{size} tensor ranks are more than the {node} of a node"
+    return " and ".join(legal_sizes.tensor_faults(shape, size, _split_tokens(strategy, sequence)))
 
 
 def _ulysses_sizes(
@@ -135,14 +162,31 @@ def _size(
     if axis == "pipeline" and fields.get("replicas"):
         return len(fields["replicas"])
     if axis == "tensor":
-        sizes = legal_sizes.tensor_sizes(shape, left, node)
+        tokens = _split_tokens(strategy, sequence)
+        sizes = legal_sizes.tensor_sizes(shape, left, node, tokens)
     elif axis == "pipeline":
-        sizes = legal_sizes.pipeline_sizes(shape, left, int(fields.get("chunks", 1)))
+        uniform = fields.get("partition") == "uniform"
+        sizes = legal_sizes.pipeline_sizes(shape, left, int(fields.get("chunks", 1)), uniform)
     else:
-        algorithm, tensor = fields.get("algorithm", "ring"), _fixed(strategy, "tensor")
-        ulysses = fields.get("ulysses_size", 1)
-        sizes = legal_sizes.context_sizes(shape, left, sequence, tensor, algorithm, ulysses)
+        sizes = legal_sizes.context_sizes(shape, left, *_context_kind(strategy, sequence))
+        if strategy.get("tensor", {}).get("sequence"):
+            tensor = _fixed(strategy, "tensor")
+            sizes = [c for c in sizes if sequence // c % tensor == 0]
     return _share(sizes or [1], rule, left, node)
+
+
+def _split_tokens(strategy: dict[str, Any], sequence: int) -> int:
+    """Tokens that tensor ranks split; 0 where they split none."""
+    split = strategy.get("tensor", {}).get("sequence")
+    return sequence // _fixed(strategy, "context") if split else 0
+
+
+def _context_kind(strategy: dict[str, Any], sequence: int) -> tuple[int, int, str, int]:
+    """What context sizes depend on, as `legal_sizes.context_sizes` takes it."""
+    fields, size = strategy.get("context", {}), strategy.get("tensor", {}).get("size")
+    side = size[0] if isinstance(size, list) and size else _fixed(strategy, "tensor")
+    tensor = 1 if strategy.get("operators") else side
+    return sequence, tensor, fields.get("algorithm", "ring"), fields.get("ulysses_size", 1)
 
 
 def _share(sizes: Sequence[int], rule: str, left: int, node: int) -> int:

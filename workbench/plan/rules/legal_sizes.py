@@ -58,20 +58,38 @@ def widening(shape: Shape, size: int) -> float:
     return ratio
 
 
-def tensor_sizes(shape: Shape, ranks: int, most: int | None = None) -> list[int]:
-    """1-D tensor sizes that divide `ranks` and the model, and are at most `most`, ascending; 1 is
-    always among them.
+def tensor_sizes(shape: Shape, ranks: int, most: int | None = None, tokens: int = 0) -> list[int]:
+    """1-D tensor sizes that divide `ranks` and are at most `most`, ascending; 1 is always among
+    them.
 
-    Others are legal too, up to the number of heads, and pad; a preset does not choose them.
+    Those that divide the model; where that is 1 alone, all that are legal, which pad it.
+
+    Args:
+        tokens: That the ranks split (sequence parallelism); 0: none.
     """
-    return [t for t in divisors(ranks) if t <= (most or ranks) and not splits(shape, t)]
+    legal = [
+        t for t in divisors(ranks) if t <= (most or ranks) and not tensor_faults(shape, t, tokens)
+    ]
+    even = [t for t in legal if not splits(shape, t)]
+    return even if len(even) > 1 else legal or [1]
 
 
-def pipeline_sizes(shape: Shape, ranks: int, chunks: int) -> list[int]:
-    """Pipeline sizes that divide `ranks` and leave every chunk of every stage at least one
-    block.
+def tensor_faults(shape: Shape, size: int, tokens: int = 0) -> list[str]:
+    """Why `size` 1-D tensor ranks are not legal, in words; empty if they are."""
+    more = [f"{size} tensor ranks are more than {name}" for name in exceeds(shape, size)]
+    uneven = [f"{size} tensor ranks do not divide the {tokens} tokens that tensor.sequence splits"]
+    return more + uneven * bool(tokens % size)
+
+
+def pipeline_sizes(shape: Shape, ranks: int, chunks: int, uniform: bool = False) -> list[int]:
+    """Pipeline sizes that divide `ranks` and leave every chunk of every stage at least one block,
+    and as many if they are `uniform`.
     """
-    return [p for p in divisors(ranks) if p * chunks <= shape.layers]
+    return [
+        p
+        for p in divisors(ranks)
+        if p * chunks <= shape.layers and not (uniform and shape.layers % (p * chunks))
+    ]
 
 
 def context_sizes(
@@ -91,6 +109,18 @@ def context_sizes(
         found = [r * ulysses for r in groups if sequence % (2 * r) == sequence % (r * ulysses) == 0]
         return sorted({1, *found})
     return [c for c in divisors(ranks) if c == 1 or sequence % (2 * c) == 0]
+
+
+def context_rule(shape: Shape, sequence: int, tensor: int, algorithm: str, ulysses: int = 1) -> str:
+    """Which context sizes are legal, in words."""
+    count = padded_heads_per_rank(shape, tensor)[0]
+    heads = f"the {count} heads that tensor = {tensor} leaves"
+    return {
+        "ring": f"2 x size divides sequence_length = {sequence}",
+        "ulysses": f"size divides {heads}, and sequence_length = {sequence}",
+        "usp": f"ulysses_size = {ulysses} divides {heads} and size; size and "
+        f"2 x size / ulysses_size divide sequence_length = {sequence}",
+    }[algorithm]
 
 
 def expert_sizes(shape: Shape, ranks: int) -> list[int]:

@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Iterator
 
 from workbench.errors import Problem
-from workbench.plan.model.head_split import padded_heads_per_rank
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.rules import legal_sizes
 from workbench.plan.rules.strategy import (
@@ -84,16 +83,7 @@ def _context(plan: ResolvedPlan) -> Iterator[Problem]:
         return
     kind = (length, tensor, context.algorithm, context.ulysses_size)
     if context.size not in legal_sizes.context_sizes(plan.shape, context.size, *kind):
-        heads = (
-            f"the {padded_heads_per_rank(plan.shape, tensor)[0]} heads that tensor = {tensor} "
-            f"leaves"
-        )
-        rule = {
-            "ring": f"2 x size divides sequence_length = {length}",
-            "ulysses": f"size divides {heads}, and sequence_length = {length}",
-            "usp": f"ulysses_size = {context.ulysses_size} divides {heads} and size; size and "
-            f"2 x size / ulysses_size divide sequence_length = {length}",
-        }[context.algorithm]
+        rule = legal_sizes.context_rule(plan.shape, *kind)
         sizes = legal_sizes.context_sizes(plan.shape, world, *kind)
         near = legal_sizes.near(context.size, sizes)
         yield Problem(
