@@ -146,6 +146,45 @@ def test_a_pinned_gemm_shards_what_follows_it_by_the_same_axis() -> None:
     assert rows["head"][1] == "replicated: nothing reaches it"
 
 
+OF_ROWS = {
+    "for it is cheaper": "least time",
+    "pinned by you": "pinned by you",
+    "for each shares a weight with one pinned by you": "shares a weight with one pinned by you",
+    "for nothing reaches them": "replicated: nothing reaches it",
+}
+"""Why the sentence says that operators are replicated -> why their rows do."""
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "pins",
+    [
+        {"blocks.*.mlp.down": "((1,2),(2,1))"},
+        {"blocks.*.attention.q": "((1,1),(1,4))"},
+        {"blocks.*.attention.q": "((1,1),(1,4))", "blocks.*.mlp.up": "((1,1),(1,1))"},
+        {"head": "((1,1),(1,1))"},
+    ],
+    ids=["down", "query", "replicated", "tied"],
+)
+def test_the_sentence_gives_the_reasons_of_the_rows(mode: str, pins: dict[str, str]) -> None:
+    tied = LLAMA.model_copy(update={"tied": True}) if "head" in pins else LLAMA
+    plan = found(mode, pins=pins, shape=tied)
+    said = {
+        name: why
+        for why, names in re.findall(r"Replicated on several ranks, ([^:]*): (.*?)\. ", plan.reason)
+        for name in names.split(", ")
+    }
+    assert said.keys() <= {row.operator for row in plan.rows}
+    for row in plan.rows:
+        if row.operator in said:
+            others = ("from ", "replicated, as ", "least redistribution", "conflict between ")
+            known = OF_ROWS.get(said[row.operator])
+            assert row.reason == known if known else row.reason.startswith(others), row
+    assert said or mode != "sharding_propagation"
+    if mode == "sharding_propagation":
+        assert "cheaper" not in plan.reason and "costs more than it saves" not in plan.reason
+
+
 def test_a_layout_flows_backward_too() -> None:
     rows = by_name(found("sharding_propagation", pins={"blocks.*.mlp.down": "((1,2),(2,1))"}))
     assert rows["mlp.activate"][1] == "from mlp.down by width"

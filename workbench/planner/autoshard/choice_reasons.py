@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from workbench.plan.operators.layer_patterns import layer_pattern
 from workbench.plan.operators.operator_graph import Operator, OperatorGraph
+from workbench.planner.autoshard.choice_result import LEAST_TIME, NOTHING, PINNED, SHARED
 from workbench.planner.autoshard.operator_splits import ShardingStrategy
 
 if TYPE_CHECKING:
@@ -35,6 +36,15 @@ MEGATRON_DIMS = {
 replicates the others.
 """
 
+REPLICATED = {
+    LEAST_TIME: "for it is cheaper",
+    PINNED: PINNED,
+    SHARED: "for each shares a weight with one pinned by you",
+    NOTHING: "for nothing reaches them",
+}
+"""Reason of an operator's row -> why it is replicated; others are those of propagation."""
+FOLLOWED = "for the least redistribution"
+
 SEQUENCE_PARALLEL_DIMS = MEGATRON_DIMS | dict.fromkeys(
     ("attention_norm", "mlp_norm", "final_norm"), "tokens"
 )
@@ -44,6 +54,7 @@ SEQUENCE_PARALLEL_DIMS = MEGATRON_DIMS | dict.fromkeys(
 def explain_choice(
     priced: PricedGraph,
     picked: tuple[int, ...],
+    reasons: Sequence[str],
     memory: float | None = None,
     forbidden: tuple[float, float] | None = None,
 ) -> str:
@@ -53,18 +64,19 @@ def explain_choice(
     Args:
         priced: The graph with the costs of its options.
         picked: The chosen option of each operator.
+        reasons: Why each operator has it.
         memory: The limit, bytes of a rank.
         forbidden: Seconds and bytes of the best choice, where the limit forbids it.
     """
     problem = priced.problem
     own = problem.total_cost(picked), problem.total_bytes(picked)
     sentences = [
-        *_pairs(priced, picked),
+        *_pairs(priced, picked, reasons),
         *_experts(priced, picked),
-        *_rows(priced, picked),
+        *_rows(priced, picked, LEAST_TIME in reasons),
         *_tokens(priced, picked),
     ]
-    sentences += _replicated(priced, picked)
+    sentences += _replicated(priced, picked, reasons)
     sentences.append(f"Estimated {_cost(*own)} a rank and microbatch.")
     simple = {
         "Without the limit the best choice": forbidden,
@@ -80,7 +92,7 @@ def explain_choice(
     return " ".join(sentences)
 
 
-def _pairs(priced: PricedGraph, picked: tuple[int, ...]) -> list[str]:
+def _pairs(priced: PricedGraph, picked: tuple[int, ...], reasons: Sequence[str]) -> list[str]:
     """GEMMs split by columns whose successor is split by the same inner dimension (Megatron's
     pair).
     """
@@ -95,8 +107,11 @@ def _pairs(priced: PricedGraph, picked: tuple[int, ...]) -> list[str]:
             ways, pieces = (priced.mesh.ranks_over(axes) for axes in (columns, inner))
             scatters = priced.options[second][picked[second]].output is not None
             found.setdefault((a, b, ways, pieces, scatters), []).append((first, second))
+    chosen = [reason == LEAST_TIME for reason in reasons]
     return [
-        _pair_text(priced.graph, pairs, ways, pieces, scatters)
+        _pair_text(
+            priced.graph, pairs, ways, pieces, scatters, any(chosen[i] for p in pairs for i in p)
+        )
         for (_, _, ways, pieces, scatters), pairs in found.items()
     ]
 
@@ -125,9 +140,14 @@ def _expert_text(alike: Sequence[Operator], width: int, rows: int) -> list[str]:
 
 
 def _pair_text(
-    graph: OperatorGraph, pairs: Sequence[tuple[int, int]], ways: int, pieces: int, scatters: bool
+    graph: OperatorGraph,
+    pairs: Sequence[tuple[int, int]],
+    ways: int,
+    pieces: int,
+    scatters: bool,
+    chosen: bool,
 ) -> str:
-    """What pairs of alike operators save."""
+    """What pairs of alike operators save; that it repays what it costs, where it was `chosen`."""
     first, second = ([graph.operators[pair[end]] for pair in pairs] for end in (0, 1))
     a, b, times = _joined(first), _joined(second), _times(sum(op.num_layers for op in first))
     if ways == pieces:
@@ -136,9 +156,12 @@ def _pair_text(
         if scatters:
             return f"{both}and the sum after {b} is reduce-scattered by tokens{times}."
         return f"{both}one all-reduce forward after {b} and one backward before {a}{times}."
+    uneven = f"{a} by columns {ways} ways, {b} by its inner dimension only {pieces} ways"
+    if not chosen:
+        return f"{uneven}: what passes between them is gathered{times}."
     return (
-        f"{a} by columns {ways} ways, {b} by its inner dimension only {pieces} ways: a smaller "
-        f"all-reduce after {b}, and what is split with it, repay the gathering between them{times}."
+        f"{uneven}: a smaller all-reduce after {b}, and what is split with it, repay the gathering "
+        f"between them{times}."
     )
 
 
@@ -156,12 +179,14 @@ def _times(layers: int) -> str:
     return f" in each of {layers} layers" if layers > 1 else ""
 
 
-def _rows(priced: PricedGraph, picked: tuple[int, ...]) -> list[str]:
+def _rows(priced: PricedGraph, picked: tuple[int, ...], searched: bool) -> list[str]:
     """How far the batch is split, and where it cannot be."""
     sequences = priced.graph.operators[0].dims[0].units
     ways = {priced.mesh.ranks_over(_axes(priced, i, picked, "rows")) for i in range(len(picked))}
     if sequences == 1:
         return ["A microbatch is one sequence, so its rows cannot be split."]
+    if max(ways) == 1 and not searched:
+        return [f"No named strategy splits the {sequences} sequences, and the others follow them."]
     if max(ways) == 1:
         return [f"Splitting {sequences} sequences costs more than it saves here."]
     if len(ways) == 1:
@@ -186,20 +211,26 @@ def _tokens(priced: PricedGraph, picked: tuple[int, ...]) -> list[str]:
     return [f"Tokens of a sequence are split {many} ways in {', '.join(split)}."]
 
 
-def _replicated(priced: PricedGraph, picked: tuple[int, ...]) -> list[str]:
+def _replicated(priced: PricedGraph, picked: tuple[int, ...], reasons: Sequence[str]) -> list[str]:
+    """Operators that some ranks repeat, by the reason that their rows give."""
     used = [
         priced.options[i][option].num_ranks_used(priced.mesh) for i, option in enumerate(picked)
     ]
-    alike: dict[str, list[Operator]] = {}
-    for operator, count in zip(priced.graph.operators, used):
+    alike: dict[str, dict[str, list[Operator]]] = {}
+    for operator, count, reason in zip(priced.graph.operators, used, reasons):
         if count < priced.mesh.ranks:
-            alike.setdefault(layer_pattern(operator.name), []).append(operator)
+            same = alike.setdefault(REPLICATED.get(reason, FOLLOWED), {})
+            same.setdefault(layer_pattern(operator.name), []).append(operator)
     every = Counter(layer_pattern(operator.name) for operator in priced.graph.operators)
-    names = [
-        _joined(found) + (f" of {len(found)} layers" if 1 < len(found) < every[pattern] else "")
-        for pattern, found in alike.items()
+    return [
+        f"Replicated on several ranks, {why}: "
+        + ", ".join(
+            _joined(found) + (f" of {len(found)} layers" if 1 < len(found) < every[name] else "")
+            for name, found in same.items()
+        )
+        + "."
+        for why, same in alike.items()
     ]
-    return [f"Replicated on several ranks, for it is cheaper: {', '.join(names)}."] if names else []
 
 
 def _names(priced: PricedGraph) -> list[str]:

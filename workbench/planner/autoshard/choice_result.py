@@ -11,6 +11,11 @@ from workbench.plan.operators.layer_patterns import joined_layers, layer_pattern
 from workbench.planner.autoshard.operator_cost import Communication
 
 SOURCE = "estimated"
+LEAST_TIME = "least time"
+PINNED = "pinned by you"
+SHARED = "shares a weight with one pinned by you"
+NOTHING = "replicated: nothing reaches it"
+"""Why an operator has its strategy; where strategies are propagated there are others."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +36,7 @@ class OperatorRow:
     """Parameters with their states, and the output kept for backward."""
     times: int
     """Layers that have it."""
-    reason: str = "least time"
+    reason: str = LEAST_TIME
     """Why it has this strategy."""
 
     @property

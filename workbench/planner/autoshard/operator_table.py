@@ -59,7 +59,7 @@ def operator_plan(
         priced.problem.total_cost(picked),
         priced.problem.total_bytes(picked),
         memory,
-        explain_choice(choice.priced, picked, memory, _forbidden(free, memory)),
+        explain_choice(priced, picked, choice.reasons, memory, _forbidden(free, memory)),
     )
 
 

@@ -251,7 +251,7 @@ def choose(
         _refuse_above(priced, picked, memory)
         reasons = propagated_reasons(priced, picked, named, distance)
         return Choice(priced, picked, "sharding propagation", tuple(reasons))
-    reasons = searched_reasons(len(options), named)
+    reasons = searched_reasons(len(options), named, pinned)
     if mode == "recursive_programming":
         priced, picked = _recursive(graph, pricing, pinned, memory)
         solver = "recursive programming"

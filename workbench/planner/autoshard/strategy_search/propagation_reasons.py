@@ -9,19 +9,24 @@ import numpy as np
 from numpy.typing import NDArray
 
 from workbench.plan.operators.operator_graph import TensorEdge
+from workbench.planner.autoshard.choice_result import LEAST_TIME, NOTHING, PINNED, SHARED
 from workbench.planner.autoshard.graph_pricing import PricedGraph
 from workbench.planner.autoshard.operator_splits import ShardingStrategy
 from workbench.planner.autoshard.strategy_search.choice_problem import ReshardingEdge
 from workbench.planner.autoshard.strategy_search.propagation import neighbors, redistribution_only
 from workbench.units import seconds_text
 
-PINNED = "pinned by you"
-NOTHING = "replicated: nothing reaches it"
 
-
-def searched_reasons(num_operators: int, pinned: Mapping[int, ShardingStrategy]) -> list[str]:
-    """Of a search for the least time."""
-    return [PINNED if i in pinned else "least time" for i in range(num_operators)]
+def searched_reasons(
+    num_operators: int,
+    named: Mapping[int, ShardingStrategy],
+    pinned: Mapping[int, ShardingStrategy],
+) -> list[str]:
+    """Of a search for the least time, beside the `named` operators and all that these have
+    `pinned`.
+    """
+    others = [SHARED if i in pinned else LEAST_TIME for i in range(num_operators)]
+    return [PINNED if i in named else reason for i, reason in enumerate(others)]
 
 
 def propagated_reasons(
@@ -43,7 +48,7 @@ def propagated_reasons(
     for i in range(len(picked)):
         if i in pinned:
             found.append(PINNED)
-        elif distance[i] is None:
+        elif distance[i] is None and not _splits(priced, picked, i):
             found.append(NOTHING)
         else:
             found.append(_propagated(priced, picked, i, distance, between, around[i]))
