@@ -257,7 +257,7 @@ def _uniform(
 
 
 def _without_layers(name: str) -> str:
-    return name.split(".", 2)[2] if name.startswith("blocks.") else name
+    return name.split(".", 2)[-1] if name.startswith("blocks.") else name
 
 
 def _find(
