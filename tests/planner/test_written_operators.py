@@ -14,6 +14,7 @@ import pytest
 from tests.conftest import Ask
 from tests.parallel.small import GPT, LLAMA, plan
 from workbench.engine.verify.equivalence import verify
+from workbench.errors import PlanError
 from workbench.plan.catalog import catalog
 from workbench.plan.rules.supported import require
 from workbench.plan.schema import Plan
@@ -59,6 +60,62 @@ def test_what_is_written_equals_one_device(
     built = plan_with(start, choose_for_plan(start.resolve()))
     answer = verify(built, "fp64")
     assert answer["passed"] and built.strategy.operators, answer
+
+
+ODD = {"layers": 2, "hidden": 48, "heads": 3, "ffn": 96, "vocab": 509}
+CODE = {"python": "tests.parallel.users_model:build_plain", "vocab": 260}
+TOO_MANY = {"tensor": {"size": 4, "sequence": True}}
+
+
+@pytest.mark.parametrize(
+    ("model", "gpus", "strategy", "batch", "ranks", "sequences"),
+    [
+        (CODE, 3, {"tensor": {"size": 3}}, (6, 2), 3, 2),
+        (CODE, 3, {"tensor": {"size": 3}}, (6, 2), None, 2),
+        (CODE, 3, {}, (6, 3), 3, 3),
+        (ODD, 3, {}, (6, 3), 3, 3),
+        (ODD, 4, TOO_MANY, (8, 2), None, 2),
+        (ODD, 4, TOO_MANY, (8, 2), 2, 1),
+        (ODD, 6, {"tensor": {"size": 6}, "pipeline": {"size": 2}}, (8, 2), 3, 2),
+        (ODD, 2, {"tensor": {"size": 2, "algorithm": "2d"}}, (8, 2), 2, 2),
+    ],
+)
+def test_the_plan_that_is_written_is_checked_not_the_one_that_it_replaces(
+    model: dict[str, Any],
+    gpus: int,
+    strategy: dict[str, Any],
+    batch: tuple[int, int],
+    ranks: int | None,
+    sequences: int,
+    ask: Ask,
+    tmp_path: Path,
+) -> None:
+    start, written = tmp_path / "plan.yaml", tmp_path / "written.yaml"
+    plan = {
+        "model": model,
+        "cluster": {"gpu": "h100-sxm-80gb", "gpus": gpus},
+        "strategy": strategy,
+        "training": {"sequence_length": 62, "global_batch": batch[0], "micro_batch": batch[1]},
+    }
+    start.write_text(json.dumps(plan))
+    with pytest.raises(PlanError):
+        Plan.load(start).resolve()
+    chosen = [] if ranks is None else ["--ranks", ranks]
+    code, _, said = ask("operators", start, *chosen, "--allow-code", "-o", written, "--json")
+    assert code == 0, said
+    full = Plan.load(written).resolve()
+    assert full.strategy.tensor.ranks == (ranks or gpus)
+    assert (full.training.micro_batch, full.training.global_batch) == (sequences, batch[0])
+
+
+def test_what_is_illegal_in_the_written_plan_is_said_of_it(ask: Ask, tmp_path: Path) -> None:
+    start = tmp_path / "plan.yaml"
+    batch = {"sequence_length": 62, "global_batch": 6, "micro_batch": 3}
+    cluster = {"gpu": "h100-sxm-80gb", "gpus": 3}
+    start.write_text(json.dumps({"model": ODD, "cluster": cluster, "training": batch}))
+    code, _, said = ask("operators", start, "--ranks", 2)
+    assert code == 2
+    assert "is 3, which tensor 2 x context 1 x pipeline 1 = 2 does not divide" in said
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from workbench.plan.operators.strategy_form import (
     write_strategies,
 )
 from workbench.planner.autoshard.choice_result import OperatorPlan
-from workbench.planner.autoshard.for_plans.written_plan import plan_with
+from workbench.planner.autoshard.for_plans.written_plan import plan_with, searched_plan
 from workbench.planner.autoshard.machine_model import MachineModel, ideal_machine
 from workbench.planner.autoshard.operator_cost import TensorBytes
 from workbench.planner.autoshard.plan_problem import choose_for_plan, microbatch_sequences
@@ -26,6 +26,7 @@ __all__ = [
     "parse_strategy",
     "plan_with",
     "read_strategies",
+    "searched_plan",
     "strategy_text",
     "write_strategies",
 ]

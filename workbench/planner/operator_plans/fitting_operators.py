@@ -17,7 +17,7 @@ from workbench.plan.operators.traced.traced_json import TracedModel
 from workbench.plan.operators.traced.traced_operators import traced_operators
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.schema import Plan
-from workbench.planner.autoshard import OperatorPlan, choose_for_plan, plan_with
+from workbench.planner.autoshard import OperatorPlan, choose_for_plan, plan_with, searched_plan
 from workbench.planner.autoshard.for_plans.memory_changes import first_that_fits
 from workbench.planner.autoshard.plan_problem import PlanChoice, data_ranks, plan_choice
 from workbench.planner.autoshard.strategy_search.memory_limit import (
@@ -63,7 +63,8 @@ def choose_within_memory(
     Raises:
         PlanError: No choice is legal, or none fits.
     """
-    full = plan.resolve()
+    full = searched_plan(plan, ranks, sequences)
+    full = full.with_fields(**{"strategy.operators": plan.strategy.operators})
     graph = None if model is None else traced_operators(factor_graph(model.graph))
     if memory is None:
         found = choose_for_plan(full, ranks, sequences, mode, graph)

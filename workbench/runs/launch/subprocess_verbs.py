@@ -101,10 +101,10 @@ def operators(
     allow_code: bool,
 ) -> OperatorPlan:
     """Choose how each operator is sharded, within `limit` bytes; see `workbench.operators`."""
-    from workbench.planner.autoshard import microbatch_sequences
+    from workbench.planner.autoshard import microbatch_sequences, searched_plan
     from workbench.planner.operator_plans.fitting_operators import choose_within_memory
 
-    full, model = plan.resolve(), None
+    full, model = searched_plan(plan, ranks, sequences), None
     if full.code:
         count = microbatch_sequences(full, ranks, sequences)
         model = traced_model(full, allow_code, count, "run")
