@@ -55,8 +55,44 @@ def test_ring_attention_says_which_head_sizes_it_takes_on_gpus() -> None:
         resolved("h100-sxm-80gb", "bf16", 12, **{"strategy.context.size": 2})
 
 
-def test_other_frameworks_have_their_own_attention() -> None:
-    own = {"strategy.stack": "megatron"}
-    assert resolved("h100-sxm-80gb", "bf16", **own).strategy.attention == "auto"
-    with pytest.raises(PlanError, match="framework profile"):
-        resolved("h100-sxm-80gb", "bf16", **own, **{"strategy.attention": "math"})
+def test_other_stacks_run_their_own_attention_kernels_and_loss() -> None:
+    own = {"strategy.stack": "fsdp"}
+    usual = resolved("h100-sxm-80gb", "bf16", **own).strategy
+    assert (usual.attention, usual.loss) == ("auto", "auto")
+    stated = {"strategy.attention": "flash-3", "strategy.kernels": "liger"}
+    stated |= {"strategy.loss": "fused_linear"}
+    found = resolved("h100-sxm-80gb", "bf16", **own, **stated).strategy
+    assert [found.attention, found.kernels, found.loss] == list(stated.values())
+
+
+@pytest.mark.parametrize(
+    ("gpu", "changes", "field", "legal"),
+    [
+        ("h100-sxm-80gb", {"attention": "flash-3"}, "attention", "auto, flash, efficient, math"),
+        ("h100-sxm-80gb", {"stack": "fsdp", "attention": "math"}, "attention", "auto, unfused, "),
+        (
+            "v100-sxm2-16gb",
+            {"stack": "fsdp", "attention": "flash-2"},
+            "attention",
+            "auto, unfused, efficient",
+        ),
+        ("h100-sxm-80gb", {"kernels": "liger"}, "kernels", "eager, compiled, fused"),
+        ("h100-sxm-80gb", {"loss": "chunked"}, "loss", "auto, whole"),
+        ("h100-sxm-80gb", {"loss": "fused_linear"}, "loss", "auto, whole"),
+        ("h100-sxm-80gb", {"loss": "whole", "kernels": "fused"}, "loss", "auto, fused_linear"),
+        (
+            "h100-sxm-80gb",
+            {"loss": "fused_linear", "kernels": "fused", "tensor.size": 2},
+            "loss",
+            "auto, whole",
+        ),
+    ],
+)
+def test_what_a_stack_does_not_run_is_refused_by_its_field(
+    gpu: str, changes: dict[str, str], field: str, legal: str
+) -> None:
+    at = {f"strategy.{name}": value for name, value in changes.items()}
+    with pytest.raises(PlanError) as refused:
+        resolved(gpu, "fp16" if "v100" in gpu else "bf16", **at)
+    found = {problem.field: problem.message for problem in refused.value.problems}
+    assert f"legal: {legal}" in found[f"strategy.{field}"]

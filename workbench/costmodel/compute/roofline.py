@@ -331,14 +331,16 @@ def _one_head_pass(w: Workload, m: DeviceRates) -> PassTimes:
     p = head_gemm(w)
     t, v, h, n = p.rows, p.columns, p.inner, p.count
     loss = w.tokens * v * (w.upcast_bytes / 4 * m.constants.loss_bytes / m.bandwidth)
-    forward = n * gemm_seconds(m, t, v, h, w.element_bytes) + LOSS_FORWARD_SHARE * loss
+    logits = n * gemm_seconds(m, t, v, h, w.element_bytes)
     weight = n * gemm_seconds(m, v, h, t, w.element_bytes, result=accumulated_result_bytes(w))
     weight = weight * has_weight_gradients(w)
-    backward = (
-        weight + n * gemm_seconds(m, t, h, v, w.element_bytes) + (1 - LOSS_FORWARD_SHARE) * loss
-    )
+    gradients = weight + n * gemm_seconds(m, t, h, v, w.element_bytes)
+    in_forward = float(w.fixed.framework.loss.kind == "fused_linear")
+    share = LOSS_FORWARD_SHARE + in_forward * (1 - LOSS_FORWARD_SHARE)
+    forward = logits + share * loss + in_forward * gradients
+    backward = (1 - in_forward) * gradients + (1 - share) * loss
     slowdown = m.constants.compute_slowdown
-    return PassTimes(slowdown * forward, slowdown * backward, slowdown * weight)
+    return PassTimes(slowdown * forward, slowdown * backward, slowdown * (1 - in_forward) * weight)
 
 
 def _counted_head_pass(w: Workload, m: DeviceRates) -> PassTimes:
@@ -348,7 +350,7 @@ def _counted_head_pass(w: Workload, m: DeviceRates) -> PassTimes:
     """
     p, (loss, loss_backward) = head_gemm(w), counted_seconds(m, head_bytes(w))
     v, h, t, e = p.columns, p.inner, chunked_head(w, p.rows), w.element_bytes
-    n, chunked = p.count * p.rows / t, 1.0 * (w.uses_fused_kernels * (w.tensor == 1))
+    n, chunked = p.count * p.rows / t, 1.0 * w.fuses_head
     in_forward = chunked * (not w.fixed.has_pairs)
     weight = n * gemm_seconds(m, v, h, t, e) * has_weight_gradients(w)
     gradients = weight + n * gemm_seconds(m, t, h, v, e)

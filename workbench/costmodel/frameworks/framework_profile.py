@@ -9,7 +9,7 @@ ask the parts, never for a framework by name.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, get_type_hints
 
@@ -17,7 +17,7 @@ from workbench import data_files
 from workbench.costmodel.frameworks.data_parallel_behavior import DataParallelBehavior
 from workbench.costmodel.frameworks.expert_behavior import ExpertBehavior
 from workbench.costmodel.frameworks.kernel_behavior import KernelBehavior
-from workbench.costmodel.frameworks.loss_behavior import LossBehavior
+from workbench.costmodel.frameworks.loss_behavior import LOSSES, LossBehavior
 from workbench.costmodel.frameworks.model_parallel_behavior import ModelParallelBehavior
 from workbench.costmodel.frameworks.model_state_behavior import ModelStateBehavior
 from workbench.costmodel.frameworks.profile_recipes import is_recipe_of
@@ -48,6 +48,13 @@ class FrameworkProfile:
     experts: ExpertBehavior = field(default_factory=ExpertBehavior)
     kernels: KernelBehavior = field(default_factory=KernelBehavior)
 
+
+OF_TORCH: Mapping[str, Any] = {"flash": "flash-2", "efficient": "flash-1"}
+"""Backend of torch's `scaled_dot_product_attention` -> the generation that it is as fast as:
+FlashAttention-2 since torch 2.2; xFormers', beside FlashAttention's in 2307.08691, figures 4 to 6.
+"""
+LIGER_GATED_TENSORS = 3.0
+"""Gate, up and their product; LigerSiLUMul computes the activated gate again (2410.10989)."""
 
 PARTS: Mapping[str, Any] = get_type_hints(FrameworkProfile)
 """Class of each part, by its name in `FrameworkProfile` and in files."""
@@ -85,9 +92,24 @@ def framework_profile(
 
 
 def plan_profile(plan: ResolvedPlan) -> FrameworkProfile:
-    """Framework profile of a plan, with what recipes of its GPU, model and precision set."""
+    """Framework profile of a plan, with what recipes of its GPU, model and precision set, and with
+    the kernels and the loss that the plan itself states, where they are not counted one by one.
+    """
     s = plan.strategy
-    return framework_profile(s.stack, plan.gpu.name, plan.model_name, s.precision)
+    usual = framework_profile(s.stack, plan.gpu.name, plan.model_name, s.precision)
+    return usual if usual.kernels.counts_operators else _as_stated(usual, s)
+
+
+def _as_stated(usual: FrameworkProfile, s: Strategy) -> FrameworkProfile:
+    """`usual` with `strategy.attention`, `strategy.loss` and kernels of a layer in its place."""
+    kernels, saved, loss = usual.kernels, usual.saved_tensors, usual.loss
+    if s.attention != "auto":
+        kernels = replace(kernels, attention=OF_TORCH.get(s.attention, s.attention))
+    if s.kernels == "liger":
+        saved = replace(saved, gated_tensors=min(LIGER_GATED_TENSORS, saved.gated_tensors))
+    if s.loss not in ("auto", loss.kind):
+        loss = LOSSES[s.loss]
+    return replace(usual, kernels=kernels, saved_tensors=saved, loss=loss)
 
 
 @lru_cache(maxsize=4096)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from workbench.plan.schema import FrameworkAttention
+
 Graphs = Literal[
     "none",
     "attn",
@@ -21,10 +23,10 @@ Graphs = Literal[
 class KernelBehavior:
     """Decides rates, launches and temporaries of attention, GEMMs and memory-bound operators."""
 
-    attention: Literal["flash-1", "flash-2", "flash-3", "cudnn-8", "cudnn-9"] = "flash-2"
-    """Generation of its fused attention, of `attention_kernels` in `data/planner.yaml`."""
-    fused_attention: bool = True
-    """Whether attention is one kernel; else its scores pass through memory, and are saved."""
+    attention: FrameworkAttention = "flash-2"
+    """Generation of its fused attention, of `attention_kernels` in `data/planner.yaml`; unfused:
+    scores pass through memory, and are saved. A plan's own `strategy.attention` replaces it.
+    """
     fused_qkv: bool = False
     """Whether query, key and value are one GEMM, and gate and up another."""
     single_norm: bool = False
@@ -54,6 +56,11 @@ class KernelBehavior:
     """Whether the plan's `kernels` choose fused or compiled seams whose memory is counted and whose
     cost is benchmarked (`data/benchmarks`); else they are part of the textbook counts.
     """
+
+    @property
+    def fused_attention(self) -> bool:
+        """Whether attention is one kernel."""
+        return self.attention != "unfused"
 
     def runs_fused_seams(self, kernels: str) -> bool:
         """Whether counted and benchmarked seams run under the plan's `kernels`."""

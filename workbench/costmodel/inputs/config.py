@@ -227,7 +227,7 @@ def fixed_config(plan: ResolvedPlan) -> FixedConfig:
         sequence_length=t.sequence_length,
         precision=s.precision,
         kernels=s.kernels,
-        attention=s.attention,
+        attention=s.attention if framework.kernels.counts_operators else "auto",
         separate_documents=plan.corpus.separate_documents,
         stack=s.stack,
         framework=framework,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from workbench.costmodel.inputs.config import Array, FixedConfig, Number, SearchedConfig
+from workbench.costmodel.inputs.config import Array, FixedConfig, Mask, Number, SearchedConfig
 from workbench.costmodel.inputs.quantized_formats import FORMATS, QuantizedFormat
 from workbench.costmodel.inputs.tensor_tiling import TensorTiling
 from workbench.plan.model.model_shape import Shape, rows_of_an_expert
@@ -222,6 +222,12 @@ class RankShapes:
         of the textbook counts.
         """
         return self.fixed.framework.kernels.runs_fused_seams(self.fixed.kernels)
+
+    @property
+    def fuses_head(self) -> Mask:
+        """Whether head and loss are one operator over chunks of tokens, which keeps no logits."""
+        own = self.uses_fused_kernels & (np.asarray(self.tensor) == 1)
+        return own | (self.fixed.framework.loss.kind == "fused_linear")
 
     @property
     def experts_over_tensor(self) -> Number:

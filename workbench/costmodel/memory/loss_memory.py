@@ -55,7 +55,7 @@ def head_memory(w: Workload) -> HeadMemory:
     head = _uncapped(w)
     if w.shape.logit_softcap is None or _framework_logit_bytes(w) is not None:
         return head
-    chunked = w.uses_fused_kernels * (w.tensor == 1)
+    chunked = w.fuses_head
     derivative = w.element_bytes * w.vocab_rows * w.tokens
     chunk = loss_chunk_tokens(w.tokens, w.hidden_per_rank, w.vocab_rows) * w.vocab_rows
     saved = np.where(chunked, 0.0, derivative)
@@ -67,7 +67,7 @@ def head_memory(w: Workload) -> HeadMemory:
 
 
 def _uncapped(w: Workload) -> HeadMemory:
-    if not w.uses_fused_kernels:
+    if not np.any(w.uses_fused_kernels | w.fuses_head):
         return _eager_loss(w)
     fused, split = _fused_loss(w), w.tensor > 1
     stays_eager = (
@@ -133,7 +133,7 @@ def _fused_loss(w: Workload) -> HeadMemory:
     backward.
     """
     table, tokens = w.table_params, w.tokens
-    split = np.asarray(w.tensor > 1, dtype=float)
+    split = 1.0 - np.asarray(w.fuses_head, dtype=float)
     logits = w.element_bytes * w.vocab_rows * tokens
     gradient, blocks = _projection(w, table, logits)
     gathered = w.hidden_activation_bytes * gathers_sequence(w)

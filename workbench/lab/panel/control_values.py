@@ -19,6 +19,7 @@ from workbench.plan.model.model_shape import Shape
 from workbench.plan.resolution import with_preset
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.rules import legal_sizes
+from workbench.plan.rules.strategy.kernel_rules import legal_kernels
 from workbench.plan.schema import Plan, written_fields
 
 SHOWN_AS_WRITTEN = (
@@ -130,6 +131,7 @@ def legal_choices(resolved: ResolvedPlan) -> dict[str, tuple[Choice, ...]]:
         "context": choices_of(*ways),
         "experts": choices_of(*legal_sizes.expert_sizes(shape, replicas)),
         "shard": choices_of("all", *legal_sizes.divisors(replicas)),
+        **{name: choices_of(*kinds) for name, kinds in legal_kernels(resolved).items()},
         "precision": _resolved("precision", s.precision),
         "gradient_dtype": _resolved("gradient_dtype", s.gradient_dtype),
         "fabric": (

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 from workbench.machine.hardware import GPU
 from workbench.plan.model.head_split import num_kv_heads
 from workbench.plan.model.model_shape import Shape
-from workbench.plan.schema import STORED
+from workbench.plan.schema import STORED, FrameworkAttention
 
 FLASH_DTYPES = ("bf16", "fp16")
 WIDEST = 256
@@ -42,6 +44,17 @@ def kernels_of_shape(
         return attention_kernels(gpu, precision, shape.query_dim)
     masked = gpu.device == "cpu" and shape.attention_softcap is None
     return (*(("flash",) if masked else ()), "blockwise", "math")
+
+
+def framework_attention(gpu: GPU) -> tuple[str, ...]:
+    """Attention that other frameworks run on `gpu`: `flash` and `efficient` are those of torch's
+    `scaled_dot_product_attention`.
+
+    Flash and cuDNN kernels take compute capability 8.0 on, the first that has bf16 (2307.08691).
+    """
+    everywhere = ("unfused", "efficient")
+    fused = ("flash", *(k for k in get_args(FrameworkAttention) if k not in everywhere))
+    return (*everywhere, *(fused if "bf16" in gpu.tflops else ()))
 
 
 def is_aligned(precision: str, head_dim: int) -> bool:

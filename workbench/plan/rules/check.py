@@ -11,11 +11,10 @@ from collections.abc import Iterator
 
 from workbench.errors import PlanError, Problem
 from workbench.machine import gpu_catalog
-from workbench.plan.model.attention_kernel import is_aligned, kernels_of_shape
 from workbench.plan.model.model_shape import Shape
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.rules import layer_profile_rules, legal_sizes, python_model_rules
-from workbench.plan.rules.strategy import axis_rules, recompute_rules
+from workbench.plan.rules.strategy import axis_rules, kernel_rules, recompute_rules
 from workbench.plan.rules.task import (
     conversation_rules,
     finetune_rules,
@@ -49,7 +48,7 @@ def problems(plan: ResolvedPlan) -> list[Problem]:
         _batch,
         _sequence,
         _precision,
-        _attention,
+        kernel_rules.problems,
         recompute_rules.problems,
         _documents,
         _training,
@@ -314,44 +313,6 @@ def _precision(plan: ResolvedPlan) -> Iterator[Problem]:
             "strategy.gradient_dtype",
             f"is {s.gradient_dtype} with precision {s.precision}; legal: {kinds}",
         )
-
-
-def _attention(plan: ResolvedPlan) -> Iterator[Problem]:
-    s, head_dim = plan.strategy, int(plan.shape.head_dim or 0)
-    if s.stack != "workbench":
-        if s.attention != "auto":
-            why = f"and attention under {s.stack} is as its framework profile says"
-            yield Problem("strategy.attention", f"is {s.attention}, {why}; legal: auto")
-        return
-    length = plan.task.sequence_length
-    documents = plan.corpus.separate_documents
-    runs = legal = kernels_of_shape(plan.gpu, s.precision, plan.shape, length, documents)
-    if s.context.size > s.context.num_ulysses_ranks:
-        aligned = plan.gpu.device == "cpu" or is_aligned(s.precision, head_dim)
-        legal = tuple(
-            kernel for kernel in runs if kernel != "math" and (aligned or kernel == "blockwise")
-        )
-    if s.attention not in legal:
-        why = f"{plan.gpu.name} does not have for {s.precision} and head_dim {head_dim}"
-        if documents or plan.shape.changes_scores(length):
-            why += f" with {_changed_scores(plan)}"
-        elif s.attention == "blockwise":
-            why = "is for a window shorter than the sequence, ALiBi, a soft-cap or documents"
-        if s.attention == "math":
-            why = "ring attention cannot use: blocks are merged by their log-sum-exp"
-        elif s.attention in runs:
-            why = f"ring attention cannot use with {s.precision} and head_dim {head_dim}"
-        fit = ", ".join(("auto", *legal)) if legal else "none; a head_dim that 8 divides has flash"
-        yield Problem("strategy.attention", f"is {s.attention}, which {why}; legal: {fit}")
-
-
-def _changed_scores(plan: ResolvedPlan) -> str:
-    """What attention does to scores, by field."""
-    fields, shape = ("window", "attention_softcap"), plan.shape
-    found = [f"model.{name} {value}" for name in fields if (value := getattr(shape, name))]
-    found += ["corpus.separate_documents"] if plan.corpus.separate_documents else []
-    alibi = ["model.positions 'alibi'"] if shape.positions == "alibi" else []
-    return " and ".join(alibi + found)
 
 
 def _training(plan: Plan) -> Iterator[Problem]:

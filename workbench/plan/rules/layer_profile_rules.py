@@ -37,6 +37,7 @@ def _one_device(plan: Plan) -> Iterator[Problem]:
         ("strategy.data.zero", s.data.zero, (0,)),
         ("strategy.recompute", s.recompute or "none", ("none",)),
         ("strategy.attention", s.attention, ("auto",)),
+        ("strategy.loss", s.loss, ("auto",)),
         ("strategy.kernels", s.kernels, ("eager",)),
         ("strategy.stack", s.stack, ("workbench",)),
         ("training.dropout", training.dropout, (0.0,)),

@@ -67,6 +67,7 @@ def _whole(plan: Plan) -> Iterator[Problem]:
         ("strategy.tensor.sequence", s.tensor.sequence, False),
         ("strategy.recompute", s.recompute or "none", "none"),
         ("strategy.attention", s.attention, "auto"),
+        ("strategy.loss", s.loss, "auto"),
         ("training.dropout", plan.training.dropout, 0.0),
         ("finetune", "set" if plan.finetune else None, None),
     )

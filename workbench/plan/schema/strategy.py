@@ -21,6 +21,15 @@ elements (OCP Microscaling Formats 1.0), 4 bits with one for 16 (2509.25149).
 STORED = {"tf32": "fp32", "fp8": "bf16", "mxfp8": "bf16", "nvfp4": "bf16"}
 """Precision of GEMMs -> dtype of parameters, activations and gradients, where they differ."""
 GradientDtype = Literal["fp32", "bf16", "fp16", "parameters", "auto"]
+TorchAttention = Literal["flash", "efficient", "blockwise", "math"]
+"""What this engine runs: kernels of torch, and its own over tiles."""
+FrameworkAttention = Literal[
+    "unfused", "flash-1", "flash-2", "flash-3", "flash-4", "cudnn-8", "cudnn-9"
+]
+"""What other frameworks run besides: batched GEMMs around a softmax (Hugging Face's eager), and
+generations of fused kernels.
+"""
+Loss = Literal["whole", "chunked", "fused_linear"]
 Recompute = Literal["none", "selective", "full"] | list[LayerIndex | str]
 """Layers by number, modules by a pattern of their paths: `blocks.*.mlp`."""
 
@@ -198,13 +207,18 @@ class Strategy(Frozen):
         description="Gradients add up and are reduced in it; parameters: as they are; auto: fp32 "
         "if several add up.",
     )
-    attention: Literal["auto", "flash", "efficient", "blockwise", "math"] = Field(
+    attention: Literal["auto"] | TorchAttention | FrameworkAttention = Field(
         "auto",
-        description="Attention kernel; auto: the best of this GPU and model; math keeps [T, T] "
-        "scores.",
+        description="Attention kernel; auto: the best of this GPU and model, or the stack's; math "
+        "keeps [T, T] scores.",
     )
-    kernels: Literal["eager", "compiled", "fused"] = Field(
-        "eager", description="What runs memory-bound operators."
+    kernels: Literal["eager", "compiled", "fused", "liger"] = Field(
+        "eager", description="What runs memory-bound operators; liger: of other stacks."
+    )
+    loss: Literal["auto"] | Loss = Field(
+        "auto",
+        description="Logits of the loss: of all tokens, of a chunk, or never kept (head and loss "
+        "in one); auto: the stack's.",
     )
 
 

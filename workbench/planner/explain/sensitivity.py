@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from workbench.costmodel.compute.kernel_launches import KERNELS_PER_LAYER
+from workbench.costmodel.compute.kernel_launches import OFFERED_KERNELS
 from workbench.errors import PlanError
 from workbench.plan.schema import Plan
 from workbench.planner.calibrated_plan import with_calibration
@@ -50,7 +50,7 @@ def _plan_changes(subject: ExplainedPlan) -> Iterator[NamedChange]:
     yield from _more_gpus(subject)
     yield from (
         (f"{kind} kernels", {KERNELS_FIELD: kind})
-        for kind in KERNELS_PER_LAYER
+        for kind in OFFERED_KERNELS
         if kind != full.strategy.kernels
     )
     yield "twice the sequence", {"training.sequence_length": 2 * full.training.sequence_length}

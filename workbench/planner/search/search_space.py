@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from itertools import permutations
 from typing import Any
 
-from workbench.costmodel.compute.kernel_launches import KERNELS_PER_LAYER
+from workbench.costmodel.compute.kernel_launches import OFFERED_KERNELS
 from workbench.costmodel.inputs.config import FixedConfig, fixed_config
 from workbench.costmodel.memory.reported_memory import largest_peak_at_risk
 from workbench.plan.model.four_bit_base import four_bit_format
@@ -152,7 +152,7 @@ def search_space(plan: Plan, kind: str = "default", worlds: tuple[int, ...] = ()
         zero=(0, 1, 2, 3),
         tensor=(*tensor, *(() if only_1d else _tensor_grids(kind, shape, most))),
         algorithm=("1d",) if only_1d else ALGORITHMS[kind],
-        kernels=tuple(KERNELS_PER_LAYER) if kind == "vast" else (plan.strategy.kernels,),
+        kernels=tuple(OFFERED_KERNELS) if kind == "vast" else (plan.strategy.kernels,),
         context=tuple(ways) if sequence >= LONG_SEQUENCE else (1,),
         expert=tuple(legal_sizes.expert_sizes(shape, most)),
         placement=PLACEMENTS[kind],

@@ -358,6 +358,17 @@ _ALL_TO_ALL_CONTEXT = re.compile(
 )
 
 
+def attention_generation(text: str) -> str | None:
+    """The generation of fused attention that a row's words name, as `strategy.attention` does."""
+    found = re.search(r"\b(?:flash\w*[- ]?(?:attention|attn)?|fa)[-_ ]?v?([1-4])\b", text.lower())
+    return f"flash-{found.group(1)}" if found else None
+
+
+def says_fused_head(words: str) -> bool:
+    """Whether a row's words say that head and loss are one operator, as Liger-Kernel's are."""
+    return bool(re.search(r"\bliger\b|fused[\s_-]*linear", words.lower()))
+
+
 def says_fused_loss(words: str) -> bool:
     """Whether a row's words say that its cross entropy is fused."""
     return bool(_FUSED_LOSS.search(words.lower()))
@@ -382,6 +393,8 @@ def kernels(text: str) -> str | None:
     Optimization flags) `+ Compile` is the second, and on in all that follow.
     """
     text = text.lower()
+    if re.search(r"\bliger\b", text):
+        return "liger"
     if re.search(r"compile|thunder|inductor", text):
         return "compiled"
     if "cumulative flags:" in text and not re.search(_FLAGS_BEFORE_COMPILE, text):

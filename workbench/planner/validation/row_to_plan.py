@@ -200,15 +200,18 @@ def _row_framework(row: MeasuredRow, gpu: GPU) -> FrameworkDefaults:
     whole = cell_parsers.says_whole_loss(row.notes)
     sequence = bool(row.sequence_parallel) or "select" in row.recompute.lower()
     sequence = sequence or (when or 0) >= SEQUENCE_PARALLEL_SINCE
-    framework = find_framework(
-        row.framework, sharded, fused, when, rowwise, in_place, whole, sequence
-    )
-    if said is not None and said != framework.fuses_attention:
-        raise Inexpressible(
-            f"attention is {'' if said else 'not '}fused, against all that is known of "
-            f"{framework.name}"
-        )
-    return framework
+    return find_framework(row.framework, sharded, fused, when, rowwise, in_place, whole, sequence)
+
+
+def _attention(row: MeasuredRow, framework: FrameworkDefaults) -> str | None:
+    """The attention that a row states, where its framework usually runs another; FlashAttention
+    without a number is the second, which torch has too.
+    """
+    said = cell_parsers.is_fused_attention(row.attention)
+    generation = cell_parsers.attention_generation(row.attention)
+    if said is None or (said == framework.fuses_attention and generation is None):
+        return None
+    return (generation or "flash-2") if said else "unfused"
 
 
 def _strategy_fields(
@@ -227,6 +230,8 @@ def _strategy_fields(
     if re.search(r"select\w*.*\bmlp\b", row.recompute.lower()):
         raise Inexpressible("selective recomputation of the feed-forward")
     said = _stated_fields(row, layers, data)
+    if attention := _attention(row, framework):
+        said["strategy.attention"] = attention
     usual = {
         path: value
         for path, value in framework.defaults_of(row.model).items()
@@ -277,6 +282,8 @@ def _stated_fields(row: MeasuredRow, layers: int, data: int) -> dict[str, Any]:
         else None,
         "strategy.kernels": cell_parsers.kernels(f"{row.framework} {row.notes}"),
     }
+    if cell_parsers.says_fused_head(f"{row.framework} {row.attention} {row.notes}"):
+        found["strategy.loss"] = "fused_linear"
     if (offload := cell_parsers.offload_kind(words)) != "none":
         found["strategy.data.offload"] = offload
     if (
