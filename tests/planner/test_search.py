@@ -218,6 +218,25 @@ def test_a_search_keeps_the_kernels_that_were_written_unless_it_varies_them() ->
         assert {one.plan.resolve().strategy.kernels for one in found.top} == kernels
 
 
+@pytest.mark.parametrize(
+    "written",
+    [
+        {"attention": "math"},
+        {"kernels": "fused", "loss": "fused_linear"},
+        {"stack": "fsdp", "attention": "flash-3", "kernels": "liger", "loss": "fused_linear"},
+    ],
+)
+def test_a_search_keeps_what_runs_attention_and_the_loss(written: dict[str, str]) -> None:
+    fields = {f"strategy.{name}": value for name, value in written.items()}
+    plan = of("llama-3-8b", 16, **fields, **{"training.sequence_length": 16384})
+    kept = written if "stack" in written else {k: v for k, v in written.items() if k != "loss"}
+    found = search(plan, top=5).top
+    assert found
+    for one in found:
+        strategy = one.plan.resolve().strategy
+        assert {name: getattr(strategy, name) for name in kept} == kept
+
+
 @pytest.mark.parametrize("model", ["opt-13b", "llama-2-13b"])
 def test_on_one_gpu_parameters_in_host_memory_are_a_plan_too(model: str) -> None:
     plan = Plan.model_validate({"model": model, "cluster": {"gpu": "v100-sxm2-32gb", "gpus": 1}})

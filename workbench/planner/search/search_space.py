@@ -10,6 +10,7 @@ from itertools import permutations
 from typing import Any
 
 from workbench.costmodel.compute.kernel_launches import OFFERED_KERNELS
+from workbench.costmodel.frameworks.framework_profile import DEFAULT_FRAMEWORK
 from workbench.costmodel.inputs.config import FixedConfig, fixed_config
 from workbench.costmodel.memory.reported_memory import largest_peak_at_risk
 from workbench.plan.model.four_bit_base import four_bit_format
@@ -142,7 +143,8 @@ def search_space(plan: Plan, kind: str = "default", worlds: tuple[int, ...] = ()
     )
     # No grid may split the answers of pairs, or has adapters.
     only_1d = together(plan) > 1 or plan.lora is not None
-    ways = legal_sizes.context_sizes(shape, min(most, MAX_CONTEXT), sequence, 1, "ring")
+    rings = 1 if base.strategy.attention == "math" else min(most, MAX_CONTEXT)
+    ways = legal_sizes.context_sizes(shape, rings, sequence, 1, "ring")
     return SearchSpace(
         asked=plan,
         base=base,
@@ -179,7 +181,7 @@ def neutral_plan(plan: Plan, world: int) -> ResolvedPlan:
     """The plan completed with a strategy and a batch that are legal whatever they are: both are
     knobs.
     """
-    strategy = plan.strategy.model_dump(include=KEPT_STRATEGY_FIELDS, exclude_unset=True)
+    strategy = _kept(plan.strategy)
     changes = {
         "strategy": strategy,
         "cluster.gpus": world,
@@ -311,7 +313,7 @@ def plan_with_strategy(
     default.
     """
     asked = space.asked
-    kept = asked.strategy.model_dump(include=KEPT_STRATEGY_FIELDS, exclude_unset=True)
+    kept = _kept(asked.strategy)
     wired = asked.cluster.model_dump(include={"gpu", "fabric", "calibration"}, exclude_unset=True)
     cluster = wired | {"gpus": world_size, "gpus_per_node": gpus_per_node}
     batch = {"training.global_batch": space.batch, "training.micro_batch": micro_batch}
@@ -326,8 +328,14 @@ DATA_KNOBS = (
     "tile_factor",
 )
 """Knobs that are fields of `strategy.data`."""
-KEPT_STRATEGY_FIELDS = {"precision", "stack"}
+KEPT_STRATEGY_FIELDS = {"precision", "stack", "attention"}
 """Fields of a strategy that a search leaves as they are."""
+
+
+def _kept(asked: Strategy) -> dict[str, Any]:
+    """Those of them that were written, and the loss of a stack whose kernels do not choose it."""
+    free = KEPT_STRATEGY_FIELDS | ({"loss"} if asked.stack != DEFAULT_FRAMEWORK else set())
+    return asked.model_dump(include=free, exclude_unset=True)
 
 
 def _non_default(strategy: dict[str, Any]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ and need no further choice.
 """
 MOST_GPUS = 65_536
 """GPUs beyond which none are tried: more than any published run had."""
-KEPT_FIELDS = ("precision", "gradient_dtype", "attention", "kernels", "stack")
+KEPT_FIELDS = ("precision", "gradient_dtype", "attention", "kernels", "loss", "stack")
 """Fields of `strategy` that say how numbers are kept, which no strategy changes."""
 
 
