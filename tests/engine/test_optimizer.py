@@ -8,15 +8,13 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from workbench.engine.optimizer.mixed_precision_optimizer import (
-    MixedPrecisionOptimizer,
-    learning_rate,
-)
+from workbench.engine.optimizer.mixed_precision_optimizer import MixedPrecisionOptimizer
 from workbench.engine.precision import plan_dtypes
 from workbench.errors import PlanError
 from workbench.kernels.backends.triton_compat import triton
 from workbench.parallel.layout import Layout
 from workbench.plan import schema
+from workbench.plan.learning_rate import learning_rate
 from workbench.plan.optimizer_state import state_bytes
 from workbench.plan.schema import Plan
 

@@ -18,10 +18,10 @@ import torch
 
 from workbench.corpora import tokenized_corpus
 from workbench.engine.data.batch_sampler import BatchSampler
-from workbench.engine.optimizer.mixed_precision_optimizer import learning_rate
 from workbench.interop.export import export
 from workbench.models import Transformer
 from workbench.models.weight_init import initial_value
+from workbench.plan.learning_rate import learning_rate
 from workbench.plan.schema import Plan
 from workbench.plan.stage_replicas import data_share
 from workbench.runs import Reader, Run, attach, start

@@ -36,7 +36,6 @@ from workbench.engine.measure.step_sampler import (
 from workbench.engine.measure.step_timeline import StepTimeline
 from workbench.engine.measure.step_under_way import HostCopy, StepUnderWay
 from workbench.engine.measure.telemetry_writer import TelemetryWriter
-from workbench.engine.optimizer.mixed_precision_optimizer import learning_rate
 from workbench.engine.preference_pass import needs_reference_table, num_pairs, reward_record
 from workbench.engine.process_group.collective_deadlines import extend_deadlines, restore_deadlines
 from workbench.engine.reference_file import read_reference, reference_identity, write_reference
@@ -47,6 +46,7 @@ from workbench.engine.source_losses import SequenceSources
 from workbench.errors import refuse
 from workbench.parallel.mesh import Mesh
 from workbench.parallel.tensor.apply_tensor import counts_own_loss
+from workbench.plan.learning_rate import learning_rate
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.rules.task.task_words import naming_task, words_of_task
 from workbench.planned_device import tensor_device

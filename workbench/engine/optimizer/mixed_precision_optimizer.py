@@ -8,7 +8,6 @@ step runs under fake tensors too.
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from functools import reduce
 from typing import TYPE_CHECKING, Protocol
@@ -21,6 +20,7 @@ from torch.optim.sgd import sgd
 from workbench.engine.optimizer.optimizer_groups import CastScratch, OptimizerGroup
 from workbench.models.torch_dispatch import FakeTensor
 from workbench.parallel.data.offload.host_arena import host_zeros
+from workbench.plan.learning_rate import learning_rate
 from workbench.plan.optimizer_state import has_master
 from workbench.planned_device import HOST, REHEARSED_GPU, on_gpu
 from workbench.runtime_facts.cast_sizes import CPU_FUSED_CAST_BYTES, HOST_CAST_BYTES
@@ -31,26 +31,6 @@ if TYPE_CHECKING:
     from workbench.kernels.adamw import FusedAdamW
     from workbench.parallel.layout import Layout
     from workbench.plan import schema
-
-
-def learning_rate(step: int, optimizer: schema.Optimizer, total_steps: int) -> float:
-    """Learning rate of a step: linear warm-up to the peak, then constant, linear or cosine decay.
-
-    The last step of the run has exactly `final_ratio` of the peak, unless the decay is constant.
-
-    Args:
-        step: The step, from 0.
-        optimizer: The plan's optimizer.
-        total_steps: Steps of the run.
-    """
-    peak, warmup = optimizer.learning_rate, optimizer.warmup_steps
-    if step < warmup:
-        return peak * (step + 1) / warmup
-    if optimizer.decay == "constant":
-        return peak
-    progress = min(1.0, (step - warmup) / max(1, total_steps - 1 - warmup))
-    left = 1 - progress if optimizer.decay == "linear" else (1 + math.cos(math.pi * progress)) / 2
-    return peak * (optimizer.final_ratio + (1 - optimizer.final_ratio) * left)
 
 
 def _ignore(index: int) -> None:

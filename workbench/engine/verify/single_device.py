@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from workbench.adapters.lora_linear import LORA_B, adapters_disabled, add_adapters
 from workbench.engine.data.batch_sampler import Batch
-from workbench.engine.optimizer.mixed_precision_optimizer import learning_rate
 from workbench.engine.preference_pass import needs_reference_table
 from workbench.engine.verify.paired_answers import EagerPairs
 from workbench.errors import PlanError, refuse
@@ -31,6 +30,7 @@ from workbench.models.weight_init import seed_of
 from workbench.parallel.operators.apply_traced import traced_forward
 from workbench.parallel.operators.factor_redistribution import FactorGrid
 from workbench.parallel.operators.traced_module import trace_for_plan
+from workbench.plan.learning_rate import learning_rate
 from workbench.plan.model.block_linears import model_linears
 from workbench.plan.model.four_bit_base import four_bit_format
 from workbench.plan.model.model_shape import Shape
