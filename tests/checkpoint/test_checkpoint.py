@@ -28,9 +28,10 @@ from workbench.checkpoint.checkpoint_lock import (
     unwritable_error,
 )
 from workbench.checkpoint.checksums import file_sha256
+from workbench.checkpoint.intact_checkpoints import checkpoint_of
 from workbench.checkpoint.manifest import is_finite, manifest_text, read_manifest
 from workbench.checkpoint.read_tensors import LoadingRanks, assign_files
-from workbench.checkpoint.resume_point import checkpoint_of, finished_checkpoints
+from workbench.checkpoint.resume_point import finished_checkpoints
 from workbench.checkpoint.safetensors_writer import TensorEntry
 from workbench.checkpoint.tensor_index import checkpoint_source
 from workbench.errors import PlanError
@@ -219,7 +220,7 @@ def test_the_last_checkpoint_without_nan_is_kept_and_resumed_from(tmp_path: Path
     shutil.rmtree(folder / "step-00000002")
     with pytest.raises(
         PlanError,
-        match="holds only checkpoints with NaN or infinite values, the last one step-00000005",
+        match=r"holds no intact checkpoint: .*step-00000005' has NaN .*lower training\.optimizer",
     ):
         checkpoint_of(tmp_path)
 

@@ -3,15 +3,16 @@ folder is touched.
 """
 
 import json
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from workbench.checkpoint.intact_checkpoints import checkpoint_of
 from workbench.checkpoint.manifest import VERSION, manifest_text, read_manifest
 from workbench.checkpoint.resume_point import (
     checkpoint_meta,
-    checkpoint_of,
     checkpoint_shape,
     finished_checkpoints,
     steps_done,
@@ -30,13 +31,19 @@ TENSOR = {
     "shape": [4, 2],
     "slices": [[0, 4], [0, 1]],
 }
-FILE = {"file": "rank00000.safetensors", "bytes": 8, "sha256": "0" * 64, "tensors": [TENSOR]}
+FILE = {
+    "file": "rank00000.safetensors",
+    "bytes": 8,
+    "sha256": sha256(bytes(8)).hexdigest(),
+    "tensors": [TENSOR],
+}
 
 
 def whole(
     folder: Path, meta: None = None, files: list[dict[str, Any]] | tuple[dict[str, Any]] = (FILE,)
 ) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
+    (folder / str(FILE["file"])).write_bytes(bytes(8))
     body = {"version": VERSION, "meta": {} if meta is None else meta, "files": list(files)}
     (folder / "manifest.json").write_text(manifest_text(body))
     return folder
@@ -71,8 +78,10 @@ def test_the_latest_whole_checkpoint_is_found_without_telemetry(run: Path) -> No
     assert profile_of(run).notes["checkpoints"] == [
         str(path) for path in finished_checkpoints(run / "checkpoints")
     ]
-    with pytest.raises(PlanError, match="is neither"):
+    with pytest.raises(PlanError, match=r"it has no manifest\.json.*newest intact one is '.*100'"):
         checkpoint_of(run / "checkpoints/step-00000200")
+    with pytest.raises(PlanError, match="is neither"):
+        checkpoint_of(run / "checkpoints/other")
     with pytest.raises(PlanError, match="does not exist"):
         checkpoint_of(run / "none")
 

@@ -1,13 +1,14 @@
-"""Integrity of a checkpoint's files by the manifest's checksums, without torch."""
+"""Integrity of a checkpoint by its manifest's sizes and checksums, without torch."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-from workbench.checkpoint.manifest import REMEDY, read_manifest
-from workbench.checkpoint.resume_point import is_gguf, is_huggingface_folder
+from workbench.checkpoint.manifest import FINITE, MANIFEST, REMEDY, check_size, read_manifest
+from workbench.checkpoint.resume_point import LOAD, STEP, step_folders
 from workbench.errors import refuse
 from workbench.units import GIB
 
@@ -23,21 +24,52 @@ PROGRESS_BYTES = 256 * 2**20
 CheckProgress = Callable[[str], None]
 
 
-def refuse_damaged(folder: Path, progress: CheckProgress = lambda words: None) -> None:
-    """Verify a checkpoint's files against their checksums before a launch.
+def damage(folder: Path, progress: CheckProgress | None = None) -> str:
+    """Why training cannot go on from a checkpoint, in words; empty where it is intact and finite.
 
-    Checkpoints of more than `MAX_PREFLIGHT_BYTES`, and weights without checksums, are left to the
-    ranks, which verify what they read.
+    Args:
+        folder: The checkpoint.
+        progress: Called with a description of the progress, while checksums of up to
+            `MAX_PREFLIGHT_BYTES` are verified; None: only manifest and sizes are.
+    """
+    try:
+        body = read_manifest(folder)
+        if body["meta"].get(FINITE) is False:
+            return f"'{folder}' has NaN or infinite values"
+        for file in body["files"]:
+            check_size(folder / file["file"], file["bytes"])
+        if progress is not None:
+            _verify_checksums(folder, body["files"], progress)
+    except ValueError as error:
+        return str(error).removesuffix(f"; {REMEDY}")
+    return ""
+
+
+def refuse_damaged(folder: Path, progress: CheckProgress = lambda words: None) -> None:
+    """Verify a checkpoint against its manifest before a launch; weights have none.
 
     Args:
         folder: The checkpoint, or weights.
-        progress: Called with a description of the progress.
+        progress: As of `damage`.
 
     Raises:
-        PlanError: Names the first damaged file.
+        PlanError: Names the first damaged file, and the newest intact checkpoint beside it.
     """
-    weights = is_huggingface_folder(folder) or is_gguf(folder)
-    files = [] if weights else read_manifest(folder)["files"]
+    if (folder / MANIFEST).is_file() and (why := damage(folder, progress)):
+        raise refuse(LOAD, f"{why}; {another_checkpoint(folder)}")
+
+
+def another_checkpoint(damaged: Path) -> str:
+    """What to take in place of a damaged checkpoint, in words."""
+    if not STEP.fullmatch(damaged.name):
+        return REMEDY
+    others = (path for path in reversed(step_folders(damaged.parent)) if path.name != damaged.name)
+    intact = next((path for path in others if not damage(path, lambda words: None)), None)
+    words = f"the newest intact one is '{intact}'" if intact else "none beside it is intact"
+    return f"{REMEDY}: {words}"
+
+
+def _verify_checksums(folder: Path, files: list[dict[str, Any]], progress: CheckProgress) -> None:
     total, done = sum(file["bytes"] for file in files), 0
 
     def read(nbytes: int) -> None:
@@ -51,12 +83,9 @@ def refuse_damaged(folder: Path, progress: CheckProgress = lambda words: None) -
         try:
             intact = file_sha256(path, read) == file["sha256"]
         except OSError as error:
-            raise refuse(
-                "checkpoint.load", f"{path} cannot be read: {error.strerror}; {REMEDY}"
-            ) from None
+            raise ValueError(f"{path} cannot be read: {error.strerror}") from None
         if not intact:
-            why = f"{path} is damaged: its content does not match its checksum; {REMEDY}"
-            raise refuse("checkpoint.load", why)
+            raise ValueError(f"{path} is damaged: its content does not match its checksum")
 
 
 def file_sha256(path: Path, read: Callable[[int], None] = lambda nbytes: None) -> str:

@@ -1,4 +1,4 @@
-"""Choice of the checkpoint to resume from, and checks of a plan against it, without torch."""
+"""Checks of a plan against the checkpoint that it resumes from, without torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from workbench.checkpoint.manifest import MANIFEST, REMEDY, is_finite
+from workbench.checkpoint.manifest import MANIFEST, REMEDY
+from workbench.checkpoint.resume_changes import TRAINED_ON, corpus_problems, shown, trained_on
 from workbench.errors import PlanError, Problem, refuse
 from workbench.plan.model.model_shape import Shape, shape_from
 from workbench.plan.resolved_plan import ResolvedPlan
@@ -30,14 +31,17 @@ IRRELEVANT_FIELDS = {"name", "max_positions", "moe.capacity", "moe.auxiliary_los
 """Fields of a shape that change neither a weight nor, but for training, a result."""
 
 
-def finished_checkpoints(folder: Path) -> list[Path]:
-    """Complete checkpoints in a folder, in order of step; links do not count."""
+def step_folders(folder: Path) -> list[Path]:
+    """Folders named as checkpoints, in order of step; links do not count."""
     if folder.is_symlink() or not folder.is_dir():
         return []
-    found = (
-        path for path in folder.iterdir() if STEP.fullmatch(path.name) and not path.is_symlink()
-    )
-    return sorted(path for path in found if (path / MANIFEST).is_file())
+    found = (path for path in folder.iterdir() if STEP.fullmatch(path.name))
+    return sorted(path for path in found if path.is_dir() and not path.is_symlink())
+
+
+def finished_checkpoints(folder: Path) -> list[Path]:
+    """Complete checkpoints in a folder, in order of step; links do not count."""
+    return [path for path in step_folders(folder) if (path / MANIFEST).is_file()]
 
 
 def legal_adapters(folder: Path) -> str:
@@ -45,59 +49,6 @@ def legal_adapters(folder: Path) -> str:
     found = sorted(str(config.parent) for config in folder.glob(f"*/{ADAPTER_CONFIG}"))
     named = " or ".join(f"'{each}'" for each in found)
     return f"legal: {named or f'a folder that holds {ADAPTER_CONFIG}, as PEFT writes it'}"
-
-
-def checkpoint_of(source: str | Path, field: str = "resume") -> Path:
-    """The checkpoint that `source` names.
-
-    Args:
-        source: A checkpoint, or a run directory: its latest checkpoint without NaN or infinity, or
-            before its first one the checkpoint that the run resumed from.
-        field: Field that errors name.
-
-    Raises:
-        PlanError: There is no such checkpoint.
-    """
-    path = Path(source).absolute()
-    if not (path / "state.json").is_file():
-        if (path / MANIFEST).is_file():
-            return path
-        why = "is neither run nor checkpoint" if path.exists() else "does not exist"
-        raise refuse(field, f"{path} {why}; legal: a run directory, or one of its checkpoints")
-    found = finished_checkpoints(path / "checkpoints")
-    for latest in reversed(found):
-        if is_finite(latest):
-            return latest
-    if found:
-        why = (
-            f"{path} holds only checkpoints with NaN or infinite values, the last one "
-            f"{found[-1].name}"
-        )
-        raise refuse(
-            field,
-            f"{why}; resume from an earlier run, with a lower training.optimizer.learning_rate",
-        )
-    return _origin(path, field)
-
-
-def _origin(run: Path, field: str) -> Path:
-    """The checkpoint that the run in `run` resumed from."""
-    try:
-        load = Plan.load(run / "plan.yaml").checkpoint.load
-    except PlanError as error:
-        raise refuse(
-            field, f"{run} holds no checkpoint, and its plan cannot be read: {error}"
-        ) from None
-    if load is None or is_gguf(Path(load)) or is_huggingface_folder(Path(load)):
-        raise refuse(
-            field,
-            f"{run} holds no checkpoint; set checkpoint.every, or stop a run with a checkpoint",
-        )
-    if not (Path(load) / MANIFEST).is_file():
-        raise refuse(
-            field, f"{run} holds no checkpoint, and the one it resumed from is gone: {load}"
-        )
-    return Path(load)
 
 
 def is_huggingface_folder(folder: Path) -> bool:
@@ -133,12 +84,13 @@ def holds_adapters(meta: Mapping[str, Any]) -> bool:
 
 
 def checkpoint_meta(plan: Plan, step: int) -> dict[str, Any]:
-    """`meta` of a checkpoint: identifies the model, precision, optimizer and sample index; of
-    fine-tuning also what is trained, and of which base.
+    """`meta` of a checkpoint: identifies the model, precision, optimizer, sample index, and what it
+    was trained on; of fine-tuning also what is trained, and of which base.
     """
     tune = plan.finetune
     own = {} if tune is None else {"finetune": _trained(tune)}
     return own | {
+        TRAINED_ON: trained_on(plan).model_dump(mode="json"),
         "plan": plan.name,
         "world_size": plan.world_size,
         "step": step,
@@ -206,13 +158,22 @@ def _differing(folder: Path, meta: dict[str, Any], plan: ResolvedPlan) -> list[P
         *_of_finetune(meta.get("finetune", {}), plan),
     ):
         if theirs != mine:
-            how = f"set it to {_shown(theirs)}, or start from weights alone (`workbench weights`)"
+            how = f"set it to {shown(theirs)}, or start from weights alone (`workbench weights`)"
             found.append(
                 Problem(
-                    field, f"is {_shown(mine)}, {folder} was written with {_shown(theirs)}; {how}"
+                    field, f"is {shown(mine)}, {folder} was written with {shown(theirs)}; {how}"
                 )
             )
-    return found
+    return found + corpus_problems(folder, meta, plan)
+
+
+def nothing_left(checkpoint: str, steps: int, plan: ResolvedPlan) -> list[Problem]:
+    """That `checkpoint`, in words, has done all of a plan's steps; empty where some are left."""
+    asked = plan.training.steps
+    if steps < asked:
+        return []
+    why = f"is {asked}, and {checkpoint} has done {steps}: nothing is left to train"
+    return in_words_of_task([Problem("training.steps", f"{why}; legal: more steps")], plan)
 
 
 def _of_finetune(theirs: Any, plan: ResolvedPlan) -> Iterator[tuple[str, Any, Any]]:
@@ -266,13 +227,6 @@ def _of_initial(
     elif None not in (given := theirs.get("initial_sha256"), own := mine.get("initial_sha256")):
         of = "adapters of sha256"
         yield "finetune.lora.initial", f"{of} {given}", f"{of} {own}"
-
-
-def _shown(value: Any) -> str:
-    """A value as a plan writes it."""
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    return repr(value)
 
 
 def _of_base(theirs: Mapping[str, Any], mine: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:

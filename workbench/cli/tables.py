@@ -384,7 +384,9 @@ def differences_table(rows: list[tuple[str, Any, Any]], other: str) -> Grid:
 def ending(run: Run, state: State) -> str:
     """How a run ended, in words: what failed first, what to change, the last lines of that rank."""
     text = "\n".join(
-        part for part in (f"{run.id}: {state.phase}, {run.dir}", state.warning) if part
+        part
+        for part in (f"{run.id}: {state.phase}, {run.dir}", *state.notes, state.warning)
+        if part
     )
     if state.cause is None:
         return text

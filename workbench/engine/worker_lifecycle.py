@@ -65,11 +65,11 @@ def train(plan_path: Path, allow_code: bool = False) -> int:
             telemetry.record("phase", phase="joining", step=None, detail=group)
 
         try:
-            plan = go_on(Plan.load(plan_path).resolve(), run_dir)
+            plan, skipped = go_on(Plan.load(plan_path).resolve(), run_dir)
             require(plan, "run", allow_code)
             set_matmul_precision(plan)
             set_determinism(plan)
-            elsewhere.begin(plan)
+            elsewhere.begin(plan, skipped)
             joining("the process group")
             accelerator = join_launch(plan, run_dir)
             mesh = build_mesh(plan, rank, accelerator.device, joining)

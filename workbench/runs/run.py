@@ -132,7 +132,7 @@ def _new(reader: Reader, final: bool) -> Iterable[list[dict[str, Any]]]:
 def _words(state: State) -> str:
     text = f"{state.phase}, {state.world_size} ranks, {state.steps} steps"
     text = f"{text}, launched elsewhere" if state.launched_elsewhere else text
-    text = f"{text}; {state.warning}" if state.warning else text
+    text = "; ".join([text, *state.notes, *([state.warning] if state.warning else [])])
     return f"{text}: {state.cause.message}. {state.cause.advice}".rstrip() if state.cause else text
 
 

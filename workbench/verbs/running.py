@@ -27,6 +27,7 @@ def run(
     root: str | Path | None = None,
     port: int | None = None,
     allow_code: bool = False,
+    new_corpus: bool = False,
     progress: Callable[[str], None] = lambda words: None,
 ) -> Run:
     """Train a plan on this machine through `accelerate launch`.
@@ -38,10 +39,14 @@ def run(
         plan: A plan, or the path of a plan file.
         wait: Return when the run is over.
         force: Start what by its estimate does not fit, or finds memory or disk short now.
-        resume: A run, its directory, or a checkpoint to go on from.
+        resume: A run, its directory, or a checkpoint to go on from; of a run its newest intact
+            checkpoint. What was skipped, and which fields of batches and schedule are other than
+            the checkpoint's, stands on stderr and in the run's `state.notes`.
         root: Folder of run directories; default $WORKBENCH_RUNS, else ./runs.
         port: Port of the rendezvous; default a free one.
         allow_code: Run a model that is given as Python.
+        new_corpus: Go on from a checkpoint that was trained on another corpus, which is otherwise
+            refused: sets `checkpoint.new_corpus`.
         progress: Called with words about the check of a checkpoint's files.
 
     Raises:
@@ -56,6 +61,7 @@ def run(
         root=root,
         port=port,
         allow_code=allow_code,
+        new_corpus=new_corpus,
         progress=progress,
     )
     if wait:

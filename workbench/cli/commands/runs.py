@@ -32,6 +32,9 @@ def run(
     resume: Annotated[
         str | None, typer.Option("--resume", help="Run or checkpoint to go on from.")
     ] = None,
+    new_corpus: Annotated[
+        bool, typer.Option("--new-corpus", help="Go on from a checkpoint on another corpus.")
+    ] = False,
     force: Annotated[
         bool, typer.Option("--force", help="Run what by its estimate does not fit.")
     ] = False,
@@ -51,6 +54,7 @@ def run(
             root=root,
             port=port,
             allow_code=allow_code,
+            new_corpus=new_corpus,
             progress=status,
         )
     if not wait:
@@ -134,6 +138,7 @@ def _answer(found: Run, state: State) -> dict[str, Any]:
         "exit_code": state.exit_code,
         "cause": cause,
         "warning": state.warning or None,
+        "notes": state.notes or None,
     }
 
 

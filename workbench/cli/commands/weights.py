@@ -54,7 +54,8 @@ def weights(
         to = Path(found["folder"])
         use = f"generate and perplexity take them with --adapter {to}"
     size = bytes_text(found["bytes"])
-    emit(json, found, lambda: [f"{words}, {size}, written to {to}; {use}"])
+    skipped = found.get("skipped", [])
+    emit(json, found, lambda: [*skipped, f"{words}, {size}, written to {to}; {use}"])
 
 
 def tokenize(

@@ -97,7 +97,7 @@ def run_banner(
         "tone": PHASE_TONES.get(state.phase, "busy"),
         "headline": run_headline(state, progress, stopping),
         "lines": [line for line in (state.warning, pace_line(state, progress), name) if line]
-        + [f"left out: {words}" for words in progress.left_out],
+        + [*state.notes, *(f"left out: {words}" for words in progress.left_out)],
         "fraction": progress.steps_done / progress.steps if progress.steps else None,
         "buttons": []
         if state.final

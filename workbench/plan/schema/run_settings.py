@@ -140,6 +140,10 @@ class Checkpoint(Frozen):
         description="Checkpoint, or folder of Hugging Face weights with fresh optimizer state, to "
         "start from.",
     )
+    new_corpus: bool = Field(
+        False,
+        description="Go on from a checkpoint that was trained on another corpus, at its sample.",
+    )
     asynchronous: bool = Field(
         True,
         description="Steps go on while a copy in host memory is written; false: they wait, and "

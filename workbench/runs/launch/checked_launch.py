@@ -6,13 +6,16 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
 
 from workbench.checkpoint.checkpoint_lock import clear_unfinished
 from workbench.checkpoint.checksums import refuse_damaged
-from workbench.checkpoint.resume_point import checkpoint_of, naming_field
+from workbench.checkpoint.intact_checkpoints import checkpoint_of, choose_checkpoint
+from workbench.checkpoint.resume_changes import resume_notes
+from workbench.checkpoint.resume_point import naming_field
 from workbench.errors import PlanError, Problem
 from workbench.interop import export
 from workbench.plan.operators.traced.traced_json import TracedModel
@@ -32,6 +35,7 @@ from workbench.runs.store.run_directory import create, default_root
 from workbench.runs.store.run_state import first_state, is_run, write_state
 from workbench.safe_io import yaml_files
 from workbench.units import GIB
+from workbench.untrusted_text import visible
 
 Progress = Callable[[str], None]
 CALIBRATION = "calibration.yaml"
@@ -46,11 +50,13 @@ def run(
     root: str | Path | None = None,
     port: int | None = None,
     allow_code: bool = False,
+    new_corpus: bool = False,
     progress: Progress = lambda words: None,
 ) -> Run:
     """Start `plan`, refusing also what by its estimate does not fit; see `workbench.run`."""
+    plan = _allowing(plan, new_corpus)
     full = ready(plan, force=force, resume=resume, root=root, port=port, allow_code=allow_code)
-    return _launch(full, root, port, allow_code, progress, Recipe())
+    return _launch(full, resume, root, port, allow_code, progress, Recipe())
 
 
 def ready(
@@ -106,6 +112,7 @@ def start(
     resume: str | Path | Run | None = None,
     port: int | None = None,
     allow_code: bool = False,
+    new_corpus: bool = False,
     progress: Progress = lambda words: None,
     _recipe: Recipe | None = None,
 ) -> Run:
@@ -114,17 +121,40 @@ def start(
     Raises:
         PlanError: Everything that preflight finds; then nothing has been written.
     """
-    full = _resumed(plan.resolve(), resume)
+    full = _resumed(_allowing(plan, new_corpus).resolve(), resume)
     if problems := preflight(full, root=root, port=port, force=force, allow_code=allow_code):
         raise PlanError(problems)
-    return _launch(full, root, port, allow_code, progress, _recipe or Recipe())
+    return _launch(full, resume, root, port, allow_code, progress, _recipe or Recipe())
+
+
+def _allowing(plan: Plan, new_corpus: bool) -> Plan:
+    """The plan, which may go on from a checkpoint on another corpus where that is asked for."""
+    return plan.replace(**{"checkpoint.new_corpus": True}) if new_corpus else plan
 
 
 def _resumed(plan: ResolvedPlan, resume: str | Path | Run | None) -> ResolvedPlan:
     if resume is None:
         return plan
-    source = resume.dir if isinstance(resume, Run) else resume
-    return plan.with_fields(**{"checkpoint.load": str(checkpoint_of(source))})
+    return plan.with_fields(**{"checkpoint.load": str(checkpoint_of(_folder(resume)))})
+
+
+def _folder(resume: str | Path | Run) -> str | Path:
+    return resume.dir if isinstance(resume, Run) else resume
+
+
+def _verified(
+    plan: ResolvedPlan, resume: str | Path | Run | None, progress: Progress
+) -> tuple[ResolvedPlan, list[str]]:
+    """The plan, from a checkpoint whose checksums are verified, and what was skipped for it.
+
+    Only now: whatever else stands against the run is found without reading all of a checkpoint.
+    """
+    if resume is not None:
+        path, skipped = choose_checkpoint(_folder(resume), progress=progress)
+        return plan.with_fields(**{"checkpoint.load": str(path)}), skipped
+    if load := plan.checkpoint.load:
+        refuse_damaged(Path(load), progress)
+    return plan, []
 
 
 def _does_not_fit(plan: Plan, full: ResolvedPlan, model: TracedModel | None) -> list[Problem]:
@@ -155,6 +185,7 @@ def _host_words(profile: Profile) -> str:
 
 def _launch(
     plan: ResolvedPlan,
+    resume: str | Path | Run | None,
     root: str | Path | None,
     port: int | None,
     allow_code: bool,
@@ -162,13 +193,12 @@ def _launch(
     recipe: Recipe,
 ) -> Run:
     """Write the run directory of a plan that has passed preflight, and start its supervisor."""
-    full = plan.pin()
-    if load := full.checkpoint.load:
-        refuse_damaged(Path(load), progress)
+    full, notes = _verified(plan.pin(), resume, progress)
+    notes += resume_notes(full)
     if full.finetune and full.finetune.base:
         with naming_field("finetune.base"):
             refuse_damaged(Path(full.finetune.base), progress)
-    if full.finetune and (problems := checkpoint_problems(full)):  # only hashes tell other bases
+    if problems := checkpoint_problems(full):  # only hashes tell another text or base
         raise PlanError(problems)
     meeting = checked_port(port)
     _clear_killed_run(full)
@@ -179,8 +209,10 @@ def _launch(
         _write(folder / "accelerate.yaml", yaml_files.dump(config))
         runs_code = allow_code and full.code is not None
         write_command(folder, compose(full, final, meeting, recipe, runs_code))
-        write_state(folder, first_state(full.world_size, full.training.steps))
+        write_state(folder, first_state(full.world_size, full.training.steps, notes))
 
+    for note in notes:
+        print(visible(note), file=sys.stderr, flush=True)
     folder = create(default_root(root), full.name, fill)
     _supervise(folder)
     return Run(folder)

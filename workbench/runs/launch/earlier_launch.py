@@ -7,8 +7,10 @@ from __future__ import annotations
 from contextlib import suppress
 from pathlib import Path
 
-from workbench.checkpoint.manifest import is_finite, read_manifest
-from workbench.checkpoint.resume_point import finished_checkpoints, steps_done
+from workbench.checkpoint import resume_point
+from workbench.checkpoint.checksums import damage
+from workbench.checkpoint.intact_checkpoints import newest_intact
+from workbench.checkpoint.manifest import read_manifest
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.schema import Plan
 
@@ -16,24 +18,28 @@ RECORDS = (("telemetry", "jsonl"), ("errors", "json"))
 """Folder of a run directory, and suffix of a rank's file there."""
 
 
-def go_on(plan: ResolvedPlan, run_dir: Path) -> ResolvedPlan:
-    """The plan, from the last finite checkpoint in its own run directory, if there is one."""
-    latest = _latest(run_dir)
-    return plan if latest is None else plan.with_fields(**{"checkpoint.load": str(latest)})
+def go_on(plan: ResolvedPlan, run_dir: Path) -> tuple[ResolvedPlan, list[str]]:
+    """The plan, from the newest intact checkpoint in its own run directory, if there is one, and
+    why newer ones are not, in words.
+    """
+    latest, damaged = newest_intact(run_dir / "checkpoints", lambda words: None)
+    plan = plan if latest is None else plan.with_fields(**{"checkpoint.load": str(latest)})
+    return plan, [f"skipped {why}" for why in damaged]
 
 
 def nothing_left(plan_path: Path) -> str:
-    """Why a plan has nothing left to train: an earlier launch is through; empty where it is not."""
+    """Why a plan has nothing left to train: an earlier launch is through, or the checkpoint that it
+    loads; empty where it has.
+    """
     with suppress(OSError, ValueError, KeyError):  # reported where the plan is trained
-        plan, latest = Plan.load(plan_path).resolve(), _latest(plan_path.parent)
-        if latest is not None:
-            meta, asked = read_manifest(latest)["meta"], plan.training.steps
-            if (done := steps_done(latest, meta, plan)) >= asked:
-                return (
-                    f"training.steps: is {asked}, and {latest.name} of an earlier launch in "
-                    f"{plan_path.parent} has done {done}; legal: more steps, or a plan in another "
-                    "folder"
-                )
+        plan, run_dir = Plan.load(plan_path).resolve(), plan_path.parent
+        own, _ = newest_intact(run_dir / "checkpoints")
+        latest = own or Path(plan.checkpoint.load or "")
+        words = f"{latest.name} of an earlier launch in {run_dir}" if own else f"'{latest}'"
+        steps = resume_point.steps_done(latest, read_manifest(latest)["meta"], plan)
+        problems = resume_point.nothing_left(words, steps, plan)
+        if problems and not damage(latest, lambda words: None):
+            return str(problems[0])
     return ""
 
 
@@ -44,9 +50,3 @@ def set_aside_records(run_dir: Path, rank: int) -> None:
         if path.exists():
             former = (path.with_name(f"before-{n}-{path.name}") for n in range(1, 10**6))
             path.replace(next(name for name in former if not name.exists()))
-
-
-def _latest(run_dir: Path) -> Path | None:
-    """The last checkpoint without NaN or infinity."""
-    found = reversed(finished_checkpoints(run_dir / "checkpoints"))
-    return next((path for path in found if is_finite(path)), None)

@@ -13,11 +13,13 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from workbench.checkpoint.resume_changes import resume_notes
 from workbench.interop.launch_environment import set_for_ranks
 from workbench.runs.store.command_file import RunCommand, write_command
 from workbench.runs.store.run_liveness import failure_of_ranks, has_live_supervisor
@@ -50,18 +52,21 @@ class ExternalRun:
         self._owns_state = rank == 0 and not _is_supervised(folder)
         self._lock, self._ended = threading.Lock(), threading.Event()
 
-    def begin(self, plan: ResolvedPlan) -> None:
+    def begin(self, plan: ResolvedPlan, skipped: Sequence[str] = ()) -> None:
         """Make `folder` the run directory of a complete `plan` that starts now; asks of a former
-        launch are void.
+        launch are void. `skipped` says which checkpoints are damaged.
         """
         if not self._owns_state:
             return
+        notes = [*skipped, *resume_notes(plan)]
+        for note in notes:
+            print(note, file=sys.stderr, flush=True)
         self._nodes = plan.cluster.nodes or 1
         (self.folder / "stop").unlink(missing_ok=True)
         write_command(self.folder, _command(plan))
         self._files = SupervisorFiles(self.folder)
         self._state = replace(
-            first_state(plan.world_size, plan.training.steps), launched_elsewhere=True
+            first_state(plan.world_size, plan.training.steps, notes), launched_elsewhere=True
         )
         self._state = with_this_supervisor(self._state)
         self._update()

@@ -9,19 +9,22 @@ import os
 import shutil
 from pathlib import Path
 
+from workbench.checkpoint.checksums import another_checkpoint, damage
 from workbench.checkpoint.gguf.gguf_metadata import check_gguf
 from workbench.checkpoint.huggingface.huggingface_folder import check_config
-from workbench.checkpoint.manifest import FINITE, MANIFEST, check_size, read_manifest
+from workbench.checkpoint.manifest import MANIFEST, read_manifest
 from workbench.checkpoint.resume_point import (
     ADAPTER_CONFIG,
     CONFIG,
     LOAD,
+    STEP,
     checkpoint_shape,
     finished_checkpoints,
     holds_adapters,
     is_gguf,
     is_huggingface_folder,
     legal_adapters,
+    nothing_left,
     refuse_other_model,
     steps_done,
     with_field,
@@ -222,6 +225,8 @@ def _weights(plan: ResolvedPlan, load: str, resumes: bool) -> list[Problem]:
     weights = is_gguf(Path(load)) or is_huggingface_folder(Path(load))
     if not weights and not (Path(load) / MANIFEST).is_file():
         return [Problem(LOAD, f"'{load}' {_why_no_weights(Path(load))}")]
+    if not weights and (why := damage(Path(load))):
+        return [Problem(LOAD, f"{why}; {another_checkpoint(Path(load))}")]
     try:
         if is_gguf(Path(load)):
             check_gguf(Path(load), plan.shape)
@@ -230,20 +235,14 @@ def _weights(plan: ResolvedPlan, load: str, resumes: bool) -> list[Problem]:
         else:
             body = read_manifest(Path(load))
             if resumes:
-                steps_done(Path(load), body["meta"], plan)
+                steps = steps_done(Path(load), body["meta"], plan)
+                return nothing_left(f"'{load}'", steps, plan)
             else:
                 if holds_adapters(body["meta"]):
                     legal = "their base, or both merged (`workbench weights --merge`)"
                     raise refuse(LOAD, f"'{load}' holds adapters alone; legal: {legal}")
                 other = checkpoint_shape(Path(load), body["meta"])
                 refuse_other_model("model", Path(load), other, plan.shape)
-            if body["meta"].get(FINITE) is False:
-                raise refuse(
-                    "checkpoint.load",
-                    f"'{load}' has NaN or infinite values; take an earlier checkpoint",
-                )
-            for file in body["files"]:
-                check_size(Path(load, file["file"]), file["bytes"])
     except PlanError as error:
         return error.problems
     except ValueError as error:
@@ -255,6 +254,8 @@ def _why_no_weights(load: Path) -> str:
     """What is at a path that holds no weights, and what would be legal."""
     if found := finished_checkpoints(load / "checkpoints"):
         return f"is a run, not one of its checkpoints; legal: '{found[-1]}'"
+    if STEP.fullmatch(load.name) and load.is_dir():
+        return f"is no finished checkpoint: it has no {MANIFEST}; {another_checkpoint(load)}"
     why = "is no checkpoint" if load.exists() else "does not exist"
     return (
         f"{why}; legal: a folder that holds {MANIFEST}, one of Hugging Face weights with "

@@ -12,13 +12,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from workbench.checkpoint.intact_checkpoints import choose_checkpoint
 from workbench.checkpoint.manifest import read_manifest
-from workbench.checkpoint.resume_point import (
-    ADAPTER_CONFIG,
-    checkpoint_of,
-    holds_adapters,
-    legal_adapters,
-)
+from workbench.checkpoint.resume_point import ADAPTER_CONFIG, holds_adapters, legal_adapters
 from workbench.errors import ChildError, PlanError, refuse
 from workbench.machine.attached import attached, host_memory
 from workbench.machine.gpu_catalog import local_constants
@@ -216,22 +212,25 @@ def export_weights(
                 progress(record["done"], record["of"], record["what"])
 
     folder = Path(to).absolute()
-    checkpoint, module = _exported(source, folder, merge)
+    checkpoint, module, skipped = _exported(source, folder, merge)
     command = [str(checkpoint), "--to", str(folder), *options]
     command += [] if base is None else ["--base", str(Path(base).expanduser().absolute())]
     child_process.python(f"workbench.engine.export.{module}", command, on_line)
-    return {"source": str(checkpoint), **record}
+    found = {"source": str(checkpoint), **record}
+    return found | {"skipped": skipped} if skipped else found
 
 
-def _exported(source: str | Path, to: Path, merge: bool) -> tuple[Path, str]:
-    """The checkpoint or PEFT folder that `source` names, and the module that exports it."""
+def _exported(source: str | Path, to: Path, merge: bool) -> tuple[Path, str, list[str]]:
+    """The checkpoint or PEFT folder that `source` names, the module that exports it, and newer
+    checkpoints that are damaged.
+    """
     merged = "export_gguf" if to.suffix == SUFFIX else "export_weights"
     if (Path(source) / ADAPTER_CONFIG).is_file():
         if not merge:
             raise refuse("--merge", f"is needed: '{source}' is a folder of adapters already")
-        return Path(source).absolute(), merged
+        return Path(source).absolute(), merged, []
     try:
-        checkpoint = checkpoint_of(source, "SOURCE")
+        checkpoint, skipped = choose_checkpoint(source, "SOURCE", lambda words: None)
     except PlanError:
         if not any(Path(source).glob(f"*/{ADAPTER_CONFIG}")):
             raise
@@ -242,7 +241,7 @@ def _exported(source: str | Path, to: Path, merge: bool) -> tuple[Path, str]:
         raise refuse("--merge", f"is for adapters; '{checkpoint}' holds all weights")
     if adapters and not merge and to.suffix == SUFFIX:
         raise refuse("--merge", f"is needed: '{checkpoint}' holds adapters, which GGUF has not")
-    return checkpoint, merged if merge or not adapters else "export_adapter"
+    return checkpoint, merged if merge or not adapters else "export_adapter", skipped
 
 
 def gpu_check(what: Literal["facts", "all-reduce"], *options: str) -> dict[str, Any]:

@@ -90,6 +90,8 @@ class Supervisor:
     def _launch(self) -> subprocess.Popen[bytes]:
         self.state = with_this_supervisor(self.state)
         self._update()
+        for note in self.state.notes:
+            self.files.event("note", message=note)
         env = {
             key: value for key, value in os.environ.items() if key not in self.command.unset
         } | self.command.env

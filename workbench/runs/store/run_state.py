@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import platform
 import time
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -14,7 +15,7 @@ import psutil
 
 from workbench.runs.store.process_identity import pid_space, start_ticks
 from workbench.safe_io.files import known_file, unread
-from workbench.safe_io.json_field_checks import has, number, one_of, or_null, text, whole
+from workbench.safe_io.json_field_checks import has, list_of, number, one_of, or_null, text, whole
 
 Phase = Literal["starting", "running", "stopping", "finished", "failed", "stopped"]
 FINAL = ("finished", "failed", "stopped")
@@ -59,6 +60,8 @@ class State:
     cause: Cause | None = None
     warning: str = ""
     """What stands against the run now, though it may yet go on."""
+    notes: list[str] = field(default_factory=list)
+    """What the run goes on from that its plan does not say, in words."""
 
     @property
     def final(self) -> bool:
@@ -91,16 +94,16 @@ _FIELDS = {
     "ended": or_null(_time),
     "exit_code": or_null(number),
     "warning": text,
+    "notes": list_of(text),
 }
 _CAUSE = {"rank": or_null(whole), "message": text, "advice": text, "log_tail": text}
 
 
-def first_state(world_size: int, steps: int) -> State:
+def first_state(world_size: int, steps: int, notes: Sequence[str] = ()) -> State:
     """The state of a run whose supervisor has not spoken yet."""
-    state = State(
-        "starting", world_size, steps, heartbeat=0.0, host=platform.node(), started=time.time()
-    )
-    return with_heartbeat(replace(state, pid_space=pid_space()))
+    state = State("starting", world_size, steps, heartbeat=0.0, host=platform.node())
+    state = replace(state, started=time.time(), pid_space=pid_space(), notes=[*notes])
+    return with_heartbeat(state)
 
 
 def with_heartbeat(state: State) -> State:
