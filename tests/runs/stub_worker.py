@@ -3,10 +3,11 @@ stop, errors, bye.
 
 Its "collective" waits until every peer has written the step before; a peer that is gone is an error
 of the kind that gloo gives. STUB_FAULT says how one rank misbehaves: `raise:RANK:STEP`,
-`silent:RANK`, `stuck:RANK` (joins one group less than its peers, which wait for it), `torn:RANK`,
-`deaf` (heeds no stop), `exit:RANK:STEP`, `nobye:RANK`, `helper:RANK` (leaves a process of its own
-behind), `loop:RANK:STEP` (works for ever), `spin:RANK:STEP` (the same on GPUs, where the ranks that
-wait keep their cores busy), `watchdog:RANK:STEP` (as well, and NCCL's watchdog aborts those).
+`silent:RANK`, `slow:RANK:SECONDS` (works so long before its first record),
+`stuck:RANK` (joins one group less than its peers, which wait for it), `torn:RANK`, `deaf` (heeds no
+stop), `exit:RANK:STEP`, `nobye:RANK`, `helper:RANK` (leaves a process of its own behind),
+`loop:RANK:STEP` (works for ever), `spin:RANK:STEP` (the same on GPUs, where the ranks that wait
+keep their cores busy), `watchdog:RANK:STEP` (as well, and NCCL's watchdog aborts those).
 """
 
 from typing import Any
@@ -195,6 +196,9 @@ def main() -> None:
     if stub.fault("helper"):
         idle = [sys.executable, "-c", "import time; time.sleep(120)", str(stub.run)]
         subprocess.Popen(idle, start_new_session=True)
+    began = time.monotonic()
+    while stub.fault("slow") and time.monotonic() - began < float(FAULT[2]):
+        pass
     if FAULT[0] == "stuck":
         stub.join_groups()
     try:

@@ -10,6 +10,7 @@ import pytest
 
 from tests.runs.test_flight_recorder import done, dump, entry
 from workbench.runs.diagnose.flight_recorder import PREFIX
+from workbench.runs.launch import rank_watch
 from workbench.runs.launch.rank_watch import RankWatch, _RankProcess
 from workbench.runs.store.command_file import RunCommand
 
@@ -87,3 +88,61 @@ def test_a_long_first_step_is_no_hang(tmp_path: Path, phase: str) -> None:
     for process in watch._processes.values():
         process.last_record = time.monotonic() - 41
     assert watch.verdict() is not None
+
+
+class Starting:
+    """A process of a start: what it has used, and whether it waits for a core or a disk."""
+
+    pid = 7
+
+    def __init__(self, share: float, status: str) -> None:
+        self.share, self._status = share, status
+
+    def status(self) -> str:
+        return self._status
+
+    def cpu_times(self) -> tuple[float, float]:
+        return self.share * time.monotonic(), 0.0
+
+
+@pytest.mark.parametrize(
+    ("share", "status", "seconds"),
+    [
+        (0.0, "sleeping", 9),
+        (0.001, "sleeping", 9),
+        (0.0, "stopped", 9),
+        (0.2, "sleeping", 90),
+        (0.0, "running", 90),
+        (0.01, "disk-sleep", 90),
+    ],
+)
+def test_the_deadline_of_a_start_counts_the_time_in_which_nothing_of_it_works(
+    share: float, status: str, seconds: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A loaded machine starts slowly; what works for ever is ended ten times as late."""
+    now = 1000.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    monkeypatch.setattr(rank_watch, "descendants", lambda: [Starting(share, status)])
+    command = RunCommand([], {}, [], "/", 2, 99, hello_seconds=9, progress_seconds=2)
+    watch = RankWatch(tmp_path, command)
+    while (cause := watch.verdict()) is None and now < 1200:
+        now += 0.25
+        watch.poll()
+    assert cause is not None and "ranks 0, 1 of 2 never said hello" in cause.message
+    assert now - 1000 == pytest.approx(seconds, abs=1.5)
+
+
+def test_a_rank_that_has_said_hello_hides_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 1000.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    monkeypatch.setattr(rank_watch, "descendants", lambda: [Starting(1.0, "running")])
+    command = RunCommand([], {}, [], "/", 2, 99, hello_seconds=9, progress_seconds=2)
+    watch = RankWatch(tmp_path, command)
+    watch.ranks[0].take({"kind": "hello", "rank": 0, "pid": Starting.pid, "device": "cpu"})
+    watch._processes[0] = _RankProcess(None, 1000.0)
+    while (cause := watch.verdict()) is None and now < 1200:
+        now += 0.25
+        watch.poll()
+    assert cause is not None and cause.rank == 1 and now - 1000 == pytest.approx(9, abs=1.5)

@@ -87,6 +87,16 @@ def test_a_rank_that_never_says_hello_is_named(go: Callable[..., Any]) -> None:
     assert "a device that never comes" in state.cause.log_tail
 
 
+def test_a_rank_that_is_slow_to_start_is_waited_for_while_it_works(go: Callable[..., Any]) -> None:
+    assert go("slow:1:6", hello_seconds=3.0).wait(60).phase == "finished"
+
+
+def test_a_rank_that_works_for_ever_before_it_says_hello_is_named(go: Callable[..., Any]) -> None:
+    state = go("slow:1:999", hello_seconds=0.5).wait(60)
+    assert (state.phase, state.cause.rank) == ("failed", 1)
+    assert "rank 1 of 3 never said hello within" in state.cause.message
+
+
 def test_ranks_that_cannot_connect_name_the_group_and_who_has_not_come_to_it(
     go: Callable[..., Any],
 ) -> None:

@@ -38,6 +38,10 @@ PORT = "WORKBENCH_PORT"
 """Environment variable: where the ranks of one node meet, on its loopback address; else a port that
 torchrun found.
 """
+START_DEADLINE = "WORKBENCH_START_DEADLINE"
+"""Environment variable: how long ranks wait for each other to start, where a supervisor sees
+earlier that one will not come; else `telemetry.timeout_seconds`.
+"""
 JOIN_SECONDS = 600
 """How long the launchers of several nodes wait for each other."""
 JOB_TIME = "24:00:00"

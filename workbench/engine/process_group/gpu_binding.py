@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from workbench.engine.process_group.cpu_affinity import bind_cores
-from workbench.engine.process_group.rendezvous import join_store
+from workbench.engine.process_group.rendezvous import join_deadline, join_store
 from workbench.errors import PlanError, Problem, refuse
 from workbench.interop.launch_environment import FORMER_NAMES
 from workbench.machine.attached import is_another_model
@@ -61,7 +61,7 @@ def init_gpu_process_group(plan: ResolvedPlan, run_dir: Path) -> None:
         PlanError: On every rank, where a GPU is missing, shared, or of another model than the
             plan's, or the run directory is not shared.
     """
-    device, deadline = bind_gpu(plan), timedelta(seconds=plan.telemetry.timeout_seconds)
+    device, deadline = bind_gpu(plan), join_deadline(plan)
     if "RANK" not in os.environ:
         _settle(_problems(plan, [gpu_of(device)]))
         return
@@ -167,7 +167,7 @@ def _read(plan: Plan, store: dist.Store, rank: int) -> RankGpu:
     try:
         return RankGpu(*json.loads(store.get(_key(rank))))
     except dist.DistStoreError:
-        waited = f"{plan.telemetry.timeout_seconds} s (telemetry.timeout_seconds)"
+        waited = f"{join_deadline(plan).total_seconds():g} s (telemetry.timeout_seconds)"
         raise RuntimeError(f"rank {rank} did not say which GPU it has within {waited}") from None
 
 

@@ -18,9 +18,17 @@ import torch
 import torch.distributed as dist
 
 from workbench.engine.process_group.shared_folder import LOOK_SECONDS, check_shared_folder
-from workbench.interop.export import LOOPBACK, PORT
+from workbench.interop.export import LOOPBACK, PORT, START_DEADLINE
 from workbench.interop.launch_environment import one_node
 from workbench.plan.schema import Plan
+
+
+def join_deadline(plan: Plan) -> timedelta:
+    """How long this rank waits for the others to start, which on a loaded machine do so one after
+    another.
+    """
+    seconds = os.environ.get(START_DEADLINE) or plan.telemetry.timeout_seconds
+    return timedelta(seconds=float(seconds))
 
 
 def join_store(plan: Plan, deadline: timedelta, run_dir: Path) -> tuple[dist.Store, int, int]:
@@ -90,7 +98,7 @@ def loopback_store(port: int, world: int, deadline: timedelta, listens: bool) ->
 def init_cpu_process_group(plan: Plan, run_dir: Path) -> None:
     """Join the process group over gloo; none in a process that no launcher started."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        deadline = timedelta(seconds=plan.telemetry.timeout_seconds)
+        deadline = join_deadline(plan)
         store, rank, world = join_store(plan, deadline, run_dir)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=deadline)
 

@@ -22,6 +22,7 @@ from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.schema import Plan
 from workbench.runs.launch.parent_death import python_module
 from workbench.runs.store.command_file import RunCommand
+from workbench.runtime_facts.phase_deadlines import SLOW_FACTOR
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,9 @@ class Recipe:
     launcher: tuple[str, ...] = ()
     """Command before the module and the plan; empty: `accelerate launch`."""
     hello_seconds: float | None = None
-    """Deadline of a rank's first record; None: from the plan's timeout and world size."""
+    """Longest time without work until each rank's first record; None: from the plan's timeout and
+    world size.
+    """
     progress_seconds: float | None = None
     """Longest silence of a rank that is not working; None: the plan's timeout."""
 
@@ -50,14 +53,16 @@ def compose(
         *(["--allow-code"] if allow_code else []),
     ]
     timeout = float(plan.telemetry.timeout_seconds)
+    hello_seconds = recipe.hello_seconds or max(60.0, timeout) + 5.0 * plan.world_size
+    meeting = {export.PORT: str(port), export.START_DEADLINE: f"{SLOW_FACTOR * hello_seconds:g}"}
     return RunCommand(
         argv=[*(recipe.launcher or accelerate_launch(plan, folder)), *module],
-        env={**launch_environment(plan), export.PORT: str(port)},
+        env=launch_environment(plan) | meeting,
         unset=of_another_launch(os.environ),
         cwd=os.getcwd(),
         world_size=plan.world_size,
         steps=plan.training.steps,
-        hello_seconds=recipe.hello_seconds or max(60.0, timeout) + 5.0 * plan.world_size,
+        hello_seconds=hello_seconds,
         progress_seconds=recipe.progress_seconds or timeout,
     )
 

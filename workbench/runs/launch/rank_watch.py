@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import psutil
 
 from workbench.runs.diagnose.first_cause import stall_cause
 from workbench.runs.diagnose.rank_status import RankStatus
+from workbench.runs.launch.process_tree import descendants
 from workbench.runs.store.command_file import RunCommand
 from workbench.runs.store.process_identity import exit_code
 from workbench.runs.store.rank_logs import log_tail
@@ -29,6 +31,8 @@ GRACE_SECONDS = 5.0
 """How long after its deadline a collective may take to end its ranks, who then say what they waited
 for.
 """
+WAITING = (psutil.STATUS_RUNNING, psutil.STATUS_DISK_SLEEP)
+"""States of a process that waits for a core or a disk, if it does not work."""
 SLOW_PHASES = ("building", "compiling", "checkpointing")
 """Phases in which ranks may wait for a disk, or for a compiler's processes."""
 
@@ -53,6 +57,9 @@ class RankWatch:
         self.command = command
         self.ranks = {rank: RankStatus(rank) for rank in range(command.world_size)}
         self.started = time.monotonic()
+        self._idle_start = 0.0
+        """Seconds in which nothing of ranks that have not said hello worked, nor their launcher."""
+        self._start_cpu: dict[int, float] = {}
         self._reader = Reader(folder)
         self._processes: dict[int, _RankProcess] = {}
         self._last_poll = 0.0
@@ -63,6 +70,8 @@ class RankWatch:
         arrived = [seen for record in self._reader.poll() if (seen := self._take_record(record))]
         now = time.monotonic()
         if now - self._last_poll >= POLL_SECONDS:
+            if not self.all_here:
+                self._count_idle(now - (self._last_poll or self.started))
             self._last_poll = now
             for rank in self._processes:
                 self._inspect(rank, now)
@@ -147,20 +156,41 @@ class RankWatch:
         live.stopped = (live.stopped or now) if stopped else None
         seen.stopped = stopped
 
+    def _count_idle(self, seconds: float) -> None:
+        """Count the last seconds as idle, unless a process that is starting has worked in them, or
+        waits for a core or a disk: on a loaded machine a start may rightly take minutes.
+        """
+        here = {self.ranks[rank].pid for rank in self._processes}
+        cpu: dict[int, float] = {}
+        waits = False
+        for process in descendants():
+            if process.pid in here:
+                continue
+            with suppress(psutil.Error):
+                cpu[process.pid] = sum(process.cpu_times()[:2])
+                waits = waits or process.status() in WAITING
+        used = sum(now - self._start_cpu.get(pid, 0.0) for pid, now in cpu.items())
+        if not waits and used < IDLE_SHARE * seconds:
+            self._idle_start += seconds
+        self._start_cpu = cpu
+
     def _absent(self) -> Cause | None:
-        waited = time.monotonic() - self.started
+        """A rank that never came: nothing of the start has worked for so long, or none of it is
+        over in ten times as long.
+        """
+        waited, limit = time.monotonic() - self.started, self.command.hello_seconds
         absent = [rank for rank in self.ranks if rank not in self._processes]
-        if not absent or waited < self.command.hello_seconds:
+        if not absent or (self._idle_start < limit and waited < SLOW_FACTOR * limit):
             return None
         # Ranks wait for those that have not come as far; one that wrote nothing has not started.
         first = min(absent, key=lambda rank: (self.ranks[rank].joined, rank))
         names = f"rank {absent[0]}" if len(absent) == 1 else f"ranks {', '.join(map(str, absent))}"
         message = (
-            f"{names} of {len(self.ranks)} never said hello within {waited:.0f} s of the launch"
-            f" (rank {first}: {self.ranks[first].phase})"
+            f"{names} of {len(self.ranks)} never said hello within {waited:.0f} s of the launch, "
+            f"{self._idle_start:.0f} s of them idle (rank {first}: {self.ranks[first].phase})"
         )
         advice = (
-            "Look at its log. A machine that is slow to start needs a larger "
+            "Look at its log. A start that rightly waits so long needs a larger "
             "telemetry.timeout_seconds."
         )
         return Cause(first, message, advice, log_tail(self.folder, first))

@@ -23,7 +23,7 @@ class RunCommand:
     world_size: int
     steps: int
     hello_seconds: float
-    """Deadline of a rank's first record."""
+    """Longest time without work until each rank's first record; ten times as long in all."""
     progress_seconds: float
     """Longest silence of a rank that is not working."""
 
