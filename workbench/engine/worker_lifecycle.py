@@ -53,7 +53,11 @@ def train(plan_path: Path, allow_code: bool = False) -> int:
         print(f"error: {why}", file=sys.stderr)
         return 1
     loop: TrainingLoop | None = None
-    elsewhere = ExternalRun(run_dir, rank)
+    try:
+        elsewhere = ExternalRun(run_dir, rank)
+    except PlanError as error:  # and the records of the launch that lives stay
+        print(f"error: {error}", file=sys.stderr)
+        return 1
     set_aside_records(run_dir, rank)
     stage = "starting"
     with RankLog(run_dir, rank), TelemetryWriter(run_dir, rank) as telemetry:

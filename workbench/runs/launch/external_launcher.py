@@ -23,6 +23,7 @@ from workbench.checkpoint.resume_changes import resume_notes
 from workbench.interop.launch_environment import set_for_ranks
 from workbench.runs.store.command_file import RunCommand, write_command
 from workbench.runs.store.run_liveness import failure_of_ranks, has_live_supervisor
+from workbench.runs.store.run_lock import lock_rank, lock_run
 from workbench.runs.store.run_state import (
     Cause,
     Phase,
@@ -43,13 +44,17 @@ WORDS_SECONDS = 5.0
 
 
 class ExternalRun:
-    """The state of the run in `folder`, from its rank 0; nothing on other ranks, and where a
-    supervisor keeps it.
+    """The state of the run in `folder`, from its rank 0; on other ranks, and where a supervisor
+    keeps it, only the lock of this rank.
+
+    Raises:
+        PlanError: Another launch in the same folder lives.
     """
 
     def __init__(self, folder: Path, rank: int) -> None:
         self.folder = folder
         self._owns_state = rank == 0 and not _is_supervised(folder)
+        self._locks = [lock_rank(folder, rank), *([lock_run(folder)] if self._owns_state else [])]
         self._lock, self._ended = threading.Lock(), threading.Event()
 
     def begin(self, plan: ResolvedPlan, skipped: Sequence[str] = ()) -> None:
@@ -91,6 +96,7 @@ class ExternalRun:
         with self._lock:
             ended = with_heartbeat(replace(self._state, phase=phase, exit_code=code, cause=cause))
             self._files.last_state(replace(ended, ended=ended.heartbeat))
+        self._locks.clear()
 
     def _await_words(self) -> None:
         """Let ranks of other nodes say what they saw, before one that says nothing is blamed: their

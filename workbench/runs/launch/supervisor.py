@@ -18,6 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from workbench.errors import PlanError
 from workbench.runs.diagnose.failure_advice import advise
 from workbench.runs.diagnose.first_cause import first_cause
 from workbench.runs.launch.parent_death import adopt_orphans, python_module
@@ -32,6 +33,7 @@ from workbench.runs.launch.process_tree import (
 from workbench.runs.launch.rank_watch import RankWatch
 from workbench.runs.store.command_file import read_command
 from workbench.runs.store.process_identity import is_stopped
+from workbench.runs.store.run_lock import lock_run
 from workbench.runs.store.run_state import (
     Cause,
     Phase,
@@ -41,7 +43,7 @@ from workbench.runs.store.run_state import (
     with_this_supervisor,
 )
 from workbench.runs.store.stop_request import Stop, read_stop, request_stop
-from workbench.runs.store.supervisor_files import SupervisorFiles, keep_frames
+from workbench.runs.store.supervisor_files import SupervisorFiles, keep_frames, log_message
 
 POLL_SECONDS = 0.1
 HEARTBEAT_SECONDS = 1.0
@@ -232,11 +234,21 @@ def main() -> None:
     """Supervise the run named on the command line."""
     folder = Path(sys.argv[1])
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        lock = lock_run(folder)
+    except PlanError as error:
+        sys.exit(_refused(error))
     supervisor = Supervisor(folder)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: supervisor.on_signal())
     adopt_orphans()
     supervisor.run()
+    del lock  # held until here
+
+
+def _refused(error: PlanError) -> int:
+    log_message(f"error: {error}")
+    return 2
 
 
 if __name__ == "__main__":
