@@ -142,6 +142,10 @@ def test_an_exported_plan_goes_on_from_its_newest_intact_checkpoint(
     kept.end(0)
     (note,) = stored_state(former).notes
     assert "step-00000004" in note and note in capsys.readouterr().err
+    for name in ("step-00000003", "step-00000002"):
+        cut(former / "checkpoints" / name / TENSORS)
+    with pytest.raises(PlanError, match=r"no intact checkpoint: .*00004.*00003.*00002"):
+        go_on(plan.pin(), former)
 
 
 def corpus(folder: Path, name: str, content: str) -> str:
@@ -228,26 +232,29 @@ def test_a_source_of_a_mix_is_named_by_its_place(
     assert named == {"corpus.mix.0.weight", "corpus.mix.1.weight", "corpus.mix.1.source"}
 
 
-@pytest.mark.parametrize("file", ["tokenizer", "template"])
+@pytest.mark.parametrize("file", ["tokenizer", "template", "own template"])
 def test_another_tokenizer_or_template_is_refused_by_field(
     file: str, plan: Plan, tmp_path: Path, resumed: Callable[..., Run]
 ) -> None:
     from tokenizers import Tokenizer, models
 
+    (tmp_path / "t").mkdir()
+    tokenizer = Tokenizer(models.WordLevel({"to": 0, "be": 1, "<eos>": 2}))
+    own = corpus(tmp_path / "t", "tokenizer.json", tokenizer.to_str())
+    settings = json.dumps({"chat_template": CHAT, "eos_token": "<eos>"})
+    beside = corpus(tmp_path / "t", "tokenizer_config.json", settings)
+    given = {"tokenizer": own, "end_of_text": "<eos>"}
+    if file == "template":
+        given = {"template": corpus(tmp_path, "chat.jinja", CHAT), "tokenizer": "bytes"}
     rows = [{"messages": [{"role": r, "content": "to be"} for r in ("user", "assistant")]}] * 99
     chats = corpus(tmp_path, "chats.jsonl", "\n".join(map(json.dumps, rows)))
-    given = {"template": corpus(tmp_path, "chat.jinja", CHAT), "tokenizer": "bytes"}
-    if file == "tokenizer":
-        words = {"to": 0, "be": 1, "<eos>": 2}
-        (tmp_path / "t.json").write_text(Tokenizer(models.WordLevel(words)).to_str())
-        given = {"tokenizer": str(tmp_path / "t.json"), "end_of_text": "<eos>"}
-        chats = corpus(tmp_path, "plain.txt", "to be " * 999)
     changes = {"corpus": {"source": chats, **given}}
     checkpoint = saved(plan.replace(**changes).pin(), tmp_path / "checkpoints", 2)
     assert resumed(checkpoint, **changes).state.notes == []
-    path = Path(given[file])
-    path.write_text(path.read_text().replace("to", "so") + (" " if file == "template" else ""))
-    with pytest.raises(PlanError, match=rf"^corpus\.{file}: is content of sha256 \w{{12}}, "):
+    path = Path({"tokenizer": own, "own template": beside}.get(file, given.get("template", "")))
+    path.write_text(path.read_text().replace('"to"', '"so"').replace("content", "content + 'x'"))
+    named = rf"^corpus\.{file.split()[-1]}: is content of sha256 \w{{12}}, "
+    with pytest.raises(PlanError, match=named):
         resumed(checkpoint, **changes)
 
 

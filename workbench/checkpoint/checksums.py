@@ -24,13 +24,17 @@ PROGRESS_BYTES = 256 * 2**20
 CheckProgress = Callable[[str], None]
 
 
-def damage(folder: Path, progress: CheckProgress | None = None) -> str:
+def damage(
+    folder: Path, progress: CheckProgress | None = None, most_bytes: int = MAX_PREFLIGHT_BYTES
+) -> str:
     """Why training cannot go on from a checkpoint, in words; empty where it is intact and finite.
 
     Args:
         folder: The checkpoint.
-        progress: Called with a description of the progress, while checksums of up to
-            `MAX_PREFLIGHT_BYTES` are verified; None: only manifest and sizes are.
+        progress: Called with a description of the progress, while checksums are verified; None:
+            only manifest and sizes are.
+        most_bytes: Checksums of a larger checkpoint are left to the ranks, which verify what they
+            read.
     """
     try:
         body = read_manifest(folder)
@@ -39,7 +43,7 @@ def damage(folder: Path, progress: CheckProgress | None = None) -> str:
         for file in body["files"]:
             check_size(folder / file["file"], file["bytes"])
         if progress is not None:
-            _verify_checksums(folder, body["files"], progress)
+            _verify_checksums(folder, body["files"], progress, most_bytes)
     except ValueError as error:
         return str(error).removesuffix(f"; {REMEDY}")
     return ""
@@ -69,7 +73,9 @@ def another_checkpoint(damaged: Path) -> str:
     return f"{REMEDY}: {words}"
 
 
-def _verify_checksums(folder: Path, files: list[dict[str, Any]], progress: CheckProgress) -> None:
+def _verify_checksums(
+    folder: Path, files: list[dict[str, Any]], progress: CheckProgress, most_bytes: int
+) -> None:
     total, done = sum(file["bytes"] for file in files), 0
 
     def read(nbytes: int) -> None:
@@ -78,7 +84,7 @@ def _verify_checksums(folder: Path, files: list[dict[str, Any]], progress: Check
         if done % PROGRESS_BYTES < nbytes or done == total:
             progress(f"checking checkpoint, {done >> 20} of {total >> 20} MiB")
 
-    for file in files if total <= MAX_PREFLIGHT_BYTES else ():
+    for file in files if total <= most_bytes else ():
         path = folder / file["file"]
         try:
             intact = file_sha256(path, read) == file["sha256"]

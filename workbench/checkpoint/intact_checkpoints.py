@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from workbench.checkpoint.checksums import CheckProgress, another_checkpoint, damage, refuse_damaged
+from workbench.checkpoint.checksums import (
+    MAX_PREFLIGHT_BYTES,
+    CheckProgress,
+    another_checkpoint,
+    damage,
+    refuse_damaged,
+)
 from workbench.checkpoint.manifest import MANIFEST
 from workbench.checkpoint.resume_point import STEP, is_gguf, is_huggingface_folder, step_folders
 from workbench.errors import PlanError, refuse
@@ -44,15 +50,14 @@ def choose_checkpoint(
 
 
 def newest_intact(
-    folder: Path, progress: CheckProgress | None = None
+    folder: Path, progress: CheckProgress | None = None, most_bytes: int = MAX_PREFLIGHT_BYTES
 ) -> tuple[Path | None, list[str]]:
-    """The newest intact checkpoint in a folder of checkpoints, and why newer ones are not.
-
-    Older ones are not read.
+    """The newest intact checkpoint in a folder of them, and why newer ones are not; arguments as of
+    `damage`. Older ones are not read.
     """
     skipped: list[str] = []
     for path in reversed(step_folders(folder)):
-        if not (why := damage(path, progress)):
+        if not (why := damage(path, progress, most_bytes)):
             return path, skipped
         skipped.append(why)
     return None, skipped

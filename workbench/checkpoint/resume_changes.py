@@ -6,16 +6,18 @@ checkpoint holds only how many samples were consumed; the learning rate is one o
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from workbench.checkpoint.manifest import MANIFEST, read_manifest
-from workbench.errors import Problem
+from workbench.errors import PlanError, Problem
 from workbench.fields.frozen import Frozen
 from workbench.plan import schema
-from workbench.plan.corpus_files import source_format
+from workbench.plan.corpus_files import conversation_format, source_format, tokenizer_path
 from workbench.plan.learning_rate import learning_rate
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.rules.task.task_words import words_of_task
@@ -51,7 +53,7 @@ def trained_on(plan: Plan) -> TrainedOn:
             "tokenizer": corpus.tokenizer_sha256 or corpus.tokenizer,
             "end_of_text": corpus.end_of_text,
             "separate_documents": corpus.separate_documents,
-            "template": corpus.template_sha256,
+            "template": _template_sha256(corpus),
             "loss_on": corpus.loss_on or "answers",
             "packing": bool(corpus.packing),
             "holdout": corpus.holdout,
@@ -59,6 +61,19 @@ def trained_on(plan: Plan) -> TrainedOn:
         training={name: getattr(t, name) for name in TASK_FIELDS},
         optimizer=t.optimizer,
     )
+
+
+def _template_sha256(corpus: schema.Corpus) -> str | None:
+    """Hash of the chat template of conversations: the plan's, or the tokenizer's own."""
+    own = corpus.tokenizer not in ("bytes", "bpe") and corpus.template is None
+    if not own or conversation_format(corpus) is None:
+        return corpus.template_sha256
+    from workbench.corpora.tokenizers.read_tokenizer import own_template
+
+    with suppress(PlanError):  # reported where the corpus is read
+        if (path := tokenizer_path(corpus)) and (text := own_template(path)[0]):
+            return hashlib.sha256(text.encode()).hexdigest()
+    return None
 
 
 def _sources(corpus: schema.Corpus) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -9,7 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from workbench.checkpoint.manifest import MANIFEST, REMEDY
-from workbench.checkpoint.resume_changes import TRAINED_ON, corpus_problems, shown, trained_on
+from workbench.checkpoint.resume_changes import (
+    TRAINED_ON,
+    TrainedOn,
+    corpus_problems,
+    shown,
+    trained_on,
+)
 from workbench.errors import PlanError, Problem, refuse
 from workbench.plan.model.model_shape import Shape, shape_from
 from workbench.plan.resolved_plan import ResolvedPlan
@@ -83,14 +89,15 @@ def holds_adapters(meta: Mapping[str, Any]) -> bool:
     return isinstance(tune, dict) and tune.get("method") == "lora"
 
 
-def checkpoint_meta(plan: Plan, step: int) -> dict[str, Any]:
+def checkpoint_meta(plan: Plan, step: int, on: TrainedOn | None = None) -> dict[str, Any]:
     """`meta` of a checkpoint: identifies the model, precision, optimizer, sample index, and what it
-    was trained on; of fine-tuning also what is trained, and of which base.
+    was trained on (`on`; default what the plan's files hold now); of fine-tuning also what is
+    trained, and of which base.
     """
     tune = plan.finetune
     own = {} if tune is None else {"finetune": _trained(tune)}
     return own | {
-        TRAINED_ON: trained_on(plan).model_dump(mode="json"),
+        TRAINED_ON: (on or trained_on(plan)).model_dump(mode="json"),
         "plan": plan.name,
         "world_size": plan.world_size,
         "step": step,

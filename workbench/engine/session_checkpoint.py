@@ -20,6 +20,7 @@ from workbench.checkpoint.checkpoint_lock import lock_checkpoints
 from workbench.checkpoint.gguf import gguf_tensors
 from workbench.checkpoint.huggingface import huggingface_names
 from workbench.checkpoint.read_tensors import LoadingRanks, Progress, SliceReader
+from workbench.checkpoint.resume_changes import trained_on
 from workbench.checkpoint.resume_point import (
     checkpoint_meta,
     is_gguf,
@@ -52,6 +53,7 @@ class SessionCheckpointer:
             run_dir / "checkpoints",
             on_committed,
         )
+        self._trained_on = trained_on(session.plan)
         self._writer: CheckpointWriter | None = None
         self._lock = -1
 
@@ -113,7 +115,9 @@ class SessionCheckpointer:
             )
         shards = [shard for name, shard in self._shards() if self._should_save(name, shard)]
         scaler = self.session.scaler
-        meta = checkpoint_meta(plan, step) | ({"loss_scaler": scaler.state()} if scaler else {})
+        meta = checkpoint_meta(plan, step, self._trained_on) | (
+            {"loss_scaler": scaler.state()} if scaler else {}
+        )
         if (delayed := self.session.delayed) is not None:
             meta |= {"delayed_update": delayed.state()}
         path = self._writer.start(step, shards, meta, copy=plan.checkpoint.asynchronous)

@@ -194,12 +194,12 @@ def _launch(
 ) -> Run:
     """Write the run directory of a plan that has passed preflight, and start its supervisor."""
     full, notes = _verified(plan.pin(), resume, progress)
-    notes += resume_notes(full)
     if full.finetune and full.finetune.base:
         with naming_field("finetune.base"):
             refuse_damaged(Path(full.finetune.base), progress)
     if problems := checkpoint_problems(full):  # only hashes tell another text or base
         raise PlanError(problems)
+    notes += resume_notes(full)
     meeting = checked_port(port)
     _clear_killed_run(full)
 

@@ -8,9 +8,10 @@ from contextlib import suppress
 from pathlib import Path
 
 from workbench.checkpoint import resume_point
-from workbench.checkpoint.checksums import damage
+from workbench.checkpoint.checksums import MAX_PREFLIGHT_BYTES, damage
 from workbench.checkpoint.intact_checkpoints import newest_intact
 from workbench.checkpoint.manifest import read_manifest
+from workbench.errors import refuse
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.schema import Plan
 
@@ -20,11 +21,21 @@ RECORDS = (("telemetry", "jsonl"), ("errors", "json"))
 
 def go_on(plan: ResolvedPlan, run_dir: Path) -> tuple[ResolvedPlan, list[str]]:
     """The plan, from the newest intact checkpoint in its own run directory, if there is one, and
-    why newer ones are not, in words.
+    why newer ones are not, in words. Each rank calls it.
+
+    Raises:
+        PlanError: There are checkpoints, and none is intact.
     """
-    latest, damaged = newest_intact(run_dir / "checkpoints", lambda words: None)
-    plan = plan if latest is None else plan.with_fields(**{"checkpoint.load": str(latest)})
-    return plan, [f"skipped {why}" for why in damaged]
+    most = MAX_PREFLIGHT_BYTES // plan.world_size  # every rank reads the same files
+    latest, damaged = newest_intact(run_dir / "checkpoints", lambda words: None, most)
+    if latest is not None:
+        return plan.with_fields(**{"checkpoint.load": str(latest)}), [
+            f"skipped {why}" for why in damaged
+        ]
+    if damaged:
+        why = f"{run_dir} holds no intact checkpoint: {'; '.join(damaged)}"
+        raise refuse("checkpoint", f"{why}; legal: to move them away, or a plan in another folder")
+    return plan, []
 
 
 def nothing_left(plan_path: Path) -> str:
