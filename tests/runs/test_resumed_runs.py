@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from workbench.checkpoint.manifest import VERSION, manifest_text
+from workbench.checkpoint.resume_changes import resume_notes
 from workbench.checkpoint.resume_point import checkpoint_meta
 from workbench.errors import PlanError
 from workbench.plan.resolved_plan import ResolvedPlan
@@ -332,8 +333,8 @@ def test_where_nothing_is_left_to_train_that_is_said(
     with pytest.raises(PlanError, match=words):
         resumed(former, training__steps=steps)
     assert not (tmp_path / "runs").exists()
-    (tmp_path / "exported").mkdir()
     load = str(former / "checkpoints/step-00000004")
     full = plan.replace(**{"checkpoint.load": load, "training.steps": steps}).pin()
-    (tmp_path / "exported/plan.yaml").write_text(full.to_yaml())
-    assert "has done 4: nothing is left to train" in nothing_left(tmp_path / "exported/plan.yaml")
+    assert "has done 4: nothing is left" in resume_notes(full)[-1]
+    (former / "plan.yaml").write_text(full.to_yaml())
+    assert "has done 4: nothing is left to train" in nothing_left(former / "plan.yaml")

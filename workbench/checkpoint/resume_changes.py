@@ -126,7 +126,12 @@ def resume_notes(plan: ResolvedPlan) -> list[str]:
     ]
     if not (_is_hashed(then) and _is_pinned(plan.corpus)):
         found.append(f"{folder} or the plan does not name its corpus by hash: it is not compared")
-    return [words_of_task(words, plan) for words in [*found, *_rate_change(then, meta, plan)]]
+    done, steps = meta["sample_index"] // plan.training.global_batch, plan.training.steps
+    if done >= steps:
+        found.append(f"training.steps is {steps}, {folder} has done {done}: nothing is left")
+    else:
+        found += _rate_change(then, meta, plan)
+    return [words_of_task(words, plan) for words in found]
 
 
 def _recorded(meta: Mapping[str, Any]) -> TrainedOn | None:
@@ -143,8 +148,7 @@ def _is_hashed(then: TrainedOn) -> bool:
 
 def _is_pinned(corpus: schema.Corpus) -> bool:
     """Whether files of the corpus are named by hash, which is so once a plan is pinned."""
-    sources = corpus.mix or [corpus]
-    named = [part.sha256 for part in sources]
+    named = [part.sha256 for part in corpus.mix] if corpus.mix else [corpus.sha256]
     named += [] if corpus.tokenizer in ("bytes", "bpe") else [corpus.tokenizer_sha256]
     named += [] if corpus.template is None else [corpus.template_sha256]
     return None not in named

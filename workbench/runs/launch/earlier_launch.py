@@ -39,18 +39,16 @@ def go_on(plan: ResolvedPlan, run_dir: Path) -> tuple[ResolvedPlan, list[str]]:
 
 
 def nothing_left(plan_path: Path) -> str:
-    """Why a plan has nothing left to train: an earlier launch is through, or the checkpoint that it
-    loads; empty where it has.
-    """
+    """Why a plan has nothing left to train: an earlier launch is through; empty where it is not."""
     with suppress(OSError, ValueError, KeyError):  # reported where the plan is trained
         plan, run_dir = Plan.load(plan_path).resolve(), plan_path.parent
-        own, _ = newest_intact(run_dir / "checkpoints")
-        latest = own or Path(plan.checkpoint.load or "")
-        words = f"{latest.name} of an earlier launch in {run_dir}" if own else f"'{latest}'"
-        steps = resume_point.steps_done(latest, read_manifest(latest)["meta"], plan)
-        problems = resume_point.nothing_left(words, steps, plan)
-        if problems and not damage(latest, lambda words: None):
-            return str(problems[0])
+        latest, _ = newest_intact(run_dir / "checkpoints")
+        if latest is not None:
+            steps = resume_point.steps_done(latest, read_manifest(latest)["meta"], plan)
+            words = f"{latest.name} of an earlier launch in {run_dir}"
+            problems = resume_point.nothing_left(words, steps, plan)
+            if problems and not damage(latest, lambda words: None):
+                return str(problems[0])
     return ""
 
 
