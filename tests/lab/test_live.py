@@ -22,8 +22,8 @@ def test_a_long_run_is_thinned_and_never_grows_without_end() -> None:
         change = series.add([(0, step, float(step))])
         replaced += bool(change and change.replace)
     kept = series.replacement().rows
-    assert replaced >= 3 and len(kept) <= 2 * line_series.MAX_POINTS and series.stride == 8
-    assert all(row["step"] % series.stride == 0 or row is kept[-1] for row in kept)
+    assert replaced >= 3 and len(kept) <= line_series.MAX_POINTS and series.width == 32
+    assert all(row["step"] % series.width in (0, series.width - 1) for row in kept[:-1])
 
 
 def test_many_ranks_are_drawn_at_most_once_a_second() -> None:

@@ -12,10 +12,11 @@ from workbench.lab import palette
 from workbench.lab.charts import chart_data
 from workbench.lab.live.figure import Figure, vega_spec
 from workbench.profile import Profile
+from workbench.runs.store.record_thinning import extremes
 from workbench.units import byte_unit, bytes_text
 
 MAX_POINTS = 400
-"""Instants drawn; of a longer step the largest sum of each of so many spans."""
+"""Instants drawn; of a longer step the smallest and the largest sum of half as many spans."""
 COMPUTE_ACTION = r"^\d+[FIWB](\d+)$"
 """Of a stage and a microbatch."""
 
@@ -45,13 +46,17 @@ def memory_over_time(
     title = "allocations and releases of the step"
     if microbatch is not None:
         own, title = _of_microbatch(own, microbatch), f"highs and lows of microbatch {microbatch}"
-    span = -(-len(own) // MAX_POINTS) or 1
-    shown = [own.iloc[i : i + span].total.idxmax() for i in range(0, len(own), span)]
+    totals = own.total.tolist()
+    span = 1 if len(own) <= MAX_POINTS else -(-2 * len(own) // MAX_POINTS)
+    shown = [
+        i + k for i in range(0, len(own), span) for k in sorted(extremes(totals[i : i + span]))
+    ]
+    title += f" (1 of {span // 2} drawn, extremes kept)" if span > 2 else ""
     unit, size = byte_unit(own.total)
     rows = [
         {"event": int(row["event"]), "action": row["action"], "category": name, "order": order}
         | {"value": float(row[name]) / size, "total": float(row["total"]) / size}
-        for row in own.loc[shown].fillna(0).to_dict("records")
+        for row in own.iloc[shown].fillna(0).to_dict("records")
         for order, name in enumerate(names)
         if own[name].max() > 0
     ]

@@ -41,8 +41,9 @@ def memory_steps(profile: Profile, beside: Sequence[Profile] = ()) -> Figure:
         beside: Profiles of the same plan whose allocated memory is drawn as a limit each.
     """
     totals, moment = allocated_by_step(profile)
+    width = line_series.profile_width(profile, totals.step)
     return memory_steps_figure(
-        totals, profile.world_size, profile.source, moment, predictions(beside, moment)
+        totals, profile.world_size, profile.source, moment, width, predictions(beside, moment)
     )
 
 
@@ -84,12 +85,15 @@ def memory_steps_figure(
     world_size: int,
     source: str,
     moment: str,
+    width: int,
     beside: Sequence[Prediction] = (),
 ) -> Figure:
-    """The figure of a frame (rank, step, value in bytes), counted at `moment`."""
+    """The figure of a frame (rank, step, value in bytes), counted at `moment` and thinned to parts
+    of `width` steps.
+    """
     unit, size = byte_unit([*totals.value, *(p.size for p in beside)] if len(totals) else [])
     rows = line_series.series_rows(
-        totals.assign(value=totals.value / size), world_size, worst="largest"
+        totals.assign(value=totals.value / size), world_size, "largest", width
     )
     names = line_series.series_names(rows, world_size)
     if rows:
@@ -99,14 +103,14 @@ def memory_steps_figure(
         name="memory_steps",
         title=f"Allocated memory by step ({unit})",
         subtitle=" · ".join([source, f"the allocator's count, {MOMENT_WORDS[moment]}", *words]),
-        spec=memory_steps_spec(unit, names),
+        spec=memory_steps_spec(unit, names, width),
         rows=rows,
         empty="Shown after the first step.",
     )
 
 
 @lru_cache(maxsize=32)
-def memory_steps_spec(unit: str, names: tuple[str, ...]) -> dict[str, Any]:
+def memory_steps_spec(unit: str, names: tuple[str, ...], width: int) -> dict[str, Any]:
     """The declaration: lines of `value` by step, or a band of all ranks with the outliers as
     lines; a dashed rule at each prediction.
     """
@@ -115,4 +119,4 @@ def memory_steps_spec(unit: str, names: tuple[str, ...]) -> dict[str, Any]:
     rule = predicted.mark_rule(color=palette.NEUTRAL_COLOUR, strokeDash=[6, 4])
     text = predicted.mark_text(color=palette.NEUTRAL_COLOUR, align="left", baseline="bottom", dx=4)
     label = text.encode(x=alt.value(0), text="source:N")
-    return vega_spec(line_series.line_chart(unit, names, True) + rule + label, height=150)
+    return vega_spec(line_series.line_chart(unit, names, width, True) + rule + label, height=150)

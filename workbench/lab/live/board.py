@@ -59,10 +59,12 @@ class Board(anywidget.AnyWidget):
             self._rows = {name: rows for name, rows in self._rows.items() if name not in names}
 
     def extend(self, name: str, rows: list[dict[str, Any]]) -> None:
-        """Add rows to a chart."""
+        """Add rows to a chart; those marked `open` take the place of those marked so before."""
         with self._lock:
-            added = _clean(rows)
-            self._rows[name] = self._rows[name] + added
+            added, stored = _clean(rows), self._rows[name]
+            if any(row.get("open") for row in added):
+                stored = [row for row in stored if not row.get("open")]
+            self._rows[name] = stored + added
             self._send_rows({name: {"rows": added, "append": True}})
 
     def rows(self, name: str) -> list[dict[str, Any]]:

@@ -69,14 +69,7 @@ class RunCharts:
         ({step, loss}).
         """
         steps = [loss_row for loss_row in new["steps"] if loss_row["seconds"]]
-        self._grow_losses(
-            [
-                loss_row
-                for loss_row in steps
-                if loss_row["rank"] == 0 and loss_row["loss"] is not None
-            ],
-            evaluations,
-        )
+        self._grow_losses([loss_row for loss_row in steps if loss_row["rank"] == 0], evaluations)
         self._grow_throughput(
             [
                 (loss_row["rank"], loss_row["step"], loss_row["tokens"] / loss_row["seconds"])
@@ -115,21 +108,22 @@ class RunCharts:
             loss_row(self.run, found["step"], found["loss"], VALIDATION) for found in evaluations
         ]
         self.validation += points
-        change = self.losses.add([(0, found["step"], found["loss"]) for found in steps])
-        lines = (
-            [loss_row(self.run, point["step"], point["value"]) for point in change.rows]
-            if change
-            else []
-        )
+        change = self.losses.add([(0, found["step"], _number(found["loss"])) for found in steps])
+        lines = [
+            loss_row(self.run, point["step"], point["value"]) | {"open": point.get("open", False)}
+            for point in (change.rows if change else [])
+        ]
         if change and change.replace:
-            self.board.put(loss_figure(lines + self.validation, [self.run], "measured"))
+            width = self.losses.width
+            self.board.put(loss_figure(lines + self.validation, [self.run], "measured", width))
         elif lines or points:
             self.board.extend("loss", lines + points)
 
     def _grow_throughput(self, values: list[tuple[int, int, float]]) -> None:
         change = self.throughput.add(values)
         if change and change.replace:
-            self.board.put(pace_figure(self.throughput.to_frame(), self.world_size, "measured"))
+            values, width = self.throughput.to_frame(), self.throughput.width
+            self.board.put(pace_figure(values, self.world_size, "measured", width))
         elif change:
             self.board.extend("throughput", change.rows)
 
@@ -153,9 +147,11 @@ class RunCharts:
         unit = byte_unit([self._unit[1], *known, *(value for _, _, value in values)])
         if change.replace or unit != self._unit:
             self._unit = unit
-            counts = self.allocated.to_frame()
+            counts, width = self.allocated.to_frame(), self.allocated.width
             beside = predictions(self.beside, self.moment)
-            self.board.put(counts_figure(counts, self.world_size, "measured", self.moment, beside))
+            self.board.put(
+                counts_figure(counts, self.world_size, "measured", self.moment, width, beside)
+            )
         else:
             self.board.extend(
                 "memory_steps",
@@ -183,3 +179,7 @@ class RunCharts:
     def _map(self, profiles: Sequence[Profile]) -> list[Figure]:
         """The map of all ranks where there are too many for a bar each."""
         return [memory_map(profile) for profile in profiles[:1] if has_memory_map(self.world_size)]
+
+
+def _number(value: float | None) -> float:
+    return float("nan") if value is None else value

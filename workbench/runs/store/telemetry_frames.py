@@ -21,6 +21,8 @@ Rows = dict[str, list[dict[str, Any]]]
 FrameRows = Sequence[tuple[str, Sequence[Mapping[str, Any]]]]
 """What a record holds of each frame: rows without the cells that they share, `SHARED`."""
 
+ONE_STEP_OF = "one_step_of"
+"""Key of `Profile.notes`: of so many steps of a long run one is here, and the extremes."""
 RECENT_STEPS = 100
 """Steps over which the training loss of each source is averaged."""
 SHARED = ("run", "source", "rank", "step")
@@ -50,6 +52,8 @@ class MeasuredFrames:
         self.checkpoints: dict[int, str] = {}
         self.left_out: list[str] = []
         """What of the telemetry is not here, in words; see `Reader.left_out`."""
+        self.every = 1
+        """Of how many steps one is here at least; see `Thinning`."""
         self._columns = {
             kind: {name: list[Any]() for name in names} for kind, names in COLUMNS.items()
         }
@@ -93,7 +97,7 @@ class MeasuredFrames:
         """Add all that `reader` has, and what it had to leave out; itself."""
         for records in reader.batches():
             self.add(records)
-        self.left_out = reader.left_out
+        self.left_out, self.every = reader.left_out, reader.every
         return self
 
     def profile(self) -> Profile:
@@ -107,6 +111,7 @@ class MeasuredFrames:
             **self._training_by_source(),
             **self._rewards(),
             **({"left_out": self.left_out} if self.left_out else {}),
+            **({ONE_STEP_OF: self.every} if self.every > 1 else {}),
         }
         frames: dict[str, Any] = {kind: _frozen(columns) for kind, columns in self._columns.items()}
         return Profile(

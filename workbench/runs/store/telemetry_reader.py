@@ -29,7 +29,7 @@ LEAST_BYTES = 64 * 2**10
 LONGEST_BYTES = 16 * 2**20
 """A line that is longer is damaged."""
 WHOLE_BYTES = 16 * 2**20
-"""Telemetry of this size is read whole by `history`; of more, every n-th step is."""
+"""Telemetry of this size is read whole by `history`; more is thinned, see `Thinning`."""
 _NAME = re.compile(r"rank(\d{5,8})\.jsonl")
 
 
@@ -45,6 +45,8 @@ class _Tail:
     overlong: bool = False
     """Whether the line under way has been given up."""
     damaged: int = 0
+    behind: bool = False
+    """Whether the last read left some of the file."""
     unreadable: str = ""
     """Why the file could not be read when it was last tried; empty where it could."""
 
@@ -60,8 +62,8 @@ class _Tail:
         return self._decoded(line for line in lines if line and not self.thinning.skips(line))
 
     def rest(self) -> list[Record]:
-        """The last records of those thinned out, once the file has been read to its end."""
-        return self._decoded(self.thinning.rest())
+        """What thinning held back, once the file has been read to its end."""
+        return [*self._decoded(self.thinning.skipped()), *self.thinning.rest()]
 
     def size(self) -> int:
         """Bytes that the file has now; 0 where it cannot be read."""
@@ -71,11 +73,13 @@ class _Tail:
             return 0
 
     def _decoded(self, lines: Iterable[bytes]) -> list[Record]:
-        return [record for line in lines if (record := self._decode(line)) is not None]
+        found = (record for line in lines if (record := self._decode(line)) is not None)
+        return [kept for record in found for kept in self.thinning.kept(record)]
 
     def _new(self, most: int) -> bytes:
         try:
             if self.path.stat().st_size == self.offset:
+                self.behind = False
                 return b""
             with self.path.open("rb") as stream:
                 stream.seek(self.offset)
@@ -83,13 +87,13 @@ class _Tail:
         except OSError as error:
             self.unreadable = error.strerror or str(error)
             return b""
-        self.unreadable = ""
+        self.unreadable, self.behind = "", len(new) == most
         self.offset += len(new)
         return new
 
     def _decode(self, line: bytes) -> Record | None:
-        """One record with its rank; None where a line is damaged (a writer killed within a write),
-        or thinned out.
+        """One record with its rank; None where a line is damaged (a writer killed within a
+        write).
         """
         try:
             record = checked(orjson.loads(line))
@@ -98,7 +102,7 @@ class _Tail:
         if record is None:
             self.damaged += 1
             return None
-        return None if self.thinning.drops(record) else {**record, "rank": self.rank}
+        return {**record, "rank": self.rank}
 
 
 @dataclass
@@ -136,6 +140,11 @@ class Reader:
         ):
             yield self.poll()
         yield [record for tail in self._in_order() for record in tail.rest()]
+
+    @property
+    def behind(self) -> bool:
+        """Whether the last poll left some of a file: a long history is read in parts."""
+        return any(tail.behind for tail in self._tails.values())
 
     @property
     def damaged(self) -> dict[int, int]:

@@ -5,6 +5,7 @@ class Chart {
     this.rows = [];
     this.newRows = []; // not yet in the view
     this.reset = true; // whether the view drops its rows first
+    this.passed = false; // whether it drops its open rows
     this.view = null;
     this.root = make("figure", "wb-figure");
     this.heading = make("figcaption", "wb-title");
@@ -26,12 +27,16 @@ class Chart {
     this.placeholder.textContent = figure.empty;
   }
 
-  // change: {rows, append}
+  // change: {rows, append}; appended rows that are open take the place of the open ones
   addRows({ rows, append }) {
     if (!append) {
       this.rows = [];
       this.newRows = [];
       this.reset = true;
+    } else if (rows.some((row) => row.open)) {
+      this.rows = this.rows.filter((row) => !row.open);
+      this.newRows = this.newRows.filter((row) => !row.open);
+      this.passed = true;
     }
     this.rows.push(...rows);
     this.newRows.push(...rows);
@@ -45,9 +50,10 @@ class Chart {
     if (this.view === null) await this.build();
     const change = this.view.changeset();
     if (this.reset) change.remove(() => true);
+    else if (this.passed) change.remove((row) => row.open);
     change.insert(this.newRows);
     this.newRows = [];
-    this.reset = false;
+    this.reset = this.passed = false;
     this.view.change("rows", change);
     this.view.resize(); // else the layout of the empty chart stays, with clipped labels
     await this.view.runAsync();
