@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from workbench.costmodel.communication.collective_volume import step_collectives
+from workbench.costmodel.compute.engine_traffic.engine_operators import norm_bytes
 from workbench.costmodel.compute.kernel_launches import adds_expert_biases, routing_launches
 from workbench.costmodel.compute.kernel_rates import device_rates, fused_attention, gemm_seconds
 from workbench.costmodel.compute.memory_bound import memory_bound_pass
@@ -21,6 +22,8 @@ from workbench.costmodel.rates.constants import constants
 from workbench.costmodel.rates.fitted_constants import FittedConstants
 from workbench.machine import gpu_catalog
 from workbench.plan.schema import Plan
+from workbench.planner import estimate
+from workbench.profile import Profile
 
 PLAIN = FittedConstants()
 
@@ -151,3 +154,29 @@ def test_weights_gathered_in_fp8_are_half_the_bytes() -> None:
     narrow, wide = gathered("fp8"), gathered("bf16")
     assert narrow["all_gather"] == pytest.approx(0.5 * wide["all_gather"])
     assert narrow["reduce_scatter"] == wide["reduce_scatter"]
+
+
+@pytest.mark.parametrize("kernels", ["compiled", "fused"])
+@pytest.mark.parametrize("model", ["gpt2-xl", "llama-3-8b"])
+@pytest.mark.parametrize("gpu", ["ascend-910", "ascend-910b", "h100-sxm-80gb", "mi300x"])
+def test_this_engines_fused_seams_move_less_than_eager_ones(
+    gpu: str, model: str, kernels: str
+) -> None:
+    def estimated(kernels: str) -> Profile:
+        changes = {"strategy.kernels": kernels, "strategy.precision": "fp16"}
+        return estimate(Plan.of(model, gpu=gpu, gpus=8, strategy="zero-3", set=changes))
+
+    found, eager = estimated(kernels), estimated("eager")
+    assert found.notes["time"]["compute"] < 0.999 * eager.notes["time"]["compute"]
+    assert "kernels" not in eager.notes and "factor" not in found.notes["kernels"]
+
+
+def test_textbook_bytes_of_this_engines_norms_are_those_counted() -> None:
+    """An addition with its norm reads two tensors and writes two, in either direction."""
+    own, eager = seam_bytes("own", True), seam_bytes("eager", True)
+    w = asked("gpt2-xl", "workbench", strategy__kernels="fused")
+    counted = norm_bytes(w, True)
+    for norm in (own.layernorm, own.rmsnorm):
+        joined = [a + b for a, b in zip(norm, own.residual)]
+        assert joined == [counted.forward, counted.backward] == [8, 8]
+    assert eager.layernorm[1] + eager.residual[1] == 16

@@ -49,12 +49,10 @@ def measured_kernels(gpu: GPU, kernels: str) -> MeasuredKernels | None:
 
 def kernel_cost_source(gpu: GPU, kernels: str) -> str:
     """Source of the cost of compiled or fused `kernels` on `gpu`, for people."""
-    found = measured_kernels(gpu, kernels)
-    return (
-        found.source
-        if found
-        else f"not measured on {gpu.name}: the textbook factor of data/planner.yaml"
-    )
+    if found := measured_kernels(gpu, kernels):
+        return found.source
+    counted = "of each operator" if gpu.device == "cuda" else "of each seam, data/planner.yaml"
+    return f"not measured on {gpu.name}: by the bytes {counted}"
 
 
 @lru_cache(maxsize=1)

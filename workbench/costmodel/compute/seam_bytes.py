@@ -33,7 +33,7 @@ class SeamBytes:
 
 @lru_cache(maxsize=8)
 def seam_bytes(kernels: str, single_norm: bool) -> SeamBytes:
-    """Bytes moved under `kernels` (eager, compiled, fused).
+    """Bytes moved under `kernels` (eager, compiled, fused, and this engine's own fused ones).
 
     Args:
         kernels: How a plan's operators run.

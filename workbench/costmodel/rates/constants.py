@@ -80,7 +80,7 @@ class Constants:
     plain_traffic: float
     """The same for seams that fused kernels leave eager."""
     counted_kernels: str
-    """Kernels (eager, compiled, fused) whose bytes are counted."""
+    """Kernels (eager, compiled, fused, or this engine's own fused ones) whose bytes are counted."""
     measured: MeasuredOperators | None = None
     """Operators of a CPU rank as a calibration measured them, which count instead of rates."""
     measured_host_gbs: float | None = None
@@ -119,7 +119,7 @@ def constants(
     fused = profile.kernels.runs_fused_seams(kernels)
     own = measured_kernels(gpu, kernels) if fused else None
     if own is None:
-        return usual
+        return replace(usual, counted_kernels="own") if fused and kernels == "fused" else usual
     eager = _constants(*known, "eager", stack, fit, profile)
     return replace(
         usual,
