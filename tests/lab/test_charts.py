@@ -8,6 +8,9 @@ import vl_convert
 
 from workbench.lab import charts, palette, prediction
 from workbench.lab.charts import chart_data
+from workbench.lab.comparison import report
+from workbench.lab.comparison.comparison_charts import comparison_figures
+from workbench.lab.comparison.entries import ComparisonEntry
 from workbench.lab.live.figure import VEGA_MIME, VEGA_SCHEMA, Figure
 from workbench.lab.pictures import snapshot
 from workbench.profile import Profile
@@ -346,3 +349,59 @@ def test_a_picture_of_a_whole_run_fits_a_cell_and_cuts_no_title() -> None:
 def test_a_renamed_chart_keeps_its_old_name_with_a_warning(old: str, new: object) -> None:
     with pytest.warns(DeprecationWarning, match=f"charts.{old} is now charts."):
         assert getattr(charts, old) is new
+
+
+LONG = "llama-3-8b on 8 h100-sxm-80gb of the cluster in the basement"
+
+
+@pytest.mark.parametrize(
+    "runs",
+    [
+        (f"{LONG}, zero-1", f"{LONG}, zero-3"),
+        (f"zero-1 of {LONG}", f"zero-3 of {LONG}"),
+        (f"{LONG} zero-1 {LONG}", f"{LONG} zero-3 {LONG}"),
+        (LONG, LONG),
+        (LONG, f"{LONG} again"),
+        (f"{LONG} (1)", f"{LONG} (2)", "short"),
+        (f"{LONG} a {LONG}", f"{LONG} b {LONG}", "short"),
+    ],
+)
+def test_no_two_bars_carry_the_same_label(runs: tuple[str, ...]) -> None:
+    profiles = [synthetic.profile("estimated", run=run) for run in runs]
+    names = chart_data.bar_names(profiles)
+    assert len(set(names)) == len(runs) and all(name.startswith("estimated") for name in names[:1])
+    svg = html.unescape(charts.step_time_parts(*profiles).svg())
+    assert all(f">{name}<" in svg for name in names)  # not cut by the axis
+
+
+@pytest.mark.parametrize("run", ["plan", LONG, f"{LONG} and {LONG} and {LONG}"])
+def test_charts_of_a_report_are_not_shrunk(run: str) -> None:
+    profiles = [synthetic.profile(s, run=run, steps=5) for s in ("estimated", "rehearsed")]
+    for figure in comparison_figures([ComparisonEntry(run, profiles)]):
+        (picture,), left_out = report.draw_figures([figure])
+        width = float(re.findall(r'<svg[^>]* width="([\d.]+)"', picture)[0])
+        column = 1120 if figure.wide else (1120 - 22) / 2
+        assert not left_out and 11 * min(1, column / width) > 10, figure.name
+
+
+@pytest.mark.parametrize("tiny", [1, 2**10])
+def test_a_legend_lists_what_can_be_seen(tiny: int) -> None:
+    def entries(figure: Figure) -> set[str]:
+        drawn = re.findall(r"role-legend-label[^>]*>.*?</g>", figure.svg())
+        return {text for part in drawn for text in re.findall(r">([^<>]+)</text>", part)}
+
+    profile = synthetic.profile("estimated", 2)
+    profile.memory.loc[profile.memory.category == "logits", "bytes"] = tiny
+    profile.notes["time"] |= {"overhead": 1e-9 * tiny}
+    called = profile.collectives.kind == "send"
+    profile.collectives.loc[called, "bytes"] = tiny
+    memory, parts, calls = (
+        charts.memory(profile),
+        charts.step_time_parts(profile),
+        charts.collectives(profile),
+    )
+    planned = prediction.memory_by_plan({"plan": [profile]})
+    assert entries(memory) == entries(planned) == set(synthetic.PARTS) - {"logits"}
+    assert entries(parts) == {"compute", "communication", "bubble"}
+    assert entries(calls) == {"all-reduce"}
+    assert any(row["category"] == "logits" for row in memory.rows)

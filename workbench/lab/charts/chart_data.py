@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import altair as alt
 
@@ -21,15 +21,59 @@ def source_words(profiles: Sequence[Profile]) -> str:
 
 
 def bar_names(profiles: Sequence[Profile]) -> list[str]:
-    """Names of the profiles' bars: the source, and the run too where several share a source."""
+    """Names of the profiles' bars: the source, and the run too where several share a source; of
+    runs that are longer than `MAX_NAME_LETTERS` the words that are not of all. No two are equal.
+    """
     several = len({profile.source for profile in profiles}) < len(profiles)
-    names = [
-        f"{profile.source} · {profile.run}" if several else profile.source for profile in profiles
-    ]
+    names = _named(profiles, [profile.run if several else "" for profile in profiles])
+    if max(map(len, names), default=0) > MAX_NAME_LETTERS:
+        named = _named(profiles, own_words([profile.run for profile in profiles]))
+        names = [shortened(name, MAX_NAME_LETTERS) for name in named]
     return [
-        name if names.count(name) == 1 else f"{name} ({names[:i].count(name) + 1})"
+        name
+        if names.count(name) == 1
+        else f"{shortened(name, MAX_NAME_LETTERS - 4)} ({names[:i].count(name) + 1})"
         for i, name in enumerate(names)
     ]
+
+
+def _named(profiles: Sequence[Profile], runs: Sequence[str]) -> list[str]:
+    return [f"{p.source} · {run}" if run else p.source for p, run in zip(profiles, runs)]
+
+
+def own_words(names: Sequence[str]) -> list[str]:
+    """Names without the words with which all of them begin, and those with which all end."""
+    words = [name.split(" ") for name in names]
+    if len(set(names)) < 2:
+        return list(names)
+    first = _shared(words)
+    last = _shared([found[: first - 1 : -1] if first else found[::-1] for found in words])
+    return [" ".join(found[first : len(found) - last]) or name for found, name in zip(words, names)]
+
+
+def _shared(words: Sequence[Sequence[str]]) -> int:
+    """Words with which all begin."""
+    found = 0
+    while all(len(own) > found for own in words) and len({own[found] for own in words}) == 1:
+        found += 1
+    return found
+
+
+def shortened(name: str, letters: int) -> str:
+    """A name with its middle left out where it is longer."""
+    half = (letters - 1) // 2
+    return name if len(name) <= letters else f"{name[:half]}…{name[-half:]}"
+
+
+MIN_SEEN_SHARE = 0.002
+"""Share of the longest bar from which a part of a bar can be seen."""
+
+
+def seen_parts(parts: Sequence[str], rows: Sequence[dict[str, Any]], field: str) -> tuple[str, ...]:
+    """Those of `parts` that can be seen in a bar: a legend lists no other."""
+    least = MIN_SEEN_SHARE * max((row["total"] for row in rows), default=0)
+    seen = {row[field] for row in rows if row["value"] > least}
+    return tuple(part for part in parts if part in seen)
 
 
 def run_names(profiles: Sequence[Profile]) -> list[str]:
@@ -66,6 +110,8 @@ LETTER_WIDTH, SYMBOL_WIDTH = 5.8, 27.0
 """Width of a letter of a legend, and of a legend's symbol with the gaps around it, in pixels."""
 MAX_NAMES_WIDTH = 240
 """Pixels that the names left of bars may take."""
+MAX_NAME_LETTERS = 38
+"""Letters of a bar's name that those pixels hold."""
 NARROW_WIDTH, FULL_WIDTH = 345, 700
 """Pixels of the narrowest place that a board gives a chart, and one that has a line of its own."""
 
@@ -91,6 +137,7 @@ def bottom_legend(
         title=None,
         orient="bottom",
         columns=max(1, min(8, int(width / column))),
+        values=list(labels),
         symbolType=symbol,
         symbolSize=90,
         symbolStrokeWidth=stroke,

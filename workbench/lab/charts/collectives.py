@@ -43,7 +43,7 @@ def collectives(*profiles: Profile) -> Figure:
         name="collectives",
         title=f"Communication per step, by axis ({unit})",
         subtitle=f"{chart_data.source_words(profiles)} · bytes per step, busiest rank",
-        spec=collectives_spec(unit, kinds, axes, bars),
+        spec=collectives_spec(unit, kinds, chart_data.seen_parts(kinds, rows, "kind"), axes, bars),
         rows=rows,
         empty="No communication: every axis has one rank, or no step was sampled yet.",
     )
@@ -114,7 +114,11 @@ def bytes_by_axis(calls: list[CollectiveCalls]) -> dict[str, float]:
 
 @lru_cache(maxsize=64)
 def collectives_spec(
-    unit: str, kinds: tuple[str, ...], axes: tuple[str, ...], bars: tuple[str, ...]
+    unit: str,
+    kinds: tuple[str, ...],
+    seen: tuple[str, ...],
+    axes: tuple[str, ...],
+    bars: tuple[str, ...],
 ) -> dict[str, Any]:
     """The declaration: a bar for each of `bars` in each of `axes`, stacked by kind of
     collective.
@@ -134,9 +138,7 @@ def collectives_spec(
             scale=alt.Scale(nice=False),
             axis=chart_data.amount_axis(),
         ),
-        color=alt.Color(
-            "kind:N", scale=colour, legend=chart_data.bottom_legend(kinds, beside=axes)
-        ),
+        color=alt.Color("kind:N", scale=colour, legend=chart_data.bottom_legend(seen, beside=axes)),
         order="order:Q",
         tooltip=[
             "axis:N",

@@ -63,7 +63,14 @@ def memory(*profiles: Profile) -> Figure:
         subtitle=" · ".join(
             [memory_subtitle(profiles, capacity, near, largest), *category_notes(bars)]
         ),
-        spec=memory_spec(unit, categories, names, order, capacity_label_side(near, largest)),
+        spec=memory_spec(
+            unit,
+            categories,
+            chart_data.seen_parts(categories, rows, "category"),
+            names,
+            order,
+            capacity_label_side(near, largest),
+        ),
         rows=rows,
     )
 
@@ -199,12 +206,14 @@ def category_notes(bars: Sequence[dict[str, Any]]) -> list[str]:
 def memory_spec(
     unit: str,
     categories: tuple[str, ...],
+    seen: tuple[str, ...],
     labels: tuple[str, ...],
     bars: tuple[str, ...],
     capacity_side: Literal["left", "right", ""],
 ) -> dict[str, Any]:
     """The declaration: a bar for each of `bars` in each of `labels`. Values are in the rows.
 
+    `seen`: the categories that the legend lists.
     `capacity_side`: on which side of the line at the GPU's memory its label stands.
     """
     y = alt.Y("label:N", sort=list(labels), axis=chart_data.name_axis())
@@ -223,7 +232,7 @@ def memory_spec(
     stack = base.mark_bar(stroke="white", strokeWidth=0.6, strokeOpacity=0.5).encode(
         x=x,
         color=alt.Color(
-            "category:N", scale=colour, legend=chart_data.bottom_legend(categories, beside=labels)
+            "category:N", scale=colour, legend=chart_data.bottom_legend(seen, beside=labels)
         ),
         order=alt.Order("order:Q"),
         tooltip=[

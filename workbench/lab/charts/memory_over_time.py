@@ -65,7 +65,9 @@ def memory_over_time(
         name="memory_over_time",
         title=f"Memory over a step ({unit})",
         subtitle="" if not rows else _subtitle(profile, rank, own),
-        spec=memory_over_time_spec(unit, categories, title),
+        spec=memory_over_time_spec(
+            unit, categories, chart_data.seen_parts(categories, rows, "category"), title
+        ),
         rows=rows,
         wide=True,
         empty="No memory over time; rehearse with over_time=True.",
@@ -90,8 +92,10 @@ def _subtitle(profile: Profile, rank: int | None, own: Any) -> str:
 
 
 @lru_cache
-def memory_over_time_spec(unit: str, categories: tuple[str, ...], title: str) -> dict[str, Any]:
-    """The declaration: areas of `value` by event, one a category."""
+def memory_over_time_spec(
+    unit: str, categories: tuple[str, ...], seen: tuple[str, ...], title: str
+) -> dict[str, Any]:
+    """The declaration: areas of `value` by event, one a category; the legend lists `seen`."""
     colours = alt.Scale(
         domain=list(categories), range=[palette.MEMORY_COLOURS[name] for name in categories]
     )
@@ -101,7 +105,9 @@ def memory_over_time_spec(unit: str, categories: tuple[str, ...], title: str) ->
         .encode(
             x=alt.X("event:Q", title=title),
             y=alt.Y("value:Q", title=f"memory ({unit})", stack="zero"),
-            color=alt.Color("category:N", scale=colours, title=None),
+            color=alt.Color(
+                "category:N", scale=colours, title=None, legend=alt.Legend(values=list(seen))
+            ),
             order=alt.Order("order:Q"),
             tooltip=["action:N", "category:N", "value:Q", "total:Q"],
         )

@@ -47,7 +47,12 @@ def step_time_parts(*profiles: Profile, names: Sequence[str] = ()) -> Figure:
         name="parts",
         title=f"Step time by part ({unit})",
         subtitle=chart_data.source_words(profiles),
-        spec=step_time_spec(unit, parts, tuple(bar for bar, _ in bars)),
+        spec=step_time_spec(
+            unit,
+            parts,
+            chart_data.seen_parts([palette.key_label(part) for part in parts], rows, "part"),
+            tuple(bar for bar, _ in bars),
+        ),
         rows=rows,
         empty="No step time is known.",
     )
@@ -88,8 +93,10 @@ def seconds_by_action(timeline: pd.DataFrame) -> dict[str, float]:
 
 
 @lru_cache(maxsize=32)
-def step_time_spec(unit: str, names: tuple[str, ...], bars: tuple[str, ...]) -> dict[str, Any]:
-    """The declaration: a bar for each of `bars`, stacked by part."""
+def step_time_spec(
+    unit: str, names: tuple[str, ...], seen: tuple[str, ...], bars: tuple[str, ...]
+) -> dict[str, Any]:
+    """The declaration: a bar for each of `bars`, stacked by part; the legend lists `seen`."""
     titles, colours = (
         [palette.key_label(name) for name in names],
         [palette.STEP_PART_COLOURS.get(n, palette.OTHER_PART_COLOUR) for n in names],
@@ -108,7 +115,7 @@ def step_time_spec(unit: str, names: tuple[str, ...], bars: tuple[str, ...]) -> 
         color=alt.Color(
             "part:N",
             scale=alt.Scale(domain=titles, range=colours),
-            legend=chart_data.bottom_legend(titles, beside=bars),
+            legend=chart_data.bottom_legend(seen, beside=bars),
         ),
         order="order:Q",
         tooltip=[

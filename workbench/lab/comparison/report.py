@@ -17,8 +17,10 @@ from workbench.lab.pictures.pictures import PictureError
 from workbench.safe_io.files import replace_file
 from workbench.untrusted_text import escaped
 
-HALF_WIDTH, FULL_WIDTH = 440, 940
-"""Pixels of a chart that shares its line with another, and of one that has a line of its own."""
+HALF_WIDTH, FULL_WIDTH = 515, 1060
+"""Pixels of a chart that shares its line with another, and of one that has a line of its own, with
+all that belongs to it: a wider picture would be shrunk, with its text.
+"""
 SOURCE_MEANINGS = (
     "Estimated: closed form. Rehearsed: the real code on fake tensors. Measured: the allocator's "
     "own count and the clock of real ranks, on the run and step named."
@@ -83,7 +85,8 @@ def draw_figures(figures: Sequence[Figure]) -> tuple[list[str], list[str]]:
     left_out: list[str] = []
     for figure in figures:
         try:
-            picture = figure.svg(FULL_WIDTH if figure.wide else HALF_WIDTH)
+            width = FULL_WIDTH if figure.wide else HALF_WIDTH
+            picture = figure.svg(width - figure.names_width)
             charts.append(f'<figure class="{"wide" if figure.wide else ""}">{picture}</figure>')
         except PictureError as error:
             left_out.append(f"{figure.title}: {error}")

@@ -6,6 +6,7 @@ in a saved notebook and kept up to date in a live board.
 
 from __future__ import annotations
 
+import textwrap
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,8 @@ QUIET_EMBED = {"embedOptions": {"logLevel": 1}}
 """Vega's errors alone: a layer without rows (a limit that is far away, losses not evaluated yet) is
 no error.
 """
+AXIS_LETTER, TITLE_LETTER, SUBTITLE_LETTER = 5.6, 7.2, 6.1
+"""Width in pixels of a letter of an axis, of a title of 13 pixels' height, of its subtitle."""
 FONT = "system-ui, -apple-system, 'Segoe UI', 'DejaVu Sans', sans-serif"
 
 
@@ -48,7 +51,8 @@ class Figure:
 
         `text` is the colour of titles and labels; None leaves it to the viewer's theme.
         """
-        title = {"text": self.title, "subtitle": self.subtitle if self.rows else self.empty}
+        whole = width + self.names_width
+        title = self.title_lines(whole, self.subtitle if self.rows else self.empty)
         return {
             "$schema": VEGA_SCHEMA,
             "config": vega_config(text),
@@ -64,6 +68,28 @@ class Figure:
         """
         body = {k: v for k, v in self.spec.items() if k not in ("$schema", "config", "autosize")}
         return body | {"width": width, "data": {"values": self.rows}}
+
+    def title_lines(self, width: int, subtitle: str) -> dict[str, str | list[str]]:
+        """Title and `subtitle` in lines of at most `width` pixels: one line would widen the
+        picture.
+        """
+        lines = {
+            "text": textwrap.wrap(self.title, int(width / TITLE_LETTER)),
+            "subtitle": textwrap.wrap(subtitle, int(width / SUBTITLE_LETTER)),
+        }
+        return {name: found if len(found) > 1 else "".join(found) for name, found in lines.items()}
+
+    @property
+    def names_width(self) -> int:
+        """Pixels left of the plot: names of bars, or the numbers of an axis with its title."""
+        layers = self.spec.get("layer", [self.spec])
+        y: dict[str, Any] = next(
+            (layer["encoding"]["y"] for layer in layers if "y" in layer.get("encoding", {})), {}
+        )
+        if y.get("type") != "nominal":
+            return 60
+        names = (str(row.get(y["field"], "")) for row in self.rows)
+        return 20 + int(AXIS_LETTER * max(map(len, names), default=0))
 
     def svg(self, width: int = 560, text: str = palette.TEXT_COLOUR) -> str:
         """The chart as SVG text; needs no browser and no network.

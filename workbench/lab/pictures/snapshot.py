@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -21,8 +20,6 @@ NARROW_CHART_WIDTH = 375
 small screen.
 """
 CHART_GAP = 20
-LETTER_PIXELS = 5.6
-"""Width of a letter of an axis; of a title, 7.2 of 13 pixels' height, 6.1 of a subtitle."""
 
 
 def snapshot_bundle(
@@ -87,26 +84,8 @@ def figure_part(figure: Figure) -> dict[str, Any]:
     cut.
     """
     width = 2 * NARROW_CHART_WIDTH + CHART_GAP if figure.wide else NARROW_CHART_WIDTH
-    title = {
-        "text": textwrap.wrap(figure.title, int(width / 7.2)),
-        "anchor": "start",
-        "frame": "bounds",
-        "subtitle": textwrap.wrap(figure.subtitle, int(width / 6.1)),
-    }
-    return figure.view(width - names_width(figure)) | {
+    title = figure.title_lines(width, figure.subtitle) | {"anchor": "start", "frame": "bounds"}
+    return figure.view(width - figure.names_width) | {
         "title": title,
         "data": {"name": f"{DATA}_{figure.name}"},
     }
-
-
-def names_width(figure: Figure) -> int:
-    """Pixels left of a chart's bars: their names, or the numbers of an axis with its title."""
-    layers = figure.spec.get("layer", [figure.spec])
-    y: dict[str, Any] = next(
-        (layer["encoding"]["y"] for layer in layers if "y" in layer.get("encoding", {})), {}
-    )
-    if y.get("type") != "nominal":
-        return 60
-    return 20 + int(
-        LETTER_PIXELS * max((len(str(row.get(y["field"], ""))) for row in figure.rows), default=0)
-    )

@@ -44,13 +44,17 @@ def memory_by_plan(
     ]
     if rows:
         rows[0] |= memory_by_rank.capacity_cells(unit, size, 1.35 * largest, limit)
+    categories = tuple(
+        n for n in palette.MEMORY_COLOURS if any(row["category"] == n for row in rows)
+    )
     return Figure(
         name="memory_by_plan",
         title=f"Peak memory of the rank with the most ({unit})",
         subtitle=chart_data.source_words(every),
         spec=memory_by_rank.memory_spec(
             unit,
-            tuple(n for n in palette.MEMORY_COLOURS if any(r["category"] == n for r in rows)),
+            categories,
+            chart_data.seen_parts(categories, rows, "category"),
             tuple(plans),
             sources,
             memory_by_rank.capacity_label_side(limit, largest),
