@@ -7,6 +7,7 @@ import pytest
 from workbench.lab.live.dashboard import Dashboard, watch
 from workbench.lab.live.figure import VEGA_MIME
 from workbench.runs.run import Run
+from workbench.runs.store import telemetry_reader
 from workbench.runs.store.run_state import first_state
 
 from . import fake_run, synthetic
@@ -105,3 +106,34 @@ def test_ranks_that_are_up_are_counted(folder: Path) -> None:
     fake_run.step(folder, 2, 0)
     dashboard._poll()
     assert dashboard.board.banner["fraction"] == pytest.approx(1 / 12)
+
+
+@pytest.mark.parametrize("phase", ["finished", "stopped", "running"])
+def test_a_view_that_still_reads_says_how_far_it_is(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, phase: str
+) -> None:
+    fake_run.hello(folder, 2)
+    for number in range(12):
+        fake_run.step(folder, 2, number)
+    fake_run.put_state(folder, first_state(2, 12), phase=phase, exit_code=0)
+    monkeypatch.setattr(telemetry_reader, "LEAST_BYTES", 1_000)
+    monkeypatch.setattr(telemetry_reader, "POLL_BYTES", 1_000)
+    dashboard = Dashboard(Run(folder))
+    headlines, done = [], []
+    while dashboard._reader.behind or not headlines:
+        dashboard._poll()
+        headlines.append(dashboard.board.banner["headline"])
+        done.append(dashboard.progress.steps_done)
+    assert len(headlines) > 3 and done[-1] == 12
+    assert headlines[:-1] == [f"Reading {number} of 12 steps" for number in done[:-1]]
+    assert headlines[-1].startswith("Training" if phase == "running" else phase.capitalize())
+    assert dashboard.snapshot()["text/plain"].startswith(headlines[-1])
+
+
+def test_a_view_of_a_finished_run_begins_by_reading(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_run.put_state(folder, first_state(2, 12), phase="finished", exit_code=0)
+    monkeypatch.setattr(Dashboard, "_follow", lambda self: None)
+    dashboard = Dashboard(Run(folder)).start()
+    assert dashboard.board.banner["headline"] == "Reading 0 of 12 steps"

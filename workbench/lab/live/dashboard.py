@@ -59,12 +59,16 @@ class Dashboard:
         self._reader = Reader(run.dir)
         self._output = OutputCell()
         self._stopping = False
+        self._behind = False
+        """Whether more of the telemetry is written than was read."""
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._follow, name=f"watch {run.id}", daemon=True)
 
     def start(self) -> Dashboard:
         """Begin to follow, in a thread of its own."""
-        self._show_state(self.run.state)
+        state = self.run.state
+        self._behind = state.final
+        self._show_state(state)
         self._thread.start()
         return self
 
@@ -110,6 +114,7 @@ class Dashboard:
         """Read new records; whether the run is over."""
         state = self.run.state  # first, so that a final state comes after its last records
         records = self._reader.poll()
+        self._behind = self._reader.behind
         self.progress.left_out = self._reader.left_out
         if records:
             self.progress.add_records(records)
@@ -125,7 +130,7 @@ class Dashboard:
     def _show_state(self, state: Any) -> None:
         self.board.show_banner(
             **run_status.run_banner(
-                self.run.id, state, self.progress, self._stopping, str(self.run.dir)
+                self.run.id, state, self.progress, self._stopping, str(self.run.dir), self._behind
             )
         )
 

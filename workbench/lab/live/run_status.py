@@ -82,7 +82,12 @@ class RunProgress:
 
 
 def run_banner(
-    name: str, state: State, progress: RunProgress, stopping: bool = False, folder: str = ""
+    name: str,
+    state: State,
+    progress: RunProgress,
+    stopping: bool = False,
+    folder: str = "",
+    behind: bool = False,
 ) -> dict[str, Any]:
     """The banner of a run, as `Board.show_banner` takes it.
 
@@ -92,10 +97,14 @@ def run_banner(
         progress: What its telemetry says.
         stopping: Whether Stop was pressed and has no effect yet.
         folder: The run directory, for the line that says how to attach again.
+        behind: Whether more of its telemetry is written than was read.
     """
+    reading = behind and state.phase != "failed"
     shown: dict[str, Any] = {
-        "tone": PHASE_TONES.get(state.phase, "busy"),
-        "headline": run_headline(state, progress, stopping),
+        "tone": "busy" if reading else PHASE_TONES.get(state.phase, "busy"),
+        "headline": reading_headline(progress)
+        if reading
+        else run_headline(state, progress, stopping),
         "lines": [line for line in (state.warning, pace_line(state, progress), name) if line]
         + [*state.notes, *(f"left out: {words}" for words in progress.left_out)],
         "fraction": progress.steps_done / progress.steps if progress.steps else None,
@@ -110,6 +119,11 @@ def run_banner(
         shown["lines"] = [line for line in (state.cause.advice, *shown["lines"]) if line]
         shown["code"] = state.cause.log_tail
     return shown
+
+
+def reading_headline(progress: RunProgress) -> str:
+    """One line that says how far a long history has been read."""
+    return f"Reading {progress.steps_done:,} of {progress.steps:,} steps"
 
 
 def run_headline(state: State, progress: RunProgress, stopping: bool) -> str:

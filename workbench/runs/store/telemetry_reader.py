@@ -85,7 +85,7 @@ class _Tail:
                 stream.seek(self.offset)
                 new = stream.read(most)
         except OSError as error:
-            self.unreadable = error.strerror or str(error)
+            self.unreadable, self.behind = error.strerror or str(error), False
             return b""
         self.unreadable, self.behind = "", len(new) == most
         self.offset += len(new)
