@@ -5,6 +5,7 @@ without torch.
 import json
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -157,3 +158,10 @@ def test_torch_is_not_loaded() -> None:
 def test_the_wheel_holds_the_table() -> None:
     project = (Path(__file__).parents[2] / "pyproject.toml").read_text()
     assert '"data" = "workbench/_assets/data"' in project
+
+
+def test_the_wheel_packs_the_library_alone() -> None:
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
+    wheel = project["tool"]["hatch"]["build"]["targets"]["wheel"]
+    inside = [*wheel["packages"], *wheel["force-include"].values()]
+    assert {path.split("/")[0] for path in inside} == {"workbench"}
