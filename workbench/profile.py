@@ -288,6 +288,17 @@ class Profile:
         return True if len(peaks) == self.world_size else None
 
     @property
+    def unfit_words(self) -> str:
+        """What its times and rates are of, where no step can have them; else empty."""
+        unfit = self.fits is False and self.source != "measured"
+        return "of a plan that does not fit" if unfit else ""
+
+    @property
+    def source_words(self) -> str:
+        """Source of its times and rates, with what they are of."""
+        return ", ".join(filter(None, (self.source, self.unfit_words)))
+
+    @property
     def advice(self) -> str:
         """The smallest change that makes an estimated plan fit, in words; empty where it fits or
         none is known.
@@ -341,7 +352,7 @@ class Profile:
         if self.fits is not None:
             facts["fits"] = "yes" if self.fits else "no"
         if self.step_seconds is not None:
-            facts["step time"] = f"{self.step_seconds:.4g} s"
+            facts["step time"] = f"{self.step_seconds:.4g} s {self.unfit_words}".rstrip()
         if self.step_interval is not None:
             facts["step time, 90 % interval"] = interval_text(self.step_interval)
         if self.cpu_seconds is not None:

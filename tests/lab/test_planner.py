@@ -5,9 +5,12 @@ from typing import Any
 
 import pytest
 
+from tests.conftest import Ask
 from workbench.errors import PlanError
+from workbench.lab.comparison.compare import compare
 from workbench.lab.panel.cancellable import Cancellable
 from workbench.lab.panel.control_values import read_path
+from workbench.lab.panel.fit_verdict import verdict_banner
 from workbench.lab.panel.plan_controls import plan_controls
 from workbench.lab.panel.plan_edits import apply_edit
 from workbench.lab.panel.planner import Planner
@@ -15,6 +18,7 @@ from workbench.plan.schema import Plan, written_fields
 from workbench.planner import estimate
 from workbench.profile import Profile
 from workbench.units import interval_text
+from workbench.verbs import explain
 
 
 @pytest.fixture
@@ -507,3 +511,32 @@ def test_edits_of_a_cell_and_of_the_page_at_the_same_time_are_both_kept(
     page.join(10)
     training = planner.plan.resolve().training
     assert (training.sequence_length, training.micro_batch) == (1024, 2)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "gpipe", "ring-attention"])
+def test_times_of_a_plan_that_does_not_fit_say_so(strategy: str, ask: Ask, tmp_path: Path) -> None:
+    plan = Plan.of("llama-3-8b", gpu="h100-sxm-80gb", gpus=64, strategy=strategy)
+    profile = estimate(plan)
+    assert profile.fits is False and profile.notes["memory"]["expected_slowdown"] is None
+    said = "(estimated, of a plan that does not fit)"
+    lines = verdict_banner(profile)["lines"]
+    assert not any("nearly full" in line for line in lines)
+    rates = [line for line in lines if line.startswith(("step time", "MFU"))]
+    assert len(rates) == 2 and all(said in line for line in rates)
+    (tmp_path / "plan.yaml").write_text(plan.to_yaml())
+    _, table, _ = ask("estimate", tmp_path / "plan.yaml")
+    for row in ("step time", "tokens/s"):
+        (line,) = (x for x in table.splitlines() if x.strip().split("  ")[0] == row)
+        assert line.rstrip().endswith("of a plan that does not fit")
+    assert "retries" not in table
+    found = explain(plan)
+    assert said in found.step_line and said in repr(found)
+    assert "does not fit" in repr(compare(plan))
+
+
+def test_times_of_a_plan_that_fits_say_nothing_of_it() -> None:
+    plan = Plan.of("llama-3-8b", gpu="h100-sxm-80gb", gpus=64, strategy="zero-3")
+    profile = estimate(plan)
+    assert profile.fits and profile.source_words == "estimated"
+    assert profile.notes["memory"]["expected_slowdown"] >= 1
+    assert "does not fit" not in repr(compare(plan)) + repr(explain(plan))

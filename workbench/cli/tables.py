@@ -250,13 +250,13 @@ def _allocator_rows(found: Profile) -> Iterator[tuple[str, ...]]:
 
 def _time_rows(found: Profile) -> Iterator[tuple[str, ...]]:
     if found.step_seconds is not None:
-        yield "step time", seconds_text(found.step_seconds)
+        yield "step time", seconds_text(found.step_seconds), found.unfit_words
     if found.data_share is not None:
         yield "  waiting for data", percent_text(found.data_share)
     if kernels := found.notes.get("kernels"):
         yield "kernel costs", kernels
     if found.tokens_per_second is not None:
-        yield "tokens/s", count_text(found.tokens_per_second)
+        yield "tokens/s", count_text(found.tokens_per_second), found.unfit_words
     if found.loss:
         yield "loss, first and last", f"{found.loss[0]:.4f}  {found.loss[-1]:.4f}"
     for one in found.notes.get("loss_by_source", []):
@@ -408,7 +408,7 @@ def notes_table(found: Profile) -> Grid | None:
     flat = {key: value for key, value in found.notes.items() if value not in (None, {}, [])}
     if not flat:
         return None
-    built = table("Notes", ("what", "value"))
+    built = table(f"Notes {found.unfit_words}".rstrip(), ("what", "value"))
     for key, value in flat.items():
         if key == "advice":
             built.add_row("smallest change that fits", found.advice)

@@ -138,10 +138,12 @@ def _step_notes(full: ResolvedPlan, w: Workload, k: Constants, time: StepTime) -
 
 
 def _memory_notes(full: ResolvedPlan, k: Constants, most: float, capacity: int) -> dict[str, Any]:
-    """What a peak of `most` bytes means on a GPU of `capacity`."""
-    stack = full.strategy.stack
-    slower = {"expected_slowdown": near_full_slowdown(most, capacity, stack, k)}
-    return {"memory": memory_requirement(most, capacity, stack) | slower}
+    """What a peak of `most` bytes means on a GPU of `capacity`; where it does not fit, no step is
+    slowed down.
+    """
+    stack, fits = full.strategy.stack, most <= capacity
+    slower = near_full_slowdown(most, capacity, stack, k) if fits else None
+    return {"memory": memory_requirement(most, capacity, stack) | {"expected_slowdown": slower}}
 
 
 def _measured_notes(full: ResolvedPlan, w: Workload, time: StepTime, mfu: float) -> dict[str, Any]:

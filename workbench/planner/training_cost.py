@@ -56,6 +56,8 @@ class TrainingCost:
     """Mean power at the site's meter, of one GPU with its share of the host."""
     kwh: float | None
     missing: tuple[str, ...]
+    source_words: str
+    """Source of the figures for people, and that the plan does not fit."""
 
     @property
     def days(self) -> float:
@@ -64,9 +66,8 @@ class TrainingCost:
 
     def to_json(self) -> dict[str, Any]:
         """The fields and the days, for machines."""
-        return {field.name: getattr(self, field.name) for field in fields(self)} | {
-            "days": self.days
-        }
+        names = [field.name for field in fields(self) if field.name != "source_words"]
+        return {name: getattr(self, name) for name in names} | {"days": self.days}
 
 
 def training_cost(
@@ -99,6 +100,7 @@ def training_cost(
         watts=watts,
         kwh=None if watts is None else hours * watts / 1000,
         missing=_missing_figures(plan.gpu, each, watts),
+        source_words=profile.source_words,
     )
 
 

@@ -108,7 +108,7 @@ def _asked(table: AskedTable) -> list[Grid | str]:
 
 def _cost(name: str, cost: TrainingCost) -> Grid:
     """The cost, one figure a row; what is missing says why."""
-    built = tables.table(f"{name}, cost ({cost.source})", ("what", "value"), ("value",))
+    built = tables.table(f"{name}, cost ({cost.source_words})", ("what", "value"), ("value",))
     built.add_row("tokens/s", count_text(cost.tokens_per_second))
     built.add_row(
         f"time to {count_text(cost.tokens)} tokens ({cost.tokens_from})", days_text(cost.days)

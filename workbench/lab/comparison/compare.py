@@ -153,6 +153,13 @@ def relative_error(predicted: float | None, measured: float | None) -> float | N
     return (predicted - measured) / measured if predicted is not None and measured else None
 
 
+def _state(entry: ComparisonEntry, profile: Profile) -> str | None:
+    """How far a run came; of a plan that has none, whether its GPUs cannot hold it."""
+    if profile.source == "measured":
+        return entry.state
+    return "does not fit" if profile.unfit_words and not entry.profile_of("measured") else None
+
+
 def summary_rows(entry: ComparisonEntry) -> list[dict[str, Any]]:
     """One row a source of `Comparison.summary`."""
     rows = []
@@ -169,7 +176,7 @@ def summary_rows(entry: ComparisonEntry) -> list[dict[str, Any]]:
                 "step_seconds_90": profile.step_interval,
                 "tokens_per_second": profile.tokens_per_second,
                 "steps": len(losses) or None,
-                "state": entry.state if profile.source == "measured" else None,
+                "state": _state(entry, profile),
                 "first_loss": losses[0] if losses else None,
                 "last_loss": losses[-1] if losses else None,
             }

@@ -148,7 +148,7 @@ def step_time_line(profile: Profile) -> str:
     pace = f" · {count_text(tokens)} tokens/s" if tokens else ""
     ends = profile.step_interval
     within = f" (nine of ten within {interval_text(ends)})" if ends else ""
-    return f"step time {seconds_text(profile.step_seconds)}{within}{pace} ({profile.source})"
+    return f"step time {seconds_text(profile.step_seconds)}{within}{pace} ({profile.source_words})"
 
 
 def published_lines(profile: Profile) -> list[str]:
@@ -158,13 +158,15 @@ def published_lines(profile: Profile) -> list[str]:
     """
     notes = profile.notes
     lines = [notes[name] for name in ("cannot", "assumed_hardware", "base") if notes.get(name)]
-    slower = notes.get("memory", {}).get("expected_slowdown", 1.0)
+    slower = notes.get("memory", {}).get("expected_slowdown") or 1.0
     if slower >= SHOWN_SLOWDOWN:
         lines.append(f"nearly full: expected {slower:.2f} times as long by the allocator's retries")
     if near := notes.get("published"):
         best = near["highest_mfu"]
         beside = "nothing was published near" if best is None else f"highest published {best:.1%}"
-        lines.append(f"MFU {notes['model_flops_utilisation']:.1%} ({profile.source}), {beside}")
+        lines.append(
+            f"MFU {notes['model_flops_utilisation']:.1%} ({profile.source_words}), {beside}"
+        )
         lines += [near["promise"]] if near["promise"] else []
         lines += [f"extrapolates: {near['extrapolates']}"] if near["extrapolates"] else []
     return lines

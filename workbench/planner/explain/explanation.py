@@ -111,7 +111,8 @@ class Explanation:
     def step_line(self) -> str:
         """The step time in one line."""
         within = interval_text(self.interval)
-        return f"Step time: {seconds_text(self.figures.seconds)}, nine of ten within {within}."
+        words = f"Step time: {seconds_text(self.figures.seconds)}, nine of ten within {within}"
+        return f"{words} ({self.cost.source_words})."
 
     def to_json(self) -> dict[str, Any]:
         """Everything as plain data, for machines."""
@@ -172,7 +173,7 @@ def cost_line(cost: TrainingCost) -> str:
         parts.append(f"{dollars_text(cost.dollars)} at ${cost.price_per_hour:g} a GPU-hour")
     if cost.kwh is not None:
         parts.append(f"{digits(cost.kwh)} kWh")
-    return f"Cost: {', '.join(parts)} ({cost.source})."
+    return f"Cost: {', '.join(parts)} ({cost.source_words})."
 
 
 def effect_cells(effect: ChangeEffect) -> tuple[str, ...]:
