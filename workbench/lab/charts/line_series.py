@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 import altair as alt
-import numpy as np
 import pandas as pd
 
 from workbench.lab import palette, rank_selection
@@ -36,7 +35,7 @@ def series_rows(
         return _rank_rows(thin_steps(values, width))
     middle = values.groupby("rank").value.median()
     end = float("inf") if worst == "largest" else float("-inf")
-    middle[values[~np.isfinite(values.value)]["rank"].unique()] = end
+    middle[values[~_is_finite(values)]["rank"].unique()] = end
     extreme = (
         middle.nlargest(NUM_OUTLIERS) if worst == "largest" else middle.nsmallest(NUM_OUTLIERS)
     )
@@ -60,7 +59,7 @@ def _band_rows(values: pd.DataFrame, width: int) -> list[dict[str, Any]]:
     """Range of all ranks in each part of `width` steps, with the medians of what ranks have as
     their smallest and their largest there.
     """
-    values = values[np.isfinite(values.value)].reset_index(drop=True)
+    values = values[_is_finite(values)].reset_index(drop=True)
     part = (values.step // width).rename("part")
     of_rank, of_all = values.groupby([part, "rank"]).value, values.groupby(part).value
     ends = [
@@ -74,6 +73,10 @@ def _band_rows(values: pd.DataFrame, width: int) -> list[dict[str, Any]]:
         {"step": int(step), "low": low, "value": value, "high": high, "rank": MEDIAN}
         for step, low, value, high in cells
     ]
+
+
+def _is_finite(values: pd.DataFrame) -> pd.Series[bool]:
+    return values.value.abs() < math.inf
 
 
 def finite(value: float) -> float | None:
@@ -90,8 +93,8 @@ def step_width(steps: pd.Series, at_least: int = 1) -> int:
     """Steps of each part of which the smallest and the largest value are drawn: the least power of
     two, from `at_least`, of which `MAX_POINTS` points are enough; up to 2 nothing is left out.
     """
-    parts, width = np.unique(steps.to_numpy(np.int64)), 1
-    while width < at_least or len(np.unique(parts // width)) > max_parts():
+    parts, width = steps.drop_duplicates(), 1
+    while width < at_least or (parts // width).nunique() > max_parts():
         width *= 2
     return width
 
@@ -110,11 +113,13 @@ def thin_steps(values: pd.DataFrame, at_least: int = 1) -> pd.DataFrame:
     width = step_width(values.step, at_least)
     if width == 1 or not len(values):
         return values
-    numbers = values.value.to_numpy(float)
+    numbers = values.value.tolist()
+    kept = set(values.reset_index(drop=True).groupby("rank").step.idxmax())
     groups = values.groupby([values["rank"], values.step // width], sort=False).indices.values()
-    kept = [places[list(extremes(numbers[places].tolist()))] for places in groups]
-    last = values.reset_index(drop=True).groupby("rank").step.idxmax()
-    return values.iloc[np.unique(np.concatenate([*kept, last.to_numpy()]))]
+    for group in groups:
+        places = group.tolist()
+        kept |= {places[i] for i in extremes([numbers[place] for place in places])}
+    return values.iloc[sorted(kept)]
 
 
 def step_title(width: int) -> str:
