@@ -3,6 +3,7 @@ import json
 import re
 from dataclasses import replace
 
+import pandas as pd
 import pytest
 import vl_convert
 
@@ -404,4 +405,7 @@ def test_a_legend_lists_what_can_be_seen(tiny: int) -> None:
     assert entries(memory) == entries(planned) == set(synthetic.PARTS) - {"logits"}
     assert entries(parts) == {"compute", "communication", "bubble"}
     assert entries(calls) == {"all-reduce"}
+    brief = profile.timeline.assign(action="optimizer", end=profile.timeline.start + 1e-9 * tiny)
+    profile.timeline = pd.concat([profile.timeline, brief.head(1)])
+    assert entries(charts.timeline(profile)) == {"forward", "backward"}
     assert any(row["category"] == "logits" for row in memory.rows)

@@ -65,8 +65,8 @@ def shortened(name: str, letters: int) -> str:
     return name if len(name) <= letters else f"{name[:half]}…{name[-half:]}"
 
 
-MIN_SEEN_SHARE = 0.002
-"""Share of the longest bar from which a part of a bar can be seen."""
+MIN_SEEN_SHARE = 0.005
+"""Share of the longest bar from which a part of a bar can be seen: a pixel of 200."""
 
 
 def seen_parts(parts: Sequence[str], rows: Sequence[dict[str, Any]], field: str) -> tuple[str, ...]:

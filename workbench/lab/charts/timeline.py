@@ -20,6 +20,8 @@ MAX_BARS = 8_000
 """Most bars drawn; of a longer step the beginning is shown, and the title says so."""
 MAX_NUMBERED_BARS = 400
 """Up to this many bars carry their microbatch's number."""
+MIN_SEEN_SHARE = 0.001
+"""Share of the step from which an action can be seen: a pixel of a chart that has a whole line."""
 LANE_HEIGHT = 18
 
 
@@ -46,6 +48,9 @@ def timeline(*profiles: Profile, step: int | None = None) -> Figure:
         for entry in dict.fromkeys([*palette.ACTION_STYLES.values(), palette.OTHER_ACTION_STYLE])
         if entry in titles
     )
+    span, taken = max((row["end"] for row in found), default=0), dict[str, float]()
+    for row in found:
+        taken[row["action"]] = taken.get(row["action"], 0) + row["end"] - row["start"]
     cut = (
         f" · the first {digits(found[MAX_BARS - 1]['end'])} {unit}" if len(found) > MAX_BARS else ""
     )
@@ -53,7 +58,13 @@ def timeline(*profiles: Profile, step: int | None = None) -> Figure:
         name="timeline",
         title=f"Timeline of a step, by rank ({unit})",
         subtitle=timeline_subtitle(profiles, frames) + cut,
-        spec=timeline_spec(unit, tuple(frames), order, len(found) <= MAX_NUMBERED_BARS),
+        spec=timeline_spec(
+            unit,
+            tuple(frames),
+            order,
+            tuple(title for title, _ in order if taken[title] > MIN_SEEN_SHARE * span),
+            len(found) <= MAX_NUMBERED_BARS,
+        ),
         rows=found[:MAX_BARS],
         wide=True,
         empty="Shown when a step has been timed.",
@@ -149,12 +160,18 @@ def compute_share(frame: pd.DataFrame) -> float:
 
 @lru_cache(maxsize=64)
 def timeline_spec(
-    unit: str, labels: tuple[str, ...], actions: tuple[tuple[str, str], ...], numbered: bool
+    unit: str,
+    labels: tuple[str, ...],
+    actions: tuple[tuple[str, str], ...],
+    seen: tuple[str, ...],
+    numbered: bool,
 ) -> dict[str, Any]:
-    """The declaration: one line for each of `labels`, one colour for each of `actions`."""
+    """The declaration: one line for each of `labels`, one colour for each of `actions`; the legend
+    lists `seen`.
+    """
     titles = [title for title, _ in actions]
     colour = alt.Scale(domain=titles, range=[colour for _, colour in actions])
-    legend = chart_data.bottom_legend(titles, width=chart_data.FULL_WIDTH, beside=labels)
+    legend = chart_data.bottom_legend(seen, width=chart_data.FULL_WIDTH, beside=labels)
     y = alt.Y("lane:N", sort=list(labels), axis=chart_data.name_axis())
     base = alt.Chart(chart_data.ROWS).encode(y=y)
     bars = base.mark_bar(stroke="white", strokeWidth=0.5, strokeOpacity=0.6).encode(
