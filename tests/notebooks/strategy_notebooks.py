@@ -21,3 +21,4 @@ STRATEGY_NOTEBOOKS = (
     "22_real_weights",
     "23_finetune",
 )
+ALL_NOTEBOOKS = tuple(sorted(path.stem for path in NOTEBOOKS.glob("*.ipynb")))
