@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -25,10 +26,10 @@ EXTREMES_OF = 8
 
 def extremes(values: Sequence[float | None]) -> set[int]:
     """Places of the first smallest, the first largest and the first value that is not finite."""
-    finite = [value is not None and math.isfinite(value) for value in values]
-    known = [place for place, is_finite in enumerate(finite) if is_finite]
-    found = {choose(known, key=values.__getitem__) for choose in (min, max) if known}
-    return found if all(finite) else found | {finite.index(False)}
+    known = {i: x for i, x in enumerate(values) if x is not None and math.isfinite(x)}
+    found = {choose(known, key=known.__getitem__) for choose in (min, max) if known}
+    missing = (place for place in range(len(values)) if place not in known)
+    return found | set(itertools.islice(missing, 1))
 
 
 def _of_step(record: dict[str, Any]) -> list[float | None]:
