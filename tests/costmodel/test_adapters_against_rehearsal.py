@@ -46,7 +46,7 @@ FEW: list[Case] = [
     ("tiny-moe", "bf16", "zero-3", 2, {"rank": 8, "targets": "attention"}, {}),
 ]
 OF_PAIRS: list[Case] = [
-    (ODD, "fp32", "megatron-sp", 2, DROPPED, PAIRS),
+    (ODD, "fp32", "megatron-sp", 2, ALL, PAIRS),
     ("tiny", "bf16", "zero-bubble", 4, SOME, {**PAIRS, **TWO_BY_TWO}),
     (ODD, "bf16", "dapple", 4, ALL, {**PAIRS, **SHARDED_STAGES}),
     ("tiny", "fp32", "zb-v", 2, LATE, PAIRS),

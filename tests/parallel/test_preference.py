@@ -26,9 +26,8 @@ PAIRS: dict[str, Any] = DPO | {"finetune.method": "full"}
 AUX = {"auxiliary_loss": 0.01}
 ADAPTED: dict[str, Any] = DPO | {"finetune.lora": {"rank": 4}}
 """Adapters: the reference is the frozen base, by a forward pass of every step."""
-DROPPED = {"finetune.lora": {"rank": 4, "dropout": 0.2}, "finetune.dropout": 0.1}
 PLANS: dict[str, Plan] = {
-    "one device": plan(changes=ADAPTED | DROPPED),
+    "one device": plan(changes=ADAPTED),
     "zero-3": plan(data=2, changes=ADAPTED | {"strategy.data.zero": 3}),
     "tensor and sequence": plan(2, changes=ADAPTED | {"strategy.tensor.sequence": True}),
     "chunked head, pipeline": plan(1, 2, changes=PAIRS | {"strategy.kernels": "fused"}),

@@ -28,9 +28,11 @@ def test_the_default_micro_batch_is_a_pair() -> None:
         ({"corpus.format": "messages"}, "finetune.preference", "stdlib holds messages; legal: "),
         ({"corpus.format": None}, "finetune.preference", "stdlib holds text; legal: corpus.format"),
         ({"strategy.stack": "megatron"}, "strategy.stack", "legal: 'workbench'"),
+        ({"finetune.dropout": 0.2}, "finetune.dropout", "is 0.2 .*; legal: 0"),
+        ({"finetune.lora": {"dropout": 0.1}}, "finetune.lora.dropout", "is 0.1 .*; legal: 0"),
     ],
 )
-def test_what_would_split_a_pair_is_refused(
+def test_what_splits_a_pair_or_adds_noise_is_refused(
     changes: dict[str, Any], field: str, message: str
 ) -> None:
     with pytest.raises(PlanError, match=message) as error:

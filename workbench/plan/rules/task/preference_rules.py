@@ -1,5 +1,5 @@
-"""What direct preference optimization asks of a plan: pairs that stay together, and a head that
-knows each token's loss.
+"""What direct preference optimization asks of a plan: pairs that stay together, a head that knows
+each token's loss, and a policy that differs from its reference by what it learned alone.
 """
 
 from __future__ import annotations
@@ -31,16 +31,23 @@ def problems(plan: ResolvedPlan) -> Iterator[Problem]:
             f"corpus.format: {PREFERENCES}, or no finetune.preference",
         )
     alone = (
-        ("strategy.tensor.algorithm", s.tensor.algorithm, "1d"),
-        ("strategy.operators", "set" if s.operators else None, None),
-        ("strategy.pipeline.replicas", s.pipeline.replicas, None),
-        ("strategy.stack", s.stack, "workbench"),
+        ("strategy.tensor.algorithm", s.tensor.algorithm, "1d", _UNSPLIT),
+        ("strategy.operators", "set" if s.operators else None, None, _UNSPLIT),
+        ("strategy.pipeline.replicas", s.pipeline.replicas, None, _UNSPLIT),
+        ("strategy.stack", s.stack, "workbench", _UNSPLIT),
+        ("finetune.dropout", plan.training.dropout, 0, _NOISE),
+        ("finetune.lora.dropout", plan.lora.dropout if plan.lora else 0, 0, _NOISE),
     )
-    for field, value, legal in alone:
+    for field, value, legal, why in alone:
         if value != legal:
             only = "only without it" if legal is None else repr(legal)
             yield Problem(
-                field,
-                f"is {value!r} beside finetune.preference, whose loss is of unsplit answers, one a "
-                f"sequence; legal: {only}",
+                field, f"is {value!r} beside finetune.preference, whose {why}; legal: {only}"
             )
+
+
+_UNSPLIT = "loss is of unsplit answers, one a sequence"
+_NOISE = (
+    "reference has none: masks would move the margin as much as learning does (DPO's authors and "
+    "TRL train without)"
+)
