@@ -68,6 +68,7 @@ def test_an_exit_without_a_word_is_explained_by_the_log(go: Callable[..., Any]) 
     state = go("exit:1:2", steps=500).wait(30)
     assert (state.phase, state.cause.rank) == ("failed", 1)
     assert "exit code 7" in state.cause.message and "native code gave up" in state.cause.message
+    assert "rank00001.log" in state.cause.advice
 
 
 def test_a_frozen_rank_is_named(go: Callable[..., Any]) -> None:
@@ -78,6 +79,7 @@ def test_a_frozen_rank_is_named(go: Callable[..., Any]) -> None:
     state = run.wait(30)
     assert (state.phase, state.cause.rank) == ("failed", 2)
     assert "rank 2 is frozen" in state.cause.message
+    assert "Something stopped its process" in state.cause.advice
 
 
 def test_a_rank_that_never_says_hello_is_named(go: Callable[..., Any]) -> None:
@@ -132,6 +134,7 @@ def test_nothing_outlives_a_killed_launcher(go: Callable[..., Any], number: Sign
     assert (
         state.phase == "failed" and f"launcher was killed by {number.name}" in state.cause.message
     )
+    assert "Something outside the run killed it" in state.cause.advice
 
 
 @pytest.mark.slow
@@ -198,6 +201,7 @@ def test_a_rank_in_an_endless_loop_is_named(go: Callable[..., Any], world: int) 
         "no rank has written anything" in state.cause.message
         and "last step done: 3" in state.cause.message
     )
+    assert "It hung" in state.cause.advice and "rank00000.log" in state.cause.advice
 
 
 @pytest.mark.slow
@@ -208,6 +212,7 @@ def test_a_rank_that_holds_others_on_gpus_is_named_though_all_are_busy(
     assert (state.phase, state.cause.rank) == ("failed", 1)
     assert "rank 1 is furthest behind, and no rank has written anything" in state.cause.message
     assert "the deadline of training is 3 s" in state.cause.message
+    assert "It hung" in state.cause.advice
 
 
 def test_ranks_that_the_watchdog_aborted_waited_for_the_one_that_the_launcher_ended(
@@ -216,7 +221,8 @@ def test_ranks_that_the_watchdog_aborted_waited_for_the_one_that_the_launcher_en
     state = go("watchdog:0:4", steps=5000).wait(30)
     assert (state.phase, state.cause.rank) == ("failed", 0)
     assert "rank 0 stopped answering (training, last step done: 3" in state.cause.message
-    assert "timeout_seconds" in state.cause.advice and "SIG" not in state.cause.message
+    assert "SIG" not in state.cause.message
+    assert "It hung" in state.cause.advice and "timeout_seconds" not in state.cause.advice
 
 
 @pytest.fixture

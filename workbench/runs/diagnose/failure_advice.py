@@ -16,6 +16,8 @@ _MEMORY = re.compile(
     r"|STATUS_ALLOC_FAILED",
     re.IGNORECASE,
 )
+HUNG = "its steps took at most"
+"""Said of a rank that is late by far more than a step takes (`RankStatus.where`)."""
 NETWORK = (
     "`workbench doctor` measures an all-reduce between the GPUs of a machine; between machines, "
     "name the interface in NCCL_SOCKET_IFNAME, try NCCL_IB_DISABLE=1, and see the launch's log "
@@ -77,6 +79,16 @@ _KNOWN = (
     ),
     (r"get intact weights", ""),  # the message says it: nothing was trained yet
     (
+        r"replicas must be equal to the bit",
+        "The memory of one of these ranks, or a collective, changed bits: {resume}, and where it "
+        "comes again look for ECC errors on their machines (`dmesg`, `nvidia-smi -q`).",
+    ),
+    (
+        r"alone (?:is|are) not finite",
+        "That rank's part alone is not finite, which a learning rate seldom does: look at what it "
+        "read in that step and at its memory (`dmesg`, `nvidia-smi -q`: ECC errors); {resume}.",
+    ),
+    (
         r"not finite|is nan|is inf\b",
         "Lower training.optimizer.learning_rate, or lengthen warmup_steps.",
     ),
@@ -91,13 +103,30 @@ _KNOWN = (
         "Install that module in the Python that launches the run; see `workbench doctor`.",
     ),
     (
+        r"is frozen",
+        "Something stopped its process (SIGSTOP, a debugger, a suspended job): `kill -CONT` lets "
+        "it go on, in time; now {resume}.",
+    ),
+    (
         r"SIGKILL|SIGTERM",
         "Something outside the run killed it; where memory is short, the kernel does: watch free "
         "memory.",
     ),
     (
-        r"NCCL timed out|did not enter|wait for each other",
-        "Look at what that rank does in its log. If a step may rightly take this long, raise "
+        r"in different order|wait for each other|Timed out waiting \d+ ?ms for (?:recv|send)",
+        "Ranks did not make the same calls, or the network between them failed: see {log} and "
+        "those of the other ranks for code that some ranks alone run.",
+    ),
+    (
+        rf"(?:stopped answering|no rank has|furthest behind|did not enter|timed out)"
+        rf".*{HUNG}",
+        "It hung, for no step of this run took as long: a loop, a lock or a call that does not "
+        "return. The end of {log} says how far it came; `py-spy dump --pid` shows the line where "
+        "it hangs again. Then {resume}.",
+    ),
+    (
+        r"NCCL timed out|did not enter|left no record",
+        "Look at what that rank does in {log}. If a step may rightly take this long, raise "
         "telemetry.timeout_seconds.",
     ),
     (
@@ -105,23 +134,47 @@ _KNOWN = (
         "A library crashed: see its log. Ranks that disagree about a tensor's size abort too.",
     ),
     (
-        r"time[d]? ?out|stopped answering",
-        "If a step may rightly take this long, raise telemetry.timeout_seconds.",
+        r"time[d]? ?out|stopped answering|furthest behind|no rank has",
+        "Look at what is waited for in {log}. If a step may rightly take this long, raise "
+        "telemetry.timeout_seconds.",
     ),
 )
-"""(what is found in the text, what to do), the surest first."""
+"""(what is found in the text, what to do), the surest first. {log} is the rank's log, {resume} what
+it goes on from.
+"""
 
 
-def advise(folder: Path, text: str) -> str:
-    """Advice that fits `text` (an error and the log round it); empty where none is known."""
+def advise(folder: Path, text: str, rank: int | None = None) -> str:
+    """Advice that fits `text` (an error of `rank` and the log round it; None: of the launcher);
+    empty where none is known.
+    """
     if _MEMORY.search(text):
         from workbench.plan.schema import Plan  # only after a failure: a supervisor stays small
 
         plan = Plan.load(folder / "plan.yaml").resolve()
         return memory_figures(plan, text) + memory_advice(plan)
-    return next(
-        (advice for pattern, advice in _KNOWN if re.search(pattern, text, re.IGNORECASE)), ""
-    )
+    found = (advice for pattern, advice in _KNOWN if re.search(pattern, text, re.IGNORECASE))
+    filled = {"{log}": _log(folder, rank), "{resume}": _resume(folder)}
+    return re.sub("|".join(filled), lambda name: filled[name[0]], next(found, ""))
+
+
+def advise_or_log(folder: Path, text: str, rank: int | None) -> str:
+    """As `advise`; the log where no advice is known."""
+    return advise(folder, text, rank) or f"See {_log(folder, rank)}."
+
+
+def _log(folder: Path, rank: int | None) -> str:
+    return str(folder / "logs" / ("launcher.log" if rank is None else f"rank{rank:05d}.log"))
+
+
+def _resume(folder: Path) -> str:
+    """What the run in `folder` goes on from, in words."""
+    from workbench.checkpoint.resume_point import finished_checkpoints  # as above
+
+    saved = finished_checkpoints(folder / "checkpoints")
+    if not saved:
+        return "start again, for it left no checkpoint (checkpoint.every)"
+    return f"resume from {saved[-1].name} (`workbench run PLAN --resume {folder.name}`)"
 
 
 def memory_figures(plan: ResolvedPlan, text: str) -> str:

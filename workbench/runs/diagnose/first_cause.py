@@ -11,7 +11,7 @@ from typing import Any
 
 import orjson
 
-from workbench.runs.diagnose.failure_advice import NETWORK, advise
+from workbench.runs.diagnose.failure_advice import NETWORK, advise, advise_or_log
 from workbench.runs.diagnose.flight_recorder import read_dumps
 from workbench.runs.diagnose.nccl_watchdog import (
     NcclTimeout,
@@ -105,7 +105,8 @@ def first_cause(
     tail = "" if first.refused else log_tail(folder, first.rank)
     killed = codes.get(first.rank) == -signal.SIGKILL and out_of_memory
     evidence = f"{first.message}\n{tail}" + ("\nout of memory" if killed else "")
-    return Cause(first.rank, first.message, advise(folder, evidence), tail)
+    find = advise if first.refused else advise_or_log
+    return Cause(first.rank, first.message, find(folder, evidence, first.rank), tail)
 
 
 def _seen_codes(ranks: Mapping[int, RankStatus]) -> tuple[dict[int, int], int | None]:
@@ -154,7 +155,8 @@ def _raised(error: Mapping[str, Any]) -> _Suspect:
     message = f"{error['type']}: {' '.join(filter(None, map(str.strip, lines)))}"
     where = f" in step {error['step']}" if error.get("step") is not None else ""
     where += f", during {error['action']}" if error.get("action") else ""
-    weight = 2 if _CONSEQUENCE.search(message) else 0
+    another = error.get("blamed") not in (None, error["rank"])
+    weight = 2 if another or _CONSEQUENCE.search(message) else 0
     return _Suspect(
         weight, error["t_epoch"], error["rank"], f"rank {error['rank']} raised {message}{where}"
     )
@@ -198,7 +200,7 @@ def stall_cause(folder: Path, ranks: Mapping[int, RankStatus]) -> Cause | None:
         return Cause(None, stall.message, NETWORK)
     tail, seen = log_tail(folder, stall.rank), ranks.get(stall.rank)
     message = stall.message + (f" ({seen.where})" if seen else "")
-    return Cause(stall.rank, message, advise(folder, f"{message}\n{tail}\ntimed out"), tail)
+    return Cause(stall.rank, message, advise(folder, f"{message}\n{tail}", stall.rank), tail)
 
 
 def _timed_out(late: dict[int, NcclTimeout], ranks: Mapping[int, RankStatus]) -> list[_Suspect]:
@@ -259,4 +261,4 @@ def _at_launch(folder: Path, exit_code: int | None) -> Cause:
         message = (
             f"the launcher ended with exit code {exit_code} and no rank reported an error: {last}"
         )
-    return Cause(None, message, advise(folder, tail), tail)
+    return Cause(None, message, advise_or_log(folder, f"{message}\n{tail}", None), tail)

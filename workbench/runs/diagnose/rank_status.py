@@ -6,7 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from workbench.runs.diagnose.failure_advice import HUNG
 from workbench.safe_io.json_field_checks import whole
+from workbench.units import counted, seconds_text
+
+HUNG_FACTOR = 3.0
+"""A rank that is silent for so many times its slowest step is not a slow one."""
 
 
 @dataclass
@@ -29,8 +34,14 @@ class RankStatus:
     """How its process ended, -n for signal n, where the launcher was too late to ask before us."""
     slowest: float = 0.0
     """Seconds of its slowest step."""
+    skipped: int = 0
+    """Steps that loss scaling skipped."""
+    not_finite: bool = False
+    """Whether the loss of its last step was not finite."""
     unsaved: str = ""
     """Why its last checkpoint could not be written; empty where it could."""
+    deadline: float = 0.0
+    """Seconds for which it may be silent."""
     place: str = ""
     """Its node, in words, where there are several."""
 
@@ -48,6 +59,8 @@ class RankStatus:
                 self.phase, self.joined = f"joining {record['detail']}", self.joined + 1
         elif kind == "step":
             self.step, self.action = record["step"], record["action"]
+            self.skipped += bool(record.get("skipped"))
+            self.not_finite = record.get("loss") is None
             seconds = record.get("seconds")
             self.slowest = (
                 max(self.slowest, seconds) if isinstance(seconds, int | float) else self.slowest
@@ -62,6 +75,19 @@ class RankStatus:
         return f"rank {self.rank}{self.place}"
 
     @property
+    def overflowing(self) -> str:
+        """How many steps loss scaling skipped, in words, where the last one's loss is not finite;
+        empty elsewhere.
+        """
+        if not (self.not_finite and self.skipped):
+            return ""
+        return (
+            f"the loss of step {self.step} is not finite: fp16 overflowed, and so far "
+            f"{counted(self.skipped, 'step')} of this run changed nothing; a lower learning_rate "
+            "or strategy.precision bf16 may mend it"
+        )
+
+    @property
     def doing(self) -> str:
         """What its deadline is for, in words."""
         first = self.phase == "training" and self.step < 0
@@ -72,6 +98,11 @@ class RankStatus:
         """How far it came, in words."""
         if self.step < 0:
             return f"{self.phase}, no step done"
-        return f"{self.phase}, last step done: {self.step}" + (
-            f", last action {self.action}" if self.action else ""
-        )
+        action = f", last action {self.action}" if self.action else ""
+        hung = f"; {HUNG} {seconds_text(self.slowest)}" if self._is_hung else ""
+        return f"{self.phase}, last step done: {self.step}{action}{hung}"
+
+    @property
+    def _is_hung(self) -> bool:
+        """Whether a step that takes as long as it may be silent is far from any that it did."""
+        return self.phase == "training" and 0 < HUNG_FACTOR * self.slowest <= self.deadline

@@ -13,6 +13,7 @@ from typing import Any
 
 import psutil
 
+from workbench.runs.diagnose.failure_advice import advise
 from workbench.runs.diagnose.first_cause import stall_cause
 from workbench.runs.diagnose.rank_status import RankStatus
 from workbench.runs.launch.process_tree import descendants
@@ -55,7 +56,8 @@ class RankWatch:
     def __init__(self, folder: Path, command: RunCommand) -> None:
         self.folder = folder
         self.command = command
-        self.ranks = {rank: RankStatus(rank) for rank in range(command.world_size)}
+        limit = command.progress_seconds
+        self.ranks = {rank: RankStatus(rank, deadline=limit) for rank in range(command.world_size)}
         self.started = time.monotonic()
         self._idle_start = 0.0
         """Seconds in which nothing of ranks that have not said hello worked, nor their launcher."""
@@ -81,7 +83,7 @@ class RankWatch:
         """What stands still now, though it may yet go on, or could not be saved, in words; empty
         where nothing is.
         """
-        now, found = time.monotonic(), [self.unsaved] if self.unsaved else []
+        now, found = time.monotonic(), self.lasting_warnings
         for rank, live in self._processes.items():
             if (
                 live.stopped is not None
@@ -96,9 +98,16 @@ class RankWatch:
         return "; ".join(found)
 
     @property
-    def unsaved(self) -> str:
-        """Why the last checkpoint could not be written; empty where it could."""
-        return next((seen.unsaved for seen in self.ranks.values() if seen.unsaved), "")
+    def lasting_warnings(self) -> list[str]:
+        """What stands against the run even at its end: why its last checkpoint could not be
+        written, that its last loss is not finite.
+        """
+        each = self.ranks.values()
+        found = (
+            next((seen.unsaved for seen in each if seen.unsaved), ""),
+            next((seen.overflowing for seen in each if seen.overflowing), ""),
+        )
+        return [words for words in found if words]
 
     @property
     def all_here(self) -> bool:
@@ -297,20 +306,13 @@ class RankWatch:
 
     def _blame(self, rank: int, what: str) -> Cause:
         message = f"rank {rank} {what} ({self.ranks[rank].where})"
-        return Cause(rank, message, self._advice("its log"), log_tail(self.folder, rank))
+        return Cause(rank, message, advise(self.folder, message, rank), log_tail(self.folder, rank))
 
     def _blame_nobody(self, ranks: list[int], what: str) -> Cause:
         """Several ranks are equally far: which one holds the others is not known."""
         first = self.ranks[ranks[0]]
-        return Cause(
-            None, f"{what}, and ranks are equally far ({first.where})", self._advice("logs")
-        )
-
-    def _advice(self, logs: str) -> str:
-        return (
-            f"Look at what is waited for in {logs}; if steps are rightly this slow, raise "
-            f"telemetry.timeout_seconds (now {self.command.progress_seconds:g})."
-        )
+        message = f"{what}, and ranks are equally far ({first.where})"
+        return Cause(None, message, advise(self.folder, message, ranks[0]))
 
 
 def _only_least(keys: Mapping[int, tuple[float, ...]]) -> int | None:

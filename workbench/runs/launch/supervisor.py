@@ -201,7 +201,7 @@ class Supervisor:
         keep_frames(self.folder)
         self.files.event(phase, exit_code=exit_code)
         lost = "the disk was full for a while: records are missing" if self.files.lost else ""
-        warning = "; ".join(word for word in (lost, self.watch.unsaved) if word)
+        warning = "; ".join(word for word in (lost, *self.watch.lasting_warnings) if word)
         self.state = replace(
             self.state,
             phase=phase,
