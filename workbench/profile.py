@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-from workbench.units import interval_text, percent_text
+from workbench.units import interval_text, loss_text, percent_text
 from workbench.untrusted_text import escaped
 from workbench.vocabulary import ALLOCATED as ALLOCATED
 from workbench.vocabulary import CATEGORIES as CATEGORIES
@@ -309,12 +309,27 @@ class Profile:
         return str(found or "")
 
     @property
-    def loss(self) -> list[float]:
-        """Training loss by step."""
-        rows = list(self.rows("steps", "rank", "step", "loss"))
+    def loss(self) -> list[float | None]:
+        """Training loss by step, None where it was not finite; empty where none was measured."""
+        rows = list(self.rows("steps", "rank", "step", "loss")) if self.source == "measured" else []
         first = min((rank for rank, _, _ in rows), default=None)
-        known = [(step, x) for rank, step, x in rows if rank == first and not _is_null(x)]
-        return [float(x) for _, x in sorted(known, key=lambda row: row[0])]
+        known = [(step, x) for rank, step, x in rows if rank == first]
+        known.sort(key=lambda row: row[0])
+        return [None if _is_null(x) else float(x) for _, x in known]
+
+    @property
+    def skipped_steps(self) -> int | None:
+        """Steps that loss scaling skipped, whose gradients were not finite; None without it."""
+        rows = list(self.rows("steps", "rank", "loss_scale", "skipped"))
+        first = min((rank for rank, _, _ in rows), default=None)
+        found = [bool(s) for rank, scale, s in rows if rank == first and not _is_null(scale)]
+        return sum(found) if found else None
+
+    @property
+    def skipped_text(self) -> str:
+        """How many steps loss scaling skipped, in words; empty where none."""
+        skipped = self.skipped_steps
+        return f"{skipped} of {len(self.loss)}" if skipped else ""
 
     def summary(self) -> dict[str, Any]:
         """The answer for machines: the keys that `--json` prints; what notes say of memory stands
@@ -334,6 +349,7 @@ class Profile:
             "tokens_per_second": self.tokens_per_second,
             "fits": self.fits,
             **({} if self.data_share is None else {"data_share": self.data_share}),
+            **({} if self.skipped_steps is None else {"skipped_steps": self.skipped_steps}),
             **self.notes,
             "memory": memory,
         }
@@ -364,7 +380,9 @@ class Profile:
         if assumed := self.notes.get("uncalibrated"):
             facts["times are"] = assumed
         if self.loss:
-            facts["loss, first and last"] = f"{self.loss[0]:.4f}, {self.loss[-1]:.4f}"
+            facts["loss, first and last"] = f"{loss_text(self.loss[0])}, {loss_text(self.loss[-1])}"
+        if self.skipped_text:
+            facts["steps skipped"] = f"{self.skipped_text}: gradients not finite in fp16"
         if left_out := self.notes.get("left_out"):
             facts["left out"] = "; ".join(left_out)
         return facts

@@ -65,6 +65,11 @@ def interval_text(ends: tuple[float, float]) -> str:
     return " to ".join(map(seconds_text, ends))
 
 
+def loss_text(value: float | None, places: int = 4) -> str:
+    """A loss; None and NaN are of a step whose loss was not finite."""
+    return "not finite" if value is None or not math.isfinite(value) else f"{value:.{places}f}"
+
+
 def count_text(value: float | None) -> str:
     """A count for people: 12345678 -> '12.3 M'."""
     if value is None or not math.isfinite(value):

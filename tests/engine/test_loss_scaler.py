@@ -4,6 +4,7 @@ nothing.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -13,20 +14,33 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.engine.test_loop import trained
+from tests.engine.test_loop import refusal, trained
 from tests.engine.test_precision import text_of
 from tests.parallel.small import GPT, LLAMA, plan
+from workbench.cli.tables import profile_table
+from workbench.cli.terminal import console
 from workbench.costmodel.communication.collective_volume import STEP_SCALARS_BYTES
 from workbench.engine import session as session_module
 from workbench.engine.optimizer import loss_scaler as scaler_module
-from workbench.engine.optimizer.loss_scaler import INITIAL_SCALE, LossScaler, found_inf
+from workbench.engine.optimizer.loss_scaler import (
+    INITIAL_SCALE,
+    MIN_SCALE,
+    STUCK_STEPS,
+    LossScaler,
+    found_inf,
+)
 from workbench.engine.session import Session, StepResult
 from workbench.engine.step_observer import NullObserver
 from workbench.engine.verify.forked_ranks import run_ranks
+from workbench.lab.comparison.compare import compare
+from workbench.lab.live.run_status import RunProgress, pace_line
 from workbench.parallel.data.zero_shards import ParamAndGradStore
 from workbench.parallel.mesh import build_mesh
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.rehearsal.rehearse import rehearse
+from workbench.runs.diagnose.rank_status import RankStatus
+from workbench.runs.run import profile_of
+from workbench.runs.store.run_state import State
 
 CPU = torch.device("cpu")
 MESHES: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
@@ -96,7 +110,9 @@ def steps(plan: ResolvedPlan, planted: dict[int, int], rank: int) -> list[Seen]:
         plant = Planted(session.part.store, planted.get(index) == rank)
         result = session.step(index, text[..., :-1], text[..., 1:], plant)
         assert result.skipped is not None and session.scaler is not None
-        session.scaler.count_skipped(bool(result.skipped))
+        assert result.loss_scale is not None
+        scalars = result.loss.item(), result.loss_scale.item()
+        session.scaler.count_skipped(bool(result.skipped), *scalars)
         seen.append(Seen(numbers(result), fingerprint(session)))
     return seen
 
@@ -173,9 +189,66 @@ def test_the_scale_is_saved_and_loaded() -> None:
     ours, other = LossScaler(CPU), LossScaler(CPU)
     for found in (0.0, 1.0, 0.0, 0.0):
         ours.update(torch.tensor(found))
-        ours.count_skipped(bool(found))
+        ours.count_skipped(bool(found), 1.0, INITIAL_SCALE)
     other.load(ours.state())
     assert other.state() == ours.state() == {"scale": INITIAL_SCALE / 2, "good": 2, "skipped": 1}
+
+
+def test_the_scale_stops_at_the_least_and_counts_what_it_cannot_mend() -> None:
+    scaler, overflowed = LossScaler(CPU), torch.ones(())
+    for _ in range(20):
+        scaler.update(overflowed)
+    assert scaler.scale.item() == MIN_SCALE
+    for skipped, loss, scale, stuck in (
+        (True, 2.0, MIN_SCALE, 1),
+        (True, math.nan, 8.0, 2),
+        (True, 2.0, 8.0, 0),
+        (True, math.inf, 8.0, 1),
+        (False, 2.0, MIN_SCALE, 0),
+    ):
+        scaler.count_skipped(skipped, loss, scale)
+        assert scaler.stuck == stuck
+
+
+def test_a_run_that_no_loss_scale_mends_fails_and_says_what_to_do(
+    tmp_path: Path, text: Path
+) -> None:
+    sets: dict[str, Any] = {"strategy.precision": "fp16", "training.optimizer.learning_rate": 5}
+    code, records = trained(tmp_path / "run", text, **sets, training__steps=40)
+    told = [record for record in records if record["kind"] == "step"]
+    error = refusal(tmp_path / "run")
+    assert code == 1 and told[0]["loss"] is not None and len(told) < 30
+    assert f"the last {STUCK_STEPS} steps (fp16)" in error["message"]
+    assert "learning_rate, take strategy.precision: bf16" in error["message"]
+    assert [record["loss"] for record in told[1 - STUCK_STEPS :]] == [None] * (STUCK_STEPS - 1)
+
+
+def test_every_summary_says_that_steps_were_skipped_and_the_last_loss_is_not_finite(
+    tmp_path: Path, text: Path
+) -> None:
+    folder = tmp_path / "run"
+    sets: dict[str, Any] = {"strategy.precision": "fp16", "training.optimizer.learning_rate": 5}
+    code, records = trained(folder, text, **sets)
+    profile = profile_of(folder)
+    assert code == 0 and profile.loss[0] is not None and profile.loss[1:] == [None, None]
+    assert profile.summary()["skipped_steps"] == 2
+    first = f"{profile.loss[0]:.4f}"
+    with (wide := console()).capture() as shown:
+        wide.print(profile_table(profile))
+    table = shown.get()
+    assert f"{first}  not finite" in table and "2 of 3" in table
+    assert f"{first}, not finite" in profile._repr_html_() and "2 of 3" in profile._repr_html_()
+    compared = compare(profile)
+    assert "not finite" in repr(compared) and "skipped" in repr(compared)
+    (row,) = compared.to_json()["summary"]
+    assert (row["last_loss"], row["skipped_steps"], row["steps"]) == (None, 2, 3)
+    seen, progress = RankStatus(0), RunProgress(3, 1)
+    for record in records:
+        seen.take(record)
+    progress.add_records(records)
+    assert "loss of step 2 is not finite" in seen.overflowing and "2 steps" in seen.overflowing
+    banner = pace_line(State("finished", 1, 3, 0.0), progress)
+    assert "loss not finite" in banner and "2 steps skipped" in banner
 
 
 @pytest.mark.slow

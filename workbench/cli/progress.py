@@ -20,6 +20,7 @@ from workbench.cli.terminal import console
 from workbench.errors import RunError
 from workbench.runs.run import Run
 from workbench.runs.store.run_state import State
+from workbench.units import loss_text
 from workbench.untrusted_text import visible
 
 LINE_SECONDS = 5.0
@@ -140,11 +141,11 @@ def follow(run: Run, words: str = "") -> State:
                 if quiet and time.monotonic() - last_line > LINE_SECONDS:
                     last_line = time.monotonic()
                     print(text, file=sys.stderr, flush=True)
-            losses = [r for r in records if r["kind"] == "step" and r.get("loss") is not None]
-            if not losses:
+            done = [r for r in records if r["kind"] == "step"]
+            if not done:
                 return
-            last = losses[-1]
-            text = f"{words} loss {last['loss']:.4f}".strip()
+            last = done[-1]
+            text = f"{words} loss {loss_text(last['loss'])}".strip()
             bar.update(task, completed=last["step"] + 1, description=text)
             if quiet and (time.monotonic() - last_line > LINE_SECONDS or last["step"] + 1 == steps):
                 last_line = time.monotonic()

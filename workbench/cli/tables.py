@@ -15,6 +15,7 @@ from workbench.units import (
     counted,
     digits,
     interval_text,
+    loss_text,
     percent_text,
     seconds_text,
 )
@@ -258,7 +259,9 @@ def _time_rows(found: Profile) -> Iterator[tuple[str, ...]]:
     if found.tokens_per_second is not None:
         yield "tokens/s", count_text(found.tokens_per_second), found.unfit_words
     if found.loss:
-        yield "loss, first and last", f"{found.loss[0]:.4f}  {found.loss[-1]:.4f}"
+        yield "loss, first and last", f"{loss_text(found.loss[0])}  {loss_text(found.loss[-1])}"
+    if found.skipped_text:
+        yield "steps skipped", found.skipped_text, "gradients not finite in fp16"
     for one in found.notes.get("loss_by_source", []):
         yield f"  of {one['source']}", f"{one['loss']:.4f}", "a token of its last steps"
     if rewards := found.notes.get("rewards"):

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 import torch
@@ -36,13 +36,15 @@ from workbench.engine.measure.step_sampler import (
 from workbench.engine.measure.step_timeline import StepTimeline
 from workbench.engine.measure.step_under_way import HostCopy, StepUnderWay
 from workbench.engine.measure.telemetry_writer import TelemetryWriter
+from workbench.engine.optimizer.loss_scaler import STUCK_STEPS
 from workbench.engine.preference_pass import needs_reference_table, num_pairs, reward_record
 from workbench.engine.process_group.collective_deadlines import extend_deadlines, restore_deadlines
 from workbench.engine.reference_file import read_reference, reference_identity, write_reference
 from workbench.engine.reference_table import ReferenceTable
-from workbench.engine.session import Session, initial_drawer, rank_share
+from workbench.engine.session import Session, StepResult, initial_drawer, rank_share
 from workbench.engine.session_checkpoint import SessionCheckpointer
 from workbench.engine.source_losses import SequenceSources
+from workbench.engine.verify.finite_check import NotFiniteError, gather_parts, origin
 from workbench.errors import refuse
 from workbench.parallel.mesh import Mesh
 from workbench.parallel.tensor.apply_tensor import counts_own_loss
@@ -100,6 +102,8 @@ class TrainingLoop:
         self._under_way: list[StepUnderWay] = []
         self._last_end = 0.0
         self.references = ReferenceTable(self.text, self._reference, device, self._referring)
+        if device.type == "cpu":
+            self.session.on_result = self._check_result
         self.saver = SessionCheckpointer(self.session, run_dir, self._saved)
         self._unsaved: ValueError | None = None
         if plan.saves_at_end:
@@ -322,7 +326,7 @@ class TrainingLoop:
         return stopping
 
     def _finish(self, step: StepUnderWay) -> int:
-        loss, norm, stop, *rest = self._scalars(step)
+        loss, norm, stop, *rest, own_loss = self._scalars(step)
         ended, cpu_ended = time.perf_counter(), time.process_time()
         if step.index == self.first and self._compiles_in_first_step:
             self._restore_deadlines()
@@ -334,9 +338,8 @@ class TrainingLoop:
         pairs = self.session.preference is not None
         skipped = bool(scaler and scaling[1])
         if scaler:
-            scaler.count_skipped(skipped)
-        if not (math.isfinite(loss) or skipped):
-            self._refuse_loss(step.index, loss)
+            scaler.count_skipped(skipped, loss, scaling[0])
+        self._check_finite(step.index, loss, norm, own_loss)
         record: dict[str, Any] = {
             "step": step.index,
             "loss": loss,
@@ -361,16 +364,48 @@ class TrainingLoop:
             self._record_timeline(step.index, step.timeline)
         return int(stop)
 
-    def _refuse_loss(self, index: int, loss: float) -> NoReturn:
-        """End training by a loss that is not finite."""
+    def _check_result(self, result: StepResult) -> None:
+        """On CPU, where the host need not wait for them: check a step's scalars before they reach
+        the parameters.
+        """
+        assert result.own_loss is not None
+        found = (result.loss, result.gradient_norm, result.own_loss)
+        self._check_finite(self.index, *(x.item() for x in found))
+
+    def _check_finite(self, index: int, loss: float, norm: float, own_loss: float) -> None:
+        """End training by a loss or norm that is not finite; under loss scaling, by several in a
+        row that no lower scale would mend.
+
+        Raises:
+            NotFiniteError: On every rank; names the one whose own part alone is not finite.
+        """
+        scaler = self.session.scaler
+        if (
+            math.isfinite(loss) and math.isfinite(norm)
+            if scaler is None
+            else (scaler.stuck < STUCK_STEPS)
+        ):
+            return
         self.index = index
+        what = f"the loss of step {index} is {loss}"
+        if math.isfinite(loss):
+            what = f"the gradient norm of step {index} is {norm}"
+        if scaler is not None:
+            what += f", and no lower loss scale would mend the last {scaler.stuck} steps (fp16)"
+        ranks, where = origin(gather_parts(self.session, own_loss))
+        remedy = "" if ranks else f"; {self._remedy}"
+        text = f"{what}: {where}; training cannot continue{remedy}"
+        raise NotFiniteError(words_of_task(text, self.plan), min(ranks, default=None))
+
+    @property
+    def _remedy(self) -> str:
+        """What to do about numbers that grew too large on every rank."""
         fine_tunes = self.plan.finetune is not None and self.plan.finetune.base is not None
         named = "finetune.base" if fine_tunes else "checkpoint.load"
-        cause = (
-            f"the loss of step {index} is {loss}: training cannot continue; lower "
-            f"training.optimizer.learning_rate, or check the weights that {named} names"
+        bf16 = ", take strategy.precision: bf16" if self.session.scaler else ""
+        return (
+            f"lower training.optimizer.learning_rate{bf16}, or check the weights that {named} names"
         )
-        raise FloatingPointError(words_of_task(cause, self.plan))
 
     def _record_timeline(self, index: int, timeline: StepTimeline) -> None:
         rows = timeline.timeline_rows()

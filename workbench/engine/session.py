@@ -54,7 +54,8 @@ class StepResult(NamedTuple):
     `loss` is the mean over the step's tokens, or over its pairs, `gradient_norm` the global norm
     before clipping, `stop` the sum of the ranks' stop requests. With loss scaling, `loss_scale` is
     the scale of this step and `skipped` is 1 where gradients overflowed and the step was skipped.
-    `parts` are each source's part of the loss (`SourceLosses`), or means over pairs.
+    `parts` are each source's part of the loss (`SourceLosses`), or means over pairs. `own_loss`
+    alone is this rank's: its part of `loss`, 0 where it counts none.
     """
 
     loss: Tensor
@@ -63,6 +64,7 @@ class StepResult(NamedTuple):
     loss_scale: Tensor | None = None
     skipped: Tensor | None = None
     parts: Tensor | None = None
+    own_loss: Tensor | None = None
 
 
 @dataclass
@@ -84,6 +86,8 @@ class Session:
     """Makes the update by the last step's gradients, where the plan delays it."""
     before_update: Callable[[], None] = lambda: None
     """Called in every step before parameters or optimizer state change."""
+    on_result: Callable[[StepResult], None] = lambda result: None
+    """The same, with the step's scalars."""
 
     @classmethod
     def build(
@@ -204,8 +208,9 @@ class Session:
             summed = None if parts is None else parts.values(scale)
             result = self._unscaled(*self._agree(loss, stop, summed))
             factor = gradient_factor(result, t.optimizer.clip)
+        self.on_result(result)
         with watch.action("OPTIMIZER", None):
-            self._update(index, factor, result.skipped)
+            self._update(index, factor, self._skipped(result))
         watch.moment("after_optimizer")
         return result
 
@@ -262,15 +267,23 @@ class Session:
         return sum_tied_gradient(gradient, axis, ends, sharded)
 
     def _unscaled(
-        self, loss: Tensor, norm: Tensor, stop: Tensor, parts: Tensor | None
+        self, loss: Tensor, norm: Tensor, stop: Tensor, parts: Tensor | None, own_loss: Tensor
     ) -> StepResult:
         """Divide loss and norm by the loss scale, and update the scale for the next step."""
         if self.scaler is None:
-            return StepResult(loss, norm, stop, parts=parts)
+            return StepResult(loss, norm, stop, parts=parts, own_loss=own_loss)
         scale, skipped = self.scaler.scale.clone(), found_inf(norm)
         self.scaler.update(skipped)
         parts = None if parts is None else parts / scale
-        return StepResult(loss / scale, norm / scale, stop, scale, skipped, parts)
+        return StepResult(loss / scale, norm / scale, stop, scale, skipped, parts, own_loss)
+
+    def _skipped(self, result: StepResult) -> Tensor | None:
+        """1 where the update must change nothing; None where `on_result` would have ended it. A
+        GPU's host reads the scalars later, and must find the parameters as they were.
+        """
+        if result.skipped is None and self.device.type == "cuda":
+            return found_inf(result.gradient_norm)
+        return result.skipped
 
     def _find_documents(self, targets_MBT: Tensor, starts_MBT: Tensor | None) -> None:
         """Tell the stages where the documents of their microbatches start."""
@@ -286,9 +299,9 @@ class Session:
 
     def _agree(
         self, loss: Tensor | None, stop: int, parts: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Loss, gradient norm, stop requests and parts of the loss, of the job: one all-reduce of 3
-        scalars and one a part.
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]:
+        """Loss, gradient norm, stop requests and parts of the loss, of the job, by one all-reduce
+        of 3 scalars and one a part; and this rank's own loss.
 
         A rank contributes the squares of the gradients that it owns (each global entry once), and
         its loss where its stage has the head.
@@ -304,7 +317,7 @@ class Session:
         if self.mesh.world_size > 1:
             dist.all_reduce(both)
         summed = None if parts is None else both[3:]
-        return both[0], both[1].sqrt(), both[2], summed
+        return both[0], both[1].sqrt(), both[2], summed, own_loss
 
     def evaluate(
         self, tokens_MBT: Tensor, targets_MBT: Tensor, starts_MBT: Tensor | None = None

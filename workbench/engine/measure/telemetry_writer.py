@@ -184,7 +184,7 @@ def write_error(
         rank: This rank.
         step: The step that failed; None before the first.
         action: The action or phase that failed.
-        error: The error.
+        error: The error; the rank that it names as `blamed` is to blame, where it names one.
 
     Returns:
         Whether it was written.
@@ -196,6 +196,7 @@ def write_error(
         "rank": rank,
         "step": step,
         "action": action,
+        "blamed": getattr(error, "blamed", None),
         "type": type(error).__name__,
         "message": str(error),
         "traceback": "".join(traceback.format_exception(error)),

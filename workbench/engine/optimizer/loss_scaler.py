@@ -7,6 +7,7 @@ it is not finite, on every rank alike.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import torch
@@ -14,6 +15,14 @@ from torch import Tensor
 
 INITIAL_SCALE, GROWTH_FACTOR, BACKOFF_FACTOR, GROWTH_INTERVAL = 2.0**16, 2.0, 0.5, 2000
 """Defaults of `torch.amp.GradScaler`."""
+MIN_SCALE = 1.0
+"""Least scale, as DeepSpeed's `min_loss_scale` and Megatron-LM's `--min-loss-scale`: gradients that
+overflow without a factor will not be mended by one.
+"""
+STUCK_STEPS = 3
+"""Skipped steps in a row that no lower scale mends, after which training cannot continue: the
+weights stay as they are, and only the data differ.
+"""
 
 
 class LossScaler:
@@ -21,13 +30,14 @@ class LossScaler:
 
     A step whose gradients overflow is skipped and halves the scale; `GROWTH_INTERVAL` good steps in
     a row double it. `scale` and `good_steps` (since the scale last changed) are fp32 scalars on the
-    device. `skipped` is the number of skipped steps that the host has read (`count_skipped`).
+    device. `skipped` is the number of skipped steps that the host has read (`count_skipped`), and
+    `stuck` how many of the last ones no lower scale would have mended.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.scale = torch.full((), INITIAL_SCALE, device=device)
         self.good_steps = torch.zeros((), device=device)
-        self.skipped = 0
+        self.skipped = self.stuck = 0
 
     @torch.no_grad()
     def update(self, found: Tensor) -> None:
@@ -37,12 +47,18 @@ class LossScaler:
             self.good_steps >= GROWTH_INTERVAL, self.scale * GROWTH_FACTOR, self.scale
         )
         kept = torch.where(torch.isfinite(grown), grown, self.scale)
-        self.scale.copy_(torch.where(found > 0, self.scale * BACKOFF_FACTOR, kept))
+        lower = (self.scale * BACKOFF_FACTOR).clamp(min=MIN_SCALE)
+        self.scale.copy_(torch.where(found > 0, lower, kept))
         self.good_steps.mul_(self.good_steps < GROWTH_INTERVAL)
 
-    def count_skipped(self, skipped: bool) -> None:
-        """Count a step, once the host has read whether it was skipped."""
+    def count_skipped(self, skipped: bool, loss: float, scale: float) -> None:
+        """Count a step, once the host has read whether it was skipped, its loss and its scale.
+
+        The loss is scaled in fp32 after forward: one that is not finite overflowed at any scale.
+        """
         self.skipped += skipped
+        stuck = skipped and (not math.isfinite(loss) or scale <= MIN_SCALE)
+        self.stuck = self.stuck + 1 if stuck else 0
 
     def state(self) -> dict[str, float]:
         """State for a checkpoint, as plain data; equal on every rank."""

@@ -25,7 +25,16 @@ REPLICA_AXES = ("replicas", "replicate", "expert_replicas", "expert_replicate")
 
 
 class ReplicasDiffer(RuntimeError):
-    """Replicas differ: unlike a checkpoint that cannot be written, this must end the training."""
+    """Replicas differ: unlike a checkpoint that cannot be written, this must end the training.
+
+    Args:
+        message: Which tensor, on which ranks.
+        blamed: The rank that differs from most; None where most do not agree.
+    """
+
+    def __init__(self, message: str, blamed: int | None) -> None:
+        super().__init__(message)
+        self.blamed = blamed
 
 
 def check_replicas(
@@ -54,9 +63,7 @@ def check_replicas(
     parts = [torch.empty_like(sums) for _ in axis.ranks]
     dist.all_gather(parts, sums, group=axis.group)
     place = int((highest != lowest).nonzero()[0])
-    raise ReplicasDiffer(
-        _words(list(tensors)[place], [int(part[place]) for part in parts], axis, step)
-    )
+    raise _difference(list(tensors)[place], [int(part[place]) for part in parts], axis, step)
 
 
 def bit_checksum(tensor: Tensor) -> Tensor:
@@ -77,15 +84,17 @@ def _sum(piece: Tensor) -> Tensor:
     return aligned[:whole].view(torch.int64).sum() + rest
 
 
-def _words(name: str, sums: list[int], axis: MeshAxis, step: int) -> str:
+def _difference(name: str, sums: list[int], axis: MeshAxis, step: int) -> ReplicasDiffer:
     """Which ranks differ from most of them, where most agree."""
     usual = max(set(sums), key=sums.count)
     odd = [rank for rank, found in zip(axis.ranks, sums) if found != usual]
     who = f"on rank{'s' * (len(odd) > 1)} {', '.join(map(str, odd))} from that of the others"
-    if 2 * sums.count(usual) <= len(sums):
+    most = 2 * sums.count(usual) > len(sums)
+    if not most:
         who = f"among ranks {', '.join(map(str, axis.ranks))}"
-    return (
+    return ReplicasDiffer(
         f"after {step} steps {name} differs {who}, and replicas must be equal to the bit: memory "
         "was corrupted, or the replicas have diverged; this state is not saved, resume from an "
-        "earlier checkpoint"
+        "earlier checkpoint",
+        min(odd) if most else None,
     )

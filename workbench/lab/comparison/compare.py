@@ -33,7 +33,7 @@ class Comparison:
     """
     summary: pd.DataFrame = field(init=False)
     """One row a plan and source: peak memory (max rank) in bytes, step time in seconds, tokens/s,
-    state of the run, losses.
+    state of the run, losses, steps that loss scaling skipped where it is on.
     """
 
     differences: dict[str, dict[str, Any]] = field(init=False)
@@ -180,5 +180,6 @@ def summary_rows(entry: ComparisonEntry) -> list[dict[str, Any]]:
                 "first_loss": losses[0] if losses else None,
                 "last_loss": losses[-1] if losses else None,
             }
+            | ({} if profile.skipped_steps is None else {"skipped_steps": profile.skipped_steps})
         )
     return rows

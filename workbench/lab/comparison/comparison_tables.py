@@ -8,7 +8,15 @@ from typing import Any
 import pandas as pd
 
 from workbench.lab import rank_selection
-from workbench.units import byte_unit, bytes_text, count_text, digits, interval_text, seconds_text
+from workbench.units import (
+    byte_unit,
+    bytes_text,
+    count_text,
+    digits,
+    interval_text,
+    loss_text,
+    seconds_text,
+)
 from workbench.untrusted_text import escaped
 
 TABLE_STYLE = """
@@ -40,11 +48,16 @@ def summary_table(summary: pd.DataFrame) -> Table:
     """The summary, with the state of each run beside its name; intervals where one is known."""
     if len(summary):
         states = {str(plan): _state(rows) for plan, rows in summary.groupby("plan", sort=False)}
-        summary = summary.assign(state=summary["plan"].map(states))
+        # A frame of numbers does not tell a loss that was not finite from none: steps do.
+        of_run = {name: summary[name].astype(object) for name in ("first_loss", "last_loss")}
+        lost = {name: loss.isna() & summary["steps"].notna() for name, loss in of_run.items()}
+        losses = {name: loss.mask(lost[name], loss_text(None)) for name, loss in of_run.items()}
+        summary = summary.assign(state=summary["plan"].map(states), **losses)
     columns = [
         column
         for column in summary_columns()
-        if column[0] != "step_seconds_90" or (len(summary) and summary[column[0]].notna().any())
+        if column[0] not in ("step_seconds_90", "skipped_steps")
+        or (column[0] in summary and summary[column[0]].fillna(0).astype(bool).any())
     ]
     return "Plans and runs compared", columns, summary
 
@@ -127,9 +140,14 @@ def summary_columns() -> list[TableColumn]:
         ("tokens_per_second", "tokens/s", or_dash(count_text)),
         ("steps", "steps", integer_or_dash),
         ("state", "state", or_dash(str)),
-        ("first_loss", "first loss", or_dash("{:.3f}".format)),
-        ("last_loss", "last loss", or_dash("{:.3f}".format)),
+        ("skipped_steps", "skipped", integer_or_dash),
+        ("first_loss", "first loss", or_dash(_loss)),
+        ("last_loss", "last loss", or_dash(_loss)),
     ]
+
+
+def _loss(value: float | str) -> str:
+    return value if isinstance(value, str) else loss_text(value, places=3)
 
 
 def memory_columns(frame: pd.DataFrame) -> tuple[list[TableColumn], str]:

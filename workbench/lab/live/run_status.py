@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from workbench.units import count_text, percent_text, seconds_text
+from workbench.units import count_text, loss_text, percent_text, seconds_text
 
 if TYPE_CHECKING:
     from workbench.runs.store.run_state import State
@@ -42,7 +42,10 @@ class RunProgress:
     detail: str | None = None
     """Detail of the phase, such as the kernel that is compiled."""
     steps_done: int = 0
+    skipped: int = 0
+    """Steps that loss scaling skipped."""
     loss: float | None = None
+    """Of the last step; None where it was not finite."""
     tokens_per_second: float | None = None
     seconds: list[float] = field(default_factory=list)
     data_seconds: list[float] = field(default_factory=list)
@@ -66,7 +69,8 @@ class RunProgress:
             self.seconds = [*self.seconds[1 - RECENT_STEPS :], record["seconds"]]
             waited = record.get("data_seconds") or 0.0
             self.data_seconds = [*self.data_seconds[1 - RECENT_STEPS :], waited]
-            self.loss = record["loss"] if record["loss"] is not None else self.loss
+            self.loss = record["loss"]
+            self.skipped += bool(record.get("skipped"))
             self.tokens_per_second = (
                 record["tokens"] / statistics.median(self.seconds) if record["seconds"] else None
             )
@@ -148,8 +152,10 @@ def run_headline(state: State, progress: RunProgress, stopping: bool) -> str:
 def pace_line(state: State, progress: RunProgress) -> str:
     """Loss, throughput, step time, time elapsed and time left."""
     words = []
-    if progress.loss is not None:
-        words.append(f"loss {progress.loss:.4f}")
+    if progress.steps_done:
+        words.append(f"loss {loss_text(progress.loss)}")
+    if progress.skipped:
+        words.append(f"{progress.skipped} steps skipped (gradients not finite in fp16)")
     if progress.tokens_per_second:
         words.append(f"{count_text(progress.tokens_per_second)} tokens/s")
     if progress.seconds:
