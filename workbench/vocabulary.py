@@ -96,3 +96,13 @@ COLUMNS: dict[str, tuple[str, ...]] = {
         *MEMORY_COUNTERS,
     ),
 }
+
+PHASES_OF_ACTIONS = {
+    **dict.fromkeys(("F", "REFERENCE"), "forward"),
+    **dict.fromkeys(("B", "I", "W"), "backward"),
+    **dict.fromkeys(("CLIP", "OPTIMIZER"), "optimizer"),
+    **dict.fromkeys(
+        ("P2P", "SEND_F", "SEND_B", "RECV_F", "RECV_B", "REDUCE_GRAD"), "communication"
+    ),
+}
+"""Action of a step -> the phase that its own time counts to; of all else it is `other`."""

@@ -3,11 +3,12 @@ stop, errors, bye.
 
 Its "collective" waits until every peer has written the step before; a peer that is gone is an error
 of the kind that gloo gives. STUB_FAULT says how one rank misbehaves: `raise:RANK:STEP`,
-`silent:RANK`, `slow:RANK:SECONDS` (works so long before its first record),
-`stuck:RANK` (joins one group less than its peers, which wait for it), `torn:RANK`, `deaf` (heeds no
-stop), `exit:RANK:STEP`, `nobye:RANK`, `helper:RANK` (leaves a process of its own behind),
-`loop:RANK:STEP` (works for ever), `spin:RANK:STEP` (the same on GPUs, where the ranks that wait
-keep their cores busy), `watchdog:RANK:STEP` (as well, and NCCL's watchdog aborts those).
+`silent:RANK`, `late:RANK:SECONDS` (works so long before its first record), `slow:RANK` (takes a
+second of its own a step, as it says), `stuck:RANK` (joins one group less than its peers, which wait
+for it), `torn:RANK`, `deaf` (heeds no stop), `exit:RANK:STEP`, `nobye:RANK`, `helper:RANK` (leaves
+a process of its own behind), `loop:RANK:STEP` (works for ever), `spin:RANK:STEP` (the same on GPUs,
+where the ranks that wait keep their cores busy), `watchdog:RANK:STEP` (as well, and NCCL's watchdog
+aborts those).
 """
 
 from typing import Any
@@ -150,7 +151,8 @@ class Stub:
                 "step",
                 step=step,
                 loss=3.0 / (step + 1),
-                seconds=PACE,
+                seconds=1.0 if FAULT[0] == "slow" else PACE,
+                own_seconds={"forward": 1.0 if self.fault("slow") else PACE, "other": 0.001},
                 tokens=512,
                 gradient_norm=1.0,
                 learning_rate=1e-3,
@@ -197,7 +199,7 @@ def main() -> None:
         idle = [sys.executable, "-c", "import time; time.sleep(120)", str(stub.run)]
         subprocess.Popen(idle, start_new_session=True)
     began = time.monotonic()
-    while stub.fault("slow") and time.monotonic() - began < float(FAULT[2]):
+    while stub.fault("late") and time.monotonic() - began < float(FAULT[2]):
         pass
     if FAULT[0] == "stuck":
         stub.join_groups()

@@ -90,11 +90,11 @@ def test_a_rank_that_never_says_hello_is_named(go: Callable[..., Any]) -> None:
 
 
 def test_a_rank_that_is_slow_to_start_is_waited_for_while_it_works(go: Callable[..., Any]) -> None:
-    assert go("slow:1:6", hello_seconds=3.0).wait(60).phase == "finished"
+    assert go("late:1:6", hello_seconds=3.0).wait(60).phase == "finished"
 
 
 def test_a_rank_that_works_for_ever_before_it_says_hello_is_named(go: Callable[..., Any]) -> None:
-    state = go("slow:1:999", hello_seconds=0.5).wait(60)
+    state = go("late:1:999", hello_seconds=0.5).wait(60)
     assert (state.phase, state.cause.rank) == ("failed", 1)
     assert "rank 1 of 3 never said hello within" in state.cause.message
 
@@ -170,6 +170,16 @@ def test_what_was_frozen_and_goes_on_is_warned_of_no_more(go: Callable[..., Any]
     assert run.state.phase == "running"
     run.stop()
     assert run.wait(30).phase == "stopped"
+
+
+def test_a_slow_rank_is_named_with_its_factor_and_phase(go: Callable[..., Any]) -> None:
+    run = go("slow:1", steps=40)
+    until(lambda: "rank 1 is slow: 1.00 s of its own a step" in run.state.warning)
+    state = run.wait(30)
+    assert state.phase == "finished"
+    assert "47.7 times its peers' 21.0 ms, most of it in forward" in state.warning
+    events = [json.loads(line) for line in (run.dir / "events.jsonl").read_bytes().splitlines()]
+    assert ["is slow" in e["message"] for e in events if e["kind"] == "warning"] == [True]
 
 
 def test_a_frozen_supervisor_is_told_and_woken_by_stop(go: Callable[..., Any]) -> None:

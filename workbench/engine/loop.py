@@ -25,6 +25,7 @@ from workbench.engine.data.conversation_sequences import ConversationSequences
 from workbench.engine.garbage_collection import collected_on_common_steps
 from workbench.engine.measure.allocator_memory import memory_meter
 from workbench.engine.measure.experiment_trackers import Trackers
+from workbench.engine.measure.own_time import OwnClock, PhaseTimes
 from workbench.engine.measure.step_sampler import (
     FIRST_SAMPLES,
     ActionTracker,
@@ -85,6 +86,7 @@ class TrainingLoop:
         self.action_tracker = ActionTracker()
         self.index = self.first = 0
         device = tensor_device(accelerator.device)
+        self._clock, self._own_since = OwnClock(), 0.0
         self.meter = memory_meter(device)
         self.trackers = Trackers(accelerator, plan)
         self._phase("building")
@@ -148,7 +150,7 @@ class TrainingLoop:
             self._restore_deadlines()
         self.first = self.index
         self._phase("training")
-        with collected_on_common_steps() as collect:
+        with self._clock.watching(), collected_on_common_steps() as collect:
             while self.index < self.plan.training.steps:
                 if self.index - self.first >= FIRST_SAMPLES:
                     self._end_window()
@@ -262,12 +264,16 @@ class TrainingLoop:
         """Enqueue the step at `index`, and count it."""
         observed = self._observed()
         began, cpu_began = time.perf_counter(), time.process_time()
+        phases = PhaseTimes(self._clock, self._own_since)
+        phases.enter("data loading")
         batch = self.feed.load(self.index)
         data_seconds = time.perf_counter() - began
         self._set_reference("train", self.index)
         asked = self._asked_to_stop()
         self.meter.begin_step()
         with self._tracking(observed, batch):
+            self.action_tracker.phases = phases
+            phases.enter("other")
             contents = self.feed.contents
             assert contents is not None
             tokens: list[int] = contents.trained_tokens.tolist()
@@ -282,6 +288,8 @@ class TrainingLoop:
             self._samples[-1].counters = counters
         scalars = HostCopy(torch.cat([x.reshape(-1) for x in result if x is not None]))
         action = self.action_tracker.current
+        phases.enter("other")
+        self._own_since = phases.since
         bytes_now = self.meter.now()
         self._under_way.append(
             StepUnderWay(
@@ -289,6 +297,7 @@ class TrainingLoop:
                 began=began,
                 cpu_began=cpu_began,
                 data_seconds=data_seconds,
+                own_seconds=phases.seconds,
                 tokens=tokens,
                 scalars=scalars,
                 bytes=bytes_now,
@@ -347,6 +356,7 @@ class TrainingLoop:
             # On a GPU steps overlap on the host, and what it does beside them is no measure of one.
             "cpu_seconds": cpu_ended - step.cpu_began if on_cpu else None,
             "data_seconds": step.data_seconds,
+            "own_seconds": step.own_seconds if on_cpu else None,
             "tokens": t.global_batch * t.sequence_length,
             "trained_tokens": sum(step.tokens),
             **(reward_record(parts) if pairs else self._by_source(parts, step.tokens)),
@@ -574,4 +584,6 @@ class TrainingLoop:
 
     def _phase(self, phase: str, detail: str | None = None) -> None:
         self.action_tracker.current = phase
+        if phase == "training":
+            self._own_since = self._clock.now()  # no step's own: building, evaluating, saving
         self.telemetry.record("phase", phase=phase, step=self.index, detail=detail)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from workbench.engine.measure.live_memory import UNCOUNTED, LiveBytes
 from workbench.engine.measure.memory_window import MemoryMeter, MemoryWindow, StepCounters
+from workbench.engine.measure.own_time import PhaseTimes
 from workbench.engine.session import Session
 from workbench.parallel.mesh import GRADIENT_GROUP_SUFFIX, Mesh
 from workbench.profile import ALLOCATED
@@ -47,14 +48,19 @@ def observed_by(done: int, every: int) -> Literal["memory", "timeline", ""]:
 
 
 class ActionTracker:
-    """Tracks the rank's current action, for error reports."""
+    """Tracks the rank's current action, for error reports, and its own time by phase, where that
+    is measured.
+    """
 
     def __init__(self) -> None:
         self.current = ""
+        self.phases: PhaseTimes | None = None
 
     def action(self, label: str, action: Action | None) -> AbstractContextManager[None]:
         """Record the label."""
         self.current = label
+        if self.phases is not None:
+            self.phases.begin(action.kind if action else label)
         return nullcontext()
 
     def moment(self, name: str) -> None:

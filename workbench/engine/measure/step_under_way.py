@@ -49,6 +49,8 @@ class StepUnderWay:
     """time.process_time() then."""
     data_seconds: float
     """How long the step waited for its batch."""
+    own_seconds: dict[str, float]
+    """The host's own time by phase."""
     tokens: list[int]
     """Tokens of the global batch that have a target, of each source."""
     scalars: HostCopy

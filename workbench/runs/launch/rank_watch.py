@@ -16,6 +16,7 @@ import psutil
 from workbench.runs.diagnose.failure_advice import advise
 from workbench.runs.diagnose.first_cause import stall_cause
 from workbench.runs.diagnose.rank_status import RankStatus
+from workbench.runs.diagnose.straggler import StragglerWatch
 from workbench.runs.launch.process_tree import descendants
 from workbench.runs.store.command_file import RunCommand
 from workbench.runs.store.process_identity import exit_code
@@ -62,6 +63,7 @@ class RankWatch:
         self._idle_start = 0.0
         """Seconds in which nothing of ranks that have not said hello worked, nor their launcher."""
         self._start_cpu: dict[int, float] = {}
+        self._stragglers = StragglerWatch()
         self._reader = Reader(folder)
         self._processes: dict[int, _RankProcess] = {}
         self._last_poll = 0.0
@@ -100,12 +102,13 @@ class RankWatch:
     @property
     def lasting_warnings(self) -> list[str]:
         """What stands against the run even at its end: why its last checkpoint could not be
-        written, that its last loss is not finite.
+        written, that its last loss is not finite, which rank is slow.
         """
         each = self.ranks.values()
         found = (
             next((seen.unsaved for seen in each if seen.unsaved), ""),
             next((seen.overflowing for seen in each if seen.overflowing), ""),
+            self._stragglers.words(),
         )
         return [words for words in found if words]
 
@@ -141,6 +144,7 @@ class RankWatch:
         if seen is None:
             return None
         seen.take(record)
+        self._stragglers.take(record)
         if record["kind"] == "hello":
             self._processes[rank] = _RankProcess(_process(record["pid"]), time.monotonic())
             return seen

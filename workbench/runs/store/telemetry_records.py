@@ -48,6 +48,7 @@ FIELDS: dict[str, dict[str, Check]] = {
         "seconds": number,
         "cpu_seconds": or_null(number),
         "data_seconds": or_null(number),
+        "own_seconds": or_null(object_),
         "tokens": number,
         "trained_tokens": or_null(number),
         "by_source": or_null(rows({"source": text, "loss": or_null(number), "tokens": number})),
