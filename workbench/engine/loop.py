@@ -410,12 +410,14 @@ class TrainingLoop:
     @property
     def _remedy(self) -> str:
         """What to do about numbers that grew too large on every rank."""
-        fine_tunes = self.plan.finetune is not None and self.plan.finetune.base is not None
-        named = "finetune.base" if fine_tunes else "checkpoint.load"
-        bf16 = ", take strategy.precision: bf16" if self.session.scaler else ""
-        return (
-            f"lower training.optimizer.learning_rate{bf16}, or check the weights that {named} names"
-        )
+        ways, tune = ["lower training.optimizer.learning_rate"], self.plan.finetune
+        if self.session.scaler:
+            ways.append("take strategy.precision: bf16")
+        if tune is not None and tune.base is not None:
+            ways.append("check the weights that finetune.base names")
+        elif self.plan.checkpoint.load is not None:
+            ways.append("check the weights that checkpoint.load names")
+        return ", or ".join(ways)
 
     def _record_timeline(self, index: int, timeline: StepTimeline) -> None:
         rows = timeline.timeline_rows()

@@ -8,7 +8,7 @@ from typing import Any
 
 from workbench.runs.diagnose.failure_advice import HUNG
 from workbench.safe_io.json_field_checks import whole
-from workbench.units import counted, seconds_text
+from workbench.units import seconds_text
 
 HUNG_FACTOR = 3.0
 """A rank that is silent for so many times its slowest step is not a slow one."""
@@ -34,10 +34,8 @@ class RankStatus:
     """How its process ended, -n for signal n, where the launcher was too late to ask before us."""
     slowest: float = 0.0
     """Seconds of its slowest step."""
-    skipped: int = 0
-    """Steps that loss scaling skipped."""
-    not_finite: bool = False
-    """Whether the loss of its last step was not finite."""
+    overflowing: int | None = None
+    """The first of its last steps that loss scaling skipped because the loss was not finite."""
     unsaved: str = ""
     """Why its last checkpoint could not be written; empty where it could."""
     deadline: float = 0.0
@@ -59,8 +57,9 @@ class RankStatus:
                 self.phase, self.joined = f"joining {record['detail']}", self.joined + 1
         elif kind == "step":
             self.step, self.action = record["step"], record["action"]
-            self.skipped += bool(record.get("skipped"))
-            self.not_finite = record.get("loss") is None
+            lost = bool(record.get("skipped")) and record.get("loss") is None
+            first = self.step if self.overflowing is None else self.overflowing
+            self.overflowing = first if lost else None
             seconds = record.get("seconds")
             self.slowest = (
                 max(self.slowest, seconds) if isinstance(seconds, int | float) else self.slowest
@@ -75,16 +74,13 @@ class RankStatus:
         return f"rank {self.rank}{self.place}"
 
     @property
-    def overflowing(self) -> str:
-        """How many steps loss scaling skipped, in words, where the last one's loss is not finite;
-        empty elsewhere.
-        """
-        if not (self.not_finite and self.skipped):
+    def lost_loss(self) -> str:
+        """Since when no step has had a loss, in words; empty where the last one had."""
+        if self.overflowing is None:
             return ""
         return (
-            f"the loss of step {self.step} is not finite: fp16 overflowed, and so far "
-            f"{counted(self.skipped, 'step')} of this run changed nothing; a lower learning_rate "
-            "or strategy.precision bf16 may mend it"
+            f"since step {self.overflowing} the loss is not finite: fp16 overflowed, and these "
+            "steps changed nothing; a lower learning_rate or strategy.precision bf16 may mend it"
         )
 
     @property

@@ -107,7 +107,7 @@ class RankWatch:
         each = self.ranks.values()
         found = (
             next((seen.unsaved for seen in each if seen.unsaved), ""),
-            next((seen.overflowing for seen in each if seen.overflowing), ""),
+            next((seen.lost_loss for seen in each if seen.lost_loss), ""),
             self._stragglers.words(),
         )
         return [words for words in found if words]
