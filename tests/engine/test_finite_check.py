@@ -11,6 +11,7 @@ from tests.engine.test_loop import refusal, steps, trained
 from tests.engine.test_loss_scaler import CPU, Planted
 from tests.engine.test_precision import text_of
 from tests.parallel.small import plan
+from tests.parallel.test_initial_weights import users
 from workbench.engine.session import Session, StepResult
 from workbench.engine.verify.finite_check import gather_parts, origin
 from workbench.engine.verify.forked_ranks import run_ranks
@@ -59,8 +60,11 @@ def found(made: ResolvedPlan, fault: str, guilty: tuple[int, ...], rank: int) ->
 
 
 def asked(mesh: str, fault: str, guilty: tuple[int, ...]) -> tuple[list[int], str]:
-    sizes, changes = MESHES[mesh]
-    made = plan(*sizes, changes=changes, layers=2, microbatches=2).resolve()
+    if mesh == "a user's model":
+        made = users(1, 2, {})
+    else:
+        sizes, changes = MESHES[mesh]
+        made = plan(*sizes, changes=changes, layers=2, microbatches=2).resolve()
     first, *others = run_ranks(made.world_size, partial(found, made, fault, guilty), seconds=60)
     assert all(other == first for other in others), "ranks must agree"
     ranks, words = first
@@ -85,7 +89,12 @@ def test_the_rank_of_a_nan_is_named_with_its_tensor(mesh: str, fault: str, guilt
 
 @pytest.mark.parametrize(
     ("mesh", "guilty", "named"),
-    [("data", 1, [1]), ("zero-3", 0, [0]), ("zero-1", 1, [1]), ("pipeline, data", 1, [1, 3])],
+    [
+        ("data", 1, [1]),
+        ("zero-3", 0, [0]),
+        ("a user's model", 1, [1]),
+        ("pipeline, data", 1, [1, 3]),
+    ],
 )
 def test_ranks_whose_own_loss_alone_is_nan_are_named(
     mesh: str, guilty: int, named: list[int]

@@ -61,7 +61,7 @@ def text_of(made: ResolvedPlan) -> Tensor:
     """All microbatches of a step [M x data, B, T + 1]."""
     t = made.training
     shape = (t.global_batch // t.micro_batch, t.micro_batch, t.sequence_length + 1)
-    return torch.randint(made.shape.vocab, shape, generator=torch.Generator().manual_seed(1))
+    return torch.randint(made.vocab, shape, generator=torch.Generator().manual_seed(1))
 
 
 def plain_gradients(made: ResolvedPlan) -> list[dict[str, Tensor]]:

@@ -55,7 +55,7 @@ def own_part(session: Session, loss: float) -> OwnPart:
     store = session.part.store
     modules = session.part.stages.values()
     held = {name: p.detach() for model in modules for name, p in model.named_parameters()}
-    counts = session.part.head is not None and counts_own_loss(session.mesh)
+    counts = session.executor.state.loss is not None and counts_own_loss(session.mesh)
     return OwnPart(
         session.mesh["data"].index,
         _first_not_finite({**held, **store.frozen_values, **store.values}),
