@@ -116,6 +116,18 @@ def test_nobody_is_blamed_for_what_all_have(mesh: str, fault: str, guilty: tuple
     assert asked(mesh, fault, guilty)[0] == []
 
 
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+def test_on_gpus_whose_host_looks_later_the_update_changes_nothing(optimizer: str) -> None:
+    made = plan(changes={"training.optimizer.name": optimizer}, layers=2).resolve()
+    session = Session.build(made, build_mesh(made, 0), CPU)
+    text, store = text_of(made), session.part.store
+    session.device = torch.device("cuda", 0)
+    session.step(0, text[..., :-1], text[..., 1:])
+    before = {name: x.clone() for name, x in store.values.items()}
+    session.step(1, text[..., :-1], text[..., 1:], Planted(store, True))
+    assert all(torch.equal(x, before[name]) for name, x in store.values.items())
+
+
 def test_a_norm_that_is_not_finite_ends_training_before_it_reaches_the_weights(
     tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -124,8 +136,7 @@ def test_a_norm_that_is_not_finite_ends_training_before_it_reaches_the_weights(
     def broken(self: Session, index: int, *rest: Any) -> StepResult:
         if index == 2:
             rest = (*rest[:2], Planted(self.part.store, True), *rest[3:])
-        result = run(self, index, *rest)
-        return result
+        return run(self, index, *rest)
 
     monkeypatch.setattr(Session, "step", broken)
     code, records = trained(tmp_path / "run", text, training__steps=5, checkpoint__every=1)

@@ -203,7 +203,7 @@ def test_the_scale_stops_at_the_least_and_counts_what_it_cannot_mend() -> None:
         (True, 2.0, MIN_SCALE, 1),
         (True, math.nan, 8.0, 2),
         (True, 2.0, 8.0, 0),
-        (True, math.inf, 8.0, 1),
+        (False, math.inf, 8.0, 1),
         (False, 2.0, MIN_SCALE, 0),
     ):
         scaler.count_skipped(skipped, loss, scale)

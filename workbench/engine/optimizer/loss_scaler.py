@@ -31,7 +31,7 @@ class LossScaler:
     A step whose gradients overflow is skipped and halves the scale; `GROWTH_INTERVAL` good steps in
     a row double it. `scale` and `good_steps` (since the scale last changed) are fp32 scalars on the
     device. `skipped` is the number of skipped steps that the host has read (`count_skipped`), and
-    `stuck` how many of the last ones no lower scale would have mended.
+    `stuck` how many of the last steps no lower scale would have mended.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -57,7 +57,7 @@ class LossScaler:
         The loss is scaled in fp32 after forward: one that is not finite overflowed at any scale.
         """
         self.skipped += skipped
-        stuck = skipped and (not math.isfinite(loss) or scale <= MIN_SCALE)
+        stuck = not math.isfinite(loss) or (skipped and scale <= MIN_SCALE)
         self.stuck = self.stuck + 1 if stuck else 0
 
     def state(self) -> dict[str, float]:
