@@ -88,38 +88,50 @@ class StragglerWatch:
             own = _own_spans(record["rows"] or [])
         if own:
             times.add(own)
-            self._changed = True
+            self._changed = self._changed or rank == min(self._ranks)  # once a step
 
     def words(self) -> str:
         """Which ranks are slow now, by what factor and in which phase; empty where none is."""
         if self._changed and all(times.is_known for times in self._ranks.values()):
             self._changed = False
             totals = {rank: times.total for rank, times in self._ranks.items()}
-            stages: dict[int | None, list[int]] = {}
+            stages: dict[int | None, dict[int, float]] = {}
             for rank, times in self._ranks.items():
-                stages.setdefault(times.stage, []).append(rank)
-            found = {
-                rank: self._judge(rank, totals, stages[times.stage])
-                for rank, times in self._ranks.items()
-            }
+                stages.setdefault(times.stage, {})[rank] = totals[rank]
+            middle = {stage: median(own.values()) for stage, own in stages.items()}
+            found = {}
+            for rank, times in self._ranks.items():
+                stage = stages[times.stage]
+                group = stage if len(stage) > 1 else totals
+                of_group = middle[times.stage] if len(stage) > FEW else None
+                found[rank] = self._judge(rank, group, of_group, alone=len(stage) == 1)
             self._slow = {rank: text for rank, text in found.items() if text}
         return "; ".join(self._slow.values())
 
-    def _judge(self, rank: int, totals: Mapping[int, float], stage: list[int]) -> str:
-        times = self._ranks[rank]
-        peers, others = _without(rank, stage), _without(rank, list(totals))
-        usual = median(totals[other] for other in peers or others) if others else 0.0
+    def _judge(
+        self, rank: int, group: Mapping[int, float], usual: float | None, alone: bool
+    ) -> str:
+        """What to say of a rank, held against a `group` that it is one of.
+
+        Args:
+            rank: The rank.
+            group: Own time of a step by rank.
+            usual: Median of a group that is not moved by one rank; None: of all but this one.
+            alone: Whether the rank has its stage for itself, and the group is all ranks.
+        """
+        times, peers = self._ranks[rank], [other for other in group if other != rank]
+        usual = median(group[peer] for peer in peers) if usual is None and peers else usual
         if not usual:
             return ""
         said = rank in self._slow
         own, limit = (times.total, CLEARED) if said else (times.most_steps, SLOW)
-        if not peers:
+        if alone:
             times.first_share = times.first_share or times.total / usual
             limit *= min(max(times.first_share, 1.0), LARGEST_SHARE)
         least = max(LEAST_SECONDS, LEAST_SHARE * median(times.seconds))
         if own <= limit * usual or own - usual < least:
             return ""
-        return self._slow.get(rank) or self._say(rank, peers or others, times.total, usual)
+        return self._slow.get(rank) or self._say(rank, peers, times.total, usual)
 
     def _say(self, rank: int, peers: Sequence[int], own: float, usual: float) -> str:
         times, of_peers = self._ranks[rank], [self._ranks[peer] for peer in peers]
@@ -135,10 +147,6 @@ class StragglerWatch:
             f"(measured, without waits, median of {len(times.own)} steps); the other ranks wait "
             "for it"
         )
-
-
-def _without(rank: int, ranks: list[int]) -> list[int]:
-    return ranks if len(ranks) > FEW else [other for other in ranks if other != rank]
 
 
 def _own_spans(rows: Iterable[Mapping[str, Any]]) -> dict[str, float]:
