@@ -76,6 +76,117 @@ def test_logits_and_weights_equal_those_of_transformers(
         assert torch.equal(value, model.get_parameter(name)), name
 
 
+WINDOWS: dict[str, str] = {
+    "mistral": "by kind",
+    "qwen2": "by kind",
+    "qwen3": "by kind",
+    "gemma2": "by kind",
+    "gemma3_text": "by kind",
+    "mixtral": "everywhere",
+    "qwen3_moe": "everywhere",
+    "phi3": "everywhere",
+    "llama": "nowhere",
+    "olmo2": "nowhere",
+}
+"""Family -> where transformers' class of it has the window of `sliding_window`."""
+KINDS = {"s": "sliding_attention", "f": "full_attention"}
+LAYERS: list[tuple[str, tuple[str, ...]]] = [
+    ("", ("by kind", "everywhere", "nowhere")),
+    ("ssss", ("by kind", "everywhere")),
+    ("ffff", ("by kind", "nowhere", "off")),
+    ("ssfs", ("by kind",)),
+    ("sfsf", ("by kind",)),
+    ("sffs", ()),
+    ("fsss", ()),
+    ("ssssss", ()),
+]
+"""Letters of `layer_types` -> where a window is for them to be modelled; elsewhere named."""
+
+
+def keys_of_windows(family: str, letters: str, on: bool = True) -> dict[str, Any]:
+    """The keys as `save_pretrained` writes them, with the usual `max_window_layers`."""
+    keys: dict[str, Any] = {"sliding_window": 6, "max_window_layers": 28}
+    keys |= {"use_sliding_window": on} if family.startswith("qwen") else {}
+    keys |= {"head_dim": 8} if family == "mistral" else {}
+    return keys | ({"layer_types": [KINDS[letter] for letter in letters]} if letters else {})
+
+
+@pytest.mark.parametrize("letters, modelled", LAYERS, ids=[letters for letters, _ in LAYERS])
+@pytest.mark.parametrize("family", WINDOWS)
+def test_windows_are_those_of_transformers_or_named(
+    family: str, letters: str, modelled: tuple[str, ...], tmp_path: Path
+) -> None:
+    keys = keys_of_windows(family, letters)
+    config = {"model_type": family, "pad_token_id": None, **CONFIGS[family], **keys}
+    small = shape_of(config)
+    assert (small.unmodelled is None) == (WINDOWS[family] in modelled)
+    if small.unmodelled:
+        assert "layer_types" in small.unmodelled
+    else:
+        assert_equal_logits(config, small, tmp_path)
+
+
+@pytest.mark.parametrize("letters", ["", "ffff", "ssss", "sffs"])
+@pytest.mark.parametrize("family", [name for name in WINDOWS if name.startswith("qwen")])
+def test_a_window_that_is_turned_off_is_none(family: str, letters: str, tmp_path: Path) -> None:
+    keys = keys_of_windows(family, letters, on=False)
+    config = {"model_type": family, "pad_token_id": None, **CONFIGS[family], **keys}
+    small = shape_of(config)
+    if "s" in letters:
+        assert small.unmodelled == "layer_types with sliding_attention among them"
+    else:
+        assert (small.window, small.unmodelled) == (None, None)
+        assert_equal_logits(config, small, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "family, keys, window",
+    [
+        ("mistral", {}, 4096),
+        ("mixtral", {}, None),
+        ("phi3", {}, None),
+        ("gemma2", {}, 4096),
+        ("gemma3_text", {}, 4096),
+        ("qwen2", {"use_sliding_window": True, "max_window_layers": 0}, 4096),
+        ("qwen3", {"use_sliding_window": True, "max_window_layers": 0}, 4096),
+        ("qwen3_moe", {"use_sliding_window": True, "max_window_layers": 28}, 4096),
+        ("qwen2", {"use_sliding_window": True}, None),
+        ("qwen2", {"sliding_window": 6}, None),
+    ],
+    ids=str,
+)
+def test_windows_of_absent_keys_are_those_of_transformers(
+    family: str, keys: dict[str, Any], window: int | None
+) -> None:
+    transformers = pytest.importorskip("transformers", reason="compares with transformers")
+    own = {key: value for key, value in CONFIGS[family].items() if key != "sliding_window"} | keys
+    theirs = transformers.AutoConfig.for_model(family, **own)
+    kinds = getattr(theirs, "layer_types", None)
+    has = theirs.sliding_window if kinds is None or KINDS["s"] in kinds else None
+    assert shape_of({"model_type": family, **own}).window == has == window
+
+
+def assert_equal_logits(config: dict[str, Any], small: Shape, folder: Path) -> None:
+    """Assert that transformers computes the same from `config`, also beyond the window, and from
+    the configuration that is written of its shape.
+    """
+    transformers = pytest.importorskip("transformers", reason="compares with transformers")
+    family = FAMILIES[config["model_type"]]
+    model = random_model(small)
+    write(model, small, family, folder / "given", config)
+    write(model, small, family, folder / "written")
+    tokens_BT = torch.randint(small.vocab, (2, 24), generator=torch.Generator().manual_seed(1))
+    found = logits(model, tokens_BT)
+    for name in ("given", "written"):
+        assert read_huggingface_config(str(folder / name)).window == small.window
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(
+            folder / name, dtype=torch.float32, attn_implementation="eager"
+        ).eval()
+        with torch.no_grad():
+            expected = theirs(tokens_BT).logits
+        assert float((found - expected).abs().max() / expected.abs().max()) <= 1e-5, name
+
+
 def random_model(small: Shape) -> Transformer:
     """A model all of whose parameters count: norms near one, biases near zero."""
     model, random = Transformer(small), torch.Generator().manual_seed(0)
@@ -92,12 +203,19 @@ def logits(model: Transformer, tokens_BT: Tensor) -> Tensor:
     head: Any = model.head
     weight = head.weight
     head.forward = lambda x_BTD, _: soft_cap(x_BTD @ weight.t(), head.softcap)
-    found: Tensor = model(tokens_BT, tokens_BT)
+    with torch.no_grad():
+        found: Tensor = model(tokens_BT, tokens_BT)
     return found
 
 
-def write(model: Transformer, small: Shape, family: Family, folder: Path) -> None:
-    """The model's weights in one file under a family's names."""
+def write(
+    model: Transformer,
+    small: Shape,
+    family: Family,
+    folder: Path,
+    config: dict[str, Any] | None = None,
+) -> None:
+    """The model's weights in one file under a family's names, beside `config` or its own."""
     parts, values = stored_parts(family, small), dict(model.named_parameters())
     tensors = {key: torch.zeros(extent) for key, extent in stored_extents(parts).items()}
     for name, own in parts.items():
@@ -107,7 +225,8 @@ def write(model: Transformer, small: Shape, family: Family, folder: Path) -> Non
             target.copy_((value.t() if part.transposed else value).reshape(target.shape))
     folder.mkdir()
     save_file(tensors, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(config_json(small, torch.float32, family)))
+    config = config or config_json(small, torch.float32, family)
+    (folder / "config.json").write_text(json.dumps(config))
 
 
 def read(folder: Path) -> dict[str, Tensor]:

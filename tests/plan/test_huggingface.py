@@ -169,7 +169,7 @@ def test_any_key_may_hold_anything(config: dict[str, Any]) -> None:
         ),
         (
             {"sliding_window": 64, "layer_types": ["full_attention", "sliding_attention"]},
-            "layer_types with full_attention",
+            "layer_types with sliding_attention",
         ),
         (
             {"architectures": ["LlamaCycleForCausalLM"]},

@@ -8,19 +8,29 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from workbench.plan.catalog.families.common_keys import GATED, activation
+from workbench.plan.catalog.families.common_keys import (
+    FULL,
+    GATED,
+    SLIDING,
+    kinds_of,
+    layer_kinds,
+    own_window,
+)
 from workbench.plan.catalog.families.family import ANY, Config, Family, Fields, Legal
-from workbench.plan.catalog.families.llama import LLAMA_NAMES, LLAMA_STYLE, read_llama, write_llama
+from workbench.plan.catalog.families.llama import (
+    LLAMA_NAMES,
+    LLAMA_STYLE,
+    read_layers,
+    read_llama,
+    write_llama,
+)
 from workbench.plan.catalog.families.rotary_keys import write_rotary
 from workbench.plan.catalog.families.stored_parts import TensorNames
 from workbench.plan.catalog.huggingface_keys import Reading
 from workbench.plan.model.model_shape import Shape
 
-SLIDING, FULL = "sliding_attention", "full_attention"
-
-
-def _kinds(layers: int, every: int) -> list[str]:
-    return [SLIDING if (i + 1) % every else FULL for i in range(layers)]
+USUAL_WINDOW = 4096
+"""transformers wants one, whether or not a layer has it."""
 
 
 def _gemma2(reading: Reading) -> Fields:
@@ -33,10 +43,8 @@ def _gemma3(reading: Reading) -> Fields:
     inner = reading.section("rope_parameters").get(SLIDING)
     local = inner.get("rope_theta") if isinstance(inner, dict) else None
     beside = reading.number("rope_local_base_freq", 10000.0)
-    return fields | {
-        "qk_norm": "head",
-        "window_rope_theta": float(beside or 10000.0) if local is None else local,
-    }
+    theta = float(beside or 10000.0) if local is None else local
+    return fields | {"qk_norm": "head", "window_rope_theta": theta if fields["window"] else None}
 
 
 def _gemma(
@@ -47,21 +55,21 @@ def _gemma(
     logit_cap: float | None = None,
     of_kind: str | None = None,
 ) -> Fields:
-    kinds = reading.get("layer_types")
     theta = 10000.0 if of_kind is None else 1e6
-    fields = read_llama(reading, kv_heads=4, positions=positions, theta=theta, of_kind=of_kind)
-    reading.not_modelled.pop("layer_types", None)
-    if isinstance(kinds, list) and FULL in kinds:
-        every = kinds.index(FULL) + 1
-    if kinds is not None and kinds != _kinds(fields["layers"], every):
-        reading.lacks("layer_types", "layer_types that do not repeat")
+    fields = read_llama(
+        reading,
+        kv_heads=4,
+        positions=positions,
+        theta=theta,
+        of_kind=of_kind,
+        activation=("hidden_activation", GATED, "gelu_pytorch_tanh"),
+        window=own_window(reading, USUAL_WINDOW),
+        kinds=kinds_of(read_layers(reading), every),
+    )
     score_width = reading.number("query_pre_attn_scalar", 256)
     return fields | {
         "head_dim": fields["head_dim"] or 256,
-        "mlp": activation(reading, "hidden_activation", GATED, "gelu_pytorch_tanh"),
         "tied": reading.flag("tie_word_embeddings", True),
-        "window": reading.whole("sliding_window", 4096),
-        "full_attention_every": every,
         "attention_scale": float(score_width or 256) ** -0.5,
         "attention_softcap": reading.number("attn_logit_softcapping", cap),
         "logit_softcap": reading.number("final_logit_softcapping", logit_cap),
@@ -75,8 +83,8 @@ def _write(shape: Shape) -> Config:
     return {
         **write_llama(shape),
         "hidden_activation": "gelu_pytorch_tanh",
-        "sliding_window": shape.window,
-        "layer_types": _kinds(shape.layers, shape.full_attention_every or 2),
+        "sliding_window": shape.window or USUAL_WINDOW,
+        "layer_types": layer_kinds(shape),
         "query_pre_attn_scalar": round((shape.attention_scale or 1.0) ** -2),
         "attn_logit_softcapping": shape.attention_softcap,
         "final_logit_softcapping": shape.logit_softcap,
@@ -85,14 +93,16 @@ def _write(shape: Shape) -> Config:
 
 def _write_gemma3(shape: Shape) -> Config:
     full = write_rotary(shape)["rope_parameters"]
-    local = {"rope_type": "default", "rope_theta": shape.window_rope_theta}
-    own = {"rope_parameters": {FULL: full, SLIDING: local}}
     written = {key: value for key, value in _write(shape).items() if key != "rope_scaling"}
+    if (theta := shape.window_rope_theta) is None:
+        return {**written, "rope_parameters": {FULL: full}}
+    local = {"rope_type": "default", "rope_theta": theta}
+    every = shape.full_attention_every
     return {
         **written,
-        **own,
-        "rope_local_base_freq": shape.window_rope_theta,
-        "sliding_window_pattern": shape.full_attention_every,
+        "rope_parameters": {FULL: full, SLIDING: local},
+        "rope_local_base_freq": theta,
+        **({"sliding_window_pattern": every} if every else {}),
     }
 
 
@@ -118,8 +128,8 @@ STYLE: dict[str, Legal] = {
     **LLAMA_STYLE,
     "mlp": ("geglu",),
     "biases": ("none",),
-    "window": (ANY,),
-    "full_attention_every": (2,),
+    "window": (None, ANY),
+    "full_attention_every": (None, ANY),
     "attention_scale": _whole_width,
     "attention_softcap": (None, ANY),
     "logit_softcap": (None, ANY),
@@ -129,9 +139,8 @@ STYLE: dict[str, Legal] = {
 }
 STYLE3: dict[str, Legal] = {
     **STYLE,
-    "full_attention_every": (ANY,),
     "qk_norm": ("head",),
-    "window_rope_theta": (ANY,),
+    "window_rope_theta": lambda shape: (ANY,) if shape.window else (None,),
 }
 NAMES3 = replace(
     NAMES,

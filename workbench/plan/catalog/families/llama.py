@@ -7,7 +7,15 @@ from __future__ import annotations
 from typing import Any
 
 from workbench.errors import refuse
-from workbench.plan.catalog.families.common_keys import GATED, activation, window
+from workbench.plan.catalog.families.common_keys import (
+    FULL,
+    GATED,
+    SLIDING,
+    activation,
+    layer_kinds,
+    own_window,
+    read_windows,
+)
 from workbench.plan.catalog.families.family import (
     ANY,
     PLAIN_ATTENTION,
@@ -57,7 +65,7 @@ def read_llama(reading: Reading, **usual: Any) -> Fields:
     if attention and not mlp:
         reading.lacks("attention_bias", "attention_bias on the output projection too")
     return {
-        "layers": reading.whole("num_hidden_layers", most=MOST_LAYERS),
+        "layers": (layers := read_layers(reading)),
         "hidden": reading.whole("hidden_size"),
         "ffn": reading.whole("intermediate_size"),
         "heads": reading.whole("num_attention_heads"),
@@ -66,7 +74,7 @@ def read_llama(reading: Reading, **usual: Any) -> Fields:
         "vocab": reading.whole("vocab_size"),
         "max_positions": reading.whole("max_position_embeddings", usual.get("positions", 2048)),
         "norm_epsilon": reading.number("rms_norm_eps", usual.get("epsilon", 1e-6)),
-        "mlp": activation(reading, "hidden_act", GATED, "silu"),
+        "mlp": activation(reading, *usual.get("activation", ("hidden_act", GATED, "silu"))),
         "positions": "rope",
         "norm": "rmsnorm",
         "biases": "all" if mlp else "qkv" if attention else "none",
@@ -79,8 +87,13 @@ def read_llama(reading: Reading, **usual: Any) -> Fields:
             usual.get("share"),
             usual.get("of_kind"),
         ),
-        "window": window(reading),
+        **read_windows(reading, layers, usual.get("window"), usual.get("kinds")),
     }
+
+
+def read_layers(reading: Reading) -> int:
+    """`num_hidden_layers`."""
+    return int(reading.whole("num_hidden_layers", most=MOST_LAYERS))
 
 
 def _head_dim(reading: Reading) -> int:
@@ -89,9 +102,10 @@ def _head_dim(reading: Reading) -> int:
 
 
 def _mistral(reading: Reading) -> Fields:
-    fields = read_llama(reading, kv_heads=8, positions=131072)
-    absent = "sliding_window" not in reading.config
-    return fields | ({"window": 4096} if absent else {})
+    # With layer_types, transformers takes the configuration for Ministral's, which reads them.
+    window = own_window(reading, 4096)
+    kinds = [SLIDING if window else FULL] * read_layers(reading)
+    return read_llama(reading, kv_heads=8, positions=131072, window=window, kinds=kinds)
 
 
 def write_llama(shape: Shape) -> Config:
@@ -121,7 +135,8 @@ def _write_with_biases(shape: Shape) -> Config:
 
 
 def _write_mistral(shape: Shape) -> Config:
-    return {**write_llama(shape), "sliding_window": shape.window}
+    kinds = {"layer_types": layer_kinds(shape)} if shape.full_attention_every else {}
+    return {**write_llama(shape), "sliding_window": shape.window, **kinds}
 
 
 LLAMA_STYLE: dict[str, Legal] = {
@@ -143,14 +158,15 @@ MISTRAL = Family(
     _mistral,
     _write_mistral,
     LLAMA_NAMES,
-    {**LLAMA_STYLE, "window": (ANY,), "biases": ("none",)},
+    {**LLAMA_STYLE, "window": (ANY,), "full_attention_every": (None, ANY), "biases": ("none",)},
 )
 
 
 def _phi3(reading: Reading) -> Fields:
     share = reading.number("partial_rotary_factor", 1.0)
     reading.whole("original_max_position_embeddings", None)
-    return read_llama(reading, positions=4096, epsilon=1e-5, share=share)
+    window = own_window(reading)
+    return read_llama(reading, positions=4096, epsilon=1e-5, share=share, window=window)
 
 
 def _write_phi3(shape: Shape) -> Config:

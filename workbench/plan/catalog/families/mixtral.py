@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from workbench.plan.catalog.families.common_keys import own_window
 from workbench.plan.catalog.families.family import ANY, Config, Family, Fields
 from workbench.plan.catalog.families.llama import LLAMA_NAMES, LLAMA_STYLE, read_llama, write_llama
 from workbench.plan.catalog.families.stored_parts import PerExpert, TensorNames
@@ -15,10 +16,8 @@ def _mixtral(reading: Reading) -> Fields:
         "top_k": reading.whole("num_experts_per_tok", 2),
         "ffn": reading.whole("intermediate_size"),
     }
-    return {
-        **read_llama(reading, kv_heads=8, positions=131072, epsilon=1e-5, theta=1e6),
-        "moe": moe,
-    }
+    usual = {"kv_heads": 8, "positions": 131072, "epsilon": 1e-5, "theta": 1e6}
+    return {**read_llama(reading, **usual, window=own_window(reading)), "moe": moe}
 
 
 def _write(shape: Shape) -> Config:
