@@ -16,6 +16,7 @@ from tests.plan.test_catalog import DEEPSEEK, GPT2, LLAMA
 from workbench.errors import PlanError
 from workbench.plan.catalog import huggingface_config
 from workbench.plan.catalog.families.table import family_of
+from workbench.plan.catalog.huggingface_keys import IDLE
 from workbench.plan.rules.supported import unsupported
 from workbench.plan.schema import Plan
 
@@ -299,7 +300,55 @@ def test_every_key_is_accounted_for_once(tmp_path: Path, config: dict[str, Any])
     told = [*made.used, *made.not_modelled, *made.ignored, *made.unknown]
     assert sorted(told) == sorted({**config, **more})
     assert made.unknown == {"house_style": 3} and set(made.not_modelled) == {"layerdrop"}
-    assert {"torch_dtype", "use_cache", "scale_attn_weights"} == set(made.ignored)
+    idle = {key for key, why in made.ignored.items() if why == IDLE}
+    assert {"torch_dtype", "use_cache", "scale_attn_weights"} == set(made.ignored) - idle
+    off = {"sliding_window", "max_window_layers"} if config is QWEN2 else set()
+    assert idle == off | ({"num_key_value_heads"} if config is DEEPSEEK else set())
+
+
+SLIDING, FULL = ["sliding_attention"] * 32, ["full_attention"] * 32
+FALCON = {
+    "model_type": "falcon",
+    "num_hidden_layers": 2,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "num_kv_heads": 2,
+    "vocab_size": 512,
+}
+
+
+@pytest.mark.parametrize(
+    "config, idle",
+    [
+        (QWEN2 | {"layer_types": FULL}, "max_window_layers"),
+        (QWEN2 | {"use_sliding_window": True}, ""),
+        (QWEN2 | {"use_sliding_window": True, "layer_types": SLIDING}, "max_window_layers"),
+        (MISTRAL | {"sliding_window": 64, "layer_types": FULL}, "sliding_window"),
+        (GPT2 | {"n_positions": 64, "n_ctx": 64}, "n_ctx"),
+        (
+            LLAMA
+            | {"model_type": "gemma3_text", "sliding_window_pattern": 2, "layer_types": SLIDING},
+            "sliding_window_pattern",
+        ),
+        (FALCON | {"new_decoder_architecture": True, "multi_query": False}, "multi_query"),
+        (FALCON, "num_kv_heads"),
+        (
+            DEEPSEEK | {"model_type": "deepseek_v2", "topk_method": "greedy", "n_group": 8},
+            "n_group",
+        ),
+    ],
+)
+def test_a_key_that_changes_nothing_is_not_called_used(
+    tmp_path: Path, config: dict[str, Any], idle: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    made = huggingface_config.account(str(tmp_path))
+    shape = huggingface_config.shape_of(config)
+    assert (made.ignored.get(idle) == IDLE) if idle else IDLE not in made.ignored.values()
+    for key, why in made.ignored.items():
+        if why == IDLE:
+            rest = {name: value for name, value in config.items() if name != key}
+            assert huggingface_config.shape_of(rest) == shape, key
 
 
 def test_a_key_written_twice_is_refused(tmp_path: Path) -> None:

@@ -41,7 +41,8 @@ def account(path: str) -> Account:
     """What `read_huggingface_config` makes of each key of the configuration at `path`. Raises
     `PlanError` as it does.
     """
-    return _read(path)[1].account()
+    reading = _read(path)[1]
+    return reading.tried_account(FAMILIES[reading.config["model_type"]].read)
 
 
 def _read(path: str) -> tuple[Shape, Reading]:

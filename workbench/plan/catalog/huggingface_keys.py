@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from workbench.errors import PlanError, refuse
@@ -45,6 +45,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "qk_layernorm": (None, False),
     "use_qk_norm": (None, False),
     "is_encoder_decoder": (None, False),
+    "use_bidirectional_attention": (None, False),
     "logit_scale": (None, 1, 1.0),
     "embedding_multiplier": (None, 1, 1.0),
     "residual_multiplier": (None, 1, 1.0),
@@ -81,6 +82,8 @@ _ELSEWHERE = {
     "gradient_checkpointing use_return_dict "
     "return_dict transformers_js_config unsloth_version unsloth_fixed base_model_tp_plan "
     "base_model_pp_plan",
+    "transformers' class of the family reads none": "sliding_window use_sliding_window "
+    "max_window_layers sliding_window_pattern hidden_act",
     "generation, or a head for another task": "use_cache do_sample max_length min_length "
     "temperature top_k top_p "
     "typical_p repetition_penalty length_penalty no_repeat_ngram_size num_beams num_beam_groups "
@@ -97,6 +100,7 @@ _ELSEWHERE = {
 }
 IGNORED = {key: why for why, keys in _ELSEWHERE.items() for key in keys.split()}
 """Key -> why a shape need not say it."""
+IDLE = "beside the other keys it changes nothing"
 
 
 @dataclass(frozen=True)
@@ -137,6 +141,10 @@ class Reading:
     used: dict[str, None] = field(default_factory=dict)
     not_modelled: dict[str, str] = field(default_factory=dict)
     left_out: dict[str, str] = field(default_factory=dict)
+    kind: str = "model_type"
+    """Key of the family."""
+    neutral: Mapping[str, tuple[Any, ...]] = field(default_factory=lambda: NEUTRAL)
+    ignored: Mapping[str, str] = field(default_factory=lambda: IGNORED)
 
     def get(self, key: str, default: Any = None) -> Any:
         """The value of `key`, or `default` where it is absent or null. Raises `PlanError` for a
@@ -203,25 +211,69 @@ class Reading:
             for k, v in self.config.items()
             if k not in self.used and k not in self.not_modelled
         }
-        rest.pop("model_type", None)
-        neutral_keys = {k: v for k, v in rest.items() if k in NEUTRAL}
+        rest.pop(self.kind, None)
+        neutral_keys = {k: v for k, v in rest.items() if k in self.neutral}
         for key, value in neutral_keys.items():
-            if not any(type(value) is type(plain) and value == plain for plain in NEUTRAL[key]):
+            plain = self.neutral[key]
+            if not any(type(value) is type(each) and value == each for each in plain):
                 self.lacks(key, f"{key} {_json(value)}")
         neutral = {
             key: "as the shape has it" for key in neutral_keys if key not in self.not_modelled
         }
-        ignored = {key: IGNORED[key] for key in rest if key in IGNORED and key not in neutral_keys}
+        ignored = {k: self.ignored[k] for k in rest if k in self.ignored and k not in neutral_keys}
         unknown = {
             key: value
             for key, value in rest.items()
             if key not in neutral_keys and key not in ignored
         }
         elsewhere = self.not_modelled.keys() | self.left_out.keys()
-        used = ["model_type", *(key for key in self.used if key not in elsewhere)]
+        used = [self.kind, *(key for key in self.used if key not in elsewhere)]
         return Account(
             used, dict(self.not_modelled), {**ignored, **neutral, **self.left_out}, unknown
         )
+
+    def tried_account(self, read: Callable[[Reading], Any]) -> Account:
+        """The account in which a key is used only where another value of it makes another shape,
+        or is refused.
+
+        Args:
+            read: Fields of the shape that a configuration describes.
+        """
+        made = self.account()
+        now = self._outcome(dict(self.config), read)
+        idle = [
+            key
+            for key in made.used[1:]
+            if (others := list(_others(self.config[key])))
+            and all(self._outcome({**self.config, key: it}, read) == now for it in others)
+        ]
+        used = [key for key in made.used if key not in idle]
+        return replace(made, used=used, ignored={**made.ignored, **dict.fromkeys(idle, IDLE)})
+
+    def _outcome(self, config: dict[str, Any], read: Callable[[Reading], Any]) -> Any:
+        reading = replace(self, config=config, used={}, not_modelled={}, left_out={})
+        try:
+            return read(reading), reading.not_modelled, reading.left_out
+        except PlanError:
+            return None
+
+
+def _others(value: Any) -> Iterator[Any]:
+    """Other values of the same kind; none of a value that says nothing."""
+    if isinstance(value, bool):
+        yield not value
+    elif isinstance(value, int):
+        yield value + 1
+        yield from (value >> bits for bits in range(1, value.bit_length()))
+    elif isinstance(value, float):
+        yield value * 2
+    elif isinstance(value, str):
+        yield f"{value}?"
+    elif isinstance(value, list):
+        yield [*value, "?"]
+    elif isinstance(value, dict):
+        for key, own in value.items():
+            yield from ({**value, key: other} for other in _others(own))
 
 
 def _json(value: Any) -> str:
