@@ -91,7 +91,7 @@ def write_sample(
     }
     for key, value in meta.items():
         add = {str: writer.add_string, float: writer.add_float32, int: writer.add_uint32}
-        add[type(value)](key, value)
+        (add | {bool: writer.add_bool, list: writer.add_array})[type(value)](key, value)
     if tokenizer:
         letters = sorted(ByteLevel.alphabet())
         writer.add_tokenizer_model("gpt2")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from functools import partial
 from pathlib import Path
@@ -18,9 +19,12 @@ from gguf.quants import _type_traits
 
 from tests.checkpoint.gguf_samples import SHAPE, write_sample
 from tests.checkpoint.test_huggingface import state
+from tests.conftest import Ask
 from workbench.checkpoint.gguf.gguf_tensors import DequantizedSlice, gguf_source
 from workbench.engine.verify.forked_ranks import run_ranks
 from workbench.errors import PlanError
+from workbench.plan.catalog.gguf_config import gguf_account, read_gguf_config
+from workbench.plan.catalog.huggingface_keys import IDLE
 from workbench.plan.model.model_shape import Shape
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.schema import Plan
@@ -198,3 +202,65 @@ def test_an_untied_head_is_read(tmp_path: Path) -> None:
             (s, t) for name, k, s, t in shards if (name, k) == ("head.weight", "parameter")
         ]
         assert np.array_equal(tensor, expected["head.weight"][slice(*slices[0])])
+
+
+@pytest.mark.parametrize(
+    "key, value",
+    [
+        ("attention.scale", 0.5),
+        ("attention.causal", False),
+        ("attention.value_length", 8),
+        ("attention.sliding_window_pattern", [True, False]),
+        ("attention.max_alibi_bias", 8.0),
+        ("attn_logit_softcapping", 50.0),
+        ("final_logit_softcapping", 30.0),
+        ("logit_scale", 0.25),
+        ("use_parallel_residual", True),
+        ("expert_shared_count", 1),
+        ("expert_gating_func", 2),
+        ("expert_weights_scale", 2.5),
+        ("leading_dense_block_count", 1),
+        ("rope.dimension_count", 8),
+        ("rope.scaling.attn_factor", 2.0),
+        ("rope.scaling.yarn_ext_factor", 0.5),
+    ],
+)
+def test_metadata_that_no_field_says_are_named_and_refused(
+    tmp_path: Path, key: str, value: Any
+) -> None:
+    write_sample(tmp_path / "a.gguf", change={f"llama.{key}": value})
+    shape = read_gguf_config(tmp_path / "a.gguf")
+    assert shape.unmodelled is not None and key.split(".")[-1] in shape.unmodelled.replace(
+        "attention factor", "attn_factor"
+    )
+    with pytest.raises(PlanError, match=re.escape(shape.unmodelled)):
+        gguf_source(tmp_path / "a.gguf", SHAPE)
+
+
+def test_every_metadata_key_is_accounted_for_once(tmp_path: Path) -> None:
+    change = {
+        **{"llama.attention.sliding_window": 6, "llama.attention.key_length": 16},
+        **{"llama.rope.scaling.factor": 2.0, "llama.rope.scaling.type": "none"},
+        **{"llama.attention.scale": 0.5, "llama.logit_scale": 1.0},
+        **{"llama.house_style": 3, "mistral.attention.sliding_window": 4},
+        **{"general.file_type": 7, "split.count": 1},
+    }
+    write_sample(tmp_path / "a.gguf", change=change, tokenizer=True)
+    made, keys = gguf_account(tmp_path / "a.gguf"), open_gguf(tmp_path / "a.gguf").keys()
+    told = [*made.used, *made.not_modelled, *made.ignored, *made.unknown]
+    own = [key for key in keys if not key.startswith(("GGUF.", "tokenizer."))]
+    assert sorted(told) == sorted(own)
+    assert made.unknown == {"llama.house_style": 3, "mistral.attention.sliding_window": 4}
+    assert set(made.not_modelled) == {"llama.attention.scale"}
+    assert "llama.attention.sliding_window" in made.used
+    assert made.ignored["llama.rope.scaling.factor"] == IDLE
+    assert {"general.file_type", "split.count", "llama.logit_scale"} < set(made.ignored)
+
+
+def test_plan_lists_the_metadata_as_it_does_a_configuration(tmp_path: Path, ask: Ask) -> None:
+    write_sample(tmp_path / "a.gguf", change={"llama.house_style": 3})
+    choice = ["--model", tmp_path / "a.gguf", "--gpu", "h100-sxm-80gb", "--gpus", "1"]
+    code, out, _ = ask("plan", *choice, "--json")
+    assert code == 0 and json.loads(out)["config"]["unknown"] == {"llama.house_style": 3}
+    code, out, _ = ask("plan", *choice)
+    assert "unknown: llama.house_style = 3" in out

@@ -14,7 +14,7 @@ from workbench import verbs
 from workbench.cli.options import AllowCode, Json, PlanOutput, emit, planned
 from workbench.cli.output_files import writable, write_whole
 from workbench.errors import refuse
-from workbench.plan.catalog import catalog, huggingface_config
+from workbench.plan.catalog import catalog, gguf_config, huggingface_config
 from workbench.plan.plan_diff import diff
 from workbench.plan.schema import Plan
 from workbench.safe_io.gguf_files import SUFFIX
@@ -53,8 +53,10 @@ def plan(
     if output is not None:
         data["path"] = str(output)
     described = isinstance(plan.model, str) and plan.model not in catalog.models()
-    if described and not full.profiled and not str(plan.model).endswith(SUFFIX):
-        made = huggingface_config.account(str(plan.model))
+    if described and not full.profiled:
+        gguf = str(plan.model).endswith(SUFFIX)
+        read = gguf_config.gguf_account if gguf else huggingface_config.account
+        made = read(str(plan.model))
         data["config"] = asdict(made)
         lines.append("\n".join([f"{plan.model}:", *(f"  {line}" for line in made.lines())]))
     if against is None:

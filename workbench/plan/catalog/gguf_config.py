@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,9 @@ from pydantic import ValidationError
 from workbench.errors import refuse
 from workbench.fields.validation_messages import plan_error
 from workbench.plan.catalog.gguf_architectures import ARCHITECTURES
+from workbench.plan.catalog.gguf_keys import BLOOM_NEUTRAL, ELSEWHERE, IGNORED, KIND, NEUTRAL
 from workbench.plan.catalog.gguf_rotary import DIVISORS, read_llama3, read_scaling, write_scaling
+from workbench.plan.catalog.huggingface_keys import Account, Reading
 from workbench.plan.model.model_shape import Shape
 from workbench.safe_io.gguf_files import GgufFile, open_gguf
 from workbench.untrusted_text import shown
@@ -33,17 +36,51 @@ def read_gguf_config(path: str | Path, field: str = "model") -> Shape:
     return gguf_shape(open_gguf(path, field), field)
 
 
+def gguf_account(path: str | Path) -> Account:
+    """What `read_gguf_config` makes of each metadata key of the file but its tokenizer's. Raises
+    `PlanError` as it does.
+    """
+    file = open_gguf(path)
+    reading = _reading(file, "model")
+    _fields(file, reading)
+    return reading.tried_account(partial(_fields, file))
+
+
 def gguf_shape(file: GgufFile, field: str = "model") -> Shape:
     """The shape of an open GGUF file; raises as `read_gguf_config` does."""
-    architecture = file.get("general.architecture")
+    reading = _reading(file, field)
+    fields = _fields(file, reading)
+    fields["unmodelled"] = "; ".join(reading.account().not_modelled.values()) or None
+    try:
+        return Shape.model_validate(fields)
+    except ValidationError as error:
+        why = plan_error(error, fields, Shape)
+        raise refuse(field, f"'{file.path}' describes no model: {why.first}") from None
+
+
+def _reading(file: GgufFile, field: str) -> Reading:
+    """The metadata of a file but its tokenizer's, to be read."""
+    architecture = file.get(KIND)
     if architecture not in ARCHITECTURES:
         legal = ", ".join(ARCHITECTURES)
-        raise refuse(
-            field, f"'{file.path}' has general.architecture {shown(architecture)}; legal: {legal}"
-        )
+        raise refuse(field, f"'{file.path}' has {KIND} {shown(architecture)}; legal: {legal}")
+    keys = (key for key in file.fields("") if not key.startswith(ELSEWHERE))
+    values = {key: _decimal(file.get(key)) for key in keys}
+    ignored = {key: reason for key in values for start, reason in IGNORED if key.startswith(start)}
+    plain = NEUTRAL | (BLOOM_NEUTRAL if architecture == "bloom" else {})
+    neutral = {f"{architecture}.{key}": legal for key, legal in plain.items()}
+    return Reading(values, str(file.path), kind=KIND, neutral=neutral, ignored=ignored)
+
+
+def _fields(file: GgufFile, reading: Reading) -> dict[str, Any]:
+    """Fields of the shape; what they cannot say is noted."""
+    architecture = reading.config[KIND]
 
     def of(key: str, default: Any = None) -> Any:
-        return _decimal(file.get(f"{architecture}.{key}", default))
+        return reading.get(f"{architecture}.{key}", default)
+
+    def lacks(key: str, what: str) -> None:
+        reading.lacks(f"{architecture}.{key}", f"{architecture}.{what}")
 
     rotary = ARCHITECTURES[architecture].fields.get("positions", "rope") == "rope"
     norm = "rms_epsilon" if rotary else "epsilon"
@@ -62,13 +99,15 @@ def gguf_shape(file: GgufFile, field: str = "model") -> Shape:
         **ARCHITECTURES[architecture].fields,
         "tied": "output.weight" not in file.tensors,
     }
-    unmodelled: list[str] = []
+    head = fields["head_dim"] or _divided(fields["hidden"], fields["heads"])
     if rotary:
         fields |= {
             "rope_theta": of("rope.freq_base", 10000.0),
             "window": of("attention.sliding_window"),
         }
-        fields["rope_scaling"], unmodelled = _scaling(file, of)
+        fields["rope_scaling"], unknown = _scaling(file, of, head)
+        if unknown:
+            lacks(unknown.split()[0].rstrip(","), unknown)
     if of("expert_count"):
         fields["moe"] = {
             "experts": of("expert_count"),
@@ -76,24 +115,18 @@ def gguf_shape(file: GgufFile, field: str = "model") -> Shape:
             "ffn": of("expert_feed_forward_length") or fields["ffn"],
             "renormalise": True,
         }
-    turned = of("rope.dimension_count")
-    if rotary and None not in (fields["head_dim"], turned) and fields["head_dim"] != turned:
-        unmodelled.append(f"rope.dimension_count {shown(turned)} of {shown(fields['head_dim'])}")
-    said = (f"{architecture}.{words}" for words in unmodelled)
-    fields["unmodelled"] = "; ".join(said) or None
-    try:
-        return Shape.model_validate(fields)
-    except ValidationError as error:
-        why = plan_error(error, fields, Shape)
-        raise refuse(field, f"'{file.path}' describes no model: {why.first}") from None
+    for key in ("rope.dimension_count", "attention.value_length")[not rotary :]:
+        if (width := of(key)) not in (None, head):
+            lacks(key, f"{key} {shown(width)} of {shown(head)}")
+    return fields
 
 
-def _scaling(file: GgufFile, of: Callable[..., Any]) -> tuple[dict[str, Any] | None, list[str]]:
+def _scaling(
+    file: GgufFile, of: Callable[..., Any], head: int
+) -> tuple[dict[str, Any] | None, str | None]:
     """The scaling of the rotary frequencies, and what no field says of it."""
     scaling, unknown = read_scaling(of)
     divisors = file.tensors.get(DIVISORS)
-    width, heads = of("embedding_length"), of("attention.head_count")
-    head = of("attention.key_length") or _divided(width, heads)
     if divisors is not None:
         found = read_llama3(divisors.data.ravel().tolist(), of("rope.freq_base", 10000.0), head)
         if scaling or found is None:
@@ -101,7 +134,7 @@ def _scaling(file: GgufFile, of: Callable[..., Any]) -> tuple[dict[str, Any] | N
         scaling = found
     if any(name.startswith("rope_factors_") for name in file.tensors):
         unknown = "rope.scaling by lengths (rope_factors_long.weight)"
-    return (None, [unknown]) if unknown else (scaling, [])
+    return (None, unknown) if unknown else (scaling, None)
 
 
 def _divided(width: Any, heads: Any) -> int:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from workbench.plan.model.model_shape import Shape
+from workbench.untrusted_text import shown
 
 DIVISORS = "rope_freqs.weight"
 PUBLISHED: dict[str, Any] = {
@@ -94,13 +95,13 @@ def read_scaling(of: Callable[..., Any]) -> tuple[dict[str, Any] | None, str | N
     factor = of("rope.scale_linear") if factor is None else factor
     # llama.cpp takes a factor without type for linear.
     kind = kind or ("linear" if factor not in (None, 0, 1) else "none")
+    attention = of("rope.scaling.yarn_attn_factor", of("rope.scaling.attn_factor", 1.0))
+    if attention != 1:
+        return None, f"rope.scaling.type {shown(kind)}, attention factor {shown(attention)}"
     if kind == "none":
         return None, None
-    attention = of("rope.scaling.yarn_attn_factor", of("rope.scaling.attn_factor", 1.0))
-    if kind not in ("linear", "yarn") or (kind == "yarn" and attention != 1):
-        return None, f"rope.scaling.type {kind!r}" + f", attention factor {attention:g}" * (
-            kind == "yarn"
-        )
+    if kind not in ("linear", "yarn"):
+        return None, f"rope.scaling.type {shown(kind)}"
     scaling = {"type": kind, "factor": factor}
     if kind == "yarn":
         scaling |= {
