@@ -319,6 +319,79 @@ def test_foreign_folders_that_do_not_fit_are_refused(
         huggingface_source(tmp_path, shape)
 
 
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+
+
+@pytest.mark.parametrize("sharded", [False, True], ids=["one file", "shards"])
+@pytest.mark.parametrize(
+    "extra",
+    [
+        HEAD,
+        "model.layers.0.self_attn.q_proj.bias",
+        "model.layers.0.mlp.down_proj.bias",
+        "model.layers.4.mlp.up_proj.weight",
+        "model.layers.1.post_feedforward_layernorm.weight",
+        "model.norm.bias",
+        "lm_head.bias",
+        "model.embed_positions.weight",
+        "score.weight",
+    ],
+)
+def test_no_tensor_is_dropped_because_the_configuration_says_otherwise(
+    tmp_path: Path, extra: str, sharded: bool
+) -> None:
+    shape, weights = tied_model()
+    weights[extra] = torch.ones(SIZES.get(extra, (32,)))
+    write(tmp_path, weights, config_json(shape, torch.float32), sharded)
+    with pytest.raises(ValueError, match=re.escape(extra)):
+        huggingface_source(tmp_path, shape)
+
+
+@pytest.mark.parametrize("sharded", [False, True], ids=["one file", "shards"])
+def test_an_equal_copy_of_the_embedding_is_a_tied_head(tmp_path: Path, sharded: bool) -> None:
+    shape, weights = tied_model()
+    expected = 2 * len(weights)
+    weights[HEAD] = weights[EMBEDDING].clone()
+    write(tmp_path, weights, config_json(shape, torch.float32), sharded)
+    assert len(huggingface_source(tmp_path, shape).tensors) == expected
+    weights[HEAD][256, 31] += 1e-3
+    write(tmp_path, weights, config_json(shape, torch.float32), sharded)
+    with pytest.raises(ValueError, match=r"lm_head\.weight differs from model\.embed_tokens"):
+        huggingface_source(tmp_path, shape)
+
+
+def test_a_missing_head_that_is_not_tied_is_said(tmp_path: Path) -> None:
+    shape, weights = tied_model()
+    shape = shape.model_copy(update={"tied": False})
+    write(tmp_path, weights, config_json(shape, torch.float32))
+    with pytest.raises(ValueError, match=r"no lm_head\.weight.*tie_word_embeddings to true"):
+        huggingface_source(tmp_path, shape)
+
+
+def test_a_tensor_of_two_values_in_two_shards_is_refused(tmp_path: Path) -> None:
+    shape, weights = tied_model()
+    write(tmp_path, weights, config_json(shape, torch.float32), sharded=True)
+    key, last = "model.layers.0.mlp.up_proj.weight", tmp_path / "model-00002.safetensors"
+    again = load_file(last) | {key: weights[key].clone()}
+    save_file(again, last)
+    huggingface_source(tmp_path, shape)
+    again[key][0, 0] += 1
+    save_file(again, last)
+    with pytest.raises(ValueError, match=f"has another {re.escape(key)} than .*model-00001"):
+        huggingface_source(tmp_path, shape)
+
+
+SIZES = {HEAD: (257, 32), "model.layers.4.mlp.up_proj.weight": (48, 32)}
+
+
+def tied_model() -> tuple[Shape, Weights]:
+    """A small Llama whose head is its embedding, and its weights."""
+    random = torch.Generator().manual_seed(4)
+    names = {f"model.layers.{n}.{k}": s for n in range(4) for k, s in LAYER.items()} | OUTSIDE
+    weights = {k: torch.randn(s, generator=random) for k, s in names.items() if k != HEAD}
+    return Shape.model_validate(LLAMA | {"tied": True}), weights
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("-inf")])
 def test_nan_weights_are_refused_by_name_and_place(
     exported: tuple[Path, Path, Whole], tmp_path: Path, value: float
@@ -338,9 +411,18 @@ def test_nan_weights_are_refused_by_name_and_place(
         SessionCheckpointer(session_of(made, 0), Path("unused")).load()
 
 
-def write(folder: Path, weights: Weights, config: dict[str, Any]) -> None:
-    save_file(weights, folder / "model.safetensors")
+def write(folder: Path, weights: Weights, config: dict[str, Any], sharded: bool = False) -> None:
     (folder / "config.json").write_text(json.dumps(config))
+    if not sharded:
+        save_file(weights, folder / "model.safetensors")
+        return
+    keys = sorted(weights, key=lambda key: key == HEAD)
+    files = {
+        key: f"model-{1 + (n >= len(keys) // 2):05d}.safetensors" for n, key in enumerate(keys)
+    }
+    for file in set(files.values()):
+        save_file({key: weights[key] for key in keys if files[key] == file}, folder / file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
 
 
 def test_files_that_are_missing_or_cut_are_named(

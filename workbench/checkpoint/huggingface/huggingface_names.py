@@ -7,6 +7,7 @@ lists.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -18,6 +19,7 @@ from workbench.checkpoint.huggingface.float8_blocks import FLOAT8, SCALES, Float
 from workbench.checkpoint.huggingface.huggingface_folder import check_config, refuse_inexpressible
 from workbench.checkpoint.resume_point import CONFIG, is_huggingface_folder
 from workbench.checkpoint.safetensors_reader import READ_DTYPES, SafetensorsFile, read_header
+from workbench.checkpoint.safetensors_writer import TORCH_DTYPES
 from workbench.checkpoint.tensor_index import Box, StoredTensor, TensorSource
 from workbench.models import Transformer
 from workbench.plan.catalog.families.family import Family
@@ -29,6 +31,9 @@ from workbench.plan.model.model_shape import Shape
 
 FURTHER_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers")
 """Keys of the number of layers that predict further tokens, of which a model here has none."""
+EMBEDDING = "embedding.tokens.weight"
+COMPARED = 2**20
+"""Elements of two tensors that are compared at once."""
 WEIGHT_KINDS = ("parameter", "master")
 """Kinds of training state that weights alone can fill."""
 
@@ -109,27 +114,38 @@ def huggingface_source(folder: Path, shape: Shape) -> TensorSource:
         ValueError: Weights are incomplete or of another model; names the file, field or tensor.
     """
     family = check_config(folder, shape)
-    sizes, found = {}, {}
+    sizes: dict[str, tuple[int, str | None]] = {}
+    found: dict[str, Box] = {}
     for file in weight_files(folder):
         sizes[file] = ((folder / file).stat().st_size, None)
         for key, entry in read_header(folder / file, "get the file again").items():
-            found[key] = Box(file, key, tuple((0, n) for n in entry.shape), entry.dtype)
+            box = Box(file, key, tuple((0, n) for n in entry.shape), entry.dtype)
+            if key in found and not _equal(folder, found[key], box):
+                other = folder / found[key].file
+                raise ValueError(f"{folder / file} has another {key} than {other}; get one model")
+            found[key] = box
     assert family.names is not None
     found = _with_prefix(found, family.names)
     config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     blocks = float8_blocks(config)
     scales = scales_of(folder, found, blocks)
     parts = stored_parts(family, shape)
+    head = _head_key(family.names, shape)
     for key, needed in stored_extents(parts).items():
+        if key == head and key not in found:
+            raise ValueError(
+                f"{folder} has no {key}, and {CONFIG} does not tie the head to the embedding; get "
+                "the complete model, or set tie_word_embeddings to true there"
+            )
         _check(folder, key, found.get(key), needed)
     tensors: dict[tuple[str, str], StoredTensor] = {}
     for name, extent in parameter_shapes(shape).items():
         boxes = [_box(found[part.key], part) for part in parts[name]]
         tensors |= {(name, kind): StoredTensor(extent, boxes) for kind in WEIGHT_KINDS}
     used = {part.key for own in parts.values() for part in own}
-    if shape.tied:
-        head = (shape.vocab, shape.hidden)
-        used |= {part.key for part in family.names.parts("head.weight", head, shape)}
+    if shape.tied and head in found:
+        _refuse_other_head(folder, found[parts[EMBEDDING][0].key], found[head])
+        used.add(head)
     used |= {key + SCALES for key in used if key in found and found[key].dtype == FLOAT8}
     rest = {key: box for key, box in found.items() if key not in used}
     further = _further_layers(rest, family.names, shape, config)
@@ -137,6 +153,34 @@ def huggingface_source(folder: Path, shape: Shape) -> TensorSource:
     opened = SafetensorsFile if blocks is None else Float8Blocks(folder, blocks, scales)
     said = _left_out(folder, further)
     return TensorSource(folder, tensors, sizes, {}, exact=False, opened=opened, left_out=said)
+
+
+def _head_key(names: TensorNames, shape: Shape) -> str:
+    (part,) = names.parts("head.weight", (shape.vocab, shape.hidden), shape)
+    return part.key
+
+
+def _refuse_other_head(folder: Path, embedding: Box, head: Box) -> None:
+    """Refuse a head that is no copy of the embedding to which the configuration ties it."""
+    if not _equal(folder, embedding, head):
+        raise ValueError(
+            f"{folder / head.file}: {head.key} differs from {embedding.key}, to which {CONFIG} "
+            f"ties it; set tie_word_embeddings to false there, or get files without {head.key}"
+        )
+
+
+def _equal(folder: Path, one: Box, other: Box) -> bool:
+    """Whether two stored tensors hold the same, read part by part."""
+    plain = {one.dtype, other.dtype} <= TORCH_DTYPES.keys()
+    if one.slices != other.slices or not plain or not one.slices:
+        return False
+    (_, rows), *inner = one.slices
+    step = max(1, COMPARED // max(1, math.prod(stop for _, stop in inner)))
+    rest = tuple(slice(*its) for its in inner)
+    with SafetensorsFile(folder / one.file) as first, SafetensorsFile(folder / other.file) as last:
+        mine, theirs = first.get_slice(one.key), last.get_slice(other.key)
+        parts = ((slice(at, min(at + step, rows)), *rest) for at in range(0, rows, step))
+        return all(torch.equal(mine[part].double(), theirs[part].double()) for part in parts)
 
 
 def _further_layers(
