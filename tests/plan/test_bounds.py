@@ -77,6 +77,7 @@ def test_every_number_has_an_upper_bound_with_a_reason(declared: type[Any]) -> N
         ("strategy.recompute", [0, 10**9], "must be at most 10000 (ten times the deepest"),
         ("strategy.data.bucket_mib", 1e300, "must be at most 1048576 (1 TiB)"),
         ("cluster.gpu.tflops.bf16", 1e300, "must be at most 10000000 (ten times the fastest wafer"),
+        ("model.moe", {"experts": 151_936, "top_k": 8, "ffn": 768}, "must be at most 20480 (ten"),
         ("cluster.gpu.tflops.bf16", 1e-300, "must be at least 1e-06"),
         ("cluster.gpu.bandwidth_gbs", 1e-300, "must be at least 1e-06"),
         ("strategy.data.bucket_mib", 1e-300, "must be at least 9.5367431640625e-07"),

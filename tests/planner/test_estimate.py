@@ -4,6 +4,7 @@ name.
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 from typing import Any
@@ -17,12 +18,15 @@ from workbench.costmodel.communication.collective_call import CollectiveCall
 from workbench.costmodel.communication.collective_cost import AxisLink, collective_seconds
 from workbench.costmodel.communication.collective_volume import exact_collectives, step_collectives
 from workbench.costmodel.inputs import layer_gemms
-from workbench.costmodel.inputs.rank_workload import workload
+from workbench.costmodel.inputs.rank_workload import Workload, workload
+from workbench.costmodel.memory.bucket_elements import with_packed_buckets
 from workbench.costmodel.rates.constants import constants
 from workbench.errors import PlanError
+from workbench.plan.catalog import catalog
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.schema import Plan
-from workbench.planner import estimate
+from workbench.planner import estimate, memory_advice
+from workbench.planner.operator_plans import planned_workload
 from workbench.planner.plan_changes import larger_gpus
 from workbench.profile import CATEGORIES, COLUMNS, MOMENTS, Profile
 
@@ -280,3 +284,26 @@ def test_no_torch_and_no_scipy_at_import() -> None:
         ).stdout
         == "[]\n"
     )
+
+
+@pytest.mark.parametrize(
+    "more", [{"moe": {"experts": 20_480, "top_k": 8, "ffn": 768}}, {"layers": 2_000}], ids=str
+)
+def test_advice_of_a_hopeless_plan_packs_the_buckets_of_few_others(
+    more: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = catalog.models()["qwen3-8b"].shape.model_dump()
+    plan = Plan.of(base | more, gpu="h100-sxm-80gb", gpus=64, strategy="megatron-3d")
+    packed: list[object] = []
+
+    def counted(w: Workload) -> Workload:
+        packed.append(w)
+        return with_packed_buckets(w)
+
+    monkeypatch.setattr(planned_workload, "with_packed_buckets", counted)
+    advice, few = estimate(plan).notes["advice"], len(packed)
+    assert few <= 10
+    if "layers" not in more:  # the same answer as of all candidates packed, which takes longer
+        monkeypatch.setattr(memory_advice, "HOPELESS", math.inf)
+        assert estimate(plan).notes["advice"] == advice
+        assert len(packed) - few > 20

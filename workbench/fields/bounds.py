@@ -63,6 +63,7 @@ LAYERS = Most(10_000, "ten times the deepest transformer published, DeepNet, 220
 WIDTH = Most(
     2**20, "ten times the widest layer published; a square matrix of it is 2 TiB in 16 bits"
 )
+EXPERTS = Most(20_480, "ten times the most experts published, Switch-C's, 2101.03961")
 VOCABULARY = Most(2**24, "ten times the largest vocabulary published, XLM-V, 2301.10472")
 TOKENS = Most(2**30, "ten times the longest context published")
 RANKS = Most(2**20, "a million, which no published training run comes near")
@@ -75,6 +76,7 @@ KEPT = Most(10**6, "more than the steps between two checkpoints of any run")
 Layers = Annotated[PositiveInt, LAYERS]
 LayerIndex = Annotated[NonNegativeInt, LAYERS]
 Width = Annotated[PositiveInt, WIDTH]
+Experts = Annotated[PositiveInt, EXPERTS]
 Vocabulary = Annotated[PositiveInt, VOCABULARY]
 Tokens = Annotated[PositiveInt, TOKENS]
 Ranks = Annotated[PositiveInt, RANKS]

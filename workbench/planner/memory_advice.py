@@ -26,6 +26,11 @@ from workbench.planner.plan_changes import (
 from workbench.planner.profiled_models.planned_stages import planned_stages
 from workbench.units import GIB
 
+HOPELESS = 2.0
+"""Times the memory of a GPU that a plan needs at least, for its buckets not to be packed: they
+change a peak by some percent.
+"""
+
 
 class PlannedMemory(NamedTuple):
     """Bytes of the rank that needs most, and what it has."""
@@ -131,10 +136,21 @@ def _fitting(
         changed = plan.replace(**change).resolve()
         if (must_run and unsupported(changed, "run")) or not stays_possible(full, changed):
             return None
+        if _is_hopeless(changed):
+            return None
         memory = planned_memory(changed)
     except PlanError:
         return None
     return _advice(full, changed, change, memory) if memory.fits else None
+
+
+def _is_hopeless(full: ResolvedPlan) -> bool:
+    """Whether a plan needs more than twice what its GPUs have, before any tensor is packed."""
+    if full.profiled or full.code:
+        return False
+    here, constants = with_calibration(full)
+    found = peak_memory(planned_workload(here, packed=False), constants)
+    return float(found.peak.max()) > HOPELESS * full.gpu.memory_gib * GIB
 
 
 def _advice(

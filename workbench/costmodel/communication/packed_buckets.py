@@ -201,9 +201,10 @@ def _parameters(
         yield replace(table, own_bucket=apart and stages > 1)
         yield from rest
     start = sum(partition[:stage])
+    of_kind = {is_moe: list(layer_tensors(w, is_moe)) for is_moe in {False, shape.moe is not None}}
     for layer in range(start, start + partition[stage]):
         is_moe = shape.moe is not None and layer >= shape.moe.first_dense
-        tensors = [t for t in layer_tensors(w, is_moe) if not (w.fixed.four_bit and t.is_linear)]
+        tensors = [t for t in of_kind[is_moe] if not (w.fixed.four_bit and t.is_linear)]
         yield from packed(str(layer), [t for t in tensors if not t.is_tile])
         for number, tile in enumerate([t for t in tensors if t.is_tile], 1):
             yield from packed(f"{layer}{TILE}{number}", [tile])

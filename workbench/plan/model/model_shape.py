@@ -19,6 +19,7 @@ from workbench.fields.bounds import (
     Coefficient,
     Epsilon,
     EvenShares,
+    Experts,
     Frequency,
     LayerIndex,
     Layers,
@@ -65,7 +66,7 @@ class Moe(Frozen):
     2024).
     """
 
-    experts: Width = Field(description="Routed experts a layer.")
+    experts: Experts = Field(description="Routed experts a layer.")
     top_k: Width = Field(description="Routed experts a token visits.")
     ffn: Width = Field(description="Width of one expert's feed-forward layer.")
     shared: Annotated[NonNegativeInt, WIDTH] = Field(

@@ -19,7 +19,10 @@ from workbench.planner.autoshard.for_plans.plan_machine import operator_mesh
 
 
 def planned_workload(
-    plan: ResolvedPlan, ranks: Sequence[int] | None = None, traced: TracedStages | None = None
+    plan: ResolvedPlan,
+    ranks: Sequence[int] | None = None,
+    traced: TracedStages | None = None,
+    packed: bool = True,
 ) -> Workload:
     """Per-rank problem sizes of a complete plan, operators and all.
 
@@ -27,6 +30,7 @@ def planned_workload(
         plan: The plan; with a stand-in shape where `traced` is given.
         ranks: Global ranks to evaluate, as `workload` takes them.
         traced: The user's module that the plan runs, where it is that.
+        packed: Whether single tensors are packed into buckets, which takes most of the time.
 
     Raises:
         PlanError: The plan uses a field that the cost model does not cover; the message names it.
@@ -39,7 +43,8 @@ def planned_workload(
     if plan.code:
         raise untraced(plan)
     require(plan, "estimate")
-    return with_packed_buckets(workload(plan, ranks, operator_strategies(plan)))
+    found = workload(plan, ranks, operator_strategies(plan))
+    return with_packed_buckets(found) if packed else found
 
 
 def operator_strategies(plan: ResolvedPlan) -> OperatorStrategies | None:
