@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from functools import partial
+from heapq import heapify, heapreplace
 from itertools import accumulate, pairwise
 
 from workbench.plan.model.layer_profile import LayerProfile
@@ -42,16 +43,16 @@ def balanced(
         return dealt(blocks, stages, embedding, head, [1 / count for count in replicas])
     if len(set(blocks)) > 1:
         return dealt(blocks, stages, embedding, head)
-    counts, load = (
-        [1] * stages,
-        [blocks[0]] * stages,
-    )  # equal blocks: one by one to the cheapest stage is exact
+    # Equal blocks: one by one to the cheapest stage is exact.
+    counts, load = [1] * stages, [blocks[0]] * stages
     load[0] += embedding
     load[-1] += head
+    cheapest = [(cost, -stage) for stage, cost in enumerate(load)]
+    heapify(cheapest)
     for _ in range(shape.layers - stages):
-        stage = min(range(stages), key=lambda s: (load[s], -s))
-        counts[stage] += 1
-        load[stage] += blocks[0]
+        cost, last = cheapest[0]
+        counts[-last] += 1
+        heapreplace(cheapest, (cost + blocks[0], last))
     return counts
 
 
