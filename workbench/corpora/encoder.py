@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,10 @@ class Encoding:
     column: str
     chat: ChatEncoding | None = None
     """How conversations do; None: documents are text."""
+    before: Sequence[int] = ()
+    """Tokens that the tokenizer puts before each document."""
+    after: Sequence[int] = ()
+    """Tokens that it puts after each, before `end`."""
 
     @property
     def dtype(self) -> np.dtype:
@@ -70,10 +74,12 @@ class Encoder:
         self._tokenizer = load_tokenizer(Path(encoding.tokenizer)) if encoding.tokenizer else None
         self._chats = None
         if encoding.chat is not None:
-            self._chats = ChatEncoder(encoding.chat, self._tokenizer, encoding.end)
+            end, before, after = encoding.end, encoding.before, encoding.after
+            self._chats = ChatEncoder(encoding.chat, self._tokenizer, end, before, after)
 
     def encode(self, piece: Piece) -> Encoded:
-        """Tokens of `piece`, an end-of-text token after each document that ends in it.
+        """Tokens of `piece`, with what stands before each document that begins in it, and an
+        end-of-text token after each that ends in it.
 
         Raises:
             ValueError: A row cannot be read; names the file and the row.
@@ -86,15 +92,17 @@ class Encoder:
         parts: list[np.ndarray] = []
         lengths: list[int] = []
         skipped = 0
-        end = np.array([self.encoding.end] if piece.ends else [], self.encoding.dtype)
-        alone = piece.format != "text" or (piece.start == 0 and piece.ends)
+        how, begins = self.encoding, piece.format != "text" or piece.start == 0
+        before = np.array(how.before if begins else [], how.dtype)
+        end = np.array([*how.after, how.end] if piece.ends else [], how.dtype)
+        alone = begins and piece.ends
         for batch in documents(piece, self.encoding.column):
             for ids in self._ids(batch, piece):
                 if alone and len(ids) == 0:
                     skipped += 1
                     continue
-                parts += [ids, end]
-                lengths.append(len(ids) + len(end))
+                parts += [before, ids, end]
+                lengths.append(len(before) + len(ids) + len(end))
         tokens = np.concatenate(parts) if parts else end[:0]
         sizes = np.array(lengths, np.int32)
         return Encoded(tokens, sizes, skipped, piece.ends, piece.size)

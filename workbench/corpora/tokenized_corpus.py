@@ -32,6 +32,7 @@ from workbench.corpora.token_cache import (
 )
 from workbench.corpora.token_files import check_tokens, ended_by, open_tokens
 from workbench.corpora.tokenizers.chat_template import ChatTemplate
+from workbench.corpora.tokenizers.model_tokenizer import tokens_around
 from workbench.corpora.tokenizers.read_tokenizer import own_template
 from workbench.corpora.tokenizers.text_tokenizer import (
     control_tokens,
@@ -175,7 +176,10 @@ class _Work:
                 f"model's own tokenizer, or model.vocab of at least {size}",
             )
         end = end_token(path, tokenizer, self.corpus.end_of_text)
-        return Encoding(str(path.absolute()), end, size, "text")
+        before, after = tokens_around(tokenizer, path, "corpus.tokenizer")
+        after = after[:-1] if after[-1:] == [end] else after
+        found = Encoding(str(path.absolute()), end, size, "text")
+        return replace(found, before=before, after=after)
 
     def source_tokens(
         self, part: schema.TextSource, index: int, encoding: Encoding
@@ -367,7 +371,8 @@ def _key(
         how |= {"vocab": vocab, "path": str(Path(part.source).expanduser().absolute())}
     else:
         tokenizer = encoding.tokenizer
-        how |= {"end": encoding.end, "vocab": encoding.vocab}
+        how |= {"before": [*encoding.before], "after": [*encoding.after, encoding.end]}
+        how["vocab"] = encoding.vocab
         if encoding.chat is not None:
             how["chat"] = asdict(encoding.chat)
         how["tokenizer"] = (

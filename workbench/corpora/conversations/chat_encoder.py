@@ -6,7 +6,7 @@ one array holds both.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -57,10 +57,22 @@ class ChatEncoder:
         chat: How.
         tokenizer: Of the text; None for bytes.
         end: Token after a text.
+        before: Tokens before a text.
+        after: Tokens after a text, before `end`.
     """
 
-    def __init__(self, chat: ChatEncoding, tokenizer: Tokenizer | None, end: int) -> None:
-        self.chat, self.tokenizer, self.end = chat, tokenizer, end
+    def __init__(
+        self,
+        chat: ChatEncoding,
+        tokenizer: Tokenizer | None,
+        end: int,
+        before: Sequence[int] = (),
+        after: Sequence[int] = (),
+    ) -> None:
+        self.chat, self.tokenizer = chat, tokenizer
+        first = np.array(before, DTYPE)
+        self.before = first if chat.all_tokens else ~first
+        self.after = np.array([*after, end], DTYPE)
         self.controls: Collection[str] = [*chat.controls, *chat.special.values()]
         self.template = None
         if chat.template is not None:
@@ -103,7 +115,7 @@ class ChatEncoder:
         if isinstance(prompt, str):
             assert isinstance(answer, str)
             spans = [(len(prompt), len(prompt) + len(answer))]
-            return Conversation(Rendered(prompt + answer, spans), ends=True)
+            return Conversation(Rendered(prompt + answer, spans), alone=True)
         assert not isinstance(answer, str)
         if self.template is None:
             raise ValueError(
@@ -111,7 +123,7 @@ class ChatEncoder:
                 "= a file with one"
             )
         found = rendered_answers(self.template, [*prompt, *answer], self.controls, len(prompt))
-        return Conversation(found, ends=False)
+        return Conversation(found, alone=False)
 
     def tokens(self, batch: list[Conversation]) -> Iterator[np.ndarray]:
         """Token ids of each, of those without loss the complement."""
@@ -129,15 +141,15 @@ class ChatEncoder:
         for start, stop in one.rendered.marked:
             loss |= (offsets[:, 0] < stop) & (offsets[:, 1] > start)
         found = np.where(loss, ids, ~ids).astype(DTYPE)
-        return np.append(found, DTYPE.type(self.end)) if one.ends else found
+        return np.concatenate([self.before, found, self.after]) if one.alone else found
 
 
 class Conversation(NamedTuple):
     """A conversation as text."""
 
     rendered: Rendered
-    ends: bool
-    """Whether the end-of-text token follows it, which no template wrote."""
+    alone: bool
+    """Whether no template wrote what stands before and after it."""
 
 
 def _byte_tokens(rendered: Rendered) -> tuple[np.ndarray, np.ndarray]:

@@ -17,6 +17,7 @@ from workbench.untrusted_text import shown
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
+    from tokenizers.processors import PostProcessor
 
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -33,6 +34,10 @@ SPLITS = {
 """tokenizer.ggml.pre -> the regular expressions that split text, one after the other."""
 IGNORES_MERGES = ("llama-bpe",)
 """Those in which a piece that is a token is not merged from its bytes."""
+ADDS_BOS = ("llama-bpe",)
+"""Those that begin a text with bos_token where `tokenizer.ggml.add_bos_token` is absent
+(llama-vocab.cpp).
+"""
 KEYS = {"bos_token": "bos", "eos_token": "eos", "eot_token": "eot", "pad_token": "padding"}
 """Name that templates use -> the part of the file's key."""
 ENDS = ("eos_token", "eot_token")
@@ -67,15 +72,35 @@ def read_gguf_tokenizer(path: str | Path, field: str = "tokenizer") -> ModelToke
             raise refuse(
                 field, f"'{path}' has {name} {index}, but {len(tokens)} tokens; get the file again"
             )
+    tokenizer = _bpe(file, tokens, split, field)
+    tokenizer.post_processor = _around(file, tokens, ids, split, field)
     return ModelTokenizer(
-        _bpe(file, tokens, split, field),
+        tokenizer,
         Path(path),
-        ids["bos_token"],
         frozenset(ids[name] for name in ENDS if ids[name] is not None),
-        bool(file.get("tokenizer.ggml.add_bos_token", False)),
         file.get("tokenizer.chat_template"),
         {name: tokens[index] for name, index in ids.items() if index is not None},
     )
+
+
+def _around(
+    file: GgufFile, tokens: list[str], ids: dict[str, int | None], split: str, field: str
+) -> PostProcessor | None:
+    """What puts bos_token before a text and eos_token after it, where the file says so."""
+    from tokenizers import processors
+
+    pieces, special = ["$A"], []
+    for name, usual in (("bos_token", split in ADDS_BOS), ("eos_token", False)):
+        asked, index = file.get(f"tokenizer.ggml.add_{name}"), ids[name]
+        if asked and index is None:
+            key = f"tokenizer.ggml.{KEYS[name]}_token_id"
+            raise refuse(field, f"'{file.path}' adds {name}, and has no {key}; get the file again")
+        if index is not None and (usual if asked is None else asked):
+            pieces = [name, *pieces] if name == "bos_token" else [*pieces, name]
+            special.append({"id": name, "ids": [index], "tokens": [tokens[index]]})
+    if not special:
+        return None
+    return processors.TemplateProcessing(single=pieces, special_tokens=special)
 
 
 def _bpe(file: GgufFile, tokens: list[str], split: str, field: str) -> Tokenizer:

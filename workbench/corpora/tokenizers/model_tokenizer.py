@@ -2,15 +2,67 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from workbench.errors import refuse
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
+
+
+class TokensAround(NamedTuple):
+    """Tokens that a tokenizer puts before and after a text."""
+
+    before: list[int]
+    after: list[int]
+
+
+def tokens_around(tokenizer: Tokenizer, source: Path, field: str = "tokenizer") -> TokensAround:
+    """What a tokenizer's post-processor puts before and after a text, such as the first token of
+    Llama's.
+
+    Args:
+        tokenizer: The tokenizer.
+        source: Its file, for messages.
+        field: Field of the plan that errors name.
+
+    Raises:
+        PlanError: It does something else to a text, or puts tokens that the tokenizer lacks.
+    """
+    post = tokenizer.post_processor
+    try:
+        found = _around({} if post is None else json.loads(post.__getstate__()))
+    except (LookupError, TypeError, ValueError) as error:
+        why = f"has a post-processor that does more than put tokens round a text: {error!r}"
+        raise refuse(field, f"'{source}' {why}") from None
+    for index in [*found.before, *found.after]:
+        if tokenizer.id_to_token(index) is None:
+            raise refuse(field, f"'{source}' puts token {index} round a text, which it lacks")
+    return found
+
+
+def _around(post: Mapping[str, Any]) -> TokensAround:
+    """What a post-processor of tokenizer.json says that it adds to a single text."""
+    kind = post.get("type")
+    if kind in ("BertProcessing", "RobertaProcessing"):
+        return TokensAround([post["cls"][1]], [post["sep"][1]])
+    if kind == "Sequence":
+        before, after = list[int](), list[int]()
+        for inner in map(_around, post["processors"]):
+            before, after = inner.before + before, after + inner.after
+        return TokensAround(before, after)
+    if kind != "TemplateProcessing":
+        return TokensAround([], [])
+    (text,) = (at for at, piece in enumerate(post["single"]) if "Sequence" in piece)
+    before, after = (
+        [i for one in part for i in post["special_tokens"][one["SpecialToken"]["id"]]["ids"]]
+        for part in (post["single"][:text], post["single"][text + 1 :])
+    )
+    return TokensAround(before, after)
 
 
 @dataclass(frozen=True)
@@ -19,12 +71,8 @@ class ModelTokenizer:
 
     tokenizer: Tokenizer
     source: Path
-    bos: int | None = None
-    """Token at the beginning of a text, where `add_bos`."""
     ends: frozenset[int] = frozenset()
     """Tokens that end an answer."""
-    add_bos: bool = False
-    """Where the library does not add it itself."""
     template: str | None = None
     special: Mapping[str, str] = field(default_factory=dict)
     """Name that templates use (bos_token) -> the token's text."""
@@ -34,17 +82,21 @@ class ModelTokenizer:
         """Number of tokens."""
         return int(self.tokenizer.get_vocab_size(with_added_tokens=True))
 
-    def encode(self, text: str, control: bool = False) -> list[int]:
-        """Token ids of a text.
+    def encode(self, text: str, control: bool = False, ends: bool = True) -> list[int]:
+        """Token ids of a text, between those that the tokenizer puts round every text.
 
         Args:
             text: The text.
-            control: Whether the text of a control token, such as <|im_end|>, means that token: in a
-                rendered template, not in what somebody wrote.
+            control: Whether the text of a control token, such as <|im_end|>, means that token, and
+                nothing is put round it: in a rendered template, not in what somebody wrote.
+            ends: Whether what the tokenizer puts after a text follows; a prompt goes on.
         """
         self.tokenizer.encode_special_tokens = not control
-        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=not control).ids
-        return [self.bos, *ids] if self.add_bos and self.bos is not None and not control else ids
+        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False).ids
+        if control:
+            return ids
+        before, after = tokens_around(self.tokenizer, self.source)
+        return [*before, *ids, *(after if ends else [])]
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of token ids, control tokens left out."""

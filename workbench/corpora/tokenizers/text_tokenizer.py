@@ -27,11 +27,15 @@ def load_tokenizer(path: Path, field: str = "corpus.tokenizer") -> Tokenizer:
     from tokenizers import Tokenizer
 
     try:
-        return Tokenizer.from_file(str(path))
+        found = Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises nothing narrower
         raise refuse(
             field, f"{path} is no tokenizer of the `tokenizers` library: {error}"
         ) from None
+    # Some are saved as they were called last; as transformers, every text counts whole.
+    found.no_truncation()
+    found.no_padding()
+    return found
 
 
 def vocabulary_size(tokenizer: Tokenizer) -> int:

@@ -66,7 +66,7 @@ def generate(arguments: argparse.Namespace) -> dict[str, Any]:
     text = arguments.prompt.read_bytes().decode()
     if arguments.chat:
         text = _templated(tokenizer, text)
-    prompt = tokenizer.encode(text, control=arguments.chat)
+    prompt = tokenizer.encode(text, control=arguments.chat, ends=False)
     if not prompt:
         raise refuse("prompt", "is empty; give at least one character")
     length = len(prompt) + arguments.tokens
