@@ -1,17 +1,13 @@
 """Encodes pieces in child processes, in order and with a bounded number under way.
 
-A child (`python -m workbench.corpora.encode_pool`) reads one JSON line a piece, and answers each
-with a JSON line and the raw tokens and lengths. It ends when its standard input does, so also when
-its parent is killed.
+A child reads one JSON line a piece, and answers each with a JSON line and the raw tokens and
+lengths.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import signal
-import subprocess
-import sys
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -21,15 +17,14 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from workbench.corpora.encoder import Encoded, Encoder, Encoding, encoding_of
+from workbench.corpora.bounded_child import BoundedChild, refusal
+from workbench.corpora.encoder import Encoded, Encoder, Encoding, encoding_of, sent_tokenizer
 from workbench.corpora.pieces import Piece
-from workbench.errors import ChildError
 
 ALONE_BYTES = 2**23
-"""Bytes of text that this process encodes itself: starting others takes longer."""
+"""Bytes of text that one process encodes: starting others takes longer."""
 AHEAD = 3
 """Pieces under way for each child."""
-ONE_THREAD = {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
 
 
 def usable_cores() -> int:
@@ -45,18 +40,23 @@ def encode_all(
     Args:
         encoding: How.
         pieces: What; read as they are needed.
-        total: Bytes of all of them; few are encoded by this process.
+        total: Bytes of all of them; few are encoded by one process, which is this one where
+            nothing of a stranger works on them.
         processes: Children, at least 1; by default one a usable core.
 
     Raises:
         ValueError: A piece cannot be read or encoded; names the file and the row.
+        StrangerError: The tokenizer or template takes more time or memory than it may.
         ChildError: A child ended.
     """
     if processes is None and total <= ALONE_BYTES:
-        encoder = Encoder(encoding)
-        yield from map(encoder.encode, pieces)
-        return
-    children = [_Child(encoding) for _ in range(processes or usable_cores())]
+        if encoding.own:
+            encoder = Encoder(encoding)
+            yield from map(encoder.encode, pieces)
+            return
+        processes = 1
+    tokenizer = sent_tokenizer(encoding)
+    children = [_Child(encoding, tokenizer) for _ in range(processes or usable_cores())]
     free: SimpleQueue[_Child] = SimpleQueue()
     for child in children:
         free.put(child)
@@ -84,76 +84,42 @@ def encode_all(
                 child.end()
 
 
-class _Child:
-    def __init__(self, encoding: Encoding) -> None:
-        self.encoding = encoding
-        self.process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "workbench.corpora.encode_pool"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env={**os.environ, **ONE_THREAD, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        )
-        assert self.process.stdin
-        assert self.process.stdout
-        self.requests, self.answers = self.process.stdin, self.process.stdout
-        self._send(asdict(encoding))
+class _Child(BoundedChild):
+    def __init__(self, encoding: Encoding, tokenizer: str | None) -> None:
+        super().__init__(__name__)
+        self.encoding: Encoding | None = encoding
+        self.how, self.tokenizer = encoding, tokenizer
 
     def encode(self, piece: Piece) -> Encoded:
-        self._send(asdict(piece))
-        line = self.answers.readline()
-        if not line:
-            raise self._ended()
-        answer = json.loads(line)
-        if "error" in answer:
-            raise ValueError(answer["error"])
-        tokens = self._array(answer["tokens"], self.encoding.dtype)
+        if self.encoding is not None:
+            self.ask({"encoding": asdict(self.encoding), "tokenizer": self.tokenizer})
+            self.encoding = None
+        answer = self.ask(asdict(piece))
+        tokens = self._array(answer["tokens"], self.how.dtype)
         lengths = self._array(answer["lengths"], np.dtype(np.int32))
         return Encoded(tokens, lengths, answer["skipped"], piece.ends, piece.size)
 
-    def end(self) -> None:
-        """End the child, whatever it is encoding."""
-        self.process.kill()
-        self.process.wait()
-        self.requests.close()
-        self.answers.close()
-
-    def _send(self, what: dict[str, Any]) -> None:
-        try:
-            self.requests.write(json.dumps(what).encode() + b"\n")
-            self.requests.flush()
-        except BrokenPipeError:
-            raise self._ended() from None
-
     def _array(self, count: int, dtype: np.dtype) -> np.ndarray:
-        content = self.answers.read(count * dtype.itemsize)
-        if len(content) < count * dtype.itemsize:
-            raise self._ended()
-        return np.frombuffer(content, dtype)
-
-    def _ended(self) -> ChildError:
-        code = self.process.wait()
-        return ChildError(f"a process that encodes text ended with exit code {code}")
+        return np.frombuffer(self.read(count * dtype.itemsize), dtype)
 
 
 def serve(requests: BinaryIO, answers: BinaryIO) -> None:
     """Encode pieces until `requests` ends: the child's side."""
-    encoder = Encoder(encoding_of(json.loads(requests.readline())))
+    encoder = None
     for line in requests:
+        request, arrays = json.loads(line), list[np.ndarray]()
         try:
-            done = encoder.encode(Piece(**json.loads(line)))
-        except (ValueError, OSError) as error:
-            answers.write(json.dumps({"error": str(error)}).encode() + b"\n")
-        else:
-            head = {"tokens": len(done.tokens), "lengths": len(done.lengths)}
-            answers.write(json.dumps({**head, "skipped": done.skipped}).encode() + b"\n")
-            answers.write(done.tokens.tobytes())
-            answers.write(done.lengths.tobytes())
+            if encoder is None:
+                encoder = Encoder(encoding_of(request["encoding"]), request["tokenizer"])
+                answer: dict[str, Any] = {}
+            else:
+                done = encoder.encode(Piece(**request))
+                arrays = [done.tokens, done.lengths]
+                answer = {"tokens": len(done.tokens), "lengths": len(done.lengths)}
+                answer["skipped"] = done.skipped
+        except BaseException as error:
+            answer = refusal(error)
+        answers.write(json.dumps(answer).encode() + b"\n")
+        for array in arrays:
+            answers.write(array.tobytes())
         answers.flush()
-
-
-if __name__ == "__main__":
-    # Ctrl-C reaches the whole group of processes; the parent ends this one.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # A parent that was killed reads no more: end without a word.
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-    serve(sys.stdin.buffer, sys.stdout.buffer)

@@ -10,10 +10,17 @@ from typing import Any
 
 import numpy as np
 
-from workbench.corpora.conversations.chat_encoder import DTYPE, ChatEncoder, ChatEncoding
+from workbench.corpora.bounded_child import TOKENIZER, bounded, tokenizer_errors
+from workbench.corpora.conversations.chat_encoder import (
+    DTYPE,
+    PLAIN_TEMPLATE,
+    ChatEncoder,
+    ChatEncoding,
+)
 from workbench.corpora.documents import decoded, documents
 from workbench.corpora.pieces import Piece
-from workbench.corpora.tokenizers.text_tokenizer import load_tokenizer
+from workbench.corpora.tokenizers.text_tokenizer import load_tokenizer, tokenizer_of
+from workbench.safe_io.gguf_files import SUFFIX
 
 BYTES = 256
 """Ids of byte-level tokens; byte 0 ends a document."""
@@ -36,6 +43,12 @@ class Encoding:
     """Tokens that the tokenizer puts before each document."""
     after: Sequence[int] = ()
     """Tokens that it puts after each, before `end`."""
+
+    @property
+    def own(self) -> bool:
+        """Whether no tokenizer or template of a stranger is used."""
+        plain = self.chat is None or self.chat.template == PLAIN_TEMPLATE
+        return self.tokenizer is None and plain
 
     @property
     def dtype(self) -> np.dtype:
@@ -66,12 +79,35 @@ class Encoded:
     """Bytes of the piece, as progress counts them."""
 
 
-class Encoder:
-    """Encodes pieces. Loads the tokenizer once."""
+def sent_tokenizer(encoding: Encoding) -> str | None:
+    """A GGUF file's tokenizer as a tokenizer.json, which a child reads faster than the file; else
+    None.
+    """
+    path = Path(encoding.tokenizer or "")
+    return str(load_tokenizer(path).to_str()) if path.suffix == SUFFIX else None
 
-    def __init__(self, encoding: Encoding) -> None:
+
+class Encoder:
+    """Encodes pieces. Loads the tokenizer once.
+
+    Args:
+        encoding: How.
+        tokenizer: What `sent_tokenizer` made of it.
+
+    Raises:
+        ValueError: The tokenizer or template cannot be read.
+    """
+
+    def __init__(self, encoding: Encoding, tokenizer: str | None = None) -> None:
         self.encoding = encoding
-        self._tokenizer = load_tokenizer(Path(encoding.tokenizer)) if encoding.tokenizer else None
+        self._tokenizer = None
+        if encoding.tokenizer is not None:
+            path = Path(encoding.tokenizer)
+            with bounded(TOKENIZER, path.stat().st_size):
+                if tokenizer is None:
+                    self._tokenizer = load_tokenizer(path)
+                else:
+                    self._tokenizer = tokenizer_of(tokenizer)
         self._chats = None
         if encoding.chat is not None:
             end, before, after = encoding.end, encoding.before, encoding.after
@@ -112,6 +148,7 @@ class Encoder:
         if self._tokenizer is None:
             return [np.frombuffer(text, np.uint8).astype(dtype) for text in batch]
         texts = [decoded(text, piece) for text in batch]
-        found = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-        # `array` reads a list of integers twice as fast as numpy does.
-        return [np.frombuffer(array("I", one.ids), np.uint32).astype(dtype) for one in found]
+        with bounded(TOKENIZER, sum(map(len, batch))), tokenizer_errors():
+            found = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+            # `array` reads a list of integers twice as fast as numpy does.
+            return [np.frombuffer(array("I", one.ids), np.uint32).astype(dtype) for one in found]

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from workbench.corpora.bounded_child import StrangerError
 from workbench.corpora.conversations.chat_encoder import PLAIN_TEMPLATE, ChatEncoding
 from workbench.corpora.encode_pool import encode_all
 from workbench.corpora.encoder import BYTES, Encoding
@@ -31,7 +32,6 @@ from workbench.corpora.token_cache import (
     write_whole,
 )
 from workbench.corpora.token_files import check_tokens, ended_by, open_tokens
-from workbench.corpora.tokenizers.chat_template import ChatTemplate
 from workbench.corpora.tokenizers.model_tokenizer import tokens_around
 from workbench.corpora.tokenizers.read_tokenizer import own_template
 from workbench.corpora.tokenizers.text_tokenizer import (
@@ -239,7 +239,6 @@ class _Work:
     def _chat(self, kind: str, encoding: Encoding) -> ChatEncoding:
         """How conversations become tokens: the chat template is the plan's, or the tokenizer's."""
         template, path = corpus_files.template_text(self.corpus), encoding.tokenizer
-        where = "corpus.tokenizer" if template is None else "corpus.template"
         special, controls = {"eos_token": "\0"}, []
         if path is not None:
             tokenizer = load_tokenizer(Path(path))
@@ -248,11 +247,6 @@ class _Work:
             special.setdefault("eos_token", str(tokenizer.id_to_token(encoding.end)))
         if self.corpus.tokenizer in ("bytes", "bpe"):
             template = template or PLAIN_TEMPLATE
-        try:
-            ChatTemplate(template or "", special)
-        except ValueError as error:
-            named = f"{self.corpus.template or self.corpus.tokenizer} has no chat template"
-            raise refuse(where, f"{named} that can be read: {error}") from None
         return ChatEncoding(kind, template, special, controls, self.corpus.loss_on == "all")
 
     def _check_vocab(self, least: int) -> None:
@@ -328,6 +322,11 @@ class _Work:
                 self.progress(done, total, files.source)
         except PlanError:
             raise
+        except StrangerError as error:
+            given = self.corpus.template if error.what == "chat template" else None
+            where, name = ("template", given) if given else ("tokenizer", self.corpus.tokenizer)
+            words = f"the {error.what} of '{name}' {error}; get the file again"
+            raise refuse(f"corpus.{where}", words) from None
         except ValueError as error:
             raise refuse(f"{files.where}.source", str(error)) from None
         return skipped

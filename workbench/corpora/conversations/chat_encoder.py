@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from workbench.corpora.bounded_child import TOKENIZER, bounded, tokenizer_errors
 from workbench.corpora.conversations.answer_spans import rendered_answers
 from workbench.corpora.conversations.chat_rows import Words, chat_row
 from workbench.corpora.conversations.docstring_chats import docstring_rows
@@ -132,8 +133,13 @@ class ChatEncoder:
                 yield self._stored(one, *_byte_tokens(one.rendered))
             return
         texts = [one.rendered.text for one in batch]
-        for one, ids in zip(batch, self.tokenizer.encode_batch(texts, add_special_tokens=False)):
-            yield self._stored(one, np.array(ids.ids, DTYPE), np.array(ids.offsets).reshape(-1, 2))
+        with bounded(TOKENIZER, sum(map(len, texts))):
+            with tokenizer_errors():
+                found = self.tokenizer.encode_batch(texts, add_special_tokens=False)
+            yield from [
+                self._stored(one, np.array(ids.ids, DTYPE), np.array(ids.offsets).reshape(-1, 2))
+                for one, ids in zip(batch, found)
+            ]
 
     def _stored(self, one: Conversation, ids: np.ndarray, offsets: np.ndarray) -> np.ndarray:
         """Ids, of tokens without loss their complement."""

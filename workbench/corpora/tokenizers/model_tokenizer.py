@@ -6,8 +6,16 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
+from workbench.corpora.bounded_child import (
+    TOKENIZER,
+    BoundedChild,
+    StrangerError,
+    bounded,
+    refusal,
+    tokenizer_errors,
+)
 from workbench.errors import refuse
 
 if TYPE_CHECKING:
@@ -92,19 +100,42 @@ class ModelTokenizer:
             ends: Whether what the tokenizer puts after a text follows; a prompt goes on.
         """
         self.tokenizer.encode_special_tokens = not control
-        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False).ids
+        with bounded(TOKENIZER, len(text)), tokenizer_errors():
+            ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False).ids
         if control:
             return ids
         before, after = tokens_around(self.tokenizer, self.source)
         return [*before, *ids, *(after if ends else [])]
 
+    def encode_apart(self, text: str, **how: bool) -> list[int]:
+        """What `encode` gives, from a child process within bounds of time and memory.
+
+        Raises:
+            PlanError: The tokenizer fails, or exceeds them.
+        """
+        request = {"tokenizer": self.tokenizer.to_str(), "text": text, "how": how}
+        ids: list[int] = self._asked("model", {**request, "source": str(self.source)})["ids"]
+        return ids
+
+    def _asked(self, field: str, request: dict[str, Any]) -> dict[str, Any]:
+        try:
+            with BoundedChild(__name__) as child:
+                return child.ask(request)
+        except StrangerError as error:
+            why = f"the {error.what} of '{self.source}' {error}; get the file again"
+            raise refuse(field, why) from None
+        except ValueError as error:
+            raise refuse(field, f"the chat template of '{self.source}' fails: {error}") from None
+
     def decode(self, ids: Sequence[int]) -> str:
         """Text of token ids, control tokens left out."""
-        text: str = self.tokenizer.decode(list(ids), skip_special_tokens=True)
+        with tokenizer_errors():
+            text: str = self.tokenizer.decode(list(ids), skip_special_tokens=True)
         return text
 
     def chat(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """Messages as the file's chat template renders them, with the beginning of an answer.
+        """Messages as the file's chat template renders them, with the beginning of an answer: in a
+        child process, within bounds of time and memory.
 
         Args:
             messages: Mappings with role and content.
@@ -112,12 +143,29 @@ class ModelTokenizer:
         Raises:
             PlanError: The file has no template, or it fails.
         """
-        from workbench.corpora.tokenizers.chat_template import ChatTemplate
-
         if self.template is None:
             raise refuse("chat", f"'{self.source}' has no chat template; give plain text")
+        request = {"template": self.template, "special": dict(self.special)}
+        return str(self._asked("chat", {**request, "messages": list(messages)})["text"])
+
+
+def serve(requests: BinaryIO, answers: BinaryIO) -> None:
+    """Encode a text, or render messages, for each request: the child's side."""
+    from tokenizers import Tokenizer
+
+    from workbench.corpora.tokenizers.chat_template import ChatTemplate
+
+    for line in requests:
+        asked = json.loads(line)
         try:
-            return ChatTemplate(self.template, self.special).render(messages, True).text
-        except ValueError as error:
-            why = f"the chat template of '{self.source}' fails: {error}"
-            raise refuse("chat", why) from None
+            if "template" in asked:
+                rendered = ChatTemplate(asked["template"], asked["special"])
+                answer = {"text": rendered.render(asked["messages"], True).text}
+            else:
+                tokenizer = Tokenizer.from_str(asked["tokenizer"])
+                own = ModelTokenizer(tokenizer, Path(asked["source"]))
+                answer = {"ids": own.encode(asked["text"], **asked["how"])}
+        except BaseException as error:
+            answer = refusal(error)
+        answers.write(json.dumps(answer).encode() + b"\n")
+        answers.flush()

@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING
 
 import orjson
 
+from workbench.corpora.bounded_child import StrangerError, tokenizer_errors
 from workbench.corpora.tokenizers.gguf_tokenizer import read_gguf_tokenizer
 from workbench.errors import refuse
+from workbench.safe_io.files import unread
 from workbench.safe_io.gguf_files import SUFFIX
 from workbench.untrusted_text import shown
 
@@ -24,14 +26,22 @@ def load_tokenizer(path: Path, field: str = "corpus.tokenizer") -> Tokenizer:
     """The tokenizer of a tokenizer.json or GGUF file. Raises `PlanError` naming `field`."""
     if path.suffix == SUFFIX:
         return read_gguf_tokenizer(path, field).tokenizer
-    from tokenizers import Tokenizer
-
     try:
-        found = Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises nothing narrower
+        return tokenizer_of(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise refuse(field, f"{path} cannot be read: {unread(error)}") from None
+    except StrangerError as error:
         raise refuse(
             field, f"{path} is no tokenizer of the `tokenizers` library: {error}"
         ) from None
+
+
+def tokenizer_of(written: str) -> Tokenizer:
+    """The tokenizer that the text of a tokenizer.json says. Raises `StrangerError`."""
+    from tokenizers import Tokenizer
+
+    with tokenizer_errors():
+        found = Tokenizer.from_str(written)
     # Some are saved as they were called last; as transformers, every text counts whole.
     found.no_truncation()
     found.no_padding()

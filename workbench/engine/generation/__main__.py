@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import signal
 import sys
 import time
 from functools import partial
@@ -28,8 +27,6 @@ from workbench.errors import refuse
 from workbench.plan.resolved_plan import ResolvedPlan
 
 DAY_SECONDS = 86_400.0
-TEMPLATE_SECONDS = 10
-"""A chat template is rendered in milliseconds."""
 
 
 def _checked(ids: list[int], tokenizer: ModelTokenizer, plan: ResolvedPlan) -> list[int]:
@@ -65,8 +62,8 @@ def generate(arguments: argparse.Namespace) -> dict[str, Any]:
     tokenizer = read_tokenizer(arguments.model)
     text = arguments.prompt.read_bytes().decode()
     if arguments.chat:
-        text = _templated(tokenizer, text)
-    prompt = tokenizer.encode(text, control=arguments.chat, ends=False)
+        text = tokenizer.chat([{"role": "user", "content": text}])
+    prompt = tokenizer.encode_apart(text, control=arguments.chat, ends=False)
     if not prompt:
         raise refuse("prompt", "is empty; give at least one character")
     length = len(prompt) + arguments.tokens
@@ -91,27 +88,6 @@ def generate(arguments: argparse.Namespace) -> dict[str, Any]:
         "tensor": arguments.tensor,
         "seconds": seconds,
     }
-
-
-def _templated(tokenizer: ModelTokenizer, prompt: str) -> str:
-    """The prompt in the model's chat template, which may be a program that does not end."""
-
-    def end(signum: int, frame: object) -> None:
-        raise TimeoutError
-
-    before = signal.signal(signal.SIGALRM, end)
-    signal.alarm(TEMPLATE_SECONDS)
-    try:
-        return tokenizer.chat([{"role": "user", "content": prompt}])
-    except TimeoutError:
-        raise refuse(
-            "chat",
-            f"the chat template of '{tokenizer.source}' is not done in {TEMPLATE_SECONDS} s; get "
-            f"the file again, or give plain text",
-        ) from None
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
 
 
 def _generate(
@@ -152,7 +128,7 @@ def perplexity(arguments: argparse.Namespace) -> dict[str, Any]:
             "length",
             f"is {arguments.length}; the model has positions for {plan.shape.max_positions}",
         )
-    ids = [index for path in arguments.texts for index in tokenizer.encode(_text(path))]
+    ids = [index for path in arguments.texts for index in tokenizer.encode_apart(_text(path))]
     _checked(ids, tokenizer, plan)
     if len(ids) < 2:
         raise refuse("texts", f"have {len(ids)} tokens, of which none follows another; legal: 2")
