@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 
+from tests.corpora.gguf_tokenizers import write_gguf_tokenizer
 from tests.engine.smollm2 import model_file, recorded_ids
 from workbench.corpora.tokenized_corpus import load_corpus
-from workbench.corpora.tokenizers.gguf_tokenizer import read_gguf_tokenizer
+from workbench.corpora.tokenizers.gguf_tokenizer import METADATA, read_gguf_tokenizer
 from workbench.corpora.tokenizers.model_tokenizer import ModelTokenizer
+from workbench.corpora.tokenizers.text_tokenizer import load_tokenizer
 from workbench.errors import PlanError
 from workbench.plan.schema import Corpus
 
@@ -79,25 +81,73 @@ def test_a_corpus_in_the_files_tokens(tmp_path: Path, smollm2: ModelTokenizer) -
         load_corpus(corpus, 49_151, folder=tmp_path / "cache")
 
 
+TYPED = ["x", 7, -1, 2**31 - 1, 1.5, True, ["a"], [1, 2], [1.5], [True], [["a"], ["b"]]]
+
+NAMED = {"tokenizer.ggml.padding_token_id": "pad_token", "tokenizer.ggml.merges": "the merge"}
+"""How a message names what contradicts the tokens."""
+
+
+@pytest.mark.parametrize("key", [*METADATA])
+def test_metadata_of_any_type_are_read_or_refused_in_a_sentence(
+    key: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for number, value in enumerate(TYPED):
+        path = tmp_path / f"{number}.gguf"
+        write_gguf_tokenizer(path, {key: value})
+        try:
+            read_gguf_tokenizer(path).encode("ab")
+        except PlanError as error:
+            assert "\n" not in str(error) and str(path) in str(error)
+            named = NAMED.get(key, key.split(".")[-1].removesuffix("_token_id"))
+            assert key in str(error) or named in str(error)
+    assert capfd.readouterr().err == ""
+
+
 @pytest.mark.parametrize(
     "change, words",
     [
         ({"model": "llama"}, r"tokenizer\.ggml\.model 'llama'; legal: gpt2"),
         ({"pre": "deepseek-llm"}, r"tokenizer\.ggml\.pre 'deepseek-llm'; legal: gpt-2, smollm"),
-        ({"eos": 9}, "has eos_token 9, but 3 tokens"),
-        ({"merges": ["x y"]}, r"has no intact tokenizer: .*Token `x` out of vocabulary"),
+        ({"eos_token_id": 9}, "has eos_token 9, but 5 tokens"),
+        ({"merges": ["x y"]}, "has no intact tokenizer: the merge 'x y' joins no two tokens"),
+        ({"merges": ["b a"]}, "has no intact tokenizer: the merge 'b a' joins no two tokens"),
+        ({"merges": ["a"]}, "the merge 'a' joins no two tokens"),
+        ({"token_type": [1, 1]}, r"has 2 values of tokenizer\.ggml\.token_type, but 5 tokens"),
+        ({"scores": [1.0]}, r"has 1 values of tokenizer\.ggml\.scores, but 5 tokens"),
+        ({"tokens": None}, r"tokenizer\.ggml\.tokens None; legal: a list of text"),
     ],
 )
 def test_other_tokenizers_are_refused(tmp_path: Path, change: dict[str, Any], words: str) -> None:
-    gguf = pytest.importorskip("gguf", reason="the package gguf is not installed")
-    writer = gguf.GGUFWriter(tmp_path / "a.gguf", "llama")
-    writer.add_tokenizer_model(change.get("model", "gpt2"))
-    writer.add_tokenizer_pre(change.get("pre", "smollm"))
-    writer.add_token_list(["a", "b", "ab"])
-    writer.add_token_merges(change.get("merges", ["a b"]))
-    writer.add_eos_token_id(change.get("eos", 2))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.close()
+    write_gguf_tokenizer(tmp_path / "a.gguf", **change)
     with pytest.raises(PlanError, match=words):
         read_gguf_tokenizer(tmp_path / "a.gguf")
+
+
+DAMAGED: dict[str, Any] = {
+    "a merge without its result": {"model": {"vocab": {"a": 0, "b": 1}, "merges": ["a b"]}},
+    "no charsmap": {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}},
+    "no expression": {
+        "pre_tokenizer": {
+            "type": "Split",
+            "pattern": {"Regex": "(("},
+            "behavior": "Isolated",
+            "invert": False,
+        }
+    },
+    "no type": {"decoder": {"type": 3}},
+    "no token": {"added_tokens": [{"id": 2**32, "content": "x"}]},
+}
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_a_tokenizer_json_that_panics_is_one_sentence(
+    name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "tokenizer.json"
+    good: dict[str, Any] = {"model": {"type": "BPE", "vocab": {"a": 0, "b": 1}, "merges": []}}
+    for key, value in DAMAGED[name].items():
+        good[key] = {**good[key], **value} if key == "model" else value
+    path.write_text(json.dumps(good))
+    with pytest.raises(PlanError, match=r"is no tokenizer of the `tokenizers` library") as raised:
+        load_tokenizer(path)
+    assert "\n" not in str(raised.value) and capfd.readouterr().err == ""

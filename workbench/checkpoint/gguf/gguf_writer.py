@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from workbench.checkpoint.gguf.gguf_tensors import gguf_parts, permuted_rows
+from workbench.corpora.tokenizers.gguf_tokenizer import TOKENS, tokenizer_metadata
 from workbench.errors import PlanError, Problem, refuse
 from workbench.plan.catalog.families.family import unmet
 from workbench.plan.catalog.families.stored_parts import StoredPart, stored_extents
@@ -53,7 +54,7 @@ def gguf_architecture(shape: Shape) -> str:
 
 def has_tokenizer(path: Path) -> bool:
     """Whether a GGUF file holds a tokenizer. Raises PlanError."""
-    return open_gguf(path).get("tokenizer.ggml.tokens") is not None
+    return open_gguf(path).get(TOKENS) is not None
 
 
 def tokenizer_fields(path: Path, shape: Shape) -> dict[str, Any]:
@@ -63,7 +64,7 @@ def tokenizer_fields(path: Path, shape: Shape) -> dict[str, Any]:
         PlanError: It has none, or one of another vocabulary than the model's.
     """
     file = open_gguf(path, "--tokenizer")
-    tokens = file.get("tokenizer.ggml.tokens")
+    tokens = file.get(TOKENS) and tokenizer_metadata(file, "--tokenizer")[TOKENS]
     if tokens is None or len(tokens) != shape.vocab:
         has = "no tokenizer" if tokens is None else f"{len(tokens):,} tokens"
         raise refuse(

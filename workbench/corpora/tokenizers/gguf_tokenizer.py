@@ -10,9 +10,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from workbench.corpora.bounded_child import StrangerError, tokenizer_errors
 from workbench.corpora.tokenizers.model_tokenizer import ModelTokenizer
 from workbench.errors import refuse
 from workbench.safe_io.gguf_files import GgufFile, open_gguf
+from workbench.safe_io.json_field_checks import Check, flag, list_of, or_null, text, whole
 from workbench.untrusted_text import shown
 
 if TYPE_CHECKING:
@@ -41,6 +43,22 @@ ADDS_BOS = ("llama-bpe",)
 KEYS = {"bos_token": "bos", "eos_token": "eos", "eot_token": "eot", "pad_token": "padding"}
 """Name that templates use -> the part of the file's key."""
 ENDS = ("eos_token", "eot_token")
+TOKENS = "tokenizer.ggml.tokens"
+_OPTIONAL: list[tuple[str, Check, str]] = [
+    ("ggml.pre", text, "text"),
+    ("ggml.merges", list_of(text), "a list of text"),
+    ("ggml.token_type", list_of(whole), "a list of whole numbers"),
+    ("ggml.scores", list_of(lambda value: type(value) in (int, float)), "a list of numbers"),
+    *((f"ggml.{key}_token_id", whole, "a token's number") for key in KEYS.values()),
+    *((f"ggml.add_{key}_token", flag, "true or false") for key in ("bos", "eos")),
+    ("chat_template", text, "text"),
+]
+METADATA: dict[str, tuple[Check, str]] = {
+    "tokenizer.ggml.model": (text, "text"),
+    TOKENS: (lambda value: list_of(text)(value) and len(value) > 0, "a list of text"),
+    **{f"tokenizer.{key}": (or_null(check), legal) for key, check, legal in _OPTIONAL},
+}
+"""Key -> what may stand there, and that in words."""
 CONTROL, USER_DEFINED = 3, 4
 """Values of tokenizer.ggml.token_type: tokens that text does not contain, and tokens that it does
 contain, unsplit.
@@ -58,67 +76,93 @@ def read_gguf_tokenizer(path: str | Path, field: str = "tokenizer") -> ModelToke
         PlanError: The file is damaged, or its tokenizer is of a kind not known here.
     """
     file = open_gguf(path, field)
-    kind, split = file.get("tokenizer.ggml.model"), file.get("tokenizer.ggml.pre", "gpt-2")
+    found = tokenizer_metadata(file, field)
+    kind, split = found["tokenizer.ggml.model"], found["tokenizer.ggml.pre"] or "gpt-2"
     if kind != "gpt2":
         raise refuse(field, f"'{path}' has tokenizer.ggml.model {shown(kind)}; legal: gpt2 (BPE)")
     if split not in SPLITS:
         raise refuse(
             field, f"'{path}' has tokenizer.ggml.pre {shown(split)}; legal: {', '.join(SPLITS)}"
         )
-    tokens: list[str] = file.get("tokenizer.ggml.tokens", [])
-    ids = {name: file.get(f"tokenizer.ggml.{key}_token_id") for name, key in KEYS.items()}
-    for name, index in ids.items():
-        if index is not None and index >= len(tokens):
-            raise refuse(
-                field, f"'{path}' has {name} {index}, but {len(tokens)} tokens; get the file again"
-            )
-    tokenizer = _bpe(file, tokens, split, field)
-    tokenizer.post_processor = _around(file, tokens, ids, split, field)
+    tokens: list[str] = found["tokenizer.ggml.tokens"]
+    written = {name: found[f"tokenizer.ggml.{key}_token_id"] for name, key in KEYS.items()}
+    ids = {name: index for name, index in written.items() if index is not None}
+    tokenizer = _bpe(path, found, split, field)
+    tokenizer.post_processor = _around(path, found, ids, split, field)
     return ModelTokenizer(
         tokenizer,
         Path(path),
-        frozenset(ids[name] for name in ENDS if ids[name] is not None),
-        file.get("tokenizer.chat_template"),
-        {name: tokens[index] for name, index in ids.items() if index is not None},
+        frozenset(ids[name] for name in ENDS if name in ids),
+        found["tokenizer.chat_template"],
+        {name: tokens[index] for name, index in ids.items()},
     )
 
 
+def tokenizer_metadata(file: GgufFile, field: str) -> dict[str, Any]:
+    """The metadata of a file's tokenizer, by key; None where it has none.
+
+    Args:
+        file: A GGUF file with a tokenizer of any kind.
+        field: Field of the plan that errors name.
+
+    Raises:
+        PlanError: One is of another type than it should be, or contradicts the number of tokens.
+    """
+    found = {key: file.get(key) for key in METADATA}
+    for key, (check, legal) in METADATA.items():
+        if not check(found[key]):
+            raise refuse(field, f"'{file.path}' has {key} {shown(found[key])}; legal: {legal}")
+    count = len(found[TOKENS])
+    for key in ("tokenizer.ggml.token_type", "tokenizer.ggml.scores"):
+        if found[key] is not None and len(found[key]) != count:
+            has = f"{len(found[key]):,} values of {key}, but {count:,} tokens"
+            raise refuse(field, f"'{file.path}' has {has}; get the file again")
+    for name, key in KEYS.items():
+        index = found[f"tokenizer.ggml.{key}_token_id"]
+        if index is not None and index >= count:
+            has = f"{name} {index}, but {count:,} tokens"
+            raise refuse(field, f"'{file.path}' has {has}; get the file again")
+    return found
+
+
 def _around(
-    file: GgufFile, tokens: list[str], ids: dict[str, int | None], split: str, field: str
+    path: str | Path, found: dict[str, Any], ids: dict[str, int], split: str, field: str
 ) -> PostProcessor | None:
     """What puts bos_token before a text and eos_token after it, where the file says so."""
     from tokenizers import processors
 
     pieces, special = ["$A"], []
     for name, usual in (("bos_token", split in ADDS_BOS), ("eos_token", False)):
-        asked, index = file.get(f"tokenizer.ggml.add_{name}"), ids[name]
+        asked, index = found[f"tokenizer.ggml.add_{name}"], ids.get(name)
         if asked and index is None:
             key = f"tokenizer.ggml.{KEYS[name]}_token_id"
-            raise refuse(field, f"'{file.path}' adds {name}, and has no {key}; get the file again")
+            raise refuse(field, f"'{path}' adds {name}, and has no {key}; get the file again")
         if index is not None and (usual if asked is None else asked):
             pieces = [name, *pieces] if name == "bos_token" else [*pieces, name]
-            special.append({"id": name, "ids": [index], "tokens": [tokens[index]]})
+            special.append({"id": name, "ids": [index], "tokens": [found[TOKENS][index]]})
     if not special:
         return None
     return processors.TemplateProcessing(single=pieces, special_tokens=special)
 
 
-def _bpe(file: GgufFile, tokens: list[str], split: str, field: str) -> Tokenizer:
+def _bpe(path: str | Path, found: dict[str, Any], split: str, field: str) -> Tokenizer:
     """Byte-level BPE from the file's tokens, merges and token types."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
-    merges = [tuple(merge.split(" ")) for merge in file.get("tokenizer.ggml.merges", [])]
-    types: Any = file.get("tokenizer.ggml.token_type", [])
+    tokens: list[str] = found[TOKENS]
+    ids = {token: index for index, token in enumerate(tokens)}
+    merges = [tuple(merge.split(" ")) for merge in found["tokenizer.ggml.merges"] or []]
+    for merge in merges:
+        # The library panics of a merge that makes no token.
+        if len(merge) != 2 or not all(each in ids for each in (*merge, "".join(merge))):
+            why = f"{shown(' '.join(merge))} joins no two tokens into a third"
+            raise refuse(field, f"'{path}' has no intact tokenizer: the merge {why}")
+    types: list[int] = found["tokenizer.ggml.token_type"] or []
     try:
-        model = models.BPE(
-            {token: index for index, token in enumerate(tokens)},
-            merges,
-            ignore_merges=split in IGNORES_MERGES,
-        )
-    except Exception as error:  # the library raises no narrower class
-        raise refuse(
-            field, f"'{file.path}' has no intact tokenizer: {error}; get the file again"
-        ) from None
+        with tokenizer_errors():
+            model = models.BPE(ids, merges, ignore_merges=split in IGNORES_MERGES)
+    except StrangerError as error:
+        raise refuse(field, f"'{path}' has no intact tokenizer: it {error}") from None
     tokenizer = Tokenizer(model)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
