@@ -72,6 +72,19 @@ def test_bpe_round_trips_and_is_deterministic(source: Path, tmp_path: Path) -> N
     assert decoded == "".join(p.read_text() for p in files(str(source)))
 
 
+@pytest.mark.parametrize("tokenizer", ["bytes", "bpe"])
+def test_nobody_else_may_read_the_cache(source: Path, tmp_path: Path, tokenizer: str) -> None:
+    cache = tmp_path / "cache"
+    cache.mkdir(0o755)  # as an earlier version made it
+    setting = schema.Corpus(source=str(source), tokenizer=tokenizer)
+    corpora.load_corpus(setting, 300, folder=cache)
+    corpora.load_corpus(setting, 300, folder=tmp_path / "new")
+    for folder in (cache, tmp_path / "new"):
+        assert folder.stat().st_mode & 0o777 == 0o700
+        modes = {path.suffix: path.stat().st_mode & 0o777 for path in folder.iterdir()}
+        assert modes.keys() >= {".bin", ".idx", ".json"} and set(modes.values()) == {0o600}
+
+
 def test_cache_is_used_without_reading_the_text(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

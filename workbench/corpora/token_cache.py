@@ -15,7 +15,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,19 @@ from workbench.plan.corpus_files import file_sha256
 def cache_folder() -> Path:
     """The token cache: `workbench/tokens` under the user's XDG cache folder."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "workbench" / "tokens"
+
+
+def made_private(folder: Path) -> Path:
+    """The cache folder, made where it is missing: what users' texts say, nobody else may read."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with suppress(PermissionError):  # of another user, who shares it
+        folder.chmod(0o700)
+    return folder
+
+
+def opened_private(path: str | Path, flags: int) -> int:
+    """An opener of `open` whose new files only this user may read."""
+    return os.open(path, flags, 0o600)
 
 
 def read_entry(folder: Path, key: str, report: bool = True) -> dict[str, Any] | None:
@@ -75,7 +88,8 @@ def write_whole(path: Path, text: str) -> None:
     """Write a file, or leave it as it was."""
     draft = draft_of(path)
     try:
-        draft.write_text(text)
+        with open(draft, "w", encoding="utf-8", opener=opened_private) as file:
+            file.write(text)
         draft.replace(path)
     finally:
         draft.unlink(missing_ok=True)
@@ -107,7 +121,7 @@ def locked(path: Path, deadline: float) -> Iterator[None]:
         ValueError: Another process holds it past `deadline` seconds.
     """
     until = time.monotonic() + deadline
-    with path.open("w") as lock:
+    with open(path, "w", opener=opened_private) as lock:
         while True:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

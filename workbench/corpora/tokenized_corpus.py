@@ -26,6 +26,7 @@ from workbench.corpora.token_cache import (
     cache_folder,
     draft_of,
     locked,
+    made_private,
     read_entry,
     remove_abandoned,
     write_entry,
@@ -126,8 +127,7 @@ def load_corpus(
             with, a source is damaged or has no text, or another process holds the cache past
             `deadline`; names the field, the file and the row.
     """
-    folder = folder or cache_folder()
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = made_private(folder or cache_folder())
     work = _Work(corpus, vocab, folder, deadline, progress, processes)
     encoding = work.encoding()
     found = [work.source_tokens(part, i, encoding) for i, part in enumerate(work.parts())]
@@ -284,6 +284,8 @@ class _Work:
         data, index = self.folder / f"{key}.bin", self.folder / f"{key}.idx"
         drafts = draft_of(data), draft_of(index)
         remove_abandoned(self.folder, key)
+        for draft in drafts:
+            draft.touch(0o600)
         encoding = replace(encoding, column=files.column)
         try:
             writer = IndexedWriter(*drafts, encoding.dtype)
