@@ -112,6 +112,18 @@ def test_a_run_that_started_from_weights_says_that_it_holds_no_checkpoint(
         checkpoint_of(run)
 
 
+@pytest.mark.parametrize(
+    "cause, words", [("no\ntemplate", "failed: no template"), (7, "set check")]
+)
+def test_a_run_that_failed_before_its_first_checkpoint_says_why(
+    run: Path, cause: Any, words: str
+) -> None:
+    state = {"phase": "failed", "cause": {"message": cause}}
+    (run / "state.json").write_text(json.dumps(state))
+    with pytest.raises(PlanError, match=f"SOURCE: .*holds no checkpoint.*{words}"):
+        checkpoint_of(run, "SOURCE")
+
+
 def test_a_run_whose_plan_is_damaged_says_so(run: Path) -> None:
     (run / "plan.yaml").write_text("model: [")
     with pytest.raises(PlanError, match="holds no checkpoint, and its plan cannot be read"):

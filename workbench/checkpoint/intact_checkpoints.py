@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from workbench.checkpoint.checksums import (
@@ -15,6 +16,7 @@ from workbench.checkpoint.manifest import MANIFEST
 from workbench.checkpoint.resume_point import STEP, is_gguf, is_huggingface_folder, step_folders
 from workbench.errors import PlanError, refuse
 from workbench.plan.schema import Plan
+from workbench.safe_io.json_field_checks import has, object_, one_of, text
 
 
 def checkpoint_of(source: str | Path, field: str = "resume") -> Path:
@@ -70,7 +72,8 @@ def _newest_intact(run: Path, field: str, progress: CheckProgress | None) -> tup
         return found, skipped
     origin, unknown = _origin(run)
     if origin is None and not damaged:
-        why = unknown or "; set checkpoint.every, or stop a run with a checkpoint"
+        failed = f", for the run failed: {cause}" if (cause := _failure(run)) else ""
+        why = unknown or failed or "; set checkpoint.every, or stop a run with a checkpoint"
         raise refuse(field, f"{run} holds no checkpoint{why}")
     if origin is not None:
         gone = "" if (origin / MANIFEST).is_file() else f"the one it resumed from is gone: {origin}"
@@ -94,3 +97,15 @@ def _origin(run: Path) -> tuple[Path | None, str]:
     if load is None or is_gguf(Path(load)) or is_huggingface_folder(Path(load)):
         return None, ""
     return Path(load), ""
+
+
+def _failure(run: Path) -> str | None:
+    """Why the run in `run` failed; None where it did not, or nobody knows."""
+    try:
+        state = json.loads((run / "state.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
+    if not has(state, {"phase": one_of("failed"), "cause": object_}):
+        return None
+    cause = state["cause"]
+    return " ".join(cause["message"].split()) if has(cause, {"message": text}) else None
