@@ -9,12 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.corpora.written_sources import write_tokenizer
+from tests.corpora.written_sources import VOCAB, write_tokenizer
 from workbench.corpora.conversations.docstring_chats import docstring_rows
-from workbench.corpora.tokenized_corpus import SourceTokens, load_corpus
+from workbench.corpora.tokenized_corpus import SourceTokens, check_encoding, load_corpus
 from workbench.errors import PlanError
 from workbench.plan import schema
 from workbench.plan.corpus_files import source_format
+from workbench.runs.launch.preflight import preflight
 
 ASK = {"role": "user", "content": "Hi"}
 YES = {"role": "assistant", "content": "Yes"}
@@ -242,3 +243,29 @@ def test_plans_that_cannot_be_are_refused(name: str) -> None:
     changes, words = ILLEGAL[name]
     with pytest.raises(PlanError, match=words):
         schema.parse_plan(PLAN).replace(**changes).pin()
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_messages_without_a_template_are_refused_before_a_rank_starts(
+    name: str, tmp_path: Path
+) -> None:
+    source = write(tmp_path / "a.jsonl", FORMATS[name][0])
+    tokenizer = str(write_tokenizer(tmp_path / "tokenizer.json"))
+    corpus = schema.Corpus(source=str(source), tokenizer=tokenizer)
+    if name not in ("completions", "preferences"):
+        with pytest.raises(PlanError, match=r"row 1 is of messages, .* no chat template"):
+            check_encoding(corpus, VOCAB)
+        (tmp_path / "tokenizer_config.json").write_text('{"chat_template": "x"}')
+    check_encoding(corpus, VOCAB)
+
+
+def test_a_tokenizer_of_another_model_is_refused_before_a_rank_starts(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("a text " * 99)
+    tokenizer = write_tokenizer(tmp_path / "tokenizer.json")
+    corpus = {"source": str(tmp_path / "a.txt"), "tokenizer": str(tokenizer)}
+    changes = {"corpus": corpus, "model.vocab": VOCAB, "training.sequence_length": 16}
+    made = schema.parse_plan(PLAN).replace(**changes)
+    assert preflight(made, root=tmp_path, force=True) == []
+    tokenizer.write_text("{")
+    (problem,) = preflight(made, root=tmp_path, force=True)
+    assert str(problem).startswith("corpus.tokenizer:") and "is no tokenizer" in str(problem)

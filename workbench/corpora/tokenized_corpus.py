@@ -17,7 +17,11 @@ from typing import Any
 import numpy as np
 
 from workbench.corpora.bounded_child import StrangerError
-from workbench.corpora.conversations.chat_encoder import PLAIN_TEMPLATE, ChatEncoding
+from workbench.corpora.conversations.chat_encoder import (
+    PLAIN_TEMPLATE,
+    ChatEncoding,
+    refuse_first_messages,
+)
 from workbench.corpora.encode_pool import encode_all
 from workbench.corpora.encoder import BYTES, Encoding
 from workbench.corpora.megatron_files import IndexedWriter, read_indexed
@@ -134,6 +138,27 @@ def load_corpus(
     tokenizer = Path(encoding.tokenizer) if encoding and encoding.tokenizer else None
     size = encoding.vocab if encoding else vocab
     return TokenizedCorpus(tuple(found), corpus.tokenizer, tokenizer, size)
+
+
+def check_encoding(corpus: schema.Corpus, vocab: int) -> None:
+    """Check, before a rank starts, what every rank would refuse before it encodes: the tokenizer,
+    and that messages have a chat template.
+
+    Raises:
+        PlanError: Naming the field, and the first row.
+    """
+    if corpus.tokenizer in ("bytes", "bpe"):
+        return
+    work = _Work(corpus, vocab, cache_folder(), 0.0, _silent, None)
+    encoding = work.encoding()
+    for files in work.files():
+        if files.format in FIELDS and work._chat(files.format, encoding).template is None:
+            try:
+                refuse_first_messages(pieces(files), files.format)
+            except PlanError:
+                raise
+            except ValueError as error:
+                raise refuse(f"{files.where}.source", str(error)) from None
 
 
 @dataclass

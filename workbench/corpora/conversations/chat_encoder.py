@@ -6,7 +6,7 @@ one array holds both.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -33,6 +33,11 @@ PLAIN_TEMPLATE = """\
 {% endfor %}{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"""
 """For the tokenizers of this project, which have no template of their own: `user: ..`, a line each,
 and the end of text after every answer."""
+
+NO_TEMPLATE = (
+    "is of messages, and corpus.tokenizer has no chat template; legal: corpus.template = a file "
+    "with one"
+)
 
 
 @dataclass(frozen=True)
@@ -119,10 +124,7 @@ class ChatEncoder:
             return Conversation(Rendered(prompt + answer, spans), alone=True)
         assert not isinstance(answer, str)
         if self.template is None:
-            raise ValueError(
-                "is of messages, and corpus.tokenizer has no chat template; legal: corpus.template "
-                "= a file with one"
-            )
+            raise ValueError(NO_TEMPLATE)
         found = rendered_answers(self.template, [*prompt, *answer], self.controls, len(prompt))
         return Conversation(found, alone=False)
 
@@ -172,6 +174,22 @@ def _objects(piece: Piece, kind: str) -> Iterator[tuple[int, Any]]:
         yield from enumerate(docstring_rows(path, path.read_text(errors="replace"), kind))
     else:
         yield from (parquet_objects if piece.format == "parquet" else json_objects)(piece)
+
+
+def refuse_first_messages(pieces: Iterable[Piece], kind: str) -> None:
+    """Refuse a source without a chat template whose first row is of messages.
+
+    Raises:
+        ValueError: It is, or is no conversation; names the file and the row.
+    """
+    for piece in pieces:
+        for number, row in _objects(piece, kind):
+            try:
+                if not isinstance(chat_row(row, kind).prompt, str):
+                    raise ValueError(NO_TEMPLATE)
+            except ValueError as error:
+                raise ValueError(f"{row_name(piece, number)} {error}") from None
+            return
 
 
 def chat_texts(piece: Piece, kind: str) -> Iterator[str]:

@@ -29,6 +29,7 @@ from workbench.checkpoint.resume_point import (
     steps_done,
     with_field,
 )
+from workbench.corpora.tokenized_corpus import check_encoding
 from workbench.errors import PlanError, Problem, refuse
 from workbench.machine.attached import CPU_RANKS, Attached, attached, is_another_model
 from workbench.plan import corpus_files
@@ -95,6 +96,8 @@ def preflight(
         *_root(default_root(root)),
         *_port(port),
     ]
+    if not cannot and not asked:
+        asked += _encoding(full)
     if not cannot and not asked and not force:
         asked += [*_memory(full, found), *_disk(full, default_root(root))]
     return [*cannot, *asked]
@@ -164,6 +167,15 @@ def _corpus(plan: Plan) -> list[Problem]:
             )
         )
     return problems
+
+
+def _encoding(plan: ResolvedPlan) -> list[Problem]:
+    """A tokenizer that the model takes, and a chat template where messages need one."""
+    try:
+        check_encoding(plan.corpus, plan.vocab)
+    except PlanError as error:
+        return error.problems
+    return []
 
 
 def checkpoint_problems(plan: ResolvedPlan) -> list[Problem]:
