@@ -368,13 +368,7 @@ class _Work:
                     f"{part.source} holds tokens, on which corpus.tokenizer = bpe cannot be "
                     "trained; legal: bytes, or the tokenizer.json that they are of",
                 )
-        sha256 = self.corpus.sha256
-        if sha256 is None:
-            hashes = [corpus_files.corpus_sha256(one) for one in self.files()]
-            sha256 = corpus_files.mixed_sha256(hashes) if self.corpus.mix else hashes[0]
-        kinds = sorted({corpus_files.source_format(p) for p in self.parts()} & set(FIELDS))
-        name = "-".join([sha256[:32], *kinds, "bpe", str(self.vocab)])
-        path = self.folder / f"{name}.tokenizer.json"
+        path = self.bpe_path()
         if not path.exists():
             with locked(path.with_suffix(".lock"), self.deadline):
                 if not path.exists():
@@ -386,6 +380,29 @@ class _Work:
                         raise refuse("corpus.source", str(error)) from None
                     write_whole(path, trained.to_str())
         return path
+
+    def bpe_path(self) -> Path:
+        """Where the cache has the BPE that is trained on the corpus."""
+        sha256 = self.corpus.sha256
+        if sha256 is None:
+            hashes = [corpus_files.corpus_sha256(one) for one in self.files()]
+            sha256 = corpus_files.mixed_sha256(hashes) if self.corpus.mix else hashes[0]
+        kinds = sorted({corpus_files.source_format(p) for p in self.parts()} & set(FIELDS))
+        name = "-".join([sha256[:32], *kinds, "bpe", str(self.vocab)])
+        return self.folder / f"{name}.tokenizer.json"
+
+
+def tokenizer_file(corpus: schema.Corpus, vocab: int) -> Path | None:
+    """The tokenizer.json or GGUF file that a corpus was encoded with; None for bytes, and for a BPE
+    that the cache no longer has.
+
+    Raises:
+        PlanError: A file is gone.
+    """
+    if corpus.tokenizer != "bpe":
+        return corpus_files.tokenizer_path(corpus)
+    path = _Work(corpus, vocab, cache_folder(), 0.0, _silent, None).bpe_path()
+    return path if path.is_file() else None
 
 
 def _key(

@@ -119,7 +119,8 @@ def weights(
         to: New folder to write into, or new file that ends in .gguf.
         progress: Called with (bytes done, bytes in all, what).
         type: Of a GGUF file's matrices; default f16.
-        tokenizer: A GGUF file whose tokenizer and chat template a GGUF file gets.
+        tokenizer: A GGUF file, a tokenizer.json or a folder with one, whose tokenizer and chat
+            template the weights get; default the base's, else the run's own.
         merge: Merge adapters into their base.
         base: The weights that were fine-tuned; default those that the run's plan names.
 
@@ -133,10 +134,10 @@ def weights(
     from workbench.runs.launch import subprocess_verbs
 
     folder = source if isinstance(source, str | Path) else source.dir
+    if type is not None and Path(to).suffix != ".gguf":
+        raise refuse("--type", f"is for a GGUF file; '{to}' is to end in .gguf")
     given = {"--type": type, "--tokenizer": tokenizer}
     options = [word for name, it in given.items() if it is not None for word in (name, str(it))]
-    if options and Path(to).suffix != ".gguf":
-        raise refuse(options[0], f"is for a GGUF file; '{to}' is to end in .gguf")
     return subprocess_verbs.export_weights(folder, to, merge, base, progress, *options)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -57,7 +57,24 @@ def has_tokenizer(path: Path) -> bool:
     return open_gguf(path).get(TOKENS) is not None
 
 
-def tokenizer_fields(path: Path, shape: Shape) -> dict[str, Any]:
+class MetadataValue(NamedTuple):
+    """A value to write, its `gguf.GGUFValueType`, and that of a list's items."""
+
+    value: Any
+    kind: Any
+    inner: Any
+
+    @classmethod
+    def of(cls, value: Any) -> MetadataValue:
+        """A value of Python with the types of its own."""
+        from gguf import GGUFValueType
+
+        inner = GGUFValueType.get_type(value[0]) if isinstance(value, list) else None
+        kind = GGUFValueType.UINT32 if type(value) is int else GGUFValueType.get_type(value)
+        return cls(value, kind, inner)
+
+
+def tokenizer_fields(path: Path, shape: Shape) -> dict[str, MetadataValue]:
     """The fields of a file's tokenizer.
 
     Raises:
@@ -70,11 +87,18 @@ def tokenizer_fields(path: Path, shape: Shape) -> dict[str, Any]:
         raise refuse(
             "--tokenizer", f"'{path}' has {has}; the model's vocabulary is {shape.vocab:,}"
         )
-    return file.fields("tokenizer.")
+    return {
+        key: MetadataValue(field.contents(), field.types[0], field.types[-1])
+        for key, field in file.fields("tokenizer.").items()
+    }
 
 
 def write_gguf(
-    path: Path, shape: Shape, kind: str, fields: dict[str, Any], read: Callable[[str], np.ndarray]
+    path: Path,
+    shape: Shape,
+    kind: str,
+    fields: Mapping[str, MetadataValue],
+    read: Callable[[str], np.ndarray],
 ) -> list[str]:
     """Write a GGUF file.
 
@@ -106,7 +130,7 @@ def write_gguf(
     writer.add_file_type(FILE_TYPES[kind])
     writer.add_quantization_version(GGML_QUANT_VERSION)
     for key, field in fields.items():
-        writer.add_key_value(key, field.contents(), field.types[0], field.types[-1])
+        writer.add_key_value(key, *field)
     for key, extent in extents.items():
         made = GGMLQuantizationType[kinds[key].upper()]
         stored = {"f32": np.float32, "f16": np.float16}.get(kinds[key], np.uint8)

@@ -36,7 +36,7 @@ def weights(
         GgufType | None, typer.Option("--type", help="Of a GGUF file's matrices; default f16.")
     ] = None,
     tokenizer: Annotated[
-        Path | None, typer.Option("--tokenizer", help="GGUF file whose tokenizer a GGUF file gets.")
+        Path | None, typer.Option("--tokenizer", help="GGUF file, or folder with a tokenizer.json.")
     ] = None,
     merge: Annotated[bool, typer.Option("--merge", help="Merge adapters into their base.")] = False,
     base: Annotated[

@@ -125,6 +125,29 @@ def tokenizer_metadata(file: GgufFile, field: str) -> dict[str, Any]:
     return found
 
 
+def gguf_split(state: dict[str, Any]) -> str | None:
+    """The value of tokenizer.ggml.pre that splits a text as a tokenizer.json does; None where none
+    does, or it is no byte-level BPE.
+
+    Args:
+        state: The tokenizer.json.
+    """
+    pre, model = state["pre_tokenizer"] or {}, state["model"]
+    if model["type"] != "BPE" or state["normalizer"] is not None:
+        return None
+    *splits, last = pre.get("pretokenizers") or [pre]
+    if last.get("type") != "ByteLevel" or last["add_prefix_space"]:
+        return None
+    expressions = [
+        r"\p{N}" if each.get("individual_digits") else (each.get("pattern") or {}).get("Regex", "")
+        for each in splits
+    ]
+    expressions += [GPT2] if last["use_regex"] else []
+    names = (name for name, known in SPLITS.items() if known == expressions)
+    found = next(names, None)
+    return found if (found in IGNORES_MERGES) is bool(model.get("ignore_merges")) else None
+
+
 def _around(
     path: str | Path, found: dict[str, Any], ids: dict[str, int], split: str, field: str
 ) -> PostProcessor | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +19,23 @@ from workbench.checkpoint import read_tensors
 from workbench.checkpoint.checkpoint_format import Shard
 from workbench.checkpoint.gguf.gguf_writer import (
     FILE_TYPES,
+    MetadataValue,
     gguf_architecture,
     has_tokenizer,
-    tokenizer_fields,
     write_gguf,
 )
 from workbench.checkpoint.huggingface.huggingface_names import parameter_shapes
 from workbench.checkpoint.resume_point import is_gguf
 from workbench.engine.export.export_command import answered, as_json, export_parser
 from workbench.engine.export.export_weights import ByteCounter, Progress, shard_of
+from workbench.engine.export.exported_tokenizer import (
+    gguf_tokenizer_fields,
+    given_tokenizer,
+    run_tokenizer,
+)
 from workbench.engine.export.exported_weights import ExportedWeights, weights_to_export
 from workbench.engine.export.new_folder import unwritable
-from workbench.errors import refuse
+from workbench.errors import PlanError, refuse
 
 
 def export_gguf(
@@ -48,8 +54,8 @@ def export_gguf(
         to: The file, which appears when all is written.
         kind: Of matrices: f32, f16, bf16 or q8_0. A matrix whose rows q8_0's blocks of 32 do not
             divide is f16.
-        tokenizer: A GGUF file whose tokenizer and chat template are written too; None: those of the
-            base, if it is one.
+        tokenizer: A GGUF file, or a tokenizer.json or its folder, whose tokenizer and chat template
+            are written too; None: those of the base, if it is a GGUF file, or the run's own.
         progress: Called with (bytes done, bytes in all, current step).
         base: The weights that adapters are merged into; None: those that the run says.
 
@@ -69,7 +75,12 @@ def export_gguf(
     base = weights.base
     if tokenizer is None and base is not None and is_gguf(base) and has_tokenizer(base):
         tokenizer = base
-    fields = {} if tokenizer is None else tokenizer_fields(tokenizer, shape)
+    fields: dict[str, MetadataValue] = {}
+    if tokenizer is not None:
+        fields = gguf_tokenizer_fields(given_tokenizer(tokenizer), shape)
+    elif base is None and (found := run_tokenizer(checkpoint, shape.vocab)):
+        with suppress(PlanError):  # of a kind that GGUF has no name for, which nobody asked for
+            fields = gguf_tokenizer_fields(found, shape)
     elements = sum(int(np.prod(extent)) for extent in extents.values())
     count = ByteCounter(weights.checked_bytes + 4 * elements, progress)
     count.what = "checking weights"

@@ -23,6 +23,11 @@ from workbench.checkpoint.resume_point import CONFIG
 from workbench.checkpoint.safetensors_writer import TORCH_DTYPES, TensorEntry
 from workbench.checkpoint.tensor_index import TensorSource
 from workbench.engine.export.export_command import answered, as_json, export_parser
+from workbench.engine.export.exported_tokenizer import (
+    given_tokenizer,
+    run_tokenizer,
+    write_tokenizer,
+)
 from workbench.engine.export.exported_weights import ExportedWeights, weights_to_export
 from workbench.engine.export.new_folder import check_new_folder, new_folder
 from workbench.plan.catalog.families.stored_parts import StoredPart, stored_extents
@@ -39,6 +44,7 @@ def export_checkpoint(
     progress: Progress = lambda done, of, what: None,
     shard_bytes: int = SHARD_BYTES,
     base: Path | None = None,
+    tokenizer: Path | None = None,
 ) -> dict[str, Any]:
     """Write a checkpoint's parameters, unconverted, into a new folder; adapters merged into their
     base, W + s B A in fp32, rounded once to the base's dtype.
@@ -50,6 +56,7 @@ def export_checkpoint(
             verify and those written.
         shard_bytes: Maximum size of a file.
         base: The weights that adapters are merged into; None: those that the run says.
+        tokenizer: What is written beside them; None: the base's, or the run's own.
 
     Returns:
         Files, tensors, parameters, bytes and dtype written.
@@ -61,6 +68,9 @@ def export_checkpoint(
     weights = weights_to_export(checkpoint, base)
     stored = _stored_tensors(weights)
     check_new_folder(to)
+    beside = None if tokenizer is None else given_tokenizer(tokenizer)
+    if beside is None and weights.base is None:
+        beside = run_tokenizer(checkpoint, weights.shape.vocab)
     total = weights.checked_bytes + sum(tensor.entry.nbytes for tensor in stored)
     count = ByteCounter(total, progress)
     count.what = "checking weights"
@@ -68,6 +78,8 @@ def export_checkpoint(
     with new_folder(to) as writing:
         answer = _write(weights, stored, writing, count, shard_bytes)
         weights.copy_tokenizer(writing)
+        if beside is not None:
+            write_tokenizer(beside, writing, weights.shape.vocab)
     return {"folder": str(to), **answer}
 
 
@@ -192,8 +204,11 @@ def _grouped(entries: list[TensorEntry], most: int) -> Iterator[list[TensorEntry
 
 def main() -> int:
     """Export; 2 with one line on stderr where it is refused."""
-    given = export_parser("export_weights").parse_args()
-    return answered(lambda: export_checkpoint(given.checkpoint, given.to, as_json, base=given.base))
+    parser = export_parser("export_weights")
+    parser.add_argument("--tokenizer", type=Path)
+    given = parser.parse_args()
+    more = {"base": given.base, "tokenizer": given.tokenizer}
+    return answered(lambda: export_checkpoint(given.checkpoint, given.to, as_json, **more))
 
 
 if __name__ == "__main__":

@@ -37,6 +37,7 @@ from workbench.checkpoint.resume_point import (
     refuse_other_model,
 )
 from workbench.checkpoint.tensor_index import Box, TensorSource, checkpoint_source
+from workbench.engine.export.exported_tokenizer import TOKENIZER_FILES
 from workbench.engine.precision import DTYPES
 from workbench.errors import refuse
 from workbench.plan.base_weights import base_sha256
@@ -48,19 +49,6 @@ from workbench.plan.schema import STORED
 from workbench.runtime_facts.four_bit_sizes import FourBitFormat
 
 BASE = "--base"
-TOKENIZER_FILES = (
-    "added_tokens.json",
-    "chat_template.jinja",
-    "chat_template.json",
-    "generation_config.json",
-    "merges.txt",
-    "special_tokens_map.json",
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer_config.json",
-    "vocab.json",
-)
-"""What stands beside weights in a folder, and goes with merged ones."""
 RENEWED = ("quantization_config", "torch_dtype", "dtype", *FURTHER_LAYERS)
 """Keys of a base's config.json that merged weights need not agree with."""
 

@@ -213,6 +213,8 @@ def export_weights(
 
     folder = Path(to).absolute()
     checkpoint, module, skipped = _exported(source, folder, merge)
+    if options and module == "export_adapter":
+        raise refuse(options[0], "is for weights, and adapters go alone; legal: with --merge")
     command = [str(checkpoint), "--to", str(folder), *options]
     command += [] if base is None else ["--base", str(Path(base).expanduser().absolute())]
     child_process.python(f"workbench.engine.export.{module}", command, on_line)
