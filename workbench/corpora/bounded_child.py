@@ -55,18 +55,18 @@ def bounded(clock: int, nbytes: int) -> Iterator[None]:
     if not _bounded:
         yield
         return
-    _, most = resource.getrlimit(resource.RLIMIT_AS)
+    before = resource.getrlimit(resource.RLIMIT_AS)
     with open("/proc/self/statm") as file:
         used = int(file.read().split()[0]) * _PAGE
     limit = used + MEMORY_BYTES + MEMORY_PER_BYTE * nbytes
-    limit = limit if most == resource.RLIM_INFINITY else min(limit, most)
-    resource.setrlimit(resource.RLIMIT_AS, (limit, most))
+    limit = limit if before[0] == resource.RLIM_INFINITY else min(limit, before[0])
+    resource.setrlimit(resource.RLIMIT_AS, (limit, before[1]))
     signal.setitimer(clock, SECONDS + nbytes / BYTES_PER_SECOND)
     try:
         yield
     finally:
         signal.setitimer(clock, 0)
-        resource.setrlimit(resource.RLIMIT_AS, (most, most))
+        resource.setrlimit(resource.RLIMIT_AS, before)
 
 
 class StrangerError(ValueError):

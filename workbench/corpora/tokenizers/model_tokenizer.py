@@ -125,7 +125,8 @@ class ModelTokenizer:
             why = f"the {error.what} of '{self.source}' {error}; get the file again"
             raise refuse(field, why) from None
         except ValueError as error:
-            raise refuse(field, f"the chat template of '{self.source}' fails: {error}") from None
+            what = "chat template" if "template" in request else "tokenizer"
+            raise refuse(field, f"the {what} of '{self.source}' fails: {error}") from None
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of token ids, control tokens left out."""

@@ -81,6 +81,7 @@ def run_tokenizer(checkpoint: Path, vocab: int) -> ExportedTokenizer | None:
         path = None if corpus is None else tokenizer_file(corpus, vocab)
         if corpus is None or path is None:
             return None
+        load_tokenizer(path)
         template = template_text(corpus)
         if corpus.tokenizer == "bpe" and conversation_format(corpus):
             template = template or PLAIN_TEMPLATE
