@@ -85,6 +85,14 @@ def test_nobody_else_may_read_the_cache(source: Path, tmp_path: Path, tokenizer:
         assert modes.keys() >= {".bin", ".idx", ".json"} and set(modes.values()) == {0o600}
 
 
+def test_a_bpe_is_not_trained_on_another_text_than_the_plans(source: Path, tmp_path: Path) -> None:
+    setting = pinned(source).model_copy(update={"tokenizer": "bpe"})
+    (source / "a.txt").write_text("another text " * 40)
+    with pytest.raises(ValueError, match=r"corpus\.sha256: the plan was resolved with"):
+        corpora.load_corpus(setting, 320, folder=tmp_path / "cache")
+    assert not list((tmp_path / "cache").glob("*.json"))
+
+
 def test_cache_is_used_without_reading_the_text(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -210,8 +210,7 @@ class _Work:
         self, part: schema.TextSource, index: int, encoding: Encoding
     ) -> SourceTokens:
         """The tokens of one source, from the cache or encoded now."""
-        pinned = part.sha256 if isinstance(part, schema.Corpus | schema.WeightedSource) else None
-        sha256 = pinned or corpus_files.corpus_sha256(self.files()[index])
+        sha256 = _pinned(part) or corpus_files.corpus_sha256(self.files()[index])
         kind = corpus_files.source_format(part)
         tokenized = kind in TOKENIZED
         if kind in FIELDS:
@@ -372,6 +371,9 @@ class _Work:
         if not path.exists():
             with locked(path.with_suffix(".lock"), self.deadline):
                 if not path.exists():
+                    for index, part in enumerate(self.parts()):
+                        if pinned := _pinned(part):
+                            self._unchanged(index, pinned)
                     try:
                         trained = train_bpe(sample_texts(self.files()), self.vocab)
                     except PlanError:
@@ -390,6 +392,11 @@ class _Work:
         kinds = sorted({corpus_files.source_format(p) for p in self.parts()} & set(FIELDS))
         name = "-".join([sha256[:32], *kinds, "bpe", str(self.vocab)])
         return self.folder / f"{name}.tokenizer.json"
+
+
+def _pinned(part: schema.TextSource) -> str | None:
+    """The hash of a source that the plan was resolved with."""
+    return part.sha256 if isinstance(part, schema.Corpus | schema.WeightedSource) else None
 
 
 def tokenizer_file(corpus: schema.Corpus, vocab: int) -> Path | None:
