@@ -23,7 +23,7 @@ from typing import Any
 from workbench.errors import ChildError
 from workbench.untrusted_text import brief
 
-SECONDS = 2.0
+SECONDS = 1.0
 """CPU time of one piece of work, beside that for its bytes; a template takes milliseconds."""
 BYTES_PER_SECOND = 50_000
 """Of text; tokenizers take a megabyte a second and more."""
@@ -33,7 +33,7 @@ MEMORY_PER_BYTE = 512
 """Of text; an encoding with offsets takes about 200."""
 TEMPLATE, TOKENIZER = signal.ITIMER_PROF, signal.ITIMER_VIRTUAL
 """Clocks, of which each ends a process by a signal of its own."""
-OVERDUE = {signal.SIGPROF: "chat template", signal.SIGVTALRM: "tokenizer"}
+OVERDUE: dict[int, str] = {signal.SIGPROF: "chat template", signal.SIGVTALRM: "tokenizer"}
 ONE_THREAD = {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
 _PAGE = resource.getpagesize()
 _bounded = False

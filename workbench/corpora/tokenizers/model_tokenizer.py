@@ -161,7 +161,7 @@ def serve(requests: BinaryIO, answers: BinaryIO) -> None:
         try:
             if "template" in asked:
                 rendered = ChatTemplate(asked["template"], asked["special"])
-                answer = {"text": rendered.render(asked["messages"], True).text}
+                answer: dict[str, Any] = {"text": rendered.render(asked["messages"], True).text}
             else:
                 tokenizer = Tokenizer.from_str(asked["tokenizer"])
                 own = ModelTokenizer(tokenizer, Path(asked["source"]))
