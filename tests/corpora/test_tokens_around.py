@@ -67,7 +67,8 @@ def load(folder: Path, source: Path, **fields: Any) -> SourceTokens:
 
 def ids(found: SourceTokens) -> list[int]:
     """Token ids, whether they have loss or not."""
-    return np.where(found.train < 0, ~found.train.astype(int), found.train).tolist()
+    whole: list[int] = np.where(found.train < 0, ~found.train.astype(int), found.train).tolist()
+    return whole
 
 
 def ended(ids: list[int]) -> list[int]:
