@@ -214,7 +214,8 @@ def _fields(keys: ForeignKeys, given: ImportOptions) -> dict[str, Any]:
         "norm_epsilon": epsilons[norm] or {"layernorm": 1e-5, "rmsnorm": 1e-8}[norm],
         "biases": "none" if bias is False else "all",
         "tied": tied,
-        "window": keys.integer("sliding_window_width"),
+        # gpt-neox masks what lies further back than that: a query's own key comes on top.
+        "window": None if (back := keys.integer("sliding_window_width", 0)) is None else back + 1,
         "rope_theta": keys.number("rotary_emb_base", 1e-9),
         "unmodelled": "; ".join(
             _beyond(keys, layers, bias is not False, not llama and inner is not False)

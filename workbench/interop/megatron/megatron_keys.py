@@ -306,9 +306,7 @@ WHYS = {
         ),
         _DATA,
     ),
-    **dict.fromkeys(
-        ("train-tokens", "lr-decay-tokens", "lr-warmup-tokens"), "a plan counts steps, not tokens"
-    ),
+    "lr-decay-tokens": "a plan counts steps, and of how many tokens the file does not say",
     **dict.fromkeys(
         ("train-weighted-split-paths", "valid-weighted-split-paths", "data-impl"), _DATA
     ),

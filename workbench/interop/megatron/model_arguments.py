@@ -330,13 +330,20 @@ def _biases(keys: ForeignKeys) -> str:
 
 
 def _window(keys: ForeignKeys) -> int | None:
+    """Keys that a query sees, its own included: Megatron and Transformer Engine count those before
+    it ([i - left, i]).
+    """
     value = keys.take("window-size")
     if value is None:
         return None
     numbers = [int(n) for n in re.findall(r"-?\d{1,9}", str(value))]
-    if not numbers or numbers[0] < 1:
-        raise refuse("--window-size", f"is {shown(value)}; legal: a pair such as 4096,0")
-    return numbers[0]
+    if not numbers or numbers[0] < -1:
+        raise refuse(
+            "--window-size",
+            f"is {shown(value)}; legal: a pair such as 4095,0, the keys before a query's own and "
+            "behind it, -1 for all",
+        )
+    return None if numbers[0] == -1 else numbers[0] + 1
 
 
 def _mla(keys: ForeignKeys) -> dict[str, Any] | None:
@@ -394,7 +401,7 @@ def write_model(plan: ResolvedPlan) -> dict[str, Any]:
     if s.mtp_layers:
         found["mtp-num-layers"] = s.mtp_layers
     if s.window is not None:
-        found["window-size"] = f"{s.window},0"
+        found["window-size"] = f"{s.window - 1},0"
     if s.full_attention_every is not None:
         found["window-attn-skip-freq"] = s.full_attention_every
     return found | write_experts(s) | _written_mla(s)

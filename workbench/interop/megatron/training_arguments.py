@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from workbench.errors import refuse
@@ -22,8 +23,11 @@ def read_training(keys: ForeignKeys, data: int) -> dict[str, Any]:
     batch.
     """
     batch = _batch(keys, data)
-    steps = _steps(keys, batch.get("global_batch", 1))
-    optimizer = _optimizer(keys, steps or 100, batch.get("global_batch", 1))
+    units = {"samples": batch["global_batch"]}
+    if "sequence_length" in batch:
+        units["tokens"] = batch["global_batch"] * batch["sequence_length"]
+    steps = _steps(keys, units)
+    optimizer = _optimizer(keys, steps or 100, units)
     training: dict[str, Any] = {
         **batch,
         "optimizer": optimizer,
@@ -103,18 +107,32 @@ def _batch(keys: ForeignKeys, data: int) -> dict[str, int]:
     return {**found, "sequence_length": length}
 
 
-def _steps(keys: ForeignKeys, batch: int) -> int | None:
+def _steps(keys: ForeignKeys, units: Mapping[str, int]) -> int | None:
+    """Steps of the run; Megatron-DeepSpeed ends it at --train-tokens too, whichever comes first."""
     steps, samples = keys.integer("train-iters"), keys.integer("train-samples")
     if steps is not None and samples is not None:
         raise refuse("--train-samples", "is given beside --train-iters; legal: one of them")
     if samples is not None:
-        return max(1, samples // batch)
+        steps = max(1, samples // units["samples"])
+    tokens = _in_steps(keys, "train-tokens", units)
+    if tokens is not None:
+        return max(1, tokens if steps is None else min(tokens, steps))
     if steps is None:
         keys.assume("training.steps", 100, "Megatron requires --train-iters; the plan's default")
     return steps
 
 
-def _optimizer(keys: ForeignKeys, steps: int, batch: int) -> dict[str, Any]:
+def _in_steps(keys: ForeignKeys, key: str, units: Mapping[str, int]) -> int | None:
+    """The steps of what an argument counts in samples or tokens, as its last word says."""
+    unit = key.rpartition("-")[2]
+    if keys.is_undecided(key) or unit not in units:
+        keys.skip(key, f"a plan counts steps, and of how many {unit} the file does not say")
+        return None
+    found = keys.integer(key, 0)
+    return None if found is None else -(-found // units[unit])
+
+
+def _optimizer(keys: ForeignKeys, steps: int, units: Mapping[str, int]) -> dict[str, Any]:
     name = keys.choice("optimizer", {"adam": "adamw", "sgd": "sgd", "muon": "", "dist_muon": ""})
     if name == "":
         keys.mark_untranslated("optimizer", "a plan trains with adamw or sgd; adamw was taken")
@@ -139,7 +157,7 @@ def _optimizer(keys: ForeignKeys, steps: int, batch: int) -> dict[str, Any]:
         else clip or None
     )
     _master(keys)
-    return found | _moments(keys) | _schedule(keys, steps, batch)
+    return found | _moments(keys) | _schedule(keys, steps, units)
 
 
 def _moments(keys: ForeignKeys) -> dict[str, str]:
@@ -166,7 +184,7 @@ def _master(keys: ForeignKeys) -> None:
         )
 
 
-def _schedule(keys: ForeignKeys, steps: int, batch: int) -> dict[str, Any]:
+def _schedule(keys: ForeignKeys, steps: int, units: Mapping[str, int]) -> dict[str, Any]:
     decay = keys.choice("lr-decay-style", _DECAYS)
     if decay == "":
         keys.mark_untranslated(
@@ -174,10 +192,10 @@ def _schedule(keys: ForeignKeys, steps: int, batch: int) -> dict[str, Any]:
         )
     if decay is None:
         keys.assume("training.optimizer.decay", "linear", "Megatron's default")
-    over = _decay_steps(keys, steps, batch)
+    over = _decay_steps(keys, steps, units)
     found: dict[str, Any] = {
         "decay": decay or "linear",
-        "warmup_steps": _warmup(keys, steps, over, batch),
+        "warmup_steps": _warmup(keys, steps, over, units),
     }
     rate, least = keys.number("lr", 0), keys.number("min-lr", 0) or 0.0
     if rate is None:
@@ -192,12 +210,15 @@ def _schedule(keys: ForeignKeys, steps: int, batch: int) -> dict[str, Any]:
     return {**found, "learning_rate": rate}
 
 
-def _decay_steps(keys: ForeignKeys, steps: int, batch: int) -> float:
+def _decay_steps(keys: ForeignKeys, steps: int, units: Mapping[str, int]) -> float:
     """Steps over which Megatron decays, of which --lr-warmup-fraction is a share; the run's where
     it does not say.
     """
     found: float = steps
-    for key, size in (("lr-decay-iters", 1), ("lr-decay-samples", batch)):
+    sizes = {f"lr-decay-{unit}": size for unit, size in ({"iters": 1} | dict(units)).items()}
+    for key, size in sizes.items():
+        if keys.is_undecided(key) and key == "lr-decay-tokens":
+            continue
         over = keys.integer(key)
         if over is not None:
             found = over / size
@@ -206,18 +227,23 @@ def _decay_steps(keys: ForeignKeys, steps: int, batch: int) -> float:
     return found
 
 
-def _warmup(keys: ForeignKeys, steps: int, over: float, batch: int) -> int:
+def _warmup(keys: ForeignKeys, steps: int, over: float, units: Mapping[str, int]) -> int:
     older, whole = keys.number("warmup", 0, 1), keys.integer("lr-warmup-iters", 0)
     share = keys.number("lr-warmup-fraction", 0, 1) if "lr-warmup-fraction" in keys else older
-    samples = keys.integer("lr-warmup-samples", 0)
+    counted = {
+        unit: _in_steps(keys, f"lr-warmup-{unit}", units)
+        for unit in ("tokens", "samples")
+        if f"lr-warmup-{unit}" in keys
+    }
+    unit = next((unit for unit, found in counted.items() if found), "samples")
     if share is not None and whole:
         raise refuse(
             "--lr-warmup-fraction", "is given beside --lr-warmup-iters; legal: one of them"
         )
-    found = whole or round((share or 0) * over) or -(-(samples or 0) // batch)
+    found = whole or round((share or 0) * over) or counted.get(unit) or 0
     if found > steps:
         shares = "warmup" if older is not None else "lr-warmup-fraction"
-        key = "lr-warmup-iters" if whole else shares if share else "lr-warmup-samples"
+        key = "lr-warmup-iters" if whole else shares if share else f"lr-warmup-{unit}"
         keys.mark_untranslated(
             key, f"a plan warms up within its steps; {steps} were taken, of {found}"
         )

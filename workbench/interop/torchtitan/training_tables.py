@@ -25,12 +25,13 @@ def read_training(
     length = keys.integer("training.seq_len")
     if length is None:
         length = int(keys.assume("training.sequence_length", 2048, "torchtitan's default"))
+    batch = _batch(keys, data, pipeline)
     training: dict[str, Any] = {
-        **_batch(keys, data, pipeline),
+        **batch,
         "steps": steps,
         "sequence_length": length,
         "optimizer": _optimizer(keys, steps, sets),
-        "evaluation": _evaluation(keys),
+        "evaluation": _evaluation(keys, data, batch["global_batch"]),
     }
     if (seed := keys.integer("training.seed", 0)) is not None:
         training["seed"] = seed
@@ -161,24 +162,46 @@ def _schedule(keys: ForeignKeys, steps: int) -> dict[str, Any]:
     }
 
 
-def _evaluation(keys: ForeignKeys) -> dict[str, int]:
+def _evaluation(keys: ForeignKeys, data: int, total: int) -> dict[str, int]:
+    """When and on how many global batches of `total` sequences a plan evaluates; torchtitan counts
+    batches of its own of each of `data` ranks.
+    """
     flags = [keys.flag(f"validation.{key}") for key in ("enable", "enabled")]
     if not any(flags):
         return {"every": 0}
-    batches, every = keys.integer("validation.steps", -1), keys.integer("validation.freq")
-    found = {"every": every or 10}
-    if batches is not None and batches < 1:
+    steps, every = keys.integer("validation.steps", -1), keys.integer("validation.freq")
+    found, local = {"every": every or 10}, keys.integer("validation.local_batch_size")
+    if steps is None:
+        return found
+    if steps < 1:
         keys.mark_untranslated(
             "validation.steps", "a plan reads a number of batches, not the whole text"
         )
         return found
-    return found | ({"batches": batches} if batches is not None else {})
+    batches = -(-steps * (local or 8) * data // total)
+    if batches * total != steps * (local or 8) * data:
+        keys.mark_untranslated(
+            "validation.steps",
+            f"a plan reads whole global batches; {batches} of {total} sequences were taken",
+        )
+    if local is None:
+        keys.assume(
+            "training.evaluation.batches",
+            batches,
+            f"{steps} steps of 8, torchtitan's default of validation.local_batch_size",
+        )
+    return found | {"batches": batches}
 
 
 def _checkpoint(keys: ForeignKeys) -> dict[str, Any]:
     flags = [keys.flag(f"checkpoint.{key}") for key in ("enable", "enable_checkpoint")]
     every, keep = keys.integer("checkpoint.interval"), keys.integer("checkpoint.keep_latest_k", 0)
     found: dict[str, Any] = {"every": (every or 500) if any(flags) else 0}
+    if keys.choice("checkpoint.interval_type", {"steps": 1, "seconds": 0}) == 0 and every:
+        keys.mark_untranslated(
+            "checkpoint.interval", "in seconds; a plan counts steps, and 500 were taken"
+        )
+        found["every"] = 500 if any(flags) else 0
     mode = keys.choice("checkpoint.async_mode", _ASYNCHRONOUS)
     if any(flags):
         found["asynchronous"] = bool(mode)

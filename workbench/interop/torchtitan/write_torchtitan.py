@@ -178,6 +178,10 @@ def _checkpoint(full: Plan) -> dict[str, Any]:
     return found | ({"initial_load_path": c.load} if c.load else {})
 
 
-def _validation(full: Plan) -> dict[str, Any]:
-    e = full.training.evaluation
-    return {"enable": True, "freq": e.every, "steps": e.batches} if e.every else {}
+def _validation(full: ResolvedPlan) -> dict[str, Any]:
+    """Evaluation, in batches of a rank as in training."""
+    e, total = full.training.evaluation, full.training.global_batch
+    local = _training(full)["local_batch_size"]
+    steps = e.batches * total // (local * full.sizes["data"])
+    found = {"enable": True, "freq": e.every, "local_batch_size": local, "steps": steps}
+    return found if e.every else {}
