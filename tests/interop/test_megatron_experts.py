@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 
 from tests.interop.foreign_samples import GPU_NAME, assumed, left
+from workbench import interop
+from workbench.errors import PlanError
 from workbench.interop.megatron import read_megatron
 from workbench.interop.translation import Imported, ImportOptions
 
@@ -142,3 +144,73 @@ def test_a_router_that_says_the_usual_is_modelled() -> None:
         "--moe-router-num-groups 1"
     )
     assert read(usual).plan.resolve().shape.unmodelled is None
+
+
+@pytest.mark.parametrize(
+    ("words", "size", "tensor"),
+    [
+        # 8 ranks = tensor 4 x data 2, and of the experts 1 x 8 x 1: Megatron-core folds the axes.
+        ("--tensor-model-parallel-size 4 --expert-tensor-parallel-size 1", 8, 1),
+        ("--tensor-model-parallel-size 4 --expert-tensor-parallel-size 2", 4, 2),
+        (
+            "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 "
+            "--expert-tensor-parallel-size 1",
+            4,
+            1,
+        ),
+        (
+            "--tensor-model-parallel-size 2 --context-parallel-size 2 "
+            "--expert-tensor-parallel-size 1",
+            8,
+            1,
+        ),
+        ("--tensor-model-parallel-size 2 --expert-tensor-parallel-size 2", 4, 2),
+        ("--tensor-model-parallel-size 2", 4, None),
+        ("--tensor-model-parallel-size 4 --deepspeed --topk 2", 2, 1),
+        (
+            "--tensor-model-parallel-size 4 --deepspeed --topk 2 "
+            "--enable-expert-tensor-parallelism",
+            2,
+            None,
+        ),
+    ],
+)
+def test_experts_have_a_tensor_axis_of_their_own(words: str, size: int, tensor: int | None) -> None:
+    found = read(f"{words} --expert-model-parallel-size {size}")
+    expert = found.plan.resolve().strategy.expert
+    assert (expert.size, expert.tensor) == (size, tensor)
+    assert "--expert-tensor-parallel-size" not in left(found)
+    text, lost = interop.write(found.plan, "megatron")
+    assert f"--expert-tensor-parallel-size {tensor}\n" in text.replace(" \\\n", "\n") or not tensor
+    assert not [note for note in lost if note.field.startswith("strategy.expert")]
+    again = read_megatron.read(text, ImportOptions(None, GPU_NAME)).plan.resolve()
+    assert again.strategy.expert == expert or expert.tensor == again.sizes["tensor"]
+
+
+def test_an_expert_size_that_needs_unsplit_experts_says_so() -> None:
+    with pytest.raises(PlanError, match=r"or expert\.tensor 1, estimated only"):
+        read("--tensor-model-parallel-size 4 --expert-model-parallel-size 8").plan.resolve()
+
+
+@pytest.mark.parametrize(
+    ("words", "tensor"), [("", 1), ("expert_tensor_parallel_degree = 2\n", None)]
+)
+def test_torchtitan_spreads_experts_over_tensor_ranks_unless_it_splits_them(
+    words: str, tensor: int | None
+) -> None:
+    text = "[parallelism]\ntensor_parallel_degree = 2\nexpert_parallel_degree = 8\n" + words
+    size = 8 if tensor else 4
+    text = text.replace("= 8", f"= {size}")
+    found = interop.read(text, model="mixtral-8x7b", gpu=GPU_NAME, gpus=8)
+    assert found.plan.strategy.expert.tensor == tensor
+    written, lost = interop.write(found.plan, "torchtitan")
+    assert f"expert_tensor_parallel_degree = {tensor or 2}\n" in written
+    assert not [note for note in lost if note.field.startswith("strategy.expert")]
+
+
+def test_ranks_that_split_no_dense_model_are_told() -> None:
+    words = WORDS.replace("--num-experts 8", "--expert-tensor-parallel-size 1")
+    found = read_megatron.read(
+        words + "--tensor-model-parallel-size 2", ImportOptions(None, GPU_NAME)
+    )
+    assert left(found)["--expert-tensor-parallel-size"] == 1

@@ -56,6 +56,24 @@ def read_experts(
     }
 
 
+def read_spread(keys: ForeignKeys, tensor: int, has_experts: bool) -> dict[str, int]:
+    """The section `expert` of the strategy beside `tensor` ranks; Megatron-DeepSpeed splits an
+    expert only where it is asked to.
+    """
+    own, size = (
+        keys.integer("expert-tensor-parallel-size"),
+        keys.integer("expert-model-parallel-size") or keys.integer("moe-expert-parallel-size"),
+    )
+    asked = keys.flag("enable-expert-tensor-parallelism")
+    if own is not None and not has_experts:
+        keys.mark_untranslated("expert-tensor-parallel-size", "the model has no experts")
+        own = None
+    unsplit = has_experts and tensor > 1 and not asked
+    if own is None and unsplit and any(keys.has_key(key) for key in _FORK):
+        own = int(keys.assume("strategy.expert.tensor", 1, "Megatron-DeepSpeed's default"))
+    return {"size": size or 1} | ({} if own is None else {"tensor": own})
+
+
 def _chosen(keys: ForeignKeys, fork: bool) -> int:
     """Experts that a token visits."""
     found = keys.integer("moe-router-topk") or keys.integer("topk")

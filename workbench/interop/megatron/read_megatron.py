@@ -18,6 +18,7 @@ from workbench.interop.foreign_text import Parsed
 from workbench.interop.megatron import megatron_keys as known
 from workbench.interop.megatron.argument_words import arguments, command
 from workbench.interop.megatron.data_parallel_arguments import read_data
+from workbench.interop.megatron.expert_arguments import read_spread
 from workbench.interop.megatron.model_arguments import read_model
 from workbench.interop.megatron.overrides import decided, variables
 from workbench.interop.megatron.training_arguments import read_training
@@ -87,7 +88,7 @@ def _plan(keys: ForeignKeys, given: ImportOptions) -> dict[str, Any]:
         },
         "pipeline": pipeline,
         "context": _context(keys, axes["context"]),
-        "expert": _expert(keys, axes["tensor"]),
+        "expert": read_spread(keys, axes["tensor"], shape.moe is not None),
         "recompute": _recompute(keys, shape, pipeline),
         "precision": precision,
         "gradient_dtype": gradients,
@@ -301,19 +302,6 @@ def _ulysses_size(keys: ForeignKeys, size: int) -> int:
             f"--context-parallel-size = {size}: all-to-all, ring",
         )
     return sizes[0]
-
-
-def _expert(keys: ForeignKeys, tensor: int) -> dict[str, int]:
-    own = keys.integer("expert-tensor-parallel-size")
-    if own is not None and own != tensor:
-        keys.mark_untranslated(
-            "expert-tensor-parallel-size", f"a plan splits experts as all else, {tensor} ways"
-        )
-    return {
-        "size": keys.integer("expert-model-parallel-size")
-        or keys.integer("moe-expert-parallel-size")
-        or 1
-    }
 
 
 def _recompute(keys: ForeignKeys, shape: Shape, pipeline: Mapping[str, Any]) -> str | list[int]:

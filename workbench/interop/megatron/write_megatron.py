@@ -63,6 +63,8 @@ def _axes(full: ResolvedPlan) -> dict[str, Any]:
         found["hierarchical-context-parallel-sizes"] = [ulysses, sizes["context"] // ulysses]
     if s.expert.size > 1:
         found["expert-model-parallel-size"] = s.expert.size
+    if s.expert.tensor is not None and full.shape.moe is not None:
+        found["expert-tensor-parallel-size"] = s.expert.tensor
     sharing = [axis for axis in s.placement if axis in ("data", "pipeline")]
     swapped = sharing == ["pipeline", "data"] and sizes["pipeline"] > 1 and sizes["data"] > 1
     return found | _on(

@@ -58,7 +58,7 @@ def read(
         "tensor": {"size": sizes["tensor"], "sequence": sizes["tensor"] > 1},
         "pipeline": pipeline,
         "context": {"size": sizes["context"], "algorithm": "ring"},
-        "expert": {"size": keys.integer(P + "expert_parallel_degree") or 1},
+        "expert": _expert(keys, sizes["tensor"]),
         "recompute": _recompute(keys, shape.layers),
         "kernels": _kernels(keys),
         **precision,
@@ -197,6 +197,19 @@ def _data(keys: ForeignKeys, sizes: Mapping[str, int]) -> dict[str, Any]:
         "keep_gathered": policy == "never" or (policy == "default" and sizes["pipeline"] > 1),
     }
     return found | ({"shard": sizes["shard"] * sizes["context"]} if sizes["replicate"] > 1 else {})
+
+
+def _expert(keys: ForeignKeys, tensor: int) -> dict[str, int]:
+    """How experts are spread; over tensor ranks too, unless those split each expert."""
+    key = P + "expert_tensor_parallel_degree"
+    size, own = keys.integer(P + "expert_parallel_degree") or 1, keys.integer(key)
+    if size == 1 or tensor == 1:
+        if own is not None and own != tensor:
+            keys.mark_untranslated(key, "read only where tensor and experts are split")
+        return {"size": size}
+    if own is None:
+        own = int(keys.assume("strategy.expert.tensor", 1, "torchtitan's default"))
+    return {"size": size} | ({} if own == tensor else {"tensor": own})
 
 
 def _pipeline(keys: ForeignKeys, size: int, shape: Shape) -> dict[str, Any]:

@@ -130,6 +130,7 @@ LOST = {
     "strategy.tensor": "torchtitan's tensor parallelism is 1-D",
     "strategy.pipeline.schedule": f"torchtitan here knows {', '.join(SCHEDULES)} and tables",
     "strategy.context.algorithm": "torchtitan's context parallelism is a ring",
+    "strategy.expert.tensor": "torchtitan splits an expert by all tensor ranks or by none",
     "strategy.placement": "torchtitan orders tensor, context, data, pipeline",
     "strategy.recompute": "torchtitan recomputes none, selected operators, every n-th layer, "
     "or all",

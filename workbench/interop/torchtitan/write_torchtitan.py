@@ -77,6 +77,9 @@ def _parallelism(full: ResolvedPlan) -> dict[str, Any]:
         found["fsdp_reshard_after_forward"] = "never" if kept else "always"
     if s.expert.size > 1:
         found["expert_parallel_degree"] = s.expert.size
+    if s.expert.size > 1 and sizes["tensor"] > 1:
+        whole = s.expert.tensor in (None, sizes["tensor"])
+        found["expert_tensor_parallel_degree"] = sizes["tensor"] if whole else 1
     return found | (_pipeline(full) if sizes["pipeline"] > 1 else {})
 
 

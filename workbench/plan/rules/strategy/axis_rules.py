@@ -117,8 +117,22 @@ def _expert(plan: ResolvedPlan) -> Iterator[Problem]:
             "strategy.expert.size",
             f"is {size}; it divides {plan.shape.moe.experts} experts and "
             f"data x context{' x tensor / expert.tensor' * (split != tensor.ranks)} = {replicas}; "
-            f"legal: {near}",
+            f"legal: {near}{_less_split(plan, split)}",
         )
+
+
+def _less_split(plan: ResolvedPlan, split: int) -> str:
+    """How the expert size would be legal with fewer tensor ranks an expert, if it would."""
+    expert, tensor = plan.strategy.expert, plan.strategy.tensor
+    each = plan.sizes["data"] * plan.sizes["context"]
+    fewer = [
+        n
+        for n in legal_sizes.divisors(split)
+        if n < split
+        and expert.size in legal_sizes.expert_sizes(plan.shape, each * tensor.ranks // n)
+    ]
+    legal = fewer and tensor.algorithm == "1d"
+    return f", or expert.tensor {fewer[-1]}, estimated only" if legal else ""
 
 
 def _placement(plan: Plan) -> Iterator[Problem]:
