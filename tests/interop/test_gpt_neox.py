@@ -58,7 +58,7 @@ def test_the_optimizer_that_the_file_does_not_say_is_gpt_neoxs() -> None:
     "key, value, words",
     [
         ("partition_activations", True, "whole on every tensor-parallel rank"),
-        ("checkpoint_in_cpu", True, "on the GPU"),
+        ("checkpoint_in_cpu", True, "strategy.offload_activations"),
         ("synchronize_each_layer", True, "waits for no GPU"),
         ("gas", 4, "gradient_accumulation_steps"),
         ("clip_grad", 0.5, "gradient_clipping"),
@@ -81,11 +81,14 @@ def test_sixteen_bits_that_are_left_open_are_taken() -> None:
     assert read(fp16={"enabled": "auto"}, bf16={"enabled": True}).plan.strategy.precision == "bf16"
 
 
-def test_what_a_shape_cannot_say_is_told_beside_the_keys_in_use() -> None:
+def test_branches_side_by_side_and_a_part_of_a_head_that_is_rotated() -> None:
     found = read(gpt_j_residual=True, rotary_pct=0.25, pos_emb="rotary")
-    assert {"gpt_j_residual", "rotary_pct"} <= set(left(found))
-    assert not {"gpt_j_residual", "rotary_pct"} & set(found.translated)
-    assert "rotary_pct" in read(rotary_pct=1.0).translated
+    shape = found.plan.resolve().shape
+    assert (shape.parallel_residual, shape.rotary_dim, shape.unmodelled) == ("two_norms", 4, None)
+    one = read(gpt_j_residual=True, gpt_j_tied=True, pos_emb="rotary", rotary_pct=1.0)
+    assert one.plan.resolve().shape.parallel_residual == "one_norm"
+    assert one.plan.resolve().shape.rotary_dim is None
+    assert not {"gpt_j_residual", "gpt_j_tied", "rotary_pct"} & {*left(found), *left(one)}
 
 
 def test_layers_that_share_weights_are_unmodelled() -> None:

@@ -80,12 +80,9 @@ def test_widths_of_gpt_neox(more: dict[str, Any], width: int) -> None:
 
 
 def test_what_gpt_neox_computes_beyond_a_shape_is_told() -> None:
-    odd = {"gpt_j_residual": True, "rotary_pct": 0.25, "use_bias_in_attn_linear": False}
+    odd = {"use_qk_layernorm": True, "use_bias_in_attn_linear": False}
     words = read_gpt_neox.read({**NEOX, **odd}, ON_8).plan.resolve().shape.unmodelled
-    assert (
-        words == "gpt_j_residual true; rotary_pct 0.25; biases in attention or in the feed-forward "
-        "layers only"
-    )
+    assert words == "use_qk_layernorm true; biases in attention or in the feed-forward layers only"
 
 
 @pytest.mark.parametrize(

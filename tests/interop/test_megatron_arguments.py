@@ -72,7 +72,6 @@ def test_where_checkpoints_go_is_told(load: str) -> None:
 @pytest.mark.parametrize(
     "words",
     [
-        "--rotary-percent 0.25",
         "--qk-layernorm",
         "--apply-layernorm-1p",
         "--rotary-interleaved",
@@ -90,7 +89,23 @@ def test_what_the_model_computes_beyond_a_shape_is_unmodelled(words: str) -> Non
     )
     why = {note.field: note.why for note in beside.untranslated}
     assert beside.plan.model == "tiny" and "the model given stands" in why[words.split()[0]]
-    assert read("--train-iters 10 --rotary-percent 1.0").plan.resolve().shape.unmodelled is None
+
+
+@pytest.mark.parametrize(
+    ("words", "field", "value"),
+    [
+        ("--position-embedding-type rope --rotary-percent 0.25", "rotary_dim", 16),
+        ("--position-embedding-type rope --rotary-percent 1.0", "rotary_dim", None),
+        ("--rotary-percent 0.25", "rotary_dim", None),
+        ("--normalization RMSNorm --apply-layernorm-1p", "zero_centered_norms", True),
+    ],
+)
+def test_what_a_shape_says_comes_back(words: str, field: str, value: Any) -> None:
+    found = read("--train-iters 10 " + words)
+    shape = found.plan.resolve().shape
+    assert getattr(shape, field) == value and shape.unmodelled is None
+    _, lost = interop.write(found.plan, "megatron")
+    assert f"model.{field}" not in {note.field for note in lost}
 
 
 @pytest.mark.parametrize(

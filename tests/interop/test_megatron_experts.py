@@ -122,20 +122,31 @@ def test_experts_come_back_from_the_arguments_that_are_written(change: dict[str,
 
 
 @pytest.mark.parametrize(
-    "words",
+    ("words", "said"),
     [
-        "--moe-router-score-function sigmoid",
-        "--moe-router-topk-scaling-factor 2.5",
-        "--moe-router-num-groups 4",
-        "--moe-router-enable-expert-bias",
-        "--moe-shared-expert-gate",
+        ("--moe-router-score-function sigmoid", {"scores": "sigmoid"}),
+        ("--moe-router-topk-scaling-factor 2.5", {"scale": 2.5}),
+        ("--moe-router-num-groups 4 --moe-router-group-topk 2", {"groups": 4, "top_groups": 2}),
+        ("--moe-router-num-groups 4", {"groups": None}),
+        (
+            "--moe-router-score-function sigmoid --moe-router-enable-expert-bias",
+            {"score_bias": True},
+        ),
     ],
 )
-def test_another_router_is_unmodelled(words: str) -> None:
+def test_a_router_beyond_a_softmax_is_the_plans(words: str, said: dict[str, Any]) -> None:
     found = read(words)
-    assert words in (found.plan.resolve().shape.unmodelled or "") and words.split()[0] in left(
-        found
-    )
+    shape = found.plan.resolve().shape
+    assert {field: getattr(shape.moe, field) for field in said} == said
+    assert shape.unmodelled is None
+    _, lost = interop.write(found.plan, "megatron")
+    assert not [note for note in lost if note.field.startswith("model.moe")]
+
+
+def test_a_gate_of_shared_experts_is_unmodelled() -> None:
+    found = read("--moe-shared-expert-gate")
+    assert "--moe-shared-expert-gate" in (found.plan.resolve().shape.unmodelled or "")
+    assert "--moe-shared-expert-gate" in left(found)
 
 
 def test_a_router_that_says_the_usual_is_modelled() -> None:

@@ -133,11 +133,11 @@ OPEN = (
 WHYS = {
     **dict.fromkeys(_LAUNCH, "how it is launched; a plan's launcher decides"),
     "fsdp_config": "a detail of FSDP's own wrapping that a plan does not set",
-    "fsdp_config.fsdp_activation_checkpointing_offload": "a plan keeps the inputs of recomputed "
-    "layers on the GPU",
+    "fsdp_config.fsdp_activation_checkpointing_offload": "strategy.offload_activations says "
+    "it, for stack workbench only",
     "deepspeed_config": "a detail of how DeepSpeed is started or saves that a plan does not set",
-    "dynamo_config": "a plan says compiled in one word",
-    "fp8_config": "a plan says fp8 in one word",
+    "dynamo_config": "strategy.kernels says compiled in one word",
+    "fp8_config": "strategy.precision says fp8 in one word",
     "parallelism_config.parallelism_config_cp_comm_strategy": "a plan's ring passes keys and "
     "values along",
 }

@@ -186,6 +186,11 @@ WHYS = {
     "quantises them)",
     "zero_optimization.zero_quantized_gradients": "a plan sends gradients as they are (ZeRO++ "
     "quantises them)",
+    "zero_optimization.offload_optimizer.ratio": "strategy.data.offload_ratio is of an optimizer "
+    "that is offloaded without the parameters",
+    "zero_optimization.offload_param": "a detail of how DeepSpeed copies what is offloaded",
+    "zero_optimization.offload_optimizer": "a detail of how DeepSpeed copies what is offloaded",
+    "seed": "training.seed is set by the script; DeepSpeed draws samples by it",
     "optimizer.params": "a plan's optimizer has no such setting",
     "scheduler.params": "a plan's learning-rate schedule has no such setting",
     "activation_checkpointing": "settings of a library that the model's code may call; they turn "

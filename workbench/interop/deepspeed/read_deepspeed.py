@@ -289,7 +289,7 @@ def data_of(keys: ForeignKeys, zero: int, wide: int, auto: Collection[str]) -> d
         "zero": zero,
         "overlap": overlap,
         "reduce": "microbatch" if zero >= 2 else "step",
-        "offload": _offload(keys, zero),
+        **_offload(keys, zero),
     }
     bucket = keys.integer("zero_optimization.reduce_bucket_size")
     if bucket is not None:
@@ -303,16 +303,16 @@ def data_of(keys: ForeignKeys, zero: int, wide: int, auto: Collection[str]) -> d
     return found | ({"shard": shard} if shard is not None and shard > 0 else {})
 
 
-def _offload(keys: ForeignKeys, zero: int) -> str:
-    """Where states live. A plan that offloads parameters offloads the optimizer too
-    (ZeRO-Infinity).
+def _offload(keys: ForeignKeys, zero: int) -> dict[str, Any]:
+    """Where states live, and what share of the optimizer. A plan that offloads parameters offloads
+    the optimizer too (ZeRO-Infinity).
     """
     optimizer, optimizer_key = _device(keys, "offload_optimizer.device", "cpu_offload")
     parameters, parameters_key = _device(keys, "offload_param.device", "cpu_offload_params")
     for key, device, least in ((optimizer_key, optimizer, 1), (parameters_key, parameters, 3)):
-        if device == "nvme":
+        if device == "nvme" and {optimizer, parameters} == {"nvme", "cpu"}:
             keys.mark_untranslated(
-                key, "a plan offloads to host memory only; host memory was taken"
+                key, "strategy.data.offload_tier is one for all that is offloaded; disk was taken"
             )
         if device != "none" and zero < least:
             raise refuse(key, f"is {device} at stage {zero}; legal: none, or stage {least} or more")
@@ -321,8 +321,23 @@ def _offload(keys: ForeignKeys, zero: int) -> str:
             parameters_key,
             "a plan offloads parameters only together with the optimizer; both stay on the GPU",
         )
-        return "none"
-    return "parameters" if parameters != "none" else "optimizer" if optimizer != "none" else "none"
+        return {"offload": "none"}
+    tier = {"offload_tier": "disk"} if "nvme" in (optimizer, parameters) else {}
+    if parameters != "none":
+        return {"offload": "parameters", **tier}
+    share = _share_offloaded(keys, zero) if optimizer != "none" else 0.0
+    ratio = {"offload_ratio": share} if share != 1 else {}
+    return {"offload": "optimizer", **ratio, **tier} if share else {"offload": "none"}
+
+
+def _share_offloaded(keys: ForeignKeys, zero: int) -> float:
+    """The share of the optimizer that the host steps (ZeRO-Offload++)."""
+    key = "zero_optimization.offload_optimizer.ratio"
+    ratio = keys.number(key, 0, 1)
+    if ratio not in (None, 1.0) and zero < 3:
+        keys.mark_untranslated(key, "DeepSpeed reads it at stage 3 only; the host steps all")
+        return 1.0
+    return 1.0 if ratio is None else ratio
 
 
 def _device(keys: ForeignKeys, name: str, older: str) -> tuple[str, str]:

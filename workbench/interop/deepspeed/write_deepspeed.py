@@ -9,7 +9,7 @@ from typing import Any
 from workbench.interop.deepspeed.deepspeed_keys import DECAYS
 from workbench.plan.optimizer_state import DTYPE_BYTES
 from workbench.plan.resolved_plan import ResolvedPlan
-from workbench.plan.schema import Plan
+from workbench.plan.schema import STORED, Plan
 
 MIB = 2**20
 
@@ -27,11 +27,12 @@ def config(full: ResolvedPlan) -> dict[str, Any]:
         "optimizer": _written_optimizer(full),
         "scheduler": _written_schedule(full),
     }
-    if s.precision in ("bf16", "fp8"):  # fp8 keeps its parameters in bf16
+    stored = STORED.get(s.precision, s.precision)
+    if stored == "bf16":
         wide = {"bf16_master_weights_and_grads": t.optimizer.master == "none"}
         wide |= {"bf16_optimizer_states": t.optimizer.moments == "bf16"}
         config["bf16"] = {"enabled": True} | {key: True for key, on in wide.items() if on}
-    if s.precision in ("fp32", "tf32"):
+    if stored == "fp32":
         config["bf16"] = {"enabled": False}
     if s.precision == "fp16":
         config["fp16"] = {"enabled": True}
@@ -57,10 +58,14 @@ def _zero(full: Plan) -> dict[str, Any]:
         "overlap_comm": data.overlap,
         "reduce_bucket_size": max(1, round(data.bucket_mib * MIB / DTYPE_BYTES[gradients])),
     }
+    place: dict[str, Any] = {"device": "cpu"}
+    if data.offload_tier == "disk":
+        place = {"device": "nvme", "nvme_path": "/local_nvme"}
+    share = {"ratio": data.offload_ratio} if data.offload_ratio != 1 and data.zero == 3 else {}
     if data.offload != "none":
-        found["offload_optimizer"] = {"device": "cpu"}
+        found["offload_optimizer"] = place | share
     if data.offload == "parameters":
-        found["offload_param"] = {"device": "cpu"}
+        found["offload_param"] = place
     return found | (
         {"mics_shard_size": data.shard} if isinstance(data.shard, int) and data.zero == 3 else {}
     )

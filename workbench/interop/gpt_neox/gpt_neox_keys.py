@@ -131,7 +131,7 @@ _REASONS = {
     "checkpoint.load",
     "partition_activations": "a plan keeps the inputs of recomputed layers whole on every "
     "tensor-parallel rank",
-    "checkpoint_in_cpu": "a plan keeps the inputs of recomputed layers on the GPU",
+    "checkpoint_in_cpu": "strategy.offload_activations says it, for stack workbench only",
     "contiguous_checkpointing": "a plan keeps the inputs of recomputed layers where they were "
     "computed",
     "deepspeed_activation_checkpointing": "which library recomputes; a plan says what in "

@@ -16,6 +16,7 @@ from workbench.interop.deepspeed.deepspeed_keys import MAPPINGS
 from workbench.interop.foreign_keys import ForeignKeys
 from workbench.interop.foreign_text import from_braces, mapping
 from workbench.interop.gpt_neox import gpt_neox_keys as known
+from workbench.interop.megatron.model_arguments import rotated_entries
 from workbench.interop.translation import (
     PIPED,
     STAND_IN,
@@ -200,6 +201,8 @@ def _fields(keys: ForeignKeys, given: ImportOptions) -> dict[str, Any]:
     }
     bias, inner = keys.flag("use_bias_in_attn_linear"), keys.flag("use_bias_in_mlp")
     tied = not keys.flag("no_weight_tying")
+    positions = keys.choice("pos_emb", known.POSITIONS) or "learned"
+    share = keys.number("rotary_pct", 0, 1)
     return {
         "layers": layers,
         "hidden": hidden,
@@ -210,18 +213,26 @@ def _fields(keys: ForeignKeys, given: ImportOptions) -> dict[str, Any]:
         "vocab": _vocabulary(keys, given),
         "max_positions": keys.integer("max_position_embeddings"),
         "norm": norm,
-        "positions": keys.choice("pos_emb", known.POSITIONS) or "learned",
+        "positions": positions,
         "norm_epsilon": epsilons[norm] or {"layernorm": 1e-5, "rmsnorm": 1e-8}[norm],
         "biases": "none" if bias is False else "all",
         "tied": tied,
         # gpt-neox masks what lies further back than that: a query's own key comes on top.
         "window": None if (back := keys.integer("sliding_window_width", 0)) is None else back + 1,
         "rope_theta": keys.number("rotary_emb_base", 1e-9),
+        "rotary_dim": rotated_entries(share, None, hidden, heads) if positions == "rope" else None,
+        "parallel_residual": _parallel(keys),
         "unmodelled": "; ".join(
             _beyond(keys, layers, bias is not False, not llama and inner is not False)
         )
         or None,
     }
+
+
+def _parallel(keys: ForeignKeys) -> str | None:
+    """Norms of branches that read a layer's input side by side; None where they run in turn."""
+    parallel, one = keys.flag("gpt_j_residual"), keys.flag("gpt_j_tied")
+    return None if not parallel else "one_norm" if one else "two_norms"
 
 
 def _width(keys: ForeignKeys, hidden: int, llama: bool, gated: bool) -> int:
@@ -277,13 +288,7 @@ def _beyond(
     keys: ForeignKeys, layers: int | None, attention_bias: bool, mlp_bias: bool
 ) -> list[str]:
     """What the model computes that the fields of a shape do not say."""
-    found = {
-        key: f"{key} true"
-        for key in ("gpt_j_residual", "use_qk_layernorm", "gpt_j_tied")
-        if keys.flag(key)
-    }
-    if (share := keys.number("rotary_pct", 0, 1)) not in (None, 1):
-        found["rotary_pct"] = f"rotary_pct {share:g}"
+    found = {"use_qk_layernorm": "use_qk_layernorm true"} if keys.flag("use_qk_layernorm") else {}
     if (unique := keys.integer("num_unique_layers")) not in (None, layers):
         found["num_unique_layers"] = f"num_unique_layers {unique}: layers share weights"
     kinds = str(keys.take("attention_config") or "")

@@ -25,7 +25,7 @@ def read_data(keys: ForeignKeys, replicas: int, gradients: str) -> dict[str, Any
         "zero": zero,
         "overlap": overlap,
         "reduce": "microbatch" if zero >= 2 else "step",
-        "offload": _offload(keys, zero),
+        **_offload(keys, zero),
         **_bucket(keys, replicas, overlap, 4 if gradients == "fp32" else 2),
     }
     if torch and keys.flag("torch-fsdp2-no-reshard-after-forward"):
@@ -78,6 +78,8 @@ def _bucket(keys: ForeignKeys, replicas: int, overlap: bool, wide: int) -> dict[
     """The gradient bucket, of elements of `wide` bytes; nothing where Megatron-LM makes none."""
     elements, why = keys.integer("ddp-bucket-size"), ""
     if elements is None and keys.has_key("deepspeed"):
+        elements = keys.integer("zero-reduce-bucket-size")
+    if elements is None and keys.has_key("deepspeed"):
         elements, why = DEEPSPEED_BUCKET, DEEPSPEED
     elif elements is None and overlap:
         elements, why = (
@@ -92,18 +94,18 @@ def _bucket(keys: ForeignKeys, replicas: int, overlap: bool, wide: int) -> dict[
     return {"bucket_mib": size}
 
 
-def _offload(keys: ForeignKeys, zero: int) -> str:
-    """Where the optimizer's states live, by Megatron's own switch or Megatron-DeepSpeed's."""
+def _offload(keys: ForeignKeys, zero: int) -> dict[str, Any]:
+    """Where the optimizer's states live, and which share of them, by Megatron's own switch or
+    Megatron-DeepSpeed's.
+    """
     share = keys.number("optimizer-offload-fraction", 0, 1)
     said = [key for key in ("optimizer-cpu-offload", "cpu-optimizer") if keys.flag(key)]
-    if not said:
-        return "none"
-    if share not in (None, 1.0):
-        keys.mark_untranslated("optimizer-offload-fraction", "a plan offloads the whole optimizer")
+    if not said or share == 0:
+        return {"offload": "none"}
     if zero == 0:
         for key in said:
             keys.mark_untranslated(
                 key, "a plan offloads only a sharded optimizer; it stays on the GPU"
             )
-        return "none"
-    return "optimizer"
+        return {"offload": "none"}
+    return {"offload": "optimizer"} | ({"offload_ratio": share} if share not in (None, 1) else {})

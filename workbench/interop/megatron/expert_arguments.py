@@ -26,12 +26,8 @@ _FORK = (
 _EVERY = "a plan's model has experts in every layer behind the dense ones; every layer was taken"
 
 
-def read_experts(
-    keys: ForeignKeys, layers: int | None, ffn: int | None, score: str
-) -> dict[str, Any] | None:
-    """The section `moe` of a shape, whose router scores experts by `score`; None for a dense
-    model.
-    """
+def read_experts(keys: ForeignKeys, layers: int | None, ffn: int | None) -> dict[str, Any] | None:
+    """The section `moe` of a shape; None for a dense model."""
     experts = keys.integer("num-experts")
     if experts in (None, 1):  # Megatron-DeepSpeed says 1 where nothing is split into experts
         return None
@@ -46,9 +42,11 @@ def read_experts(
     found = {"experts": experts, "top_k": _chosen(keys, fork), "ffn": width, "shared": shared}
     if fork:
         _interval(keys)
-    balancing = _balancing(keys)
+    balancing, router = _balancing(keys), _router(keys)
+    score = str(router.get("scores", "softmax"))
     return {
         **found,
+        **router,
         "first_dense": _first_dense(keys, layers),
         **_gates(keys, balancing, score),
         "auxiliary_loss": _auxiliary_loss(keys, fork, balancing),
@@ -86,6 +84,20 @@ def _chosen(keys: ForeignKeys, fork: bool) -> int:
             "Megatron-DeepSpeed's default" if fork else "Megatron's default",
         )
     )
+
+
+def _router(keys: ForeignKeys) -> dict[str, Any]:
+    """How experts are chosen beyond the largest of a softmax, where the file says so."""
+    groups, top = keys.integer("moe-router-num-groups"), keys.integer("moe-router-group-topk")
+    found = {
+        "scores": keys.choice("moe-router-score-function", {s: s for s in ("softmax", "sigmoid")}),
+        "score_bias": keys.flag("moe-router-enable-expert-bias"),
+        "scale": keys.number("moe-router-topk-scaling-factor", 1e-9),
+        # Megatron limits a token to groups only where it is told to how many.
+        "groups": groups if groups != 1 and top else None,
+        "top_groups": top if groups not in (None, 1) else None,
+    }
+    return {field: value for field, value in found.items() if value is not None}
 
 
 def _interval(keys: ForeignKeys) -> None:
@@ -216,6 +228,14 @@ def write_experts(s: Shape) -> dict[str, Any]:
     if s.moe.first_dense:
         routed = s.layers - s.mtp_layers - s.moe.first_dense
         found["moe-layer-freq"] = f"([0]*{s.moe.first_dense}+[1]*{routed})"
+    router = {
+        "moe-router-score-function": s.moe.scores if s.moe.scores != "softmax" else None,
+        "moe-router-enable-expert-bias": s.moe.score_bias or None,
+        "moe-router-topk-scaling-factor": s.moe.scale if s.moe.scale != 1 else None,
+        "moe-router-num-groups": s.moe.groups,
+        "moe-router-group-topk": s.moe.top_groups,
+    }
+    found |= {key: value for key, value in router.items() if value is not None}
     if not s.moe.renormalise:
         found["moe-router-pre-softmax"] = True
     found["moe-router-load-balancing-type"] = "seq_aux_loss" if s.moe.auxiliary_loss else "none"

@@ -315,6 +315,17 @@ WHYS = {
     "attention-dropout": "a plan drops what goes into the residual stream, never attention's "
     "probabilities",
     "make-vocab-size-divisible-by": "a plan pads the vocabulary by its own rule",
+    "encoder-pipeline-model-parallel-size": "of an encoder; strategy.pipeline.size is a decoder's",
+    "encoder-tensor-model-parallel-size": "of an encoder; strategy.tensor.size is a decoder's",
+    "microbatch-group-size-per-virtual-pipeline-stage": "a plan interleaves groups of "
+    "strategy.pipeline.size microbatches",
+    "attention-backend": "attention under Megatron is as its framework profile says",
+    "checkpoint-in-cpu": "strategy.offload_activations says it, for stack workbench only",
+    **dict.fromkeys(
+        ("memory-centric-tiled-linear", "tile-factor"),
+        "strategy.data.tile_factor says it, for stack workbench only",
+    ),
+    "ddp-num-buckets": "strategy.data.bucket_mib is a size; Megatron's default of it was taken",
     "use-flash-attn": "attention under Megatron is as its framework profile says",
     "init-method-std": "a plan's weights start by the model's own rule",
     **dict.fromkeys(
@@ -324,7 +335,8 @@ WHYS = {
     "rampup-batch-size": "a plan's batch is the same in every step",
     "tp-comm-overlap": "a plan hides no tensor-parallel communication",
     "mtp-loss-scaling-factor": "a weight of a loss, on which no time and no memory depends",
-    "recompute-modules": "a plan's selective recomputation is of attention's core alone",
+    "recompute-modules": "strategy.recompute may list modules, which no estimate prices; "
+    "selective, of attention's core, was taken",
 }
 """Argument -> why a plan does not hold it."""
 
@@ -355,7 +367,7 @@ LOST = {
     "strategy.recompute": "Megatron recomputes none, selected parts, all, or the first layers of "
     "every stage",
     "strategy.placement": "Megatron orders tensor, context, then data and pipeline in either order",
-    "strategy.precision": "Megatron knows fp32, fp16, bf16 and fp8",
+    "strategy.precision": "Megatron knows fp32, fp16, bf16, fp8, mxfp8 and nvfp4",
     "strategy.attention": "attention under Megatron is as its framework profile says",
     "strategy.kernels": "Megatron's layers are Transformer Engine's fused ones, or local",
     "training.optimizer.master": "Megatron keeps master weights beside 16-bit parameters",

@@ -85,20 +85,16 @@ def _agrees(said: Any, ours: Any) -> bool:
 _COMPUTED = (
     "qk-layernorm",
     "qk-l2-norm",
-    "apply-layernorm-1p",
     "rotary-interleaved",
     "apply-residual-connection-post-layernorm",
     "squared-relu",
     "quick-geglu",
-    "moe-router-enable-expert-bias",
     "moe-shared-expert-gate",
     "is-hybrid-model",
     "enable-gpt-oss",
 )
 """Switches that change what the model computes, and that no field of a shape holds."""
 _CHOSEN: dict[str, tuple[object, ...]] = {
-    "moe-router-topk-scaling-factor": (1,),
-    "moe-router-num-groups": (1,),
     "softmax-type": ("vanilla",),
     "hybrid-override-pattern": (),
     "hybrid-attention-ratio": (0,),
@@ -114,6 +110,7 @@ change nothing.
 _NEAREST = {
     "squared-relu": "a plan's model has relu, not its square; relu was taken",
     "quick-geglu": "a plan's geglu takes the exact GELU; geglu was taken",
+    "rotary-scaling-factor": "model.rope_scaling has YaRN, but not by Megatron's two mscales",
     "glu-activation": "a plan's gated layers are swiglu or geglu; geglu was taken",
 }
 """Switch -> what a shape has in its place."""
@@ -171,7 +168,10 @@ def _read(
     heads_normed = heads_normed and not keys.has_key("multi-latent-attention")
     if heads_normed:
         computed.remove("qk-layernorm")
-    score = str(keys.take("moe-router-score-function") or "softmax")
+    centred = keys.flag("apply-layernorm-1p") or None
+    if centred and norm != "rmsnorm":
+        computed.append("apply-layernorm-1p")
+        centred = None
     gated, positions = bool(keys.flag("swiglu")) or unit is not None, _positions(keys)
     ffn = keys.integer("ffn-hidden-size")
     if ffn is None and hidden:
@@ -200,14 +200,26 @@ def _read(
         "rope_scaling": _rope_scaling(keys),
         "qk_norm": "head" if heads_normed else None,
         "embedding_norm": keys.flag("embed-layernorm"),
-        "moe": read_experts(keys, layers, ffn, score),
+        "zero_centered_norms": centred,
+        "moe": read_experts(keys, layers, ffn),
         "mla": _mla(keys),
-        "unmodelled": "; ".join(_beyond(keys, computed, score, required)) or None,
+        "unmodelled": "; ".join(_beyond(keys, computed, required)) or None,
     }
+    share = keys.number("rotary-percent", 0, 1)
+    if positions == "rope":
+        found["rotary_dim"] = rotated_entries(share, found["head_dim"], hidden, heads)
     return {key: value for key, value in found.items() if value is not None}
 
 
-def _beyond(keys: ForeignKeys, computed: Collection[str], score: str, required: bool) -> list[str]:
+def rotated_entries(
+    share: float | None, head: int | None, hidden: int | None, heads: int | None
+) -> int | None:
+    """Leading entries of a head that are rotated where a share of them is; None for all."""
+    width = head or (hidden // heads if hidden and heads else 0)
+    return int(share * width) or None if share not in (None, 1) and share and width else None
+
+
+def _beyond(keys: ForeignKeys, computed: Collection[str], required: bool) -> list[str]:
     """What the model computes that the fields of a shape do not say: the switches `computed`, and
     other values.
     """
@@ -217,11 +229,7 @@ def _beyond(keys: ForeignKeys, computed: Collection[str], score: str, required: 
         for key, same in _CHOSEN.items()
         if (value := keys.take(key)) is not None and value not in same
     ]
-    if score != "softmax":
-        found.append(f"--moe-router-score-function {score}")
     found += _stretched(keys)
-    if (share := keys.number("rotary-percent", 0, 1)) not in (None, 1):
-        found.append(f"--rotary-percent {share:g}")
     stands = "the model given stands"
     if required:
         stands = "named in model.unmodelled: estimated without, refused where it would run"
@@ -382,6 +390,8 @@ def write_model(plan: ResolvedPlan) -> dict[str, Any]:
             found |= {"group-query-attention": True, "num-query-groups": s.kv_heads}
     if s.positions == "rope":
         found["rotary-base"] = int(s.rope_theta) if s.rope_theta.is_integer() else s.rope_theta
+    if s.rotary_dim is not None and s.head_dim:
+        found["rotary-percent"] = s.rotary_dim / s.head_dim
     if s.rope_scaling is not None:
         said = s.rope_scaling.model_dump()
         factor = said.pop("factor")
@@ -396,6 +406,7 @@ def write_model(plan: ResolvedPlan) -> dict[str, Any]:
         "qk-layernorm": s.qk_norm == "head",
         "add-qkv-bias": s.biases == "qkv",
         "untie-embeddings-and-output-weights": not s.tied,
+        "apply-layernorm-1p": bool(s.zero_centered_norms),
     }
     found |= {key: True for key, on in flags.items() if on}
     if s.mtp_layers:

@@ -101,9 +101,11 @@ def _plan(keys: ForeignKeys, given: ImportOptions) -> dict[str, Any]:
 _AXES = {
     "tensor": ("tensor-model-parallel-size", "model-parallel-size"),
     "pipeline": ("pipeline-model-parallel-size", ""),
-    "context": ("context-parallel-size", ""),
+    "context": ("context-parallel-size", "ds-sequence-parallel-size"),
 }
-"""Axis -> the argument that says its ranks, and its name of 2019 and 2020."""
+"""Axis -> the argument that says its ranks, and its name of 2019 and 2020, or of
+Megatron-DeepSpeed, whose sequence parallelism is Ulysses.
+"""
 
 
 def _cluster(keys: ForeignKeys, given: ImportOptions) -> dict[str, Any]:
@@ -275,8 +277,10 @@ def _with_ends(ends: tuple[bool, bool], stages: int, layers: int) -> list[int] |
 
 
 def _context(keys: ForeignKeys, size: int) -> dict[str, Any]:
-    kinds = keys.take("cp-comm-type")
-    words = {str(word) for word in (kinds if isinstance(kinds, list) else [kinds or "p2p"])}
+    kinds, usual = keys.take("cp-comm-type"), "p2p"
+    if keys.has_key("ds-sequence-parallel-size"):
+        usual = "a2a"
+    words = {str(word) for word in (kinds if isinstance(kinds, list) else [kinds or usual])}
     if not words <= set(_RINGS):
         raise refuse("--cp-comm-type", f"is {shown(kinds)}; legal: {', '.join(_RINGS)}")
     if words == {"a2a+p2p"}:
@@ -354,27 +358,40 @@ def _precision(keys: ForeignKeys) -> tuple[str, str]:
     narrow = narrow or main == "bf16"
     if fp8 and not bf16:
         keys.mark_untranslated(
-            "fp8-format",
-            "without --bf16 Megatron keeps fp32 parameters; a plan's fp8 has bf16 ones",
+            next(key for key in _NARROW if keys.has_key(key)),
+            f"without --bf16 Megatron keeps fp32 parameters; a plan's {fp8} has bf16 ones",
         )
     if bf16 or fp8:
         gradients = "bf16" if narrow and not wide else "fp32"
     else:
         gradients = "fp16" if fp16 and not wide else "fp32"
-    return "fp8" if fp8 else "bf16" if bf16 else "fp16" if fp16 else "fp32", gradients
+    return fp8 if fp8 else "bf16" if bf16 else "fp16" if fp16 else "fp32", gradients
 
 
-def _fp8(keys: ForeignKeys) -> bool:
-    """Whether GEMMs are fp8, which a plan scales tensor-wise, output gradients in e5m2."""
+_NARROW = ("fp8-format", "fp4-format", "fp8-hybrid", "fp8-e4m3")
+"""Arguments that make GEMMs narrower than 16 bits."""
+
+
+def _fp8(keys: ForeignKeys) -> str:
+    """The precision of GEMMs in 8 bits or fewer, empty where they are not: fp8, which a plan scales
+    tensor-wise, output gradients in e5m2, or blocks with a scale each.
+    """
     form, recipe = keys.take("fp8-format"), keys.take("fp8-recipe")
+    older = [keys.flag(key) for key in ("fp8-hybrid", "fp8-e4m3")]
+    form = form or ("hybrid" if older[0] else "e4m3" if older[1] else None)
+    if keys.take("fp4-format"):
+        return "nvfp4"
+    if form and recipe == "mxfp8":
+        return "mxfp8"
     why = "a plan scales each tensor by its own largest entry"
     if recipe not in (None, "tensorwise"):
         keys.mark_untranslated("fp8-recipe", why)
     if form and recipe is None:
         keys.assume("strategy.precision", "fp8", f"Megatron's recipe is delayed scaling; {why}")
     if form == "e4m3":
-        keys.mark_untranslated("fp8-format", "a plan's output gradients are e5m2, as in hybrid")
-    return bool(form)
+        key = "fp8-e4m3" if older[1] else "fp8-format"
+        keys.mark_untranslated(key, "a plan's output gradients are e5m2, as in hybrid")
+    return "fp8" if form else ""
 
 
 def _main_gradients(keys: ForeignKeys, bf16: bool, wide: bool) -> str | None:

@@ -11,10 +11,15 @@ from workbench.interop.megatron.model_arguments import write_model
 from workbench.interop.translation_loss import PARTITION
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.rules.strategy.recompute_rules import recomputed_layers
-from workbench.plan.schema import Plan
+from workbench.plan.schema import STORED, Plan
 
 MIB = 2**20
 _SHARDING = {2: "optim_grads", 3: "optim_grads_params"}
+_NARROW: dict[str, dict[str, Any]] = {
+    "fp8": {"fp8-format": "hybrid", "fp8-recipe": "tensorwise"},
+    "mxfp8": {"fp8-format": "e4m3", "fp8-recipe": "mxfp8"},
+    "nvfp4": {"fp4-format": "e2m1"},
+}
 _CONTEXT_KINDS = {"ring": "p2p", "ulysses": "a2a", "usp": "a2a+p2p"}
 
 
@@ -101,6 +106,8 @@ def _data(full: ResolvedPlan) -> dict[str, Any]:
         found["data-parallel-sharding-strategy"] = _SHARDING[data.zero]
     if isinstance(data.shard, int) and data.shard < replicas:
         found["num-distributed-optimizer-instances"] = replicas // data.shard
+    if data.offload_ratio != 1:
+        found["optimizer-offload-fraction"] = data.offload_ratio
     size = 4 if full.strategy.gradient_dtype == "fp32" else 2
     return found | {"ddp-bucket-size": max(1, round(data.bucket_mib * MIB / size))}
 
@@ -127,16 +134,20 @@ def _recompute(full: ResolvedPlan) -> dict[str, Any]:
 def _precision(full: Plan) -> dict[str, Any]:
     precision, gradients = full.strategy.precision, full.strategy.gradient_dtype
     found = _on(
-        bf16=precision in ("bf16", "fp8"),
+        bf16=STORED.get(precision, precision) == "bf16",
         fp16=precision == "fp16",
         accumulate_allreduce_grads_in_fp32=precision == "fp16" and gradients == "fp32",
         grad_reduce_in_bf16=gradients == "bf16",
     )
-    if precision == "fp8":
-        found |= {"fp8-format": "hybrid", "fp8-recipe": "tensorwise"}
-    return found | {
-        "transformer-impl": "local" if full.strategy.kernels == "eager" else "transformer_engine"
-    }
+    return (
+        found
+        | _NARROW.get(precision, {})
+        | {
+            "transformer-impl": "local"
+            if full.strategy.kernels == "eager"
+            else "transformer_engine"
+        }
+    )
 
 
 def _training(full: Plan) -> dict[str, Any]:

@@ -44,12 +44,12 @@ def read(
     given = given or ImportOptions()
     keys = ForeignKeys(mapping(from_toml(text, "file") if isinstance(text, str) else text, "file"))
     keys.sections(*known.MAPPINGS)
-    model, shape, fp8 = _model(keys, given)
+    model, shape, narrow = _model(keys, given)
     sizes, world = _sizes(keys, given)
     pipeline = _pipeline(keys, sizes["pipeline"], shape)
     training, precision = (
         read_training(keys, sizes["data"], sizes["pipeline"], given.sets),
-        _precision(keys, fp8),
+        _precision(keys, narrow),
     )
     training["training"]["optimizer"] |= _states(keys, precision["precision"])
     strategy = {
@@ -70,8 +70,8 @@ def read(
     return imported("torchtitan", plan, keys, given)
 
 
-def _model(keys: ForeignKeys, given: ImportOptions) -> tuple[str | dict[str, Any], Shape, bool]:
-    """(the plan's model, its shape, whether it computes in fp8)."""
+def _model(keys: ForeignKeys, given: ImportOptions) -> tuple[str | dict[str, Any], Shape, str]:
+    """(the plan's model, its shape, the precision of its GEMMs where it is below 16 bits)."""
     name, flavor = keys.text("model.name"), keys.text("model.flavor")
     family, size = (
         (name or "llama3").rpartition(".")[2],
@@ -100,9 +100,9 @@ def _model(keys: ForeignKeys, given: ImportOptions) -> tuple[str | dict[str, Any
     return model, shape, _converted(keys)
 
 
-def _converted(keys: ForeignKeys) -> bool:
-    """Whether linear layers are converted to fp8: by `model.converters`, or the switch that jobs of
-    2024 have.
+def _converted(keys: ForeignKeys) -> str:
+    """The precision that linear layers are converted to: by `model.converters`, or the switch that
+    jobs of 2024 have; empty where they are not.
     """
     value = keys.take("model.converters")
     words = [
@@ -115,16 +115,24 @@ def _converted(keys: ForeignKeys) -> bool:
         keys.mark_untranslated(
             "model.converters", f"a plan knows no such conversion of layers: {', '.join(rest)}"
         )
-    recipes = [_recipe(keys, table) for table in FLOAT8_TABLES]
-    if (older := keys.flag("float8.enable_float8_linear")) is not None:
-        return bool(fp8) or older
-    return bool(fp8) or (value is None and any(recipes))
+    recipes = [table for table in FLOAT8_TABLES if _recipe(keys, table)]
+    if keys.flag("float8.enable_float8_linear"):
+        fp8 = fp8 or ["float8"]
+    elif keys.has_key("float8.enable_float8_linear"):
+        recipes = []
+    named = fp8 or (recipes if value is None else [])
+    blocks = any(word.rpartition(".")[2].startswith("mx") for word in named)
+    return "mxfp8" if blocks else "fp8" if named else ""
 
 
 def _recipe(keys: ForeignKeys, table: str) -> bool:
-    """Whether a table names a recipe, of which a plan knows one."""
+    """Whether a table names a recipe; of fp8 a plan knows one, beside blocks (MX)."""
     key = f"{table}.recipe_name"
-    if (recipe := keys.take(key)) not in (None, "tensorwise"):
+    recipe = keys.take(key)
+    if table.endswith("mx"):
+        if recipe is not None and not str(recipe).startswith("mxfp8"):
+            keys.mark_untranslated(key, "a plan's blocks are of 8 bits (mxfp8)")
+    elif recipe not in (None, "tensorwise"):
         keys.mark_untranslated(key, "a plan's fp8 scales each tensor by its own largest entry")
     return recipe is not None
 
@@ -318,16 +326,16 @@ def _recompute(keys: ForeignKeys, layers: int) -> str | list[int]:
     return "full" if step == 1 else list(range(step - 1, layers, step))
 
 
-def _precision(keys: ForeignKeys, fp8: bool) -> dict[str, str]:
+def _precision(keys: ForeignKeys, narrow: str) -> dict[str, str]:
     kinds = {"bfloat16": "bf16", "float32": "fp32"}
     precision = keys.choice("training.mixed_precision_param", kinds) or "bf16"
     gradients = keys.choice("training.mixed_precision_reduce", kinds) or "fp32"
-    if gradients == "bf16" and precision == "fp32" and not fp8:
+    if gradients == "bf16" and precision == "fp32" and not narrow:
         keys.mark_untranslated(
             "training.mixed_precision_reduce", "a plan reduces fp32 gradients as they are"
         )
         gradients = "fp32"
-    return {"precision": "fp8" if fp8 else precision, "gradient_dtype": gradients}
+    return {"precision": narrow or precision, "gradient_dtype": gradients}
 
 
 def _states(keys: ForeignKeys, precision: str) -> dict[str, str]:

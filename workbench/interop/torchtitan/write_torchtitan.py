@@ -9,7 +9,7 @@ from typing import Any
 from workbench.interop.torchtitan.torchtitan_keys import SCHEDULES
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.rules.strategy.recompute_rules import recomputed_layers
-from workbench.plan.schema import Plan
+from workbench.plan.schema import STORED, Plan
 
 
 def tables(
@@ -18,7 +18,8 @@ def tables(
     """Table -> keys and values. `flavor` is torchtitan's own word for the model; a plan that is
     `named` keeps that.
     """
-    fp8 = {"converters": ["float8"]} if full.strategy.precision == "fp8" else {}
+    words = {"fp8": ["float8"], "mxfp8": ["mx"]}.get(full.strategy.precision)
+    fp8 = {"converters": words} if words else {}
     model = {"name": flavor[0], "flavor": flavor[1]} if flavor else {}
     found: dict[str, dict[str, Any]] = {
         "job": {"description": full.name} if named else {},
@@ -45,7 +46,9 @@ def _training(full: ResolvedPlan) -> dict[str, Any]:
         "seq_len": t.sequence_length,
         "steps": t.steps,
         "max_norm": t.optimizer.clip or 0.0,
-        "mixed_precision_param": "float32" if s.precision in ("fp32", "tf32") else "bfloat16",
+        "mixed_precision_param": "float32"
+        if STORED.get(s.precision, s.precision) == "fp32"
+        else "bfloat16",
         "mixed_precision_reduce": "bfloat16" if s.gradient_dtype == "bf16" else "float32",
         "seed": t.seed,
     }

@@ -7,6 +7,11 @@ from collections.abc import Iterator
 from workbench.errors import Problem
 from workbench.plan.resolved_plan import ResolvedPlan
 
+PARTS_OFFLOADED_BY = ("workbench", "deepspeed", "megatron")
+"""Beginnings of the names of frameworks that offload a part of an optimizer: DeepSpeed by
+offload_optimizer.ratio (ZeRO-Offload++), Megatron-LM by --optimizer-offload-fraction.
+"""
+
 
 def problems(plan: ResolvedPlan) -> Iterator[Problem]:
     """Why what `data.offload` entails is not legal."""
@@ -33,11 +38,11 @@ def _ratio(plan: ResolvedPlan) -> Iterator[Problem]:
         yield Problem(
             field, "is 0, which offloads nothing; legal: above 0 to 1, or data.offload: none"
         )
-    elif data.offload_ratio != 1 and plan.strategy.stack != "workbench":
+    elif data.offload_ratio != 1 and not plan.strategy.stack.startswith(PARTS_OFFLOADED_BY):
         yield Problem(
             field,
-            f"is {data.offload_ratio:g}, but what {plan.strategy.stack} offloads is its own; "
-            "legal: 1, or strategy.stack: workbench",
+            f"is {data.offload_ratio:g}, but {plan.strategy.stack} offloads all of an optimizer or "
+            "nothing; legal: 1, or strategy.stack: workbench",
         )
 
 
