@@ -14,7 +14,7 @@ from typing import Any
 from workbench.errors import refuse
 from workbench.interop.accelerate import read_accelerate, read_fsdp
 from workbench.interop.deepspeed import read_deepspeed
-from workbench.interop.foreign_text import detect
+from workbench.interop.format_marks import detect
 from workbench.interop.gpt_neox import read_gpt_neox
 from workbench.interop.megatron import read_megatron
 from workbench.interop.missing_fields import ask_for_missing

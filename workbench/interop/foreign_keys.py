@@ -131,6 +131,14 @@ class ForeignKeys:
             )
         return int(value)
 
+    def count(self, key: str) -> int | None:
+        """The integer of at least 1 at `key`, written without a point or exponent; None where
+        absent. Raises `PlanError`.
+        """
+        if isinstance(said := self._left.get(key), float):
+            raise refuse(self.name(key), f"is {shown(said)}; must be an integer of at least 1")
+        return self.integer(key)
+
     def renamed_integer(self, key: str, older: str, least: int = 1) -> int | None:
         """The integer at `key`, or at its `older` name. Raises `PlanError` where the two differ."""
         value, before = self.integer(key, least), self.integer(older, least)
@@ -224,11 +232,7 @@ class ForeignKeys:
         words = sorted({*known, *self._taken, *whys})
         refused: list[Problem] = []
         for key in list(self._left):
-            foreign = (
-                key not in known
-                and key not in whys
-                and not any(_below(key, section) for section in sections)
-            )
+            foreign = key not in known and key not in whys and not is_below(key, sections)
             if foreign and not lenient:
                 # A message lists so many: close keys are looked for slowly, and a file may hold any
                 # number of others.
@@ -294,6 +298,11 @@ def _between(least: float, most: float) -> str:
 
 def _below(key: str, section: str) -> bool:
     return key == section or key.startswith(section + ".")
+
+
+def is_below(key: str, sections: Collection[str]) -> bool:
+    """Whether `key` is one of `sections`, or stands in it."""
+    return any(_below(key, section) for section in sections)
 
 
 def _why(key: str, whys: Mapping[str, str]) -> str:

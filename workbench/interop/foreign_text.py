@@ -1,4 +1,4 @@
-"""Foreign text to plain data and back, and which format a text is in, by its content."""
+"""Foreign text to plain data and back."""
 
 from __future__ import annotations
 
@@ -9,22 +9,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from workbench.errors import PlanError, refuse
-from workbench.interop.foreign_keys import flat
-from workbench.interop.gpt_neox.gpt_neox_keys import MARKS as NEOX
-from workbench.interop.megatron.megatron_keys import DISTINCT, KNOWN
-from workbench.interop.translation import Source, nothing_read
 from workbench.safe_io import json_files, yaml_files
 from workbench.untrusted_text import shown
 
 Parsed = Mapping[str, Any] | list[Any]
-_DEEPSPEED = (
-    "zero_optimization",
-    "train_micro_batch_size_per_gpu",
-    "gradient_accumulation_steps",
-    "train_batch_size",
-)
-_SECTIONS = ("parallelism", "activation_checkpoint", "lr_scheduler", "job", "training", "model")
-_FLAG = re.compile(r"(?:^|[\s\[\"'(=])--([A-Za-z][\w-]*)")
 
 
 def from_braces(text: str, where: str) -> Any:
@@ -102,61 +90,3 @@ def mapping(value: Any, where: str) -> dict[str, Any]:
     if not isinstance(value, Mapping):
         raise refuse(where, f"is {shown(value)}; must be a mapping of keys to values")
     return dict(value)
-
-
-def detect(text: str) -> Source:
-    """The format of a foreign file, by its content alone. Raises `PlanError` naming the formats and
-    their marks.
-    """
-    start = text.lstrip("\ufeff \t\r\n")
-    if start.startswith("{"):
-        return _of_mapping(mapping(from_braces(start, "file"), "file"))
-    if re.search(r"(?m)^\s*\[+[A-Za-z_][\w.\-]*\]+\s*(?:#.*)?$", text) and any(
-        re.search(rf"(?m)^\s*\[{section}[\].]", text) for section in _SECTIONS
-    ):
-        return "torchtitan"
-    if re.search(r"(?m)^\s*[\"']?distributed_type[\"']?\s*:", text):
-        return "fsdp"
-    if _has_arguments(text):
-        return "megatron"
-    try:
-        data = mapping(yaml_files.parse(text, where="file"), "file")
-    except PlanError:
-        raise nothing_read(_lines(text)) from None
-    return _of_mapping(data)
-
-
-def _has_arguments(text: str) -> bool:
-    """Whether `text` has Megatron's arguments outside comments: one that only Megatron has, or
-    three in all.
-    """
-    bare = re.sub(r"(?m)(^|[ \t])#.*$", "", text)
-    words = {word.replace("_", "-") for word in _FLAG.findall(bare)}
-    return bool(words & DISTINCT) or len(words & KNOWN) >= 3
-
-
-def _lines(text: str) -> list[str]:
-    """The beginnings of a text's lines, to say what it holds."""
-    return [shown(line.strip()[:40]) for line in text.splitlines() if line.strip()]
-
-
-def _of_mapping(data: dict[str, Any]) -> Source:
-    if "distributed_type" in data or "fsdp_config" in data:
-        return "fsdp"
-    if {str(key).replace("-", "_") for key in data} & NEOX:
-        return "gpt-neox"
-    if any(key in data for key in _DEEPSPEED):
-        return "deepspeed"
-    if {"model_type", "architectures"} & set(data):
-        raise refuse(
-            "file",
-            "is a Hugging Face config.json, which describes a model and no training; legal: "
-            "give it "
-            "as the model (--model), to `workbench plan` or beside a configuration of training",
-        )
-    words = {str(key).rpartition(".")[2].lstrip("-").replace("_", "-") for key in flat(data)}
-    if words & DISTINCT:
-        return "megatron"
-    if words & {"bf16", "fp16", "optimizer", "scheduler", "gradient-clipping"}:
-        return "deepspeed"
-    raise nothing_read([str(key) for key in data])

@@ -102,8 +102,8 @@ def _cluster(
 ) -> tuple[int, dict[str, Any]]:
     """(ranks, the plan's `cluster`)."""
     nodes, world = (
-        keys.integer("num_machines"),
-        given.world(keys.integer("num_processes") or usual, "num_processes"),
+        keys.count("num_machines"),
+        given.world(keys.count("num_processes") or usual, "num_processes"),
     )
     if nodes is not None and world % nodes:
         raise refuse(
@@ -191,7 +191,7 @@ def _deepspeed(data: Mapping[str, Any], given: ImportOptions, lenient: bool) -> 
     named = f"{D}deepspeed_config_file" in keys
     config, names = _from_file(keys, given) if named else _inline(keys)
     _mixed(config, keys, named)
-    if (size := keys.integer(f"{AXES}sp_size")) is not None:
+    if (size := keys.count(f"{AXES}sp_size")) is not None:
         config["sequence_parallel_size"] = size
     keys.finish(known.KNOWN, known.WHYS, known.OPEN, lenient)
     inner = _read_inner(config, replace(given, gpus=world), names, lenient)

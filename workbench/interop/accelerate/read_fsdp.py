@@ -55,8 +55,8 @@ def read(
     )
     keys.sections("fsdp_config", "parallelism_config", "dynamo_config")
     _require_fsdp(keys)
-    nodes = keys.integer("num_machines")
-    world = given.world(keys.integer("num_processes"), "num_processes")
+    nodes = keys.count("num_machines")
+    world = given.world(keys.count("num_processes"), "num_processes")
     if nodes is not None and world % nodes:
         raise refuse(
             "num_processes",
@@ -65,7 +65,7 @@ def read(
         )
     cluster = given.cluster(world, **({"nodes": nodes} if nodes and nodes > 1 else {}))
     sizes = {
-        axis: keys.integer(f"{AXIS}{key}") or 1
+        axis: keys.count(f"{AXIS}{key}") or 1
         for axis, key in (("tensor", "tp_size"), ("context", "cp_size"))
     }
     keys.skip(f"{AXIS}sp_size", "runs under DeepSpeed, not FSDP (Ulysses)")
@@ -134,10 +134,7 @@ def _data(
         raise refuse(
             "num_processes", f"is {world}, which tp_size x cp_size = {others} does not divide"
         )
-    replicate, shard = (
-        keys.integer(AXIS + "dp_replicate_size"),
-        keys.integer(AXIS + "dp_shard_size"),
-    )
+    replicate, shard = (keys.count(AXIS + "dp_replicate_size"), keys.count(AXIS + "dp_shard_size"))
     data = world // others
     if shard is not None and (replicate or 1) * shard != data:
         raise refuse(

@@ -17,7 +17,7 @@ from typing import Any
 from workbench.errors import refuse
 from workbench.interop.deepspeed import deepspeed_keys as known
 from workbench.interop.deepspeed.write_deepspeed import MIB, config
-from workbench.interop.foreign_keys import ForeignKeys, flat
+from workbench.interop.foreign_keys import ForeignKeys, flat, is_below
 from workbench.interop.foreign_text import from_braces, mapping
 from workbench.interop.translation import (
     DEFAULT,
@@ -110,7 +110,8 @@ def left_to_trainer(keys: ForeignKeys) -> set[str]:
     fields: set[str] = set()
     autos = keys.auto_keys()
     for key in autos:
-        if key == "zero_optimization.stage":
+        known_key = key in known.KNOWN or key in known.AUTO or is_below(key, known.SECTIONS)
+        if key == "zero_optimization.stage" or not known_key:
             continue  # no trainer fills it
         meant = known.AUTO.get(key, ())
         stands = f"; the plan's default of {' and '.join(meant)}{STANDS}" if meant else ""

@@ -6,6 +6,8 @@ Names and defaults are those of `megatron/training/arguments.py` in NVIDIA/Megat
 
 from __future__ import annotations
 
+from collections.abc import Set
+
 WORDS = """
 account-for-embedding-in-pipeline-split account-for-loss-in-pipeline-split
 accumulate-allreduce-grads-in-fp32 adam-beta1 adam-beta2 adam-eps add-qkv-bias adlr-autoresume
@@ -215,6 +217,19 @@ DISTINCT = frozenset(
 """Arguments that show a text to be Megatron's."""
 
 KNOWN = frozenset(WORDS.split()) | frozenset(LAUNCHER) | frozenset(OLDER.split())
+
+
+def shows_megatron(words: Set[str]) -> bool:
+    """Whether arguments (without dashes) are Megatron's: several that only it has, or one among
+    others of its own; torchrun's say nothing.
+    """
+    distinct = words & DISTINCT
+    alone = any(word.endswith("model-parallel-size") for word in distinct)
+    return alone or len(distinct) >= 2 or (bool(distinct) and len((words & KNOWN) - _SHARED) >= 2)
+
+
+_SHARED = frozenset((*LAUNCHER, "num-layers", "hidden-size", "bf16", "fp16", "seed", "save"))
+"""Known arguments that scripts of any framework have."""
 
 FIELDS = {
     "tensor-model-parallel-size": "strategy.tensor.size",

@@ -142,7 +142,7 @@ def _score(command: ShellCommand) -> bool:
     ):
         return False
     words = {flag.flag for flag in occurrences(command.words, [])}
-    return bool(words & DISTINCT) or len(words & KNOWN) >= 3
+    return bool(words & DISTINCT) or len((words & KNOWN) - set(LAUNCHER)) >= 3
 
 
 def _script_at(command: ShellCommand) -> int | None:

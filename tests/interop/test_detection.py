@@ -1,0 +1,176 @@
+"""Which format a text is in, by marks that only it has: what is in none is refused by its own name,
+read leniently or not.
+"""
+
+from pathlib import Path
+
+import pytest
+
+from tests.interop.foreign_samples import GPU_NAME, problems
+from workbench import interop
+
+SAMPLES = Path(__file__).parent / "foreign"
+OTHERS = {
+    "torchrun": ("torchrun --nnodes 2 --nproc_per_node 8 --master_addr h0 train.py\n", "no format"),
+    "torchrun-more": (
+        "torchrun --nnodes 2 --nproc_per_node 8 --rdzv_backend c10d train.py --lr 1e-4 --bf16 "
+        "--seed 3 --save out\n",
+        "no format",
+    ),
+    "openrlhf": (
+        "deepspeed --module openrlhf.cli.train_sft --max_len 2048 --train_batch_size 256 \\\n"
+        "  --micro_train_batch_size 2 --zero_stage 3 --bf16 --seed 1 --lr_warmup_ratio 0.03 "
+        "--l2 0.1 --load x --weight_decay 0\n",
+        "OpenRLHF",
+    ),
+    "colossalai": (
+        "colossalai run --nproc_per_node 8 --master_port 1 train.py --plugin gemini --tp 2 "
+        "--bf16 --lr 1e-4 --save-interval 10 --seed 1\n",
+        "Colossal-AI",
+    ),
+    "torchtune": (
+        "output_dir: /tmp/x\nmodel:\n  _component_: torchtune.models.x\nbatch_size: 2\n"
+        "optimizer:\n  _component_: torch.optim.AdamW\n  lr: 2e-5\nepochs: 1\ndtype: bf16\n"
+        "gradient_accumulation_steps: 4\nseed: null\n",
+        "torchtune",
+    ),
+    "nanotron": (
+        "general: {project: x, seed: 42}\nmodel:\n  dtype: bfloat16\n  model_config: "
+        "{hidden_size: 64, num_attention_heads: 4, num_hidden_layers: 2, vocab_size: 99}\n"
+        "parallelism: {dp: 2, tp: 8, pp: 1}\n"
+        "tokens: {micro_batch_size: 64, sequence_length: 128, train_steps: 10}\n",
+        "nanotron",
+    ),
+    "nanotron-short": (
+        "parallelism: {tp: 8}\ntokens: {micro_batch_size: 64}\nmodel: {dtype: bfloat16}\n",
+        "nanotron",
+    ),
+    "trainer": (
+        "bf16: true\nper_device_train_batch_size: 2\ngradient_accumulation_steps: 4\n"
+        "learning_rate: 2.0e-5\n",
+        "Hugging Face",
+    ),
+    "trainer-json": (
+        '{"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "bf16": true}',
+        "Hugging Face",
+    ),
+    "llama-factory": (
+        "stage: sft\nfinetuning_type: lora\ntemplate: llama3\nper_device_train_batch_size: 1\n"
+        "gradient_accumulation_steps: 8\nbf16: true\ndeepspeed: ds.json\n",
+        "LLaMA-Factory",
+    ),
+    "axolotl": (
+        "base_model: x/y\nsequence_len: 2048\nmicro_batch_size: 2\ngradient_accumulation_steps: 4\n"
+        "optimizer: adamw_torch\nbf16: auto\nfsdp_config:\n  fsdp_version: 2\n",
+        "axolotl",
+    ),
+    "automodel": (
+        "step_scheduler: {global_batch_size: 64, local_batch_size: 8}\nmodel:\n"
+        "  _target_: nemo_automodel.NeMoAutoModelForCausalLM.from_pretrained\n"
+        "optimizer: {_target_: torch.optim.Adam, lr: 1.0e-5}\n",
+        "Automodel",
+    ),
+    "primus": (
+        "work_group: x\nmodules:\n  pre_trainer:\n    framework: megatron\n    overrides:\n"
+        "      train_iters: 50\n      micro_batch_size: 2\n      global_batch_size: 128\n"
+        "      seq_length: ${PRIMUS_SEQ:4096}\n",
+        "Primus",
+    ),
+    "bridge": (
+        "model: {tensor_model_parallel_size: 2, seq_length: 4096}\n"
+        "train: {train_iters: 10, global_batch_size: 8, micro_batch_size: 1}\n"
+        "optimizer: {lr: 1.0e-4}\n",
+        "Megatron-Bridge",
+    ),
+    "mindformers": (
+        "runner_config: {epochs: 2, batch_size: 4}\nparallel_config: {data_parallel: 2, "
+        "model_parallel: 4}\nmodel: {model_config: {type: X, seq_length: 4096, num_layers: 4, "
+        "hidden_size: 64}}\n",
+        "MindFormers",
+    ),
+    "verl": (
+        "actor_rollout_ref: {actor: {ppo_micro_batch_size: 4, fsdp_config: {}}}\n"
+        "trainer: {n_gpus_per_node: 8}\n",
+        "verl",
+    ),
+    "flux": (
+        '[model]\nname = "flux"\nflavor = "flux-dev"\n[training]\nlocal_batch_size = 4\n'
+        '[encoder]\nt5_encoder = "x"\n[parallelism]\ndata_parallel_shard_degree = 8\n',
+        "flux",
+    ),
+    "python": (
+        "# Copyright\nimport os\nfrom x import y\n\n\ndef recipe():\n"
+        '    return ["--num-layers", "4", "--hidden-size", "64", "--micro-batch-size", "1"]\n',
+        "Python",
+    ),
+    "python-short": ("from a import b\n\nb(tensor_model_parallel_size=4)\n", "Python"),
+    "config": ('{"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2}', "config.json"),
+    "yaml": ("fp16: true\noptimizer: adam\n", "no format"),
+    "toml": ('[tool]\nname = "x"\n[model]\nkind = "y"\n', "no format"),
+}
+
+
+@pytest.mark.parametrize("lenient", [False, True])
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_file_of_another_framework_is_refused_by_its_name(name: str, lenient: bool) -> None:
+    text, named = OTHERS[name]
+    beside = {"model": "llama-3-8b", "gpu": GPU_NAME, "gpus": 16, "lenient": lenient}
+    assert named in problems(interop.read, text, **beside)["file"]
+
+
+@pytest.mark.parametrize(
+    ("text", "format"),
+    [
+        *(
+            ((SAMPLES / name).read_text(), format)
+            for name, format in (
+                ("accelerate.yaml", "fsdp"),
+                ("accelerate_deepspeed.yaml", "fsdp"),
+                ("ds_config.json", "deepspeed"),
+                ("gpt_neox.yml", "gpt-neox"),
+                ("megatron.sh", "megatron"),
+                ("megatron.yaml", "megatron"),
+                ("torchtitan.toml", "torchtitan"),
+            )
+        ),
+        ('{"bf16": {"enabled": true}}', "deepspeed"),
+        ('{"train_batch_size": 8, "bf16": {"enabled": "auto"}}', "deepspeed"),
+        ('{"train_batch_size": 8, "gradient_accumulation_steps": 2}', "deepspeed"),
+        ('{"optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}}', "deepspeed"),
+        ('{"train_batch_size": 8, "zero_optimisation": {"stage": 1}}', "deepspeed"),
+        ("zero_optimization:\n  stage: 2\nfp16:\n  enabled: true\n", "deepspeed"),
+        ("ARGS='--lr 1e-4 --min-lr 1e-5 --train-iters 100'\n", "megatron"),
+        ("--num-layers 2 --hidden-size 64 --seq-length 32", "megatron"),
+        ("torchrun --nproc_per_node 8 pretrain_gpt.py --tensor-model-parallel-size 2", "megatron"),
+        ("# comment\ntrain_iters: 5\nlr: 0.1\nbf16: true\n", "megatron"),
+        ("compute_environment: LOCAL_MACHINE\nnum_processes: 8\n", "fsdp"),
+        ("[training]\nsteps = 4\n", "torchtitan"),
+    ],
+)
+def test_a_format_is_known_by_its_own_marks(text: str, format: str) -> None:
+    assert interop.detect(text) == format
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"train_micro_batch_size_per_gpu":1,"zero_optimization":{"stage":3},"bf17":"auto"}',
+        '{"train_batch_size":16,"zero_optimization":{"stage":3,"stages":"auto"}}',
+    ],
+)
+def test_auto_makes_no_key_known(text: str) -> None:
+    beside = {"model": "llama-3-8b", "gpu": GPU_NAME, "gpus": 16}
+    (message,) = problems(interop.read, text, **beside).values()
+    assert "unknown key" in message
+    found = interop.read(text, lenient=True, **beside)
+    assert [note.value for note in found.unknown] == ["auto"]
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [("num_processes: 16", "num_processes: 1e3"), ("num_processes: 16", "num_processes: 16.0")],
+)
+def test_a_number_of_processes_is_written_as_one(old: str, new: str) -> None:
+    text = "distributed_type: FSDP\nnum_machines: 2\nnum_processes: 16\n".replace(old, new)
+    beside = {"model": "llama-3-8b", "gpu": GPU_NAME}
+    assert "integer" in problems(interop.read, text, **beside)["num_processes"]
