@@ -6,10 +6,11 @@ import json
 import re
 import tomllib
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from workbench.errors import PlanError, refuse
-from workbench.safe_io import json_files, yaml_files
+from workbench.safe_io import hjson_files, json_files, yaml_files
 from workbench.untrusted_text import shown
 
 Parsed = Mapping[str, Any] | list[Any]
@@ -32,6 +33,41 @@ def from_braces(text: str, where: str) -> Any:
     except ValueError:
         pass
     return json_files.parse(text, where)
+
+
+def from_hjson(text: str, where: str) -> Any:
+    """The value of a ds_config.json, which DeepSpeed reads as Hjson: JSON with comments, and with
+    commas, quotes and the outermost braces left out; YAML is read too. Raises `PlanError`.
+    """
+    if not (_bare(text).startswith(("{", "[")) or _COMMENT.search(text)):
+        try:
+            return yaml_files.parse(text, where=where)
+        except PlanError:
+            return hjson_files.parse(text, where)
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        try:
+            return hjson_files.parse(text, where)
+        except PlanError as error:
+            with suppress(PlanError):
+                return yaml_files.parse(text, where=where)
+            raise error from None
+    return json_files.parse(text, where)
+
+
+_COMMENT = re.compile(r"(?m)(?:^|[\s{},\[])(?://|/\*)")
+"""A comment that YAML does not know; `//` within an address is none."""
+
+
+def _bare(text: str) -> str:
+    """`text` from the first character on that is neither space nor of a comment."""
+    return re.sub(r"\A(?:[\s\ufeff]|#[^\n]*|//[^\n]*|/\*.*?\*/)*", "", text, flags=re.DOTALL)
+
+
+def begins_with_brace(text: str) -> bool:
+    """Whether a text is an object in braces, behind what comments stand before it."""
+    return _bare(text).startswith("{")
 
 
 def from_toml(text: str, where: str) -> dict[str, Any]:

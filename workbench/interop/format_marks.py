@@ -13,7 +13,7 @@ from workbench.errors import PlanError, refuse
 from workbench.interop.accelerate.fsdp_keys import PLUGINS
 from workbench.interop.deepspeed import deepspeed_keys
 from workbench.interop.foreign_keys import flat
-from workbench.interop.foreign_text import from_braces, from_toml, mapping
+from workbench.interop.foreign_text import begins_with_brace, from_hjson, from_toml, mapping
 from workbench.interop.gpt_neox.gpt_neox_keys import MARKS as NEOX
 from workbench.interop.megatron.functional_recipes import is_recipe
 from workbench.interop.megatron.megatron_keys import DISTINCT, KNOWN, shows_megatron
@@ -29,6 +29,10 @@ _DEEPSPEED_TOPS = {
     key.partition(".")[0] for key in (*deepspeed_keys.KNOWN, *deepspeed_keys.SECTIONS)
 }
 _SECTIONS = ("parallelism", "activation_checkpoint", "lr_scheduler", "job", "training")
+_BARE_DEEPSPEED = re.compile(
+    r"(?m)^[\"']?(?:zero_optimization|train_batch_size|train_micro_batch_size_per_gpu)[\"']?\s*:"
+)
+"""A ds_config.json without its outermost braces, and with comments that are not YAML's."""
 _FLAG = re.compile(r"(?:^|[\s\[\"'(=])--([A-Za-z][\w-]*)")
 _STATEMENT = re.compile(r"(?m)^(?:import|from|def|class)\s+\w")
 _OTHERS = {
@@ -64,10 +68,9 @@ def detect(text: str) -> Source:
     """The format of a foreign file, by its content alone. Raises `PlanError` naming the formats and
     their marks, or the framework whose file it is.
     """
-    start = text.lstrip("\ufeff \t\r\n")
-    if start.startswith("{"):
-        return _of_mapping(mapping(from_braces(start, "file"), "file"))
-    if _is_python(start):
+    if begins_with_brace(text):
+        return _of_mapping(mapping(from_hjson(text, "file"), "file"))
+    if _is_python(text):
         raise _refused("Python code, of which nothing is run or read")
     if re.search(r"(?m)^\s*\[+[A-Za-z_][\w.\-]*\]+\s*(?:#.*)?$", text) and any(
         re.search(rf"(?m)^\s*\[{section}[\].]", text) for section in _SECTIONS
@@ -78,6 +81,8 @@ def detect(text: str) -> Source:
         return "fsdp"
     if data := _yaml(text):
         return _of_mapping(data)
+    if _BARE_DEEPSPEED.search(text):
+        return "deepspeed"
     bare = re.sub(r"(?m)(^|[ \t])#.*$", "", text)
     _refuse_commands(bare)
     words = {word.replace("_", "-") for word in _FLAG.findall(bare)}

@@ -15,7 +15,7 @@ from workbench.interop.accelerate import fsdp_keys as known
 from workbench.interop.accelerate import read_fsdp
 from workbench.interop.deepspeed import read_deepspeed
 from workbench.interop.foreign_keys import ForeignKeys, flat
-from workbench.interop.foreign_text import mapping
+from workbench.interop.foreign_text import from_hjson, mapping
 from workbench.interop.missing_fields import with_problems
 from workbench.interop.translation import (
     FRAMEWORK_PROFILES,
@@ -25,7 +25,7 @@ from workbench.interop.translation import (
     imported,
 )
 from workbench.plan.schema import build_plan
-from workbench.safe_io import json_files, yaml_files
+from workbench.safe_io import yaml_files
 from workbench.untrusted_text import shown
 
 PLAIN = (
@@ -278,9 +278,7 @@ def _from_file(keys: ForeignKeys, given: ImportOptions) -> tuple[dict[str, Any],
             f"is {shown(name)}, which is no file that can be read beside this "
             "one; put it there, or import it by itself with --gpus",
         )
-    config = mapping(
-        json_files.parse(path.read_text(encoding="utf-8-sig", errors="replace"), name), name
-    )
+    config = mapping(from_hjson(path.read_text(encoding="utf-8-sig", errors="replace"), name), name)
     return config, {key: f"{name}: {key}" for key in flat(config)}
 
 

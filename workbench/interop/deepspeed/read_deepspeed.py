@@ -18,7 +18,7 @@ from workbench.errors import refuse
 from workbench.interop.deepspeed import deepspeed_keys as known
 from workbench.interop.deepspeed.write_deepspeed import MIB, config
 from workbench.interop.foreign_keys import ForeignKeys, flat, is_below
-from workbench.interop.foreign_text import from_braces, mapping
+from workbench.interop.foreign_text import from_hjson, mapping
 from workbench.interop.translation import (
     DEFAULT,
     FRAMEWORK_PROFILES,
@@ -52,9 +52,7 @@ def read(
     legal values.
     """
     given = given or ImportOptions()
-    keys = ForeignKeys(
-        mapping(from_braces(text, "file") if isinstance(text, str) else text, "file")
-    )
+    keys = ForeignKeys(mapping(from_hjson(text, "file") if isinstance(text, str) else text, "file"))
     keys.sections(*known.MAPPINGS)
     auto = left_to_trainer(keys)
     axes = _axes(keys)
