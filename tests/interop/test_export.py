@@ -3,6 +3,8 @@
 import os
 import shutil
 import subprocess
+import tomllib
+from collections.abc import Collection
 from pathlib import Path
 from subprocess import CompletedProcess
 from typing import Any
@@ -10,6 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
+from workbench import interop
 from workbench.errors import PlanError
 from workbench.interop.export import accelerate_config, contents, export
 from workbench.interop.launch_environment import environment
@@ -119,6 +122,7 @@ def job(
     given: Any = (),
     scontrol: str = "echo first; echo second",
     node: str = "0",
+    without: Collection[str] = (),
 ) -> CompletedProcess[str]:
     """Run `full`'s batch file as Slurm would, with stand-ins for its commands; what each was called
     with is printed.
@@ -143,7 +147,7 @@ def job(
     }
     environment = {
         "SLURM_SUBMIT_DIR": str(folder),
-        **slurm,
+        **{key: value for key, value in slurm.items() if key not in without},
         "PATH": f"{folder}:{os.environ['PATH']}",
     }
     command = ["bash", folder / "job.sbatch", *given]
@@ -214,3 +218,66 @@ def test_unwritable_folder_leaves_nothing(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(PlanError, match=r"--to: .*cannot be written"):
         export(plan(), tmp_path / "file" / "out")
+
+
+EVIL = "evil\x1b]0;pwn\x07 \u202etxt\u2066\x9b2J\x7f"
+HIDDEN = set(EVIL) - set("evil]0;pwn txt2J")
+
+
+def test_text_that_is_read_by_people_has_no_hidden_characters() -> None:
+    made = plan(name=EVIL, **{"cluster.nodes": 2})
+    texts = {**contents(made.resolve()), "toml": interop.write(made, "torchtitan").text}
+    python = plan(name=EVIL, model={"python": "tests.parallel.users_model:build", "vocab": 260})
+    texts["python.sh"] = contents(python.resolve())["launch.sh"]
+    for name, text in texts.items():
+        assert not HIDDEN & set(text), f"{name} has {HIDDEN & set(text)}"
+    assert Plan.model_validate(yaml.safe_load(texts["plan.yaml"])).name == EVIL
+    assert tomllib.loads(texts["toml"])["job"]["description"] == EVIL
+
+
+@pytest.mark.parametrize(
+    ("given", "meets"),
+    [
+        ("[::1]", "::1"),
+        ("::1", "::1"),
+        ("[fe80::1%eth0]", "fe80::1%eth0"),
+        ("10.0.0.1", "10.0.0.1"),
+        ("node-0.cluster", "node-0.cluster"),
+        ("[::1]:29500", None),
+        ("node0:29500", None),
+        ("http://node0", None),
+        ("node0; true", None),
+        ("[]", None),
+    ],
+)
+def test_the_address_of_node_0_is_one_without_brackets_and_port(
+    tmp_path: Path, given: str, meets: str | None
+) -> None:
+    for file, text in contents(plan(**{"cluster.nodes": 2}).resolve()).items():
+        (tmp_path / file).write_text(text)
+    (tmp_path / "accelerate").write_text('#!/bin/sh\necho "$PET_LOCAL_ADDR $@"\n')
+    (tmp_path / "accelerate").chmod(0o755)
+    environment = {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "MACHINE_RANK": "0",
+        "MAIN_IP": given,
+    }
+    done = subprocess.run(
+        ["bash", tmp_path / "launch.sh"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if meets is None:
+        assert done.returncode == 2 and "MAIN_PORT" in done.stderr and given in done.stderr
+    else:
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.startswith(f"{meets} ") and f"--main_process_ip {meets} " in done.stdout
+
+
+def test_a_job_whose_site_does_not_count_cores_asks_the_node(tmp_path: Path) -> None:
+    full = plan(**{"cluster.gpu": "a100-sxm-80gb", "cluster.gpus": 16}).resolve()
+    done = job(tmp_path, full, without=("SLURM_CPUS_ON_NODE",))
+    assert done.returncode == 0, done.stderr
+    assert "--cpus-per-task=96" in done.stdout

@@ -28,6 +28,7 @@ from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.rules.layer_profile_rules import not_runnable
 from workbench.plan.schema import Plan
 from workbench.safe_io import yaml_files
+from workbench.untrusted_text import visible
 
 DEFAULT_PORT = 29500
 PORTS = 1024, 65535
@@ -144,7 +145,7 @@ def launch_script(plan: ResolvedPlan) -> str:
     return "\n".join(
         [
             "#!/usr/bin/env bash",
-            f"# {' '.join(plan.name.split())}",
+            f"# {' '.join(visible(plan.name).split())}",
             *([] if one else [f"# On every node: {BY_HAND} ./launch.sh"]),
             *_consent(plan),
             "set -euo pipefail",
@@ -177,6 +178,16 @@ _NODE_OPTIONS = (
 """Options of a launch on several nodes: node 0 holds the store by which launchers meet, and a node
 whose launcher fails is seen by the others before a collective of theirs times out.
 """
+_ADDRESS = (
+    "# An IPv6 address in the brackets that a URL has is taken without them.",
+    '[[ "$MAIN_IP" =~ ^\\[(.*:.*)\\]$ ]] && MAIN_IP="${BASH_REMATCH[1]}"',
+    'if ! [[ "$MAIN_IP" =~ ^[A-Za-z0-9_.:%-]+$ ]] || [[ "$MAIN_IP" =~ ^[^:]+:[0-9]*$ ]]; then',
+    "  echo \"error: MAIN_IP is '$MAIN_IP'; legal: an address or name of node 0 without its port, "
+    'which MAIN_PORT says" >&2',
+    "  exit 2",
+    "fi",
+)
+"""Lines that refuse what is no address at once: launchers would wait for each other in vain."""
 _NODE_ORDER = (
     "# torchrun numbers nodes in the order of their addresses, and ranks meet on the first's: node",
     "# 0 goes by its own, and the others by names behind every address.",
@@ -211,6 +222,7 @@ def _nodes(plan: ResolvedPlan) -> list[str]:
     where = "$MAIN_IP:$MAIN_PORT"
     return [
         ': "${MACHINE_RANK:?rank of this node, from 0}" "${MAIN_IP:?address of node 0}"',
+        *_ADDRESS,
         f'MAIN_PORT="${{MAIN_PORT:-{DEFAULT_PORT}}}"',
         *_whole_number("MACHINE_RANK", 0, (plan.cluster.nodes or 1) - 1),
         *_whole_number("MAIN_PORT", *PORTS),
@@ -251,7 +263,7 @@ def _identity(plan: ResolvedPlan) -> str:
 def _consent(plan: ResolvedPlan) -> list[str]:
     if plan.code is None:
         return []
-    code = plan.code.python
+    code = visible(plan.code.python)
     return [f"# {code} is code, which runs only where you say so: ./launch.sh --allow-code"]
 
 
@@ -311,10 +323,11 @@ def slurm_script(plan: ResolvedPlan) -> str:
             "fi",
             "export MAIN_IP=\"${hosts%%$'\\n'*}\"",
             'export MAIN_PORT="${MAIN_PORT:-$(( 20000 + SLURM_JOB_ID % 10000 ))}"',
+            'cores="${SLURM_CPUS_ON_NODE:-$(nproc)}"  # a site may not set it',
             "# Each task sees its own SLURM_NODEID, so the variable is expanded there and not "
             "here.",
             "# shellcheck disable=SC2016",
-            'srun --kill-on-bad-exit=1 --cpus-per-task="$SLURM_CPUS_ON_NODE" --cpu-bind=none \\',
+            'srun --kill-on-bad-exit=1 --cpus-per-task="$cores" --cpu-bind=none \\',
             '  bash -c \'MACHINE_RANK="$SLURM_NODEID" exec bash ./launch.sh "$@"\' launch "$@"',
             "",
         ]

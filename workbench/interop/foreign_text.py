@@ -11,7 +11,7 @@ from typing import Any
 
 from workbench.errors import PlanError, refuse
 from workbench.safe_io import hjson_files, json_files, yaml_files
-from workbench.untrusted_text import shown
+from workbench.untrusted_text import shown, visible
 
 Parsed = Mapping[str, Any] | list[Any]
 
@@ -116,8 +116,10 @@ def _toml(value: Any) -> str:
     if isinstance(value, list):
         return "[" + ", ".join(map(_toml, value)) + "]"
     if isinstance(value, str):
-        # JSON's escapes are TOML's, but TOML also wants DEL escaped.
-        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+        # JSON's escapes are TOML's, but TOML also wants DEL escaped, and readers what they cannot
+        # see.
+        written = json.dumps(value, ensure_ascii=False)
+        return "".join(char if visible(char) else f"\\u{ord(char):04x}" for char in written)
     return json.dumps(value)
 
 

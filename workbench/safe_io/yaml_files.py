@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from workbench.errors import PlanError, Problem, refuse
-from workbench.untrusted_text import HALF, shown
+from workbench.untrusted_text import HALF, shown, visible
 
 _INT = re.compile(r"[-+]?[0-9]+")
 _FLOAT = re.compile(
@@ -87,15 +87,20 @@ class _Dumper(yaml.SafeDumper):
     def ignore_aliases(self, data: Any) -> bool:
         return True
 
+    def write_double_quoted(self, text: str, split: bool = True) -> None:
+        """Write `text`, with escapes where it has characters that no reader of the file sees."""
+        before, self.allow_unicode = self.allow_unicode, visible(text) == text
+        super().write_double_quoted(text, split)
+        self.allow_unicode = before
+
 
 BREAKS = frozenset("\x85\u2028\u2029\ufeff")
 """Characters that YAML takes for line breaks or drops, unless they are escaped."""
 
 
 def _text(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
-    return dumper.represent_scalar(
-        "tag:yaml.org,2002:str", value, style='"' if BREAKS & set(value) else None
-    )
+    escapes = BREAKS & set(value) or visible(value) != value
+    return dumper.represent_scalar("tag:yaml.org,2002:str", value, style='"' if escapes else None)
 
 
 _Dumper.add_representer(str, _text)
