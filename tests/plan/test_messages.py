@@ -134,7 +134,7 @@ def test_keys_close_to_an_unknown_one_are_looked_for_only_where_they_are_shown(
         return []
 
     monkeypatch.setattr(foreign_keys, "_close", close)
-    text = json.dumps({"train_batch_size": 8, **{f"k{i}": i for i in range(200)}})
+    text = json.dumps({"train_micro_batch_size_per_gpu": 8, **{f"k{i}": i for i in range(200)}})
     assert "and 180 more" in told(
         lambda: interop.read(text, gpu="h100-sxm-80gb", gpus=8, model="tiny")
     )
