@@ -12,6 +12,7 @@ from typing import Any
 
 from workbench.errors import SHOWN, PlanError, Problem, refuse
 from workbench.interop.translation import KeyNote
+from workbench.units import gib_text
 from workbench.untrusted_text import shown
 
 NO_FIELD = "a plan has no such field"
@@ -242,7 +243,8 @@ class ForeignKeys:
                     )
                 )
                 continue
-            self.skip(key, "the format does not know this key" if foreign else _why(key, whys))
+            why = _with_size(_why(key, whys), self._left[key])
+            self.skip(key, "the format does not know this key" if foreign else why)
             if foreign:
                 self.unknown.append(self.untranslated[-1])
         if refused:
@@ -298,6 +300,17 @@ def _between(least: float, most: float) -> str:
 
 def _below(key: str, section: str) -> bool:
     return key == section or key.startswith(section + ".")
+
+
+def _with_size(why: str, value: Any) -> str:
+    """A reason with the key's number in it, and with the memory of so many 16-bit elements."""
+    if "{" not in why:
+        return why
+    number = value if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
+    known = 0 <= number <= 2**53
+    return why.format(
+        value=shown(value), size=gib_text(2 * number) if known else "2 bytes an element"
+    )
 
 
 def is_below(key: str, sections: Collection[str]) -> bool:

@@ -133,6 +133,25 @@ OPEN = (
 WHYS = {
     **dict.fromkeys(_LAUNCH, "how it is launched; a plan's launcher decides"),
     "fsdp_config": "a detail of FSDP's own wrapping that a plan does not set",
+    "fsdp_config.fsdp_transformer_layer_cls_to_wrap": "the layer, which is the unit that an "
+    "estimate gathers",
+    "fsdp_config.fsdp_limit_all_gathers": "false: all-gathers run ahead without a limit, each with "
+    "a unit in memory; an estimate takes two units",
+    "fsdp_config.fsdp_forward_prefetch": "true: one more unit is gathered ahead in forward, + 2 "
+    "bytes x its parameters",
+    "fsdp_config.fsdp_use_orig_params": "which tensors the optimizer sees of a unit; the same "
+    "memory and time",
+    "fsdp_config.fsdp_cpu_ram_efficient_loading": "at the start: true: rank 0 alone reads the "
+    "weights; false: each rank of a node holds the whole model in host memory",
+    "fsdp_config.fsdp_sync_module_states": "at the start: rank 0 sends its weights to the others",
+    "fsdp_config.fsdp_state_dict_type": "how checkpoints are saved; FULL_STATE_DICT gathers the "
+    "whole model in the host memory of rank 0",
+    "fsdp_config.fsdp_ignored_modules": "modules that are not sharded: each rank holds their "
+    "parameters, gradients and optimizer states",
+    "deepspeed_config.zero3_init_flag": "at the start: false: each rank builds the whole model "
+    "before it is sharded",
+    "deepspeed_config.zero3_save_16bit_model": "a saved model is gathered in 16 bits, in the host "
+    "memory of rank 0",
     "fsdp_config.fsdp_activation_checkpointing_offload": "strategy.offload_activations says "
     "it, for stack workbench only",
     "deepspeed_config": "a detail of how DeepSpeed is started or saves that a plan does not set",

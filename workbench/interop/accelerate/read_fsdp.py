@@ -8,6 +8,7 @@ script.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from workbench.errors import refuse
@@ -24,10 +25,14 @@ from workbench.interop.translation import (
 from workbench.interop.translation_loss import lost, nearest
 from workbench.machine import gpu_catalog
 from workbench.machine.hardware import Fabric
+from workbench.plan.model.model_shape import Shape
+from workbench.plan.model.parameter_count import parameters
+from workbench.plan.resolution import model_shape
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.rules.strategy.recompute_rules import recomputed_layers
 from workbench.plan.schema import Plan
 from workbench.safe_io import yaml_files
+from workbench.units import gib_text
 from workbench.untrusted_text import shown
 
 F, AXIS = "fsdp_config.fsdp_", "parallelism_config.parallelism_config_"
@@ -82,11 +87,9 @@ def read(
     }
     for field in ("sequence_length", "micro_batch", "global_batch", "steps"):
         keys.assume(f"training.{field}", "default", "the user's script decides; the plan's default")
-    plan = {
-        "model": given.the_model("an accelerate YAML does not say the model"),
-        "cluster": cluster,
-        "strategy": strategy,
-    }
+    model = given.the_model("an accelerate YAML does not say the model")
+    _wrapping(keys, given, strategy)
+    plan = {"model": model, "cluster": cluster, "strategy": strategy}
     keys.finish(known.KNOWN, known.WHYS, known.OPEN, lenient)
     return imported("fsdp", plan, keys, given)
 
@@ -162,6 +165,36 @@ def _data(
     elif (replicate or 1) > 1 and zero:
         found["shard"] = data // (replicate or 1) * sizes["context"]
     return found
+
+
+def _wrapping(keys: ForeignKeys, given: ImportOptions, strategy: Mapping[str, Any]) -> None:
+    """Tell units other than layers, which an estimate gathers one at a time, by their size."""
+    key, least = F + "auto_wrap_policy", F + "min_num_params"
+    words = {str(number): name for number, name in enumerate(_POLICIES, start=1)}
+    policy = keys.choice(key, words | {name: name for name in _POLICIES})
+    wide = 4 if strategy["precision"] == "fp32" else 2
+    if policy == "SIZE_BASED_WRAP" and (number := keys.integer(least, 0)):
+        size = gib_text(wide * number)
+        keys.mark_untranslated(
+            least, f"units of {wide} bytes x so many parameters or more, {size}, are gathered"
+        )
+    if policy not in (None, "NO_WRAP") or strategy["data"]["zero"] < 2:
+        return
+    shape = given.model if isinstance(given.model, Shape) else None
+    with suppress(ValueError):  # code, or a profile, whose parameters nobody has counted here
+        shape = shape or model_shape(str(given.model))
+    sized = f" = {gib_text(wide * parameters(shape).total)} a rank" if shape else ""
+    why = (
+        "one unit: the whole model is gathered from forward to backward, and its gradients reduced "
+        f"at once, + {wide} bytes x parameters{sized}; an estimate gathers a layer at a time"
+    )
+    if policy is None:
+        keys.assume(key, "NO_WRAP", f"accelerate's default: {why}")
+    else:
+        keys.mark_untranslated(key, why)
+
+
+_POLICIES = ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")
 
 
 def _offload(keys: ForeignKeys, zero: int) -> str:

@@ -178,10 +178,43 @@ KNOWN = frozenset(
 )
 """Dotted keys that are known one by one: those that are translated, and ZeRO's."""
 
+_PINNED = "true: copies overlap, in host memory that cannot be swapped; a plan's always is"
+_GATHERED = {
+    "max_live_parameters": "so many elements are gathered at most, {size} of a rank; an estimate "
+    "takes the framework profile's (1e9)",
+    "max_reuse_distance": "what is used again within so many elements ({size}) stays gathered: "
+    "more memory, fewer all-gathers",
+    "prefetch_bucket_size": "so many elements are gathered ahead, {size} of a rank",
+    "param_persistence_threshold": "parameters below so many elements ({size}) are never sharded",
+    "model_persistence_threshold": "at most so many elements ({size}) are never sharded",
+    "gather_16bit_weights_on_model_save": "a saved model is gathered in 16 bits, in the host "
+    "memory of rank 0",
+    "use_all_reduce_for_fetch_params": "parameters are fetched by all-reduce, twice the volume",
+}
+"""Setting of what ZeRO-3 has gathered -> what it changes."""
 WHYS = {
     "zero_optimization": "a detail of DeepSpeed's own sharding that a plan does not set",
     "zero_optimization.zero_hpz_partition_size": "a plan keeps no second, smaller shard of the "
-    "parameters (ZeRO++)",
+    "parameters (ZeRO++): + 2 bytes x parameters / {value} a rank, and backward gathers within it",
+    "zero_optimization.allgather_bucket_size": "parameters are all-gathered after the step in "
+    "buffers of {size} (stages 1 and 2), which an estimate does not count",
+    "zero_optimization.reduce_scatter": "false: gradients are all-reduced, twice the volume",
+    "zero_optimization.contiguous_gradients": "true: gradients wait in a buffer of a bucket, two "
+    "with overlap; false: memory fragments",
+    **{
+        f"zero_optimization.{before}{key}": why
+        for key, why in _GATHERED.items()
+        for before in ("stage3_", "")
+    },
+    "zero_optimization.stage3_gather_fp16_weights_on_model_save": _GATHERED[
+        "gather_16bit_weights_on_model_save"
+    ],
+    "zero_optimization.sub_group_size": "the optimizer steps through groups of so many elements; "
+    "of each, 16-bit gradients are made fp32: 2 x {size} beside them",
+    "zero_optimization.offload_optimizer.pin_memory": _PINNED,
+    "zero_optimization.offload_param.pin_memory": _PINNED,
+    "zero_optimization.offload_param.max_in_cpu": "with NVMe so many elements stay in host memory, "
+    "{size}",
     "zero_optimization.zero_quantized_weights": "a plan sends parameters as they are (ZeRO++ "
     "quantises them)",
     "zero_optimization.zero_quantized_gradients": "a plan sends gradients as they are (ZeRO++ "
