@@ -369,7 +369,7 @@ def test_a_partition_that_is_written_and_lost_is_named(format: Any) -> None:
         plan = build_plan(
             {"model": "tiny", "cluster": {"gpu": GPU_NAME, "gpus": 2}, "strategy": strategy}
         )
-        plan = plan.replace(**{"model.layers": 6})
+        plan = plan.replace(**{"model.layers": 6 if partition else 8})
         named[bool(partition)] = {
             note.field: note.value for note in interop.write(plan, format).untranslated
         }
@@ -401,3 +401,21 @@ def test_what_is_written_is_named_even_where_it_decides_nothing() -> None:
     assert "strategy.data.overlap" not in {
         n.field for n in interop.write(Plan.of("tiny", gpu=GPU_NAME), "fsdp").untranslated
     }
+
+
+@pytest.mark.parametrize("format", ["deepspeed", "fsdp"])
+def test_an_uneven_partition_that_nobody_wrote_is_named(format: interop.Format) -> None:
+    data = {"model": "llama-3-8b", "cluster": {"gpu": GPU_NAME, "gpus": 12}}
+    pipeline = {"size": 2, "chunks": 3, "schedule": "interleaved"}
+    plan = build_plan({**data, "strategy": {"pipeline": pipeline}})
+    held = plan.resolve().strategy.pipeline.partition
+    assert isinstance(held, list) and len(set(held)) > 1
+    lost = {note.field: note.value for note in interop.write(plan, format).untranslated}
+    assert lost["strategy.pipeline.partition"] == held
+
+
+def test_a_seed_of_a_newer_torchtitan_is_the_plans() -> None:
+    job = "[parallelism]\ntensor_parallel_degree = 2\n[debug]\nseed = 7\ndeterministic = true\n"
+    found = interop.read(job, model="llama-3-8b", gpu=GPU_NAME, gpus=8)
+    assert (found.plan.training.seed, found.plan.training.deterministic) == (7, True)
+    assert not [note for note in found.untranslated if note.field.startswith("debug")]

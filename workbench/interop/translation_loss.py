@@ -67,6 +67,7 @@ def lost(
     for field in dict.fromkeys([*ours, *theirs]):
         value, name = ours.get(field), _group(field, "model" in handed)
         follows = name == PARTITION and field not in written and {STAGES, CHUNKS} & set(found)
+        follows = follows and _is_even(value)
         in_mixture = field == "corpus.source" and field not in ours
         if name in UNSAID or name in found or follows or in_mixture:
             continue
@@ -77,6 +78,11 @@ def lost(
             reason += "; here it decides nothing" * (differs and _idle(field, full))
             found[name] = KeyNote(name, _value(name, full, value), reason)
     return list(found.values())
+
+
+def _is_even(partition: Any) -> bool:
+    """Whether layers a stage follow from the number of stages, each having as many."""
+    return not isinstance(partition, list) or len(set(partition)) <= 1
 
 
 def _leaves(plan: Plan) -> dict[str, Any]:

@@ -33,9 +33,11 @@ def read_training(
         "optimizer": _optimizer(keys, steps, sets),
         "evaluation": _evaluation(keys, data, batch["global_batch"]),
     }
-    if (seed := keys.integer("training.seed", 0)) is not None:
+    # Both are of [debug] from 0.2.1 on.
+    if (seed := keys.renamed_integer("debug.seed", "training.seed", 0)) is not None:
         training["seed"] = seed
-    if keys.flag("training.deterministic"):
+    flags = [keys.flag(f"{table}.deterministic") for table in ("training", "debug")]
+    if any(flags):
         training["deterministic"] = True
     trackers = [name for name in ("tensorboard", "wandb") if keys.flag(f"metrics.enable_{name}")]
     timeout = keys.integer("comm.train_timeout_seconds")
