@@ -66,8 +66,8 @@ def lost(
     found: dict[str, KeyNote] = {}
     for field in dict.fromkeys([*ours, *theirs]):
         value, name = ours.get(field), _group(field, "model" in handed)
-        follows = name == PARTITION and field not in written and {STAGES, CHUNKS} & set(found)
-        follows = follows and _is_even(value)
+        changed = name == PARTITION and bool({STAGES, CHUNKS} & set(found))
+        follows = changed and field not in written and _is_even(value)
         in_mixture = field == "corpus.source" and field not in ours
         if name in UNSAID or name in found or follows or in_mixture:
             continue
