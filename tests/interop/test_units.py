@@ -11,18 +11,19 @@ from tests.interop.foreign_samples import GPU_NAME, LLAMA, NEOX, ON_8, TITAN, le
 from workbench import interop
 from workbench.interop.gpt_neox import read_gpt_neox
 from workbench.interop.megatron import read_megatron
+from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.schema import Plan, build_plan
 
 
-def _megatron(*more: Any) -> Plan:
+def _megatron(*more: Any) -> ResolvedPlan:
     return read_megatron.read([*LLAMA, *more], ON_8).plan.resolve()
 
 
-def _neox(**more: Any) -> Plan:
+def _neox(**more: Any) -> ResolvedPlan:
     return read_gpt_neox.read(NEOX | more, ON_8).plan.resolve()
 
 
-def _titan(more: str) -> Plan:
+def _titan(more: str) -> ResolvedPlan:
     return interop.read(TITAN + more, gpu=GPU_NAME, gpus=8).plan.resolve()
 
 

@@ -119,7 +119,8 @@ def test_a_view_that_still_reads_says_how_far_it_is(
     monkeypatch.setattr(telemetry_reader, "LEAST_BYTES", 1_000)
     monkeypatch.setattr(telemetry_reader, "POLL_BYTES", 1_000)
     dashboard = Dashboard(Run(folder))
-    headlines, done = [], []
+    headlines: list[str] = []
+    done: list[int] = []
     while dashboard._reader.behind or not headlines:
         dashboard._poll()
         headlines.append(dashboard.board.banner["headline"])

@@ -87,13 +87,14 @@ def test_clipping_by_the_local_norm(
 ) -> None:
     def agree(
         self: Session, loss: Tensor | None, stop: int, by_source: None
-    ) -> tuple[Tensor, Tensor, Tensor, None]:
-        agreed, _, stopping, _ = original(self, loss, stop, by_source)
+    ) -> tuple[Tensor, Tensor, Tensor, None, Tensor]:
+        agreed, _, stopping, _, own = original(self, loss, stop, by_source)
         return (
             agreed,
             square_norm(self.part.store.gradients, self.part.store.layouts, self.mesh).sqrt(),
             stopping,
             None,
+            own,
         )
 
     original = Session._agree

@@ -107,7 +107,7 @@ def _as_stated(usual: FrameworkProfile, s: Strategy) -> FrameworkProfile:
         kernels = replace(kernels, attention=OF_TORCH.get(s.attention, s.attention))
     if s.kernels == "liger":
         saved = replace(saved, gated_tensors=min(LIGER_GATED_TENSORS, saved.gated_tensors))
-    if s.loss not in ("auto", loss.kind):
+    if s.loss != "auto" and s.loss != loss.kind:
         loss = LOSSES[s.loss]
     return replace(usual, kernels=kernels, saved_tensors=saved, loss=loss)
 

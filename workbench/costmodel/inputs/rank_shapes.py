@@ -226,8 +226,10 @@ class RankShapes:
     @property
     def fuses_head(self) -> Mask:
         """Whether head and loss are one operator over chunks of tokens, which keeps no logits."""
-        own = self.uses_fused_kernels & (np.asarray(self.tensor) == 1)
-        return own | (self.fixed.framework.loss.kind == "fused_linear")
+        if self.fixed.framework.loss.kind == "fused_linear":
+            return True
+        own: Mask = np.asarray(self.tensor) == 1
+        return self.uses_fused_kernels & own
 
     @property
     def experts_over_tensor(self) -> Number:

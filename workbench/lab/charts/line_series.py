@@ -117,7 +117,7 @@ def thin_steps(values: pd.DataFrame, at_least: int = 1) -> pd.DataFrame:
     kept = set(values.reset_index(drop=True).groupby("rank").step.idxmax())
     groups = values.groupby([values["rank"], values.step // width], sort=False).indices.values()
     for group in groups:
-        places = group.tolist()
+        places = [int(place) for place in group]
         kept |= {places[i] for i in extremes([numbers[place] for place in places])}
     return values.iloc[sorted(kept)]
 
@@ -180,8 +180,13 @@ def line_chart(
     ]
     if MEDIAN in names:
         area = alt.Chart(chart_data.ROWS).transform_filter(f"datum.rank == '{MEDIAN}'")
-        edge = {"stroke": palette.NEUTRAL_COLOUR, "strokeWidth": 0.7, "strokeOpacity": 0.7}
-        area = area.mark_area(fillOpacity=0.2, color=palette.NEUTRAL_COLOUR, **edge)
+        area = area.mark_area(
+            fillOpacity=0.2,
+            color=palette.NEUTRAL_COLOUR,
+            stroke=palette.NEUTRAL_COLOUR,
+            strokeWidth=0.7,
+            strokeOpacity=0.7,
+        )
         layers.insert(0, area.encode(x=x, y=alt.Y("low:Q", title=unit), y2="high:Q"))
     return alt.layer(*layers)
 

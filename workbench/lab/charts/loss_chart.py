@@ -44,7 +44,8 @@ def training_losses(profile: Profile) -> pd.DataFrame:
     """Frame (rank, step, value) of the lowest rank: every rank logs the loss of the whole job."""
     steps = profile.steps
     own = steps[steps["rank"] == steps["rank"].min()]
-    return own[["rank", "step"]].assign(value=own.loss.astype(float))
+    found: pd.DataFrame = own[["rank", "step"]].assign(value=own.loss.astype(float))
+    return found
 
 
 def loss_row(run: str, step: int, value: float | None, text: str = TRAINING) -> dict[str, Any]:

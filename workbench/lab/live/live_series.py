@@ -96,7 +96,8 @@ class BoundedSeries:
         parts: dict[int, dict[int, list[Point]]] = {}
         for point in self._open + values:
             parts.setdefault(point[0], {}).setdefault(point[1] // self.width, []).append(point)
-        self._open, over = [], []
+        over: list[Point] = []
+        self._open = []
         for own in parts.values():
             newest = max(own)
             for part, points in own.items():

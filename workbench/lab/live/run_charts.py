@@ -122,8 +122,8 @@ class RunCharts:
     def _grow_throughput(self, values: list[tuple[int, int, float]]) -> None:
         change = self.throughput.add(values)
         if change and change.replace:
-            values, width = self.throughput.to_frame(), self.throughput.width
-            self.board.put(pace_figure(values, self.world_size, "measured", width))
+            frame, width = self.throughput.to_frame(), self.throughput.width
+            self.board.put(pace_figure(frame, self.world_size, "measured", width))
         elif change:
             self.board.extend("throughput", change.rows)
 
