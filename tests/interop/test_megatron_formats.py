@@ -53,7 +53,8 @@ def test_a_megatron_script_holds_shape_cluster_and_strategy() -> None:
     )
     assert full.strategy.gradient_dtype == "fp32" and full.checkpoint.every == 500
     assert full.training.optimizer.final_ratio == 0.1 and full.training.sequence_length == 4096
-    assert left(found)["--data-path"] == ["part_a", "part_b"] and "--use-flash-attn" in left(found)
+    assert left(found)["--data-path"] == ["part_a", "part_b"]
+    assert full.strategy.attention == "flash-2"
     assert assumed(found)["training.optimizer.epsilon"] == 1e-8
 
 

@@ -317,6 +317,7 @@ REWORDED = {
     "--num-layers-per-virtual-pipeline-stage",
     "--cp-comm-type",
     "--recompute-activations",
+    "--use-flash-attn",
     "--fp8-format",
     "model.converters",
 }

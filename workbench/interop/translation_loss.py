@@ -129,7 +129,7 @@ def _matters(
 ) -> bool:
     if name in ("cluster.fabric", "cluster.nodes", "cluster.gpus_per_node", "name"):
         return any(key == name or key.startswith(name + ".") for key in written)
-    if field in (PARTITION, "strategy.attention"):
+    if field in (PARTITION, "strategy.attention", "strategy.loss"):
         return False  # always filled; where it matters it reads back otherwise
     return (
         name in ALWAYS

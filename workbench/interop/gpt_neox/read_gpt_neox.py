@@ -88,7 +88,8 @@ def read(
     world, batch = read_deepspeed.batch_of(
         keys, _gpus(keys, given), math.prod(axes.values()), set()
     )
-    model = _model(keys, given)
+    kinds = str(keys.take("attention_config") or "")
+    model = _model(keys, given, kinds)
     training = _training(keys, batch)
     strategy = {
         "stack": PIPED,
@@ -101,6 +102,8 @@ def read(
         "context": {"size": axes["context"]},
         "recompute": _recompute(keys),
         "expert": {"size": keys.integer("moe_expert_parallel_size") or 1},
+        # "global" is batched GEMMs around a softmax, as is a profile without a word.
+        "attention": "flash-2" if "flash" in kinds and "global" not in kinds else "auto",
     }
     plan = {"model": model, "cluster": given.cluster(world), "strategy": strategy, **training}
     keys.finish(known.KNOWN, known.WHYS, known.SECTIONS, lenient)
@@ -163,7 +166,7 @@ def _recompute(keys: ForeignKeys) -> str:
     return "full"
 
 
-def _model(keys: ForeignKeys, given: ImportOptions) -> str | dict[str, Any]:
+def _model(keys: ForeignKeys, given: ImportOptions, kinds: str) -> str | dict[str, Any]:
     if given.model is not None:
         for key in known.SHAPE:
             keys.skip(key, "the model given says the shape")
@@ -179,7 +182,7 @@ def _model(keys: ForeignKeys, given: ImportOptions) -> str | dict[str, Any]:
                 f"is {experts}: experts in every other layer, which a plan's model cannot "
                 "say; legal: 1, or give model (--model)",
             )
-    fields = {key: value for key, value in _fields(keys, given).items() if value is not None}
+    fields = {key: value for key, value in _fields(keys, given, kinds).items() if value is not None}
     shape = build_plan(
         {"model": {"name": "gpt-neox", **fields}, "cluster": {"gpu": "local", "gpus": 1}}
     ).model
@@ -187,7 +190,7 @@ def _model(keys: ForeignKeys, given: ImportOptions) -> str | dict[str, Any]:
     return catalogued(shape) or shape.model_dump(exclude_unset=True)
 
 
-def _fields(keys: ForeignKeys, given: ImportOptions) -> dict[str, Any]:
+def _fields(keys: ForeignKeys, given: ImportOptions, kinds: str) -> dict[str, Any]:
     layers, hidden, heads = (keys.integer(key) for key in REQUIRED)
     llama = keys.choice("mlp_type", {"regular": False, "llama": True}) or False
     activation = keys.choice(
@@ -223,7 +226,7 @@ def _fields(keys: ForeignKeys, given: ImportOptions) -> dict[str, Any]:
         "rotary_dim": rotated_entries(share, None, hidden, heads) if positions == "rope" else None,
         "parallel_residual": _parallel(keys),
         "unmodelled": "; ".join(
-            _beyond(keys, layers, bias is not False, not llama and inner is not False)
+            _beyond(keys, kinds, layers, bias is not False, not llama and inner is not False)
         )
         or None,
     }
@@ -285,13 +288,12 @@ def _vocabulary(keys: ForeignKeys, given: ImportOptions) -> int:
 
 
 def _beyond(
-    keys: ForeignKeys, layers: int | None, attention_bias: bool, mlp_bias: bool
+    keys: ForeignKeys, kinds: str, layers: int | None, attention_bias: bool, mlp_bias: bool
 ) -> list[str]:
     """What the model computes that the fields of a shape do not say."""
     found = {"use_qk_layernorm": "use_qk_layernorm true"} if keys.flag("use_qk_layernorm") else {}
     if (unique := keys.integer("num_unique_layers")) not in (None, layers):
         found["num_unique_layers"] = f"num_unique_layers {unique}: layers share weights"
-    kinds = str(keys.take("attention_config") or "")
     if any(
         word in kinds
         for word in ("local", "sparse", "bigbird", "longformer", "mlp", "mamba", "rwkv")

@@ -334,14 +334,15 @@ WHYS = {
     "encoder-tensor-model-parallel-size": "of an encoder; strategy.tensor.size is a decoder's",
     "microbatch-group-size-per-virtual-pipeline-stage": "a plan interleaves groups of "
     "strategy.pipeline.size microbatches",
-    "attention-backend": "attention under Megatron is as its framework profile says",
+    "attention-backend": "strategy.attention is left to the framework profile: it is undecided",
+    "cross-entropy-loss-fusion": "strategy.loss says which logits there are, not whether one "
+    "kernel reads them",
     "checkpoint-in-cpu": "strategy.offload_activations says it, for stack workbench only",
     **dict.fromkeys(
         ("memory-centric-tiled-linear", "tile-factor"),
         "strategy.data.tile_factor says it, for stack workbench only",
     ),
     "ddp-num-buckets": "strategy.data.bucket_mib is a size; Megatron's default of it was taken",
-    "use-flash-attn": "attention under Megatron is as its framework profile says",
     "init-method-std": "a plan's weights start by the model's own rule",
     **dict.fromkeys(
         ("loss-scale", "initial-loss-scale", "min-loss-scale", "loss-scale-window", "hysteresis"),
@@ -383,7 +384,8 @@ LOST = {
     "every stage",
     "strategy.placement": "Megatron orders tensor, context, then data and pipeline in either order",
     "strategy.precision": "Megatron knows fp32, fp16, bf16, fp8, mxfp8 and nvfp4",
-    "strategy.attention": "attention under Megatron is as its framework profile says",
+    "strategy.attention": "Megatron says flash, fused or unfused, and no generation",
+    "strategy.loss": "Megatron-core's loss is of all logits, or fused with the head",
     "strategy.kernels": "Megatron's layers are Transformer Engine's fused ones, or local",
     "training.optimizer.master": "Megatron keeps master weights beside 16-bit parameters",
     "training.optimizer.moments": "Megatron's moments are fp32 or bf16 here",

@@ -94,6 +94,8 @@ def _plan(keys: ForeignKeys, given: ImportOptions) -> dict[str, Any]:
         "gradient_dtype": gradients,
         "placement": _placement(keys),
         "kernels": _kernels(keys),
+        **_attention(keys),
+        **_loss(keys),
     }
     return {"model": model, "cluster": cluster, "strategy": strategy, **training}
 
@@ -423,6 +425,37 @@ def _kernels(keys: ForeignKeys) -> str:
         keys.choice("transformer-impl", {"local": "eager", "transformer_engine": "fused"})
         or "fused"
     )
+
+
+_BACKENDS = {
+    "flash": "flash-2",
+    "fused": "cudnn-9",
+    "unfused": "unfused",
+    "local": "unfused",
+    "auto": None,
+}
+"""Word of --attention-backend -> `strategy.attention`; null: the framework profile's."""
+_FLASH = {"use-flash-attn-v1": "flash-1", "use-flash-attn-v2": "flash-2"}
+"""Switches of Megatron-DeepSpeed; --use-flash-attn is the first or the second by the package."""
+
+
+def _attention(keys: ForeignKeys) -> dict[str, str]:
+    """`attention` of the strategy, where the arguments say it."""
+    said = None
+    if not keys.is_undecided("attention-backend"):
+        said = keys.choice("attention-backend", _BACKENDS)
+    flash = "flash-2" if keys.flag("use-flash-attn") else None
+    for switch, kernel in _FLASH.items():
+        flash = kernel if keys.flag(switch) else flash
+    return {"attention": kernel} if (kernel := said or flash) else {}
+
+
+def _loss(keys: ForeignKeys) -> dict[str, str]:
+    """`loss` of the strategy, where head and loss are one operator."""
+    key = "cross-entropy-fusion-impl"
+    kinds = {"native": "", "te": "", "linear": "fused_linear"}
+    kind = "" if keys.is_undecided(key) else keys.choice(key, kinds)
+    return {"loss": kind} if kind and keys.flag("cross-entropy-loss-fusion") else {}
 
 
 def write(plan: Plan) -> Translation:

@@ -39,6 +39,7 @@ def written(full: ResolvedPlan) -> dict[str, Any]:
         **_data(full),
         **_recompute(full),
         **_precision(full),
+        **_kernels(full),
     }
     return {**found, **_training(full), **_optimizer(full), **_keeping(full)}
 
@@ -129,6 +130,20 @@ def _recompute(full: ResolvedPlan) -> dict[str, Any]:
         "recompute-num-layers": first,
     }
     return block if first else {}
+
+
+def _kernels(full: Plan) -> dict[str, Any]:
+    """Attention and loss, where the plan states those of a framework."""
+    s = full.strategy
+    kind = next((k for k in _BACKENDS if s.attention.startswith(k)), None)
+    found = {"attention-backend": _BACKENDS[kind]} if kind and s.stack != "workbench" else {}
+    if s.loss == "fused_linear" and s.stack != "workbench":
+        found |= {"cross-entropy-loss-fusion": True, "cross-entropy-fusion-impl": "linear"}
+    return found
+
+
+_BACKENDS = {"flash": "flash", "cudnn": "fused", "unfused": "unfused"}
+"""Begin of an attention's name -> word of --attention-backend."""
 
 
 def _precision(full: Plan) -> dict[str, Any]:
