@@ -10,15 +10,19 @@ from typing import Any
 import numpy as np
 import pytest
 
+from workbench.costmodel.communication.collective_volume import step_collectives
+from workbench.costmodel.frameworks.framework_profile import framework_table
 from workbench.costmodel.frameworks.model_state_behavior import ModelStateBehavior
 from workbench.costmodel.inputs.rank_workload import Workload, workload
 from workbench.costmodel.memory import activation_memory
 from workbench.costmodel.memory.live_sets.live_by_phase import live_by_phase
 from workbench.costmodel.memory.loss_memory import head_memory as head_of
+from workbench.costmodel.memory.model_states import model_states
 from workbench.costmodel.memory.peak_memory import PeakMemory, num_communicators, peak_memory
 from workbench.costmodel.memory.reported_memory import reported_memory
 from workbench.costmodel.memory.step_buffers import step_buffers, zero_working_set
 from workbench.costmodel.rates.constants import constants
+from workbench.plan.model.four_bit_base import four_bit_notes
 from workbench.plan.schema import Plan
 from workbench.planner.validation.framework_names import find_framework
 from workbench.planner.validation.measured_rows import parse_row
@@ -68,6 +72,44 @@ def load(
 def live(w: Workload) -> PeakMemory:
     s = w.fixed
     return peak_memory(w, constants(s.gpu, s.kernels, s.stack))
+
+
+FROZEN_BASES: dict[str, Any] = {"lora": {}, "nf4": {"format": "nf4"}, "int4": {"format": "int4"}}
+"""Base -> `finetune.quantize`."""
+
+
+@pytest.mark.parametrize("zero", ["single", "zero-1", "zero-3"])
+@pytest.mark.parametrize("base", FROZEN_BASES)
+@pytest.mark.parametrize("model", ["llama-3-8b", "mixtral-8x7b"])
+def test_a_frozen_base_stays_as_it_was_loaded(model: str, base: str, zero: str) -> None:
+    """Under every framework profile: its bytes of a parameter are those of adapters alone."""
+    changes: dict[str, Any] = {
+        "finetune.lora": {"rank": 16, "targets": "all"},
+        "finetune.quantize": FROZEN_BASES[base] or None,
+    }
+    gpus = 1 if zero == "single" else 8
+    shard = gpus if zero == "zero-3" else 1
+    for stack in framework_table():
+        plan = Plan.of(
+            model,
+            gpu="h100-sxm-80gb",
+            gpus=gpus,
+            strategy=zero,
+            set={"strategy.stack": stack, "strategy.precision": "bf16", **changes},
+        ).resolve()
+        w = workload(plan)
+        notes = four_bit_notes(plan).get("four_bit_base")
+        adapters = float(w.param_counts.trained[0])
+        loaded = 2 * float(w.param_counts.total[0] - adapters)
+        if notes:
+            loaded = notes["bytes"] + notes["unquantized_bytes"]
+        trained = w.fixed.framework.model_states.parameter_bytes(2) * adapters
+        stored = model_states(w, w.param_counts).parameters
+        assert float(stored[0]) == pytest.approx((loaded + trained) / shard, rel=1e-4), stack
+        if zero == "zero-3":
+            gathers = (c for c in step_collectives(w) if (c.kind, c.action) == ("all_gather", "F"))
+            moved = sum(float(np.sum(c.bytes * c.count)) for c in gathers) / float(w.microbatches)
+            assert moved == pytest.approx(loaded + 2 * adapters, rel=1e-4), stack
 
 
 def lit(**changes: Any) -> PlannedRow:

@@ -13,7 +13,9 @@ class ModelStateBehavior:
     """
 
     parameters: float | None = None
-    """Bytes per stored parameter; None: those of the plan's precision."""
+    """Bytes per stored parameter that is trained; None: those of the plan's precision, in which a
+    frozen base is.
+    """
     gradients: float | None = None
     """Bytes per stored gradient; None: those it is reduced in."""
     optimizer: float | None = None

@@ -61,7 +61,7 @@ class FixedConfig:
     framework: FrameworkProfile
     """Framework profile that `stack` names, on this GPU."""
     parameter_bytes: float
-    """Bytes per stored parameter."""
+    """Bytes per stored parameter that is trained."""
     gradient_bytes: float | None
     """Bytes per stored gradient; None: those of the dtype it is reduced in."""
     gradient_accumulator_bytes: float

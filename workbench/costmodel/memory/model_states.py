@@ -45,15 +45,24 @@ def model_states(w: Workload, p: ParamCounts) -> ModelStates:
         gradients = np.where(w.reduce_microbatch > 0, sharded, whole)
     widened = w.fixed.framework.model_states.upcast_gradient_bytes(w.fixed.precision)
     return ModelStates(
-        parameters=(sharded_params(w, packed) if w.zero == 3 else packed.total)
-        * w.fixed.parameter_bytes
-        + _fp8_weight_bytes(w, p),
+        parameters=_stored_bytes(w, packed) + _fp8_weight_bytes(w, p),
         gradients=gradients * w.stored_gradient_bytes
         + whole * w.fixed.gradient_accumulator_bytes
         + optimizer * widened,
         optimizer=optimizer * w.fixed.moment_bytes,
         master=optimizer * w.fixed.master_bytes,
     )
+
+
+def _stored_bytes(w: Workload, packed: ParamCounts) -> Array:
+    """Bytes of parameters: what is trained as the framework stores it, a frozen base as it was
+    loaded, in the plan's precision or packed in 4 bits (QLoRA, 2305.14314), whatever trains it.
+    """
+    every, trained = packed.total, packed.trained
+    if w.zero == 3:
+        every, trained = sharded_params(w, packed), np.asarray(sum(owned_params(w, packed)))
+    stored = trained * (w.fixed.parameter_bytes - w.element_bytes)
+    return np.asarray(every * w.element_bytes + stored)
 
 
 def _fp8_weight_bytes(w: Workload, p: ParamCounts) -> Number:
@@ -63,9 +72,8 @@ def _fp8_weight_bytes(w: Workload, p: ParamCounts) -> Number:
     if w.quantized_format is None:
         return 0.0
     held = w.quantized_format.orders(w.fixed.gpu) * w.quantized_format.element_bytes
-    each = w.fixed.framework.model_states.fp8_weight_bytes(
-        w.fixed.parameter_bytes, held, w.fixed.precision
-    )
+    stored = w.element_bytes if p.frozen else w.fixed.parameter_bytes
+    each = w.fixed.framework.model_states.fp8_weight_bytes(stored, held, w.fixed.precision)
     return params_outside_tables(w, p) * each
 
 
