@@ -18,6 +18,7 @@ from workbench.costmodel.memory import activation_memory
 from workbench.costmodel.memory.live_sets.live_by_phase import live_by_phase
 from workbench.costmodel.memory.loss_memory import head_memory as head_of
 from workbench.costmodel.memory.model_states import model_states
+from workbench.costmodel.memory.optimizer_step import optimizer_step_buffers
 from workbench.costmodel.memory.peak_memory import PeakMemory, num_communicators, peak_memory
 from workbench.costmodel.memory.reported_memory import reported_memory
 from workbench.costmodel.memory.step_buffers import step_buffers, zero_working_set
@@ -255,6 +256,39 @@ def test_internevos_step_makes_flat_gradients_and_the_second_moments_root() -> N
     assert float(live(w).live.max()) / float(w.param_counts.total.max()) == pytest.approx(
         30, rel=1e-3
     )
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+@pytest.mark.parametrize(
+    ("stack", "strategy", "bytes_each"),
+    [
+        ("deepspeed-zero", "zero-1", 2 + 4),
+        ("deepspeed-zero", "zero-2", 2 + 4),
+        ("deepspeed-zero", "zero-3", 2 + 4),
+        ("colossalai", "zero-1", 4),
+    ],
+)
+def test_a_rank_upcasts_the_gradients_of_its_partition_for_the_step(
+    stack: str, strategy: str, bytes_each: int, precision: str
+) -> None:
+    """DeepSpeed stage_1_and_2.py and stage3.py: flatten(averaged_gradients).to(fp32), beside the
+    reduced ones.
+    """
+    changes = {"strategy__precision": precision, "strategy__gradient_dtype": "parameters"}
+    w = load(stack, 8, strategy, "llama-2-7b", **changes)
+    found = float(optimizer_step_buffers(w, w.param_counts)["temporary"][0])
+    assert found == pytest.approx(bytes_each * float(w.param_counts.total[0]) / 8)
+
+
+def test_zero_3_of_deepspeed_steps_a_sub_group_after_the_other() -> None:
+    """sub_group_size: 1e9 parameters of a rank's partition."""
+    w = load("deepspeed-zero", 8, "zero-3", model="llama-3-70b")
+    assert float(optimizer_step_buffers(w, w.param_counts)["temporary"][0]) == 6e9
+
+
+def test_what_the_host_steps_it_upcasts_itself() -> None:
+    w = load("deepspeed-zero", 8, "zero-offload")
+    assert float(optimizer_step_buffers(w, w.param_counts)["temporary"][0]) == 0
 
 
 def test_nanotron_keeps_two_gathered_sequences_and_frees_others_that_wait() -> None:

@@ -52,6 +52,10 @@ class ModelStateBehavior:
     """Whether a GPU adds 16-bit gradients to fp32 ones without a copy of them in fp32."""
     upcasts_whole_shard: bool = False
     """Whether the optimizer upcasts all gradients of its shard before its step."""
+    flattens_gradients: bool = False
+    """Whether ZeRO copies them into one tensor before, as wide as they are."""
+    sub_group_parameters: float = float("inf")
+    """Most parameters of its shard that ZeRO-3 steps at once."""
     casts_all_states: bool = False
     """Whether the step casts weights and moments that are stored narrower than it computes, beside
     the gradients.

@@ -26,16 +26,19 @@ def optimizer_step_buffers(w: Workload, p: ParamCounts) -> MemoryByCategory:
 
 def _cast_bytes(w: Workload, p: ParamCounts, table: Number) -> Number:
     """Bytes of casts that are live at once: as many as the framework documents, those of a whole
-    share of the parameters, or those of a piece of it.
+    share of the parameters, or those of a piece of it. The host casts in memory of its own.
     """
     states, owned = w.fixed.framework.model_states, sum(owned_params(w, p))
+    on_device = 1 - w.searched.offload_optimizer
     if states.optimizer_temporary:
-        return owned * states.optimizer_temporary
+        return owned * states.optimizer_temporary * on_device
     if states.upcasts_whole_shard:
-        return owned * _upcast_gradient(w) + _rounded_master_bytes(w, p) + _moment_bytes(w, p)
-    per_param = cast_bytes_per_param(w)
-    if w.fixed.framework.data_parallel.stages_offload:  # the host casts in memory of its own
-        per_param = per_param * (1 - w.searched.offload_optimizer)
+        stepped = np.minimum(owned, states.sub_group_parameters) if w.zero == 3 else owned
+        flat = states.flattens_gradients * w.gradient_element_bytes * (w.zero > 0)
+        each = _upcast_gradient(w) + flat
+        casts = _rounded_master_bytes(w, p) + _moment_bytes(w, p)
+        return (stepped * each + casts) * on_device
+    per_param = cast_bytes_per_param(w) * on_device
     limit: Number = np.maximum(OPTIMIZER_CAST_BYTES, table * per_param)
     # A fused GPU kernel casts in registers; a CPU casts in pieces.
     if w.uses_fused_kernels and w.fixed.kernels == "fused":
