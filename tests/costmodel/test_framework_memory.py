@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from workbench.costmodel.communication.collective_volume import step_collectives
+from workbench.costmodel.communication.collective_volume import num_zero3_units, step_collectives
 from workbench.costmodel.frameworks.framework_profile import framework_table
 from workbench.costmodel.frameworks.model_state_behavior import ModelStateBehavior
 from workbench.costmodel.inputs.rank_workload import Workload, workload
@@ -178,19 +178,45 @@ def test_a_report_of_2024_means_the_torchtitan_of_then() -> None:
     assert then.family == now.family == "torchtitan"
 
 
-@pytest.mark.parametrize(("pipeline", "reduce"), [("1", "microbatch"), ("2", "step")])
-def test_fsdp2_keeps_gradients_whole_under_a_pipeline(pipeline: str, reduce: str) -> None:
+@pytest.mark.parametrize(
+    ("framework", "zero", "pipeline", "reduce"),
+    [
+        ("torchtitan (FSDP2)", 3, 1, "microbatch"),
+        ("torchtitan (FSDP2)", 3, 2, "step"),
+        ("NeMo AutoModel (PyTorch FSDP2)", 3, 1, "microbatch"),
+        ("NeMo AutoModel (PyTorch FSDP2)", 3, 2, "step"),
+        ("InternEvo", 3, 2, "step"),
+        ("Megatron-core", 3, 1, "microbatch"),
+        ("Megatron-core", 3, 2, "step"),
+        ("Megatron-core", 2, 1, "step"),
+        ("NeMo", 2, 2, "step"),
+        ("Megatron-Bridge", 2, 1, "step"),
+    ],
+)
+def test_gradients_that_no_backward_shards_stay_whole(
+    framework: str, zero: int, pipeline: int, reduce: str
+) -> None:
     """torch distributed/pipelining/stage.py: set_requires_gradient_sync(False) but in the last
-    backward, so that gradients accumulate unsharded, in fp32.
+    backward, so that gradients accumulate unsharded, as for Megatron's distributed optimizer.
     """
-    changes = {"framework": "torchtitan (FSDP2)", "pp": pipeline, "dp": str(4 // int(pipeline))}
-    plan = lit(**changes, gbs="64", zero_stage="3", tied_emb="no").plan
+    changes = {"framework": framework, "pp": str(pipeline), "dp": str(4 // pipeline)}
+    plan = lit(**changes, gbs="64", zero_stage=str(zero), tied_emb="no").plan
     assert plan.strategy.data.reduce == reduce
     w = workload(plan)
-    held = live(w).moments["initialised"]["gradients"]
-    parameters = w.param_counts.total
-    whole = 4.0 if pipeline == "2" else 4.0 / 4
-    assert held == pytest.approx(whole * parameters)
+    data = [c for c in step_collectives(w) if c.axis == "data"]
+    reductions = {float(np.max(c.count)) for c in data if c.kind == "reduce_scatter"}
+    gathers = max(float(np.max(c.count)) for c in data if c.kind == "all_gather")
+    held = model_states(w, w.param_counts).gradients
+    whole = w.param_counts.total * float(w.stored_gradient_bytes)
+    assert held == pytest.approx(whole if reduce == "step" else whole / 4)
+    units = float(np.max(num_zero3_units(w)))
+    if zero == 3 and pipeline == 2:  # parameters stay gathered too
+        assert (reductions, gathers) == ({units}, units)
+    elif zero == 3:
+        assert (reductions, gathers) == ({4 * units}, 4 * units)
+    else:
+        buckets = float(np.max(np.ceil(whole / w.searched.bucket_bytes)))
+        assert (reductions, gathers) == ({buckets}, 1.0)
 
 
 def test_litgpt_keeps_gradients_whole_between_steps_and_a_head_of_its_own() -> None:

@@ -282,6 +282,16 @@ def test_a_launcher_that_says_nodes_alone_spreads_the_gpus_over_them() -> None:
     )
 
 
+@pytest.mark.parametrize(("stages", "reduce"), [(1, "microbatch"), (2, "step")])
+def test_sharded_gradients_of_a_pipeline_are_reduced_once_a_step(stages: int, reduce: str) -> None:
+    words = (
+        "--num-layers 4 --train-iters 10 --use-megatron-fsdp --use-distributed-optimizer "
+        f"--data-parallel-sharding-strategy optim_grads --pipeline-model-parallel-size {stages}"
+    )
+    data = read_piped(words).plan.strategy.data
+    assert (data.zero, data.reduce) == (2, reduce)
+
+
 def test_fsdp2_may_keep_what_it_gathered() -> None:
     words = "--train-iters 10 --use-torch-fsdp2 "
     assert read(words + "--torch-fsdp2-no-reshard-after-forward").plan.strategy.data.keep_gathered

@@ -111,3 +111,5 @@ def test_a_pipeline_of_torchtitan_counts_its_own_microbatches() -> None:
     full = read_torchtitan.read(text, ImportOptions(None, GPU_NAME, 8)).plan.resolve()
     assert full.strategy.pipeline.schedule == "zb-v" and len(full.strategy.pipeline.partition) == 8
     assert full.training.micro_batch == 1 and full.num_microbatches == 8
+    data = full.strategy.data
+    assert (data.zero, data.reduce, data.keep_gathered) == (3, "step", True)

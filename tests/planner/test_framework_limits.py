@@ -48,6 +48,8 @@ def test_every_limit_names_its_document(stack: str) -> None:
         ("megatron-2021", {"strategy.data.zero": 1}, "ZeRO"),
         ("deepspeed-3d", {**PIPELINE, "strategy.data.zero": 2}, "ZeRO-2 or ZeRO-3 under pipelines"),
         ("colossalai", {**PIPELINE, "strategy.data.zero": 3}, "ZeRO-2 or ZeRO-3 under pipelines"),
+        ("megatron", {**PIPELINE, "strategy.data.zero": 2}, "ZeRO-2 or ZeRO-3 under pipelines"),
+        ("nemo", {**PIPELINE, "strategy.data.zero": 3}, "ZeRO-2 or ZeRO-3 under pipelines"),
         ("fsdp", PIPELINE, "no pipeline parallelism"),
         ("megatron", {"strategy.tensor.algorithm": "2d", "strategy.tensor.size": [2, 2]}, "grids"),
         ("llmq", {"strategy.tensor.size": 2}, "no tensor parallelism"),

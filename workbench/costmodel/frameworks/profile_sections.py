@@ -17,8 +17,8 @@ ABOUT = (
 """Sections that say which framework is meant, its defaults and its limits."""
 ENTRY_KEYS = ("value", "source", "meaning")
 DEFAULT_KEYS = ("value", "source", "when")
-WHEN = ("several", "no pipeline")
-"""Conditions of a default: more than one device; no pipeline."""
+WHEN = ("several", "no pipeline", "zero-3 without a pipeline")
+"""Conditions of a default: more than one device; no pipeline; sharded parameters too."""
 
 Fields = Mapping[str, Any]
 """Type of each field of a part of a profile, by name."""

@@ -14,9 +14,9 @@ DEEPSPEED = "DeepSpeed's default; the file of --deepspeed-config may say otherwi
 _SHARDING = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
 
 
-def read_data(keys: ForeignKeys, replicas: int, gradients: str) -> dict[str, Any]:
+def read_data(keys: ForeignKeys, replicas: int, gradients: str, stages: int) -> dict[str, Any]:
     """The section `data` of the strategy; `replicas` ranks share the gradients, which are kept in
-    `gradients`.
+    `gradients`, and of pipeline `stages` are reduced once a step.
     """
     torch = keys.flag("use-torch-fsdp2")
     zero = 3 if torch else max(_stage(keys), keys.integer("zero-stage", 0, 3) or 0)
@@ -24,7 +24,7 @@ def read_data(keys: ForeignKeys, replicas: int, gradients: str) -> dict[str, Any
     found: dict[str, Any] = {
         "zero": zero,
         "overlap": overlap,
-        "reduce": "microbatch" if zero >= 2 else "step",
+        "reduce": "microbatch" if zero >= 2 and stages == 1 else "step",
         **_offload(keys, zero),
         **_bucket(keys, replicas, overlap, 4 if gradients == "fp32" else 2),
     }

@@ -376,8 +376,8 @@ LOST = {
     "model.embedding_norm": "Megatron-LM has no norm after the embedding",
     "strategy.tensor": "Megatron's tensor parallelism is 1-D",
     "strategy.pipeline.schedule": "Megatron runs 1F1B, interleaved with more than one chunk a rank",
-    "strategy.data.reduce": "Megatron reduces once a step, with sharded gradients (stage 2 up) "
-    "every microbatch",
+    "strategy.data.reduce": "Megatron reduces once a step, with sharded gradients (stage 2 up) and "
+    "no pipeline every microbatch",
     "strategy.data.keep_gathered": "Megatron-FSDP gathers again in the backward pass",
     "strategy.data.offload": "Megatron offloads the optimizer only",
     "strategy.recompute": "Megatron recomputes none, selected parts, all, or the first layers of "

@@ -81,7 +81,7 @@ def _plan(keys: ForeignKeys, given: ImportOptions) -> dict[str, Any]:
     precision, gradients = _precision(keys)
     strategy = {
         "stack": FRAMEWORK_PROFILES["megatron"],
-        "data": read_data(keys, world // others * axes["context"], gradients),
+        "data": read_data(keys, world // others * axes["context"], gradients, axes["pipeline"]),
         "tensor": {
             "size": axes["tensor"],
             "sequence": bool(keys.flag("sequence-parallel")) and axes["tensor"] > 1,

@@ -200,7 +200,7 @@ def _data(keys: ForeignKeys, sizes: Mapping[str, int]) -> dict[str, Any]:
         return {"zero": 0}
     found: dict[str, Any] = {
         "zero": 3,
-        "reduce": "microbatch",
+        "reduce": "step" if sizes["pipeline"] > 1 else "microbatch",
         "offload": "parameters" if offload else "none",
         "keep_gathered": policy == "never" or (policy == "default" and sizes["pipeline"] > 1),
     }

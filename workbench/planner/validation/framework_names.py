@@ -36,10 +36,8 @@ class FrameworkDefaults:
     """Plan field by dotted path -> documented default."""
     defaults_by_model: Mapping[str, Mapping[str, Any]] = field(hash=False)
     """Word of a model's name -> what the framework's recipe of that model sets."""
-    multi_device_defaults: frozenset[str]
-    """Those of them that hold only where there is more than one device."""
-    unpiped_defaults: frozenset[str]
-    """Those of them that hold only without a pipeline."""
+    conditions: Mapping[str, str] = field(hash=False)
+    """Plan field -> where alone its default holds, one of `profile_sections.WHEN`."""
     bytes_per_gb: float
     """Bytes of the GB in which its own reports print memory."""
     family: str
@@ -85,12 +83,7 @@ def _framework_defaults(
             word: {path: said["value"] for path, said in recipe.items()}
             for word, recipe in by_model.items()
         },
-        multi_device_defaults=frozenset(
-            path for path, said in defaults.items() if said.get("when") == "several"
-        ),
-        unpiped_defaults=frozenset(
-            path for path, said in defaults.items() if said.get("when") == "no pipeline"
-        ),
+        conditions={path: said["when"] for path, said in defaults.items() if "when" in said},
         bytes_per_gb=float(entry.get("gigabyte", base.get("gigabyte", {"value": GIB}))["value"]),
         family=next((whole for whole, one in table.items() if name in _variant_names(one)), name),
     )

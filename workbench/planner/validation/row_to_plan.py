@@ -298,9 +298,12 @@ def _applies(path: str, row: MeasuredRow, framework: FrameworkDefaults) -> bool:
     """Whether a default has something to act on: no sequence parallelism without tensor, no chunks
     without stages.
     """
-    if path in framework.multi_device_defaults and num_gpus(row) == 1:
-        return False
-    if path in framework.unpiped_defaults and row.pipeline > 1:
+    holds = {
+        "several": num_gpus(row) > 1,
+        "no pipeline": row.pipeline == 1,
+        "zero-3 without a pipeline": row.pipeline == 1 and row.zero == 3,
+    }
+    if not holds.get(framework.conditions.get(path, ""), True):
         return False
     if path == "strategy.tensor.sequence":
         return row.tensor > 1
