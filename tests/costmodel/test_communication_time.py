@@ -11,6 +11,7 @@ import pytest
 from workbench.costmodel.communication.collective_cost import (
     axis_links,
     collective_seconds,
+    comm_seconds,
     group_link,
 )
 from workbench.costmodel.communication.collective_volume import step_collectives
@@ -278,6 +279,42 @@ def test_fsdp_reduces_a_unit_at_once_under_zero_2_too() -> None:
         return sum(float(np.max(c.count)) for c in calls if c.kind == "reduce_scatter")
 
     assert reductions("fsdp") == 34 < reductions("textbook")
+
+
+@pytest.mark.parametrize(
+    ("stack", "model", "calls"),
+    [
+        ("deepspeed-zero", "gpt3-175b", 96 * 12 + 5),
+        ("deepspeed-zero", "llama-3-8b", 32 * 6 + 3),
+        ("deepspeed-zero-coalesced", "gpt3-175b", 96 + 2),
+        ("fsdp", "gpt3-175b", 96 + 2),
+    ],
+)
+def test_zero_3_of_deepspeed_gathered_tensor_by_tensor(stack: str, model: str, calls: int) -> None:
+    """Four matrices with a bias each and two norms of weight and bias are twelve calls, of which
+    each waits for the ring's latency.
+    """
+
+    def seconds(stack: str) -> tuple[float, float, float]:
+        plan = Plan.of(
+            model,
+            gpu="a100-sxm-80gb",
+            gpus=384,
+            strategy="zero-3",
+            set={"strategy.stack": stack, "training.global_batch": 384, "training.micro_batch": 1},
+        )
+        full, k = with_calibration(plan.resolve())
+        w = workload(full)
+        links, every = axis_links(w, k), step_collectives(w)
+        own = [c for c in every if (c.axis, c.kind, c.action) == ("data", "all_gather", "F")]
+        count, moved = (float(sum(np.max(c.count * x) for c in own)) for x in (1, own[0].bytes))
+        return count, moved, float(np.max(comm_seconds(own, links, k, "data", "F")))
+
+    count, moved, took = seconds(stack)
+    fewer, same, less = seconds("deepspeed-zero-coalesced")
+    assert (count, moved) == (calls, pytest.approx(same))
+    hop = 1e-6 * max(5.0, 6.0)  # the slower of network and links inside a node
+    assert took - less == pytest.approx((count - fewer) * 383 * hop, rel=0.01, abs=1e-9)
 
 
 def test_experts_that_other_ranks_hold_are_gathered_over_fewer_ranks() -> None:

@@ -29,7 +29,7 @@ from workbench.costmodel.communication.grid_volume import grid_collectives
 from workbench.costmodel.communication.partial_gradients import partial_gradient_sums
 from workbench.costmodel.inputs.adapted_layers import with_adapters_off
 from workbench.costmodel.inputs.config import Array, Number, stage_homes
-from workbench.costmodel.inputs.parameter_tensors import num_tiles, tile_elements
+from workbench.costmodel.inputs.parameter_tensors import num_stage_tensors, num_tiles, tile_elements
 from workbench.costmodel.inputs.rank_workload import Workload
 from workbench.costmodel.operators.operator_calls import axis_collectives, operator_collectives
 from workbench.plan.rank_placement import RankPlace
@@ -509,10 +509,13 @@ def _reductions(
 
 
 def _unshards(w: Workload, gathered: Array, shard: Number, within: str) -> list[CollectiveCall]:
-    """All-gathers of `gathered` parameters, unit by unit, for forwards and backwards."""
+    """All-gathers of `gathered` parameters, unit by unit or tensor by tensor, for forwards and
+    backwards.
+    """
     kept = np.maximum(w.searched.keep_gathered, w.pipeline > 1)
-    narrow = w.fixed.framework.data_parallel.gathers_fp8(w.fixed.precision)
-    units = num_zero3_units(w)
+    behavior = w.fixed.framework.data_parallel
+    narrow = behavior.gathers_fp8(w.fixed.precision)
+    units = num_stage_tensors(w) if behavior.gathers_tensors else num_zero3_units(w)
     size = gathered * w.element_bytes * (1 - 0.5 * narrow) / units
     backward = units * (1 - kept) * w.microbatches
     forward = units * (kept + (1 - kept) * w.microbatches)

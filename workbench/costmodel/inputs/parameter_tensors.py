@@ -68,6 +68,22 @@ def num_tiles(w: RankShapes) -> int:
     return sum(tensor.is_tile for tensor in layer_tensors(w, is_moe=False))
 
 
+def num_stage_tensors(w: RankShapes) -> Number:
+    """Parameter tensors of a stage; where a framework fuses projections, those of one input are a
+    matrix, and have a bias if any.
+    """
+    fused = 0
+    if w.fixed.framework.kernels.fused_qkv:
+        fused = 2 * (w.shape.mla is None) * (1 + (w.shape.biases != "none"))
+        fused += w.shape.gated * (1 + (w.shape.biases == "all"))
+    found: Number = w.has_embedding * len([*first_tensors(w)])
+    found = found + w.has_head * (1 + len([*norm_tensors(w)]))
+    sparse = w.layers - w.dense_layers
+    for is_moe, layers in ((False, w.dense_layers), (w.shape.moe is not None, sparse)):
+        found = found + layers * (len([*layer_tensors(w, is_moe)]) - fused)
+    return found
+
+
 def tile_elements(w: RankShapes) -> tuple[Number, Number]:
     """Elements of (all tiles of a layer, the largest)."""
     sizes = [t.elements for t in layer_tensors(w, is_moe=False) if t.is_tile]
