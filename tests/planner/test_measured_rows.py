@@ -106,11 +106,27 @@ def test_memory_in_gib(text: str, unit: str, expected: float | None) -> None:
         ("nvidia-smi snapshot", "nvidia-smi"),
         ("NVML device used (includes context)", "nvidia-smi"),
         ("not stated (likely nvidia-smi)", "unknown"),
+        ("torch max_memory_allocated", "allocated"),
+        ("torch.cuda.max_memory_reserved()", "reserved"),
+        ("max_memory_allocated or memory_reserved", "unknown"),
+        ("max_memory_allocated (not_stated)", "unknown"),
+        ("nvidia_smi", "nvidia-smi"),
         ("", "unknown"),
     ],
 )
 def test_kind_of_memory(text: str, expected: str) -> None:
     assert cell_parsers.memory_kind(text) == expected
+
+
+def test_an_underscore_separates_words() -> None:
+    assert cell_parsers.run_status("CUDA_OOM", False) == "out_of_memory"
+    assert cell_parsers.run_status("ok_2_steps", False) == "ran"
+    assert cell_parsers.is_fused_attention("sdpa_math") is False
+    assert cell_parsers.is_fused_attention("attn_implementation=eager_attention") is False
+    assert cell_parsers.recompute_kind("no_recompute", 4) == "none"
+    assert cell_parsers.recompute_kind("full_layer", 4) == "full"
+    assert cell_parsers.kernels("torch_eager") == "eager"
+    assert cell_parsers.updates_16bit_weights("pure_bf16")
 
 
 @pytest.mark.parametrize(

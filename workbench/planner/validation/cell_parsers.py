@@ -113,11 +113,16 @@ def is_bare_gb(unit: str) -> bool:
     )
 
 
+def _words(text: str) -> str:
+    """A cell in lower case, whose words underscores separate too."""
+    return text.strip().lower().replace("_", " ")
+
+
 def memory_kind(text: str) -> str:
     """allocated | reserved | nvidia-smi | unknown. A text that names two, or doubts its own, is
     unknown.
     """
-    text = text.lower()
+    text = _words(text)
     if re.search(r"nvidia.?smi|nvml", text) and "not stated" not in text:
         return "nvidia-smi"
     said = [kind for kind in ("allocated", "reserved") if re.search(rf"\b{kind}\b", text)]
@@ -168,8 +173,8 @@ def run_status(text: str, measured: bool) -> str | None:
     """ran | out_of_memory | failed; None where the words say none of them. A failure that may have
     been something else than memory is `failed`.
     """
-    text = text.strip().lower()
-    short = re.search(r"\boom\b|out[ _-]of[ _-]memory|does ?n.t fit|does not fit", text)
+    text = _words(text)
+    short = re.search(r"\boom\b|out[ -]of[ -]memory|does ?n.t fit|does not fit", text)
     other = re.search(r"fail|crash|timeout|timed out|error|hang|\bnan\b|diverge|killed", text)
     if short:
         return "failed" if other else "out_of_memory"
@@ -206,7 +211,7 @@ def updates_16bit_weights(text: str) -> bool:
     """Whether the optimizer updates 16-bit weights themselves: "bf16-true", "pure bf16", "bf16
     weights".
     """
-    return re.search(r"\b(pure|true)\b|16 (weights|params)\b|16.true", text.lower()) is not None
+    return re.search(r"\b(pure|true)\b|16 (weights|params)\b|16.true", _words(text)) is not None
 
 
 def gradient_dtype(text: str) -> str | None:
@@ -238,7 +243,7 @@ def is_fused_attention(text: str) -> bool | None:
     "flash", "cudnn", "sdpa", "te" are; "no flash", "eager", "sdpa math" and a fused softmax alone
     are not.
     """
-    text = text.strip().lower()
+    text = _words(text)
     if is_unknown(text):
         return None
     rest, negated = _UNFUSED.subn(" ", text)
@@ -261,7 +266,7 @@ _UNFUSED = re.compile(
 
 def recompute_kind(text: str, layers: int) -> str | list[int] | None:
     """none | selective | full | the layers recomputed in full; None where the text does not say."""
-    text = text.strip().lower()
+    text = _words(text)
     if is_unknown(text):
         return None
     if every := re.search(r"every (\d+|other|second|2nd|third|3rd)", text):
@@ -399,4 +404,4 @@ def kernels(text: str) -> str | None:
         return "compiled"
     if "cumulative flags:" in text and not re.search(_FLAGS_BEFORE_COMPILE, text):
         return "compiled"
-    return "eager" if re.search(r"\beager\b", text) else None
+    return "eager" if re.search(r"\beager\b", _words(text)) else None
