@@ -33,9 +33,9 @@ RUN_OF_A_KIND = 3
 """Layers alike in a row of which each runs: the first, one that stands for all between, and the
 last.
 """
-FORWARD_PHASES = {"head": "head_forward"}
+FORWARD_PHASES = {"head": "head_forward", "loss": "head_forward"}
 """Part of a stage -> the phase of its forward, where that is not the layers'."""
-BACKWARD_PHASES = {"head": "final_norm", "embedding": "embedding", "input": "embedding"}
+BACKWARD_PHASES = {"loss": "loss", "head": "final_norm", "embedding": "embedding", "input": "embedding"}
 """The same of its backward."""
 
 

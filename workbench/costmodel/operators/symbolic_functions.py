@@ -63,7 +63,7 @@ def linear(
 
     def backward(gradient: SymbolicTensor) -> Gradients:
         x = saved if isinstance(saved, SymbolicTensor) else saved.taken()
-        if r.deferred is not None and r.tape.part != "head":  # which is never split
+        if r.deferred is not None and r.tape.part != "loss":  # the head is never split
             r.deferred.products.append(DeferredProduct(x.detached(), gradient, weight, bias))
             return r.like(x), None, None
         if bias is None:

@@ -183,7 +183,10 @@ class SymbolicRank:
         return same or self.w.fixed.gpu.device == "cuda"
 
     def accumulate(self, gradient: SymbolicTensor) -> None:
-        """Add a parameter's gradient to its bucket: another dtype is cast piece by piece on CPU."""
+        """Add a parameter's gradient to its bucket, which is counted elsewhere: another dtype is
+        cast piece by piece on CPU.
+        """
+        self.tape.allocate(0)  # where the gradient is live beside its bucket
         if not self.accumulates_in_place:
             pieces = min(gradient.numel, GRADIENT_CAST_NUMEL)
             self.tape.allocate(pieces * float(self.w.gradient_element_bytes))

@@ -94,6 +94,7 @@ class SymbolicStage:
             return _with_aux_losses(r, redistribute(r, local, held, self.boundary), aux_losses)
         x, _ = self._norm("final_norm", x, residual)
         del residual
+        r.enter("loss")  # whose backward ends before the head's first gradient has a buffer
         with r.tape.category("logits"):
             loss = head_loss(self.s, x, targets, self.parameters["head.weight"])
         self.s.left("")
