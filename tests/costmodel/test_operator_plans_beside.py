@@ -19,7 +19,7 @@ from tests.costmodel.test_operator_plans import (
 from tests.parallel.small import CHUNKS, GPT, LLAMA
 from tests.parallel.test_operators import ROWS, megatron
 from workbench.plan.rules.strategy import float8_rules
-from workbench.plan.schema import Plan
+from workbench.plan.schema import Plan, build_plan
 from workbench.planner import estimate
 
 RECOMPUTE: list[Any] = ["none", "none", "full", "selective", ["blocks.*.mlp"], [0, 2]]
@@ -38,6 +38,54 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_an_estimate_is_what_every_rank_does(name: str) -> None:
     agrees(CASES[name])
+
+
+BY_THREE = {"blocks.*.mlp.[gu]*": "((1,1),(1,3))", "blocks.*.mlp.down": "((1,3),(3,1))"}
+ODD_SHAPES: dict[str, dict[str, int]] = {
+    "six layers": {"layers": 6, "hidden": 72, "heads": 6, "ffn": 186, "vocab": 507},
+    "seven heads": {"layers": 3, "hidden": 70, "heads": 7, "ffn": 189, "vocab": 510},
+    "nine layers": {"layers": 9, "hidden": 60, "heads": 6, "ffn": 99, "vocab": 333},
+}
+BATCHES = {"one": (6, 3), "two": (12, 3), "six": (12, 1)}
+"""Microbatches of a step -> (global batch, micro-batch)."""
+OFFLOADED: list[tuple[str, str, str, str, dict[str, Any]]] = [
+    ("zero-offload", "six layers", "full", "two", {}),
+    ("zero-offload", "six layers", "none", "two", {}),
+    ("zero-offload", "seven heads", "selective", "one", {}),
+    ("zero-offload", "seven heads", "full", "six", {"bucket_mib": 0.5}),
+    ("zero-offload", "nine layers", "none", "two", {"bucket_mib": 0.2, "in_flight": 3}),
+    ("zero-2", "six layers", "full", "one", {"bucket_mib": 0.5}),
+    ("zero-infinity", "six layers", "full", "two", {}),
+    ("zero-infinity", "seven heads", "selective", "six", {}),
+    ("zero-infinity", "nine layers", "none", "six", {}),
+    ("zero-infinity", "nine layers", "full", "two", {"in_flight": 3}),
+    ("zero-3", "nine layers", "full", "six", {}),
+]
+
+
+@pytest.mark.parametrize(
+    ("preset", "shape", "recompute", "batch", "data"),
+    [
+        pytest.param(*case, marks=[pytest.mark.slow] * (at % 5 > 0))
+        for at, case in enumerate(OFFLOADED)
+    ],
+)
+def test_gradients_that_leave_are_counted_as_they_do(
+    preset: str, shape: str, recompute: str, batch: str, data: dict[str, Any]
+) -> None:
+    """Buckets of a microbatch's gradients, and their shards on the way to the host and back."""
+    whole, micro = BATCHES[batch]
+    strategy = {"preset": preset, "tensor": {"size": 3}, "recompute": recompute}
+    agrees(
+        build_plan(
+            {
+                "model": ODD_SHAPES[shape],
+                "cluster": {"gpu": "local", "gpus": 6},
+                "strategy": {**strategy, "operators": BY_THREE, "data": data},
+                "training": {"sequence_length": 36, "global_batch": whole, "micro_batch": micro},
+            }
+        )
+    )
 
 
 def on_gpus(model: str, tensor: int, operators: dict[str, str], **strategy: Any) -> Plan:

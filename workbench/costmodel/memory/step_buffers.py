@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from workbench.costmodel.communication.gradient_buffers import buffers_on_tape
 from workbench.costmodel.inputs.config import Array, Number
 from workbench.costmodel.inputs.parameter_tensors import tile_elements
 from workbench.costmodel.inputs.rank_parameters import ParamCounts
@@ -39,13 +40,10 @@ def zero_working_set(w: Workload, p: ParamCounts) -> MemoryByCategory:
         return {}
     if w.fixed.traced is not None:
         return _whole_module(w, p)
+    counted = w.reduce_microbatch * (not buffers_on_tape(w))
     if w.zero == 2:
-        return {
-            "communication": np.minimum(
-                w.searched.bucket_bytes, p.trained * w.gradient_element_bytes
-            )
-            * w.reduce_microbatch
-        }
+        most = np.minimum(w.searched.bucket_bytes, p.trained * w.gradient_element_bytes)
+        return {"communication": most * counted}
     if w.fixed.tile_factor > 1:
         return _tiled_working_set(w, p)
     unit: Number = np.maximum(p.layer, np.maximum(w.has_embedding, w.has_head) * (w.table_params))
@@ -72,7 +70,7 @@ def zero_working_set(w: Workload, p: ParamCounts) -> MemoryByCategory:
     unit = np.minimum(unit, limit)
     if p.frozen:
         unit = p.trained_layer
-    gradient = unit * w.gradient_element_bytes * w.reduce_microbatch
+    gradient = unit * w.gradient_element_bytes * counted
     return {"gathered": units * w.element_bytes, "communication": w.zeros + gradient}
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from workbench.costmodel.communication.gradient_buffers import buffers_on_tape
 from workbench.costmodel.inputs.config import Number
 from workbench.costmodel.inputs.operator_strategies import stage_parameters
 from workbench.costmodel.inputs.parameter_tensors import tile_elements
@@ -255,4 +256,5 @@ def _former_bytes(w: Workload, p: ParamCounts, table: Number) -> Number:
 
 
 def _gradient_bytes(w: Workload, elements: Number) -> Number:
-    return elements * w.gradient_element_bytes * w.reduce_microbatch
+    counted = w.reduce_microbatch * (not buffers_on_tape(w))
+    return elements * w.gradient_element_bytes * counted

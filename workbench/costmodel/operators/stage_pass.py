@@ -12,6 +12,7 @@ from itertools import groupby
 
 import numpy as np
 
+from workbench.costmodel.communication.gradient_buffers import buffers_on_tape
 from workbench.costmodel.inputs.operator_stages import StageParts
 from workbench.costmodel.inputs.operator_strategies import LayerKind, OperatorStrategies
 from workbench.costmodel.inputs.rank_workload import Workload
@@ -30,12 +31,17 @@ from workbench.costmodel.operators.symbolic_stage import Layers, SymbolicStage
 from workbench.plan.model.model_shape import Shape
 
 RUN_OF_A_KIND = 3
-"""Layers alike in a row of which each runs: the first, one that stands for all between, and the
-last.
+"""Layers alike in a row of which each runs at least: the first, one that stands for all between,
+and the last.
 """
 FORWARD_PHASES = {"head": "head_forward", "loss": "head_forward"}
 """Part of a stage -> the phase of its forward, where that is not the layers'."""
-BACKWARD_PHASES = {"loss": "loss", "head": "final_norm", "embedding": "embedding", "input": "embedding"}
+BACKWARD_PHASES = {
+    "loss": "loss",
+    "head": "final_norm",
+    "embedding": "embedding",
+    "input": "embedding",
+}
 """The same of its backward."""
 
 
@@ -107,7 +113,9 @@ def _forward(
     r: SymbolicRank, named: OperatorStrategies, parts: StageParts
 ) -> tuple[SymbolicTensor, SymbolicTensor, list[SymbolicTensor]]:
     """(the stage's input, its output, where its input's gradient comes)."""
-    runs = tuple(_runs(named, r.w.shape, parts.layers))
+    # Behind a layer's backward, buffers of as many layers are under way.
+    behind = r.w.fixed.num_zero_in_flight + 1 if buffers_on_tape(r.w) else 0
+    runs = tuple(_runs(named, r.w.shape, parts.layers, behind))
     stage = SymbolicStage(r, named, Layers(runs, parts.has_embedding, parts.has_head))
     batch, length = int(r.w.sequences), int(r.w.tokens / r.w.sequences)
     gradients: list[SymbolicTensor] = []
@@ -140,7 +148,16 @@ def _stage_key(
     layers = tuple((kind, len(alike)) for kind, alike in _alike(named, w.shape, parts.layers))
     kinds = named.kinds.get("", frozenset()) if any(ends) else None
     sizes = float(w.sequences), float(np.max(w.tokens)), float(w.gradient_element_bytes)
-    return named.sides, named.boundary, ends, kinds, layers, sizes, is_split
+    return named.sides, named.boundary, ends, kinds, layers, sizes, is_split, _buffers_key(w)
+
+
+def _buffers_key(w: Workload) -> Hashable:
+    """What its buffers of gradients depend on."""
+    if not buffers_on_tape(w):
+        return None
+    k, flight = w.searched, w.fixed.num_zero_in_flight
+    sizes = (k.shard, k.bucket_bytes, k.offload_optimizer, w.microbatches)
+    return w.zero, flight, tuple(float(np.max(size)) for size in sizes)
 
 
 def _alike(
@@ -152,14 +169,16 @@ def _alike(
 
 
 def _runs(
-    named: OperatorStrategies, shape: Shape, numbers: Sequence[int]
+    named: OperatorStrategies, shape: Shape, numbers: Sequence[int], behind: int
 ) -> Iterator[tuple[int, int]]:
-    """Layers that run, and how many each stands for."""
+    """Layers that run, and how many each stands for; `behind` more of them at the end."""
     for _, alike in _alike(named, shape, numbers):
-        if len(alike) <= RUN_OF_A_KIND:
+        if len(alike) <= RUN_OF_A_KIND + behind:
             yield from ((layer, 1) for layer in alike)
         else:
-            yield from ((alike[0], 1), (alike[1], len(alike) - 2), (alike[-1], 1))
+            last = alike[-1 - behind :]
+            yield from ((alike[0], 1), (alike[1], len(alike) - 1 - len(last)))
+            yield from ((layer, 1) for layer in last)
 
 
 def _largest(sets: Iterable[LiveSet]) -> LiveSet:

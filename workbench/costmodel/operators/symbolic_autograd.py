@@ -77,15 +77,22 @@ class Node:
     number: float = field(default_factory=lambda: float(next(_numbers)))
 
 
-def leaf(accumulate: Callable[[SymbolicTensor], None], part: str) -> Node:
-    """The node of a parameter: takes its gradient as soon as it is complete."""
+def leaf(
+    accumulate: Callable[[SymbolicTensor], None], part: str, then: Callable[[], None] = lambda: None
+) -> Node:
+    """The node of a parameter: takes its gradient as soon as it is complete; `then` is called when
+    the gradient is freed.
+    """
 
-    def backward(gradient: SymbolicTensor | None) -> Gradients:
+    def backward(taken: list[SymbolicTensor | None]) -> Gradients:
+        gradient = taken.pop()
         if gradient is not None:  # a split backward has deferred it (W)
             accumulate(gradient)
+            del gradient
+            then()
         return ()
 
-    return Node((), backward, part, number=math.inf)
+    return Node((), backward, part, takes_list=True, number=math.inf)
 
 
 def run_backward(tape: AllocationTape, roots: list[tuple[SymbolicTensor, SymbolicTensor]]) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+from workbench.costmodel.communication.gradient_buffers import GradientBuffers
 from workbench.costmodel.inputs.rank_workload import Workload
 from workbench.costmodel.operators.allocation_tape import AllocationTape, Storage
 from workbench.costmodel.operators.symbolic_autograd import BackwardFn, Node, SymbolicTensor, leaf
@@ -110,6 +111,8 @@ class SymbolicRank:
     """Part of the stage -> layers that it stands for."""
     deferred: DeferredWeights | None = None
     """Weight gradients that wait for W; None: backward is not split."""
+    buffers: GradientBuffers | None = None
+    """What gradients are copied into; None: it is counted elsewhere."""
 
     def enter(self, part: str) -> None:
         """Name the part of the stage that runs now."""
@@ -126,10 +129,20 @@ class SymbolicRank:
         """A new tensor of the shape of `x`."""
         return self.empty(x.shape, element_bytes or x.element_bytes)
 
-    def parameter(self, *shape: int) -> SymbolicTensor:
+    def parameter(self, *shape: int, name: str = "") -> SymbolicTensor:
         """A parameter, whose bytes are counted elsewhere."""
-        node = leaf(self.accumulate, self.tape.part)
+
+        def accumulate(gradient: SymbolicTensor) -> None:
+            if self.buffers is not None:
+                self.buffers.accumulate(name)
+            self.accumulate(gradient)
+
+        node = leaf(accumulate, self.tape.part, self._accumulated)
         return SymbolicTensor(self.tape.allocate(0), shape, self.w.element_bytes, node)
+
+    def _accumulated(self) -> None:
+        if self.buffers is not None:
+            self.buffers.reduce_complete()
 
     def node(
         self,
@@ -183,9 +196,7 @@ class SymbolicRank:
         return same or self.w.fixed.gpu.device == "cuda"
 
     def accumulate(self, gradient: SymbolicTensor) -> None:
-        """Add a parameter's gradient to its bucket, which is counted elsewhere: another dtype is
-        cast piece by piece on CPU.
-        """
+        """Add a parameter's gradient to its bucket: another dtype is cast piece by piece on CPU."""
         self.tape.allocate(0)  # where the gradient is live beside its bucket
         if not self.accumulates_in_place:
             pieces = min(gradient.numel, GRADIENT_CAST_NUMEL)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
+from workbench.costmodel.communication.gradient_buffers import operator_buffers
 from workbench.costmodel.inputs.operator_strategies import OperatorStrategies, stage_parameters
 from workbench.costmodel.memory.activation_memory import TOKEN_ID_BYTES
 from workbench.costmodel.operators.layers.symbolic_dropout import ROW_BYTES, dropped
@@ -65,9 +66,10 @@ class SymbolicStage:
         shape, ends = r.w.shape, (layers.has_embedding, layers.has_head)
         for p in stage_parameters(named, shape, numbers, *ends):
             r.enter(part_of(p.name))
-            self.parameters[p.name] = r.parameter(*p.shape)
+            self.parameters[p.name] = r.parameter(*p.shape, name=p.name)
         if shape.tied and all(ends):
             self.parameters["head.weight"] = self.parameters["embedding.tokens.weight"]
+        r.buffers = operator_buffers(r.tape, r.w, self.parameters)
 
     def forward(self, x: SymbolicTensor, targets: SymbolicTensor) -> SymbolicTensor:
         """The loss, or the stage's output."""

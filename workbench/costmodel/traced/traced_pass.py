@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from workbench.costmodel.communication.gradient_buffers import GradientBuffers
 from workbench.costmodel.communication.packed_buckets import rank_buckets
 from workbench.costmodel.inputs.config import stage_homes
 from workbench.costmodel.inputs.operator_stages import stages_of
@@ -16,7 +17,6 @@ from workbench.costmodel.inputs.traced_stages import TracedStages
 from workbench.costmodel.operators.stage_pass import StagePass, phases_of
 from workbench.costmodel.operators.symbolic_autograd import Node, SymbolicTensor, leaf, run_backward
 from workbench.costmodel.operators.symbolic_rank import SymbolicRank
-from workbench.costmodel.traced.gradient_buffers import GradientBuffers
 from workbench.costmodel.traced.traced_run import TracedRun
 
 FORWARD, BACKWARD = "forward", "feed_forward"
@@ -70,9 +70,10 @@ def _parameters(r: SymbolicRank, traced: TracedStages, stage: int) -> dict[str, 
     # With nobody to reduce with, a reduction is over at once.
     alone = float(w.searched.shard) == 1
     in_flight = 0 if len(traced.stages) > 1 else 1 if alone else s.num_zero_in_flight
-    buffers = GradientBuffers(r.tape, buckets, float(w.gradient_element_bytes), in_flight)
+    size = float(w.gradient_element_bytes)
+    buffers = GradientBuffers(r.tape, buckets, own, size, in_flight)
 
     def into(name: str) -> Node:
-        return leaf(lambda _: buffers.accumulate(name), r.tape.part)
+        return leaf(lambda _: buffers.accumulate(name), r.tape.part, buffers.reduce_complete)
 
     return {name: replace(x, node=into(name)) for name, x in own.items()}
