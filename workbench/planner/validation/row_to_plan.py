@@ -299,7 +299,7 @@ def _applies(path: str, row: MeasuredRow, framework: FrameworkDefaults) -> bool:
     without stages.
     """
     holds = {
-        "several": num_gpus(row) > 1,
+        "several": num_gpus(row) != 1,
         "no pipeline": row.pipeline == 1,
         "zero-3 without a pipeline": row.pipeline == 1 and row.zero == 3,
     }
