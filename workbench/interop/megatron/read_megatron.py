@@ -445,8 +445,8 @@ def _attention(keys: ForeignKeys) -> dict[str, str]:
     if not keys.is_undecided("attention-backend"):
         said = keys.choice("attention-backend", _BACKENDS)
     flash = "flash-2" if keys.flag("use-flash-attn") else None
-    for switch, kernel in _FLASH.items():
-        flash = kernel if keys.flag(switch) else flash
+    for switch, generation in _FLASH.items():
+        flash = generation if keys.flag(switch) else flash
     return {"attention": kernel} if (kernel := said or flash) else {}
 
 

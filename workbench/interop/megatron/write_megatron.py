@@ -136,7 +136,9 @@ def _kernels(full: Plan) -> dict[str, Any]:
     """Attention and loss, where the plan states those of a framework."""
     s = full.strategy
     kind = next((k for k in _BACKENDS if s.attention.startswith(k)), None)
-    found = {"attention-backend": _BACKENDS[kind]} if kind and s.stack != "workbench" else {}
+    found: dict[str, Any] = {}
+    if kind and s.stack != "workbench":
+        found["attention-backend"] = _BACKENDS[kind]
     if s.loss == "fused_linear" and s.stack != "workbench":
         found |= {"cross-entropy-loss-fusion": True, "cross-entropy-fusion-impl": "linear"}
     return found
