@@ -59,7 +59,7 @@ def hold(field: str, value: float, least: float, bound: Most, unit: str = "") ->
         raise refuse(field, f"is {said}; legal: {unit}{least:g} to {bound.most:,} ({bound.why})")
 
 
-LAYERS = Most(10_000, "ten times the deepest transformer published, DeepNet, 2203.00555")
+LAYERS = Most(2_000, "twice the deepest transformer published, DeepNet, 2203.00555")
 WIDTH = Most(
     2**20, "ten times the widest layer published; a square matrix of it is 2 TiB in 16 bits"
 )

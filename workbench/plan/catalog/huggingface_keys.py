@@ -14,12 +14,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from workbench.errors import PlanError, refuse
+from workbench.fields.bounds import LAYERS
 from workbench.untrusted_text import shown
 
 MOST = 2**24
 """Largest count that is believed: no published width, vocabulary or context is near it."""
-MOST_LAYERS = 10_000
-"""Most layers that are believed: a published model has hundreds."""
+MOST_LAYERS = LAYERS.most
 REQUIRED: Final = object()
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {

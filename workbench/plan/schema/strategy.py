@@ -207,7 +207,7 @@ class Strategy(Frozen):
         description="Gradients add up and are reduced in it; parameters: as they are; auto: fp32 "
         "if several add up.",
     )
-    attention: Literal["auto"] | TorchAttention | FrameworkAttention = Field(
+    attention: Literal["auto", TorchAttention, FrameworkAttention] = Field(
         "auto",
         description="Attention kernel; auto: the best of this GPU and model, or the stack's; math "
         "keeps [T, T] scores.",
@@ -215,7 +215,7 @@ class Strategy(Frozen):
     kernels: Literal["eager", "compiled", "fused", "liger"] = Field(
         "eager", description="What runs memory-bound operators; liger: of other stacks."
     )
-    loss: Literal["auto"] | Loss = Field(
+    loss: Literal["auto", Loss] = Field(
         "auto",
         description="Logits of the loss: of all tokens, of a chunk, or never kept (head and loss "
         "in one); auto: the stack's.",
