@@ -405,6 +405,7 @@ class TrainingLoop:
         ranks, where = origin(gather_parts(self.session, own_loss))
         remedy = "" if ranks else f"; {self._remedy}"
         text = f"{what}: {where}; training cannot continue{remedy}"
+        self._report_unsaved(self.saver.wait)  # steps before were good: one resumes from the last
         raise NotFiniteError(words_of_task(text, self.plan), min(ranks, default=None))
 
     @property
