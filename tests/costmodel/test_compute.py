@@ -214,7 +214,7 @@ def test_heads_of_latent_attention_are_as_wide_as_their_products() -> None:
     w = asked("deepseek-v3", training__micro_batch=1, **TEXTBOOK)
     m = device_rates(w.fixed.gpu, "bf16", usual(w))
     expected = fused_attention(m, attention_flops(w), 160, w.fixed.sequence_length)
-    found = attention_pass(behaving(w, "kernels", fused_attention=True), m)
+    found = attention_pass(behaving(w, "kernels", attention="flash-2"), m)
     assert float(found.forward) == pytest.approx(float(expected.forward))
 
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from tests.parallel.small import plan
 from workbench.corpora import tokenized_corpus
 from workbench.engine import loop
+from workbench.engine.measure.own_time import OwnClock
 from workbench.engine.process_group.collective_deadlines import extend_deadlines, restore_deadlines
 from workbench.engine.verify.forked_ranks import run_ranks
 from workbench.parallel.mesh import CPU, build_mesh
@@ -76,6 +77,7 @@ def loop_on_gpu(calls: list[str]) -> Any:
         check=lambda: None, load=called("load"), wait=called("wait"), save=called("save")
     )
     training._phase = lambda *_: None
+    training._clock = OwnClock()
     training._end_window = lambda: None
     training._finish_saving = lambda: None
     training.feed = training.trackers = SimpleNamespace(close=lambda: None)

@@ -395,11 +395,13 @@ def test_attention_that_is_not_flash_takes_the_profile_whose_scores_are_kept() -
     ):
         assert said(**old, attn_impl=words).profile == profile
     assert said(**{**old, "gpu": LLAMA["gpu"]}, attn_impl="no flash").profile == "megatron-2021"
-    assert (
-        reason(attn_impl="no flash")
-        == "attention is not fused, against all that is known of torchtitan"
-    )
-    assert reason(framework="my own", attn_impl="eager").endswith("known of textbook")
+    for words, attention in (("no flash", "unfused"), ("FA3", "flash-3"), ("flash", "auto")):
+        found = said(attn_impl=words)
+        assert (found.profile, found.plan.strategy.attention) == ("torchtitan", attention)
+    assert said(framework="my own", attn_impl="eager").plan.strategy.attention == "unfused"
+    trainer = {"framework": "HF Trainer", "notes": "Liger kernels"}
+    stated = said(**trainer, attn_impl="sdpa").plan.strategy
+    assert (stated.attention, stated.kernels, stated.loss) == ("flash-2", "liger", "fused_linear")
 
 
 def test_times_from_rates() -> None:

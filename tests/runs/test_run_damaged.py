@@ -143,7 +143,7 @@ def test_a_damaged_record_is_left_out_and_told(run: Path, damaged: Any) -> None:
     assert (
         profile.peak_bytes_by_rank == {0: 7, 1: 7}
         and profile.step_seconds == 0.5
-        and profile.loss == [1.0]
+        and profile.loss == [1.0, None]
     )
 
 

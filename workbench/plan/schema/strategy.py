@@ -217,8 +217,8 @@ class Strategy(Frozen):
     )
     loss: Literal["auto", Loss] = Field(
         "auto",
-        description="Logits of the loss: of all tokens, of a chunk, or never kept (head and loss "
-        "in one); auto: the stack's.",
+        description="Logits of all tokens, of a chunk, or of none kept (head and loss in one); "
+        "auto: the stack's.",
     )
 
 
