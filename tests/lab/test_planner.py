@@ -430,7 +430,7 @@ CHANGES = {
     "overlap": False,
     "keep_gathered": False,
     "kernels": "fused",
-    "loss": "whole",
+    "head_loss": "whole",
     "gradient_dtype": "fp32",
     "optimizer": "sgd",
     "moments": "bf16",

@@ -122,6 +122,7 @@ def legal_choices(resolved: ResolvedPlan) -> dict[str, tuple[Choice, ...]]:
     s, shape, sizes = resolved.strategy, resolved.shape, resolved.sizes
     world, replicas = resolved.world_size, sizes["data"] * sizes["context"]
     length, context = resolved.training.sequence_length, s.context
+    kernels = legal_kernels(resolved)
     ways = legal_sizes.context_sizes(
         shape, world, length, sizes["tensor"], context.algorithm, context.ulysses_size
     )
@@ -131,7 +132,9 @@ def legal_choices(resolved: ResolvedPlan) -> dict[str, tuple[Choice, ...]]:
         "context": choices_of(*ways),
         "experts": choices_of(*legal_sizes.expert_sizes(shape, replicas)),
         "shard": choices_of("all", *legal_sizes.divisors(replicas)),
-        **{name: choices_of(*kinds) for name, kinds in legal_kernels(resolved).items()},
+        "attention": choices_of(*kernels["attention"]),
+        "kernels": choices_of(*kernels["kernels"]),
+        "head_loss": choices_of(*kernels["loss"]),
         "precision": _resolved("precision", s.precision),
         "gradient_dtype": _resolved("gradient_dtype", s.gradient_dtype),
         "fabric": (

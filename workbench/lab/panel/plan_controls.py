@@ -94,7 +94,7 @@ CONTROL_ROWS: dict[str, tuple[tuple[str, str, str, Form], ...]] = {
     "Kernels, gradients and optimizer": (
         ("attention", "strategy.attention", "Attention", "choice"),
         ("kernels", "strategy.kernels", "Kernels", "choice"),
-        ("loss", "strategy.loss", "Loss", "choice"),
+        ("head_loss", "strategy.loss", "Loss", "choice"),
         ("gradient_dtype", "strategy.gradient_dtype", "Gradient dtype", "choice"),
         ("optimizer", "training.optimizer.name", "Optimizer", "choice"),
         ("moments", "training.optimizer.moments", "Moments", "choice"),
