@@ -247,9 +247,9 @@ def test_every_metadata_key_is_accounted_for_once(tmp_path: Path) -> None:
     }
     write_sample(tmp_path / "a.gguf", change=change, tokenizer=True)
     made, keys = gguf_account(tmp_path / "a.gguf"), open_gguf(tmp_path / "a.gguf").keys()
-    told = [*made.used, *made.not_modelled, *made.ignored, *made.unknown]
+    reported = [*made.used, *made.not_modelled, *made.ignored, *made.unknown]
     own = [key for key in keys if not key.startswith(("GGUF.", "tokenizer."))]
-    assert sorted(told) == sorted(own)
+    assert sorted(reported) == sorted(own)
     assert made.unknown == {"llama.house_style": 3, "mistral.attention.sliding_window": 4}
     assert set(made.not_modelled) == {"llama.attention.scale"}
     assert "llama.attention.sliding_window" in made.used

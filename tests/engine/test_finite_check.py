@@ -40,14 +40,14 @@ def spoil(session: Session, fault: str) -> None:
 
 
 def found(made: ResolvedPlan, fault: str, guilty: tuple[int, ...], rank: int) -> tuple[Any, ...]:
-    """What a rank is told of a step, the fault planted on `guilty` ranks."""
+    """Origin that a rank finds in a step, the fault planted on `guilty` ranks."""
     session = Session.build(made, build_mesh(made, rank), CPU)
-    told: list[tuple[list[int], str]] = []
+    origins: list[tuple[list[int], str]] = []
 
     def ask(result: StepResult) -> None:
         assert result.own_loss is not None
         assert not (result.loss.isfinite() and result.gradient_norm.isfinite())
-        told.append(origin(gather_parts(session, result.own_loss.item())))
+        origins.append(origin(gather_parts(session, result.own_loss.item())))
 
     session.on_result = ask
     if rank in guilty:
@@ -56,7 +56,7 @@ def found(made: ResolvedPlan, fault: str, guilty: tuple[int, ...], rank: int) ->
     text = text_of(made).chunk(data.size)[data.index]
     plant = Planted(session.part.store, fault == "gradient" and rank in guilty)
     session.step(0, text[..., :-1], text[..., 1:], plant)
-    return told[0]
+    return origins[0]
 
 
 def asked(mesh: str, fault: str, guilty: tuple[int, ...]) -> tuple[list[int], str]:

@@ -194,7 +194,7 @@ def test_the_scale_is_saved_and_loaded() -> None:
     assert other.state() == ours.state() == {"scale": INITIAL_SCALE / 2, "good": 2, "skipped": 1}
 
 
-def test_the_scale_stops_at_the_least_and_counts_what_it_cannot_mend() -> None:
+def test_the_scale_stops_at_the_least_and_counts_stuck_steps() -> None:
     scaler, overflowed = LossScaler(CPU), torch.ones(())
     for _ in range(20):
         scaler.update(overflowed)
@@ -210,17 +210,17 @@ def test_the_scale_stops_at_the_least_and_counts_what_it_cannot_mend() -> None:
         assert scaler.stuck == stuck
 
 
-def test_a_run_that_no_loss_scale_mends_fails_and_says_what_to_do(
+def test_a_run_that_no_loss_scale_makes_finite_fails_and_says_what_to_do(
     tmp_path: Path, text: Path
 ) -> None:
     sets: dict[str, Any] = {"strategy.precision": "fp16", "training.optimizer.learning_rate": 5}
     code, records = trained(tmp_path / "run", text, **sets, training__steps=40)
-    told = [record for record in records if record["kind"] == "step"]
+    steps = [record for record in records if record["kind"] == "step"]
     error = refusal(tmp_path / "run")
-    assert code == 1 and told[0]["loss"] is not None and len(told) < 30
-    assert f"the last {STUCK_STEPS} steps (fp16)" in error["message"]
+    assert code == 1 and steps[0]["loss"] is not None and len(steps) < 30
+    assert f"the last {STUCK_STEPS} steps finite (fp16)" in error["message"]
     assert "learning_rate, or take strategy.precision: bf16" in error["message"]
-    assert [record["loss"] for record in told[1 - STUCK_STEPS :]] == [None] * (STUCK_STEPS - 1)
+    assert [record["loss"] for record in steps[1 - STUCK_STEPS :]] == [None] * (STUCK_STEPS - 1)
 
 
 def test_every_summary_says_that_steps_were_skipped_and_the_last_loss_is_not_finite(

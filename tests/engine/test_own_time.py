@@ -74,8 +74,8 @@ def test_every_step_says_how_long_each_phase_took(
 
     monkeypatch.setattr(owner, method, slow)
     code, records = trained(tmp_path / "run", text, training__steps=5)
-    told = [record["own_seconds"] for record in records if record["kind"] == "step"]
-    assert code == 0 and len(told) == 5
-    for own in told:
+    recorded = [record["own_seconds"] for record in records if record["kind"] == "step"]
+    assert code == 0 and len(recorded) == 5
+    for own in recorded:
         assert own[phase] >= NAP
         assert {"data loading", "forward", "backward", "optimizer", "other"} <= own.keys()

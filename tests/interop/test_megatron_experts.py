@@ -219,7 +219,7 @@ def test_torchtitan_spreads_experts_over_tensor_ranks_unless_it_splits_them(
     assert not [note for note in lost if note.field.startswith("strategy.expert")]
 
 
-def test_ranks_that_split_no_dense_model_are_told() -> None:
+def test_ranks_that_split_no_dense_model_are_reported() -> None:
     words = WORDS.replace("--num-experts 8", "--expert-tensor-parallel-size 1")
     found = read_megatron.read(
         words + "--tensor-model-parallel-size 2", ImportOptions(None, GPU_NAME)

@@ -384,7 +384,7 @@ class TrainingLoop:
 
     def _check_finite(self, index: int, loss: float, norm: float, own_loss: float) -> None:
         """End training by a loss or norm that is not finite; under loss scaling, by several in a
-        row that no lower scale would mend.
+        row that no lower scale makes finite.
 
         Raises:
             NotFiniteError: On every rank; names the one whose own part alone is not finite.
@@ -401,7 +401,7 @@ class TrainingLoop:
         if math.isfinite(loss):
             what = f"the gradient norm of step {index} is {norm}"
         if scaler is not None:
-            what += f", and no lower loss scale would mend the last {scaler.stuck} steps (fp16)"
+            what += f", and no lower loss scale makes the last {scaler.stuck} steps finite (fp16)"
         ranks, where = origin(gather_parts(self.session, own_loss))
         remedy = "" if ranks else f"; {self._remedy}"
         text = f"{what}: {where}; training cannot continue{remedy}"

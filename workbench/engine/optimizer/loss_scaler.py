@@ -17,11 +17,11 @@ INITIAL_SCALE, GROWTH_FACTOR, BACKOFF_FACTOR, GROWTH_INTERVAL = 2.0**16, 2.0, 0.
 """Defaults of `torch.amp.GradScaler`."""
 MIN_SCALE = 1.0
 """Least scale, as DeepSpeed's `min_loss_scale` and Megatron-LM's `--min-loss-scale`: gradients that
-overflow without a factor will not be mended by one.
+overflow without a factor overflow with one too.
 """
 STUCK_STEPS = 3
-"""Skipped steps in a row that no lower scale mends, after which training cannot continue: the
-weights stay as they are, and only the data differ.
+"""Skipped steps in a row that no lower scale makes finite, after which training cannot continue:
+the weights stay as they are, and only the data differ.
 """
 
 
@@ -31,7 +31,7 @@ class LossScaler:
     A step whose gradients overflow is skipped and halves the scale; `GROWTH_INTERVAL` good steps in
     a row double it. `scale` and `good_steps` (since the scale last changed) are fp32 scalars on the
     device. `skipped` is the number of skipped steps that the host has read (`count_skipped`), and
-    `stuck` how many of the last steps no lower scale would have mended.
+    `stuck` how many of the last steps no lower scale would have made finite.
     """
 
     def __init__(self, device: torch.device) -> None:

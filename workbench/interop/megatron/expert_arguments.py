@@ -93,7 +93,7 @@ def _router(keys: ForeignKeys) -> dict[str, Any]:
         "scores": keys.choice("moe-router-score-function", {s: s for s in ("softmax", "sigmoid")}),
         "score_bias": keys.flag("moe-router-enable-expert-bias"),
         "scale": keys.number("moe-router-topk-scaling-factor", 1e-9),
-        # Megatron limits a token to groups only where it is told to how many.
+        # Megatron limits a token to groups only where --moe-router-group-topk is given.
         "groups": groups if groups != 1 and top else None,
         "top_groups": top if groups not in (None, 1) else None,
     }

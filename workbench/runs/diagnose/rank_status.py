@@ -80,7 +80,7 @@ class RankStatus:
             return ""
         return (
             f"since step {self.overflowing} the loss is not finite: fp16 overflowed, and these "
-            "steps changed nothing; a lower learning_rate or strategy.precision bf16 may mend it"
+            "steps changed nothing; a lower learning_rate or strategy.precision bf16 may avoid it"
         )
 
     @property
