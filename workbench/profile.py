@@ -289,7 +289,7 @@ class Profile:
 
     @property
     def unfit_words(self) -> str:
-        """What its times and rates are of, where no step can have them; else empty."""
+        """Words for times and rates that no step can have; empty where one can."""
         unfit = self.fits is False and self.source != "measured"
         return "of a plan that does not fit" if unfit else ""
 
@@ -327,7 +327,7 @@ class Profile:
 
     @property
     def skipped_text(self) -> str:
-        """How many steps loss scaling skipped, in words; empty where none."""
+        """Number of steps that loss scaling skipped, of all; empty where none."""
         skipped = self.skipped_steps
         return f"{skipped} of {len(self.loss)}" if skipped else ""
 

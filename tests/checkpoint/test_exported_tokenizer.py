@@ -36,7 +36,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def checkpoint(folder: Path, **corpus: Any) -> Path:
-    """Of a run of one step, beside its plan."""
+    """Checkpoint of a run of one step, beside its plan."""
     shape = {**LLAMA, "hidden": 64, "vocab": VOCAB + 3}
     changes = {**BATCH, "corpus": {"source": str(folder / "a.txt"), **corpus}}
     made = plan(shape=shape, changes=changes).resolve()

@@ -84,7 +84,7 @@ def test_a_corpus_in_the_files_tokens(tmp_path: Path, smollm2: ModelTokenizer) -
 TYPED = ["x", 7, -1, 2**31 - 1, 1.5, True, ["a"], [1, 2], [1.5], [True], [["a"], ["b"]]]
 
 NAMED = {"tokenizer.ggml.padding_token_id": "pad_token", "tokenizer.ggml.merges": "the merge"}
-"""How a message names what contradicts the tokens."""
+"""Metadata that contradict the tokens -> their name in a message."""
 
 
 @pytest.mark.parametrize("key", [*METADATA])

@@ -20,7 +20,7 @@ from workbench.plan.schema import Corpus
 
 MOST_MIB = 1024
 MOST_CPU_SECONDS = 8
-"""Of a process that starts, reads a tokenizer and meets the bound of 1 s."""
+"""CPU time of a process that starts, reads a tokenizer and meets the bound of 1 s."""
 NESTED = "{% for i in range(99999) %}{% for j in range(99999) %}BODY{% endfor %}{% endfor %}"
 TEMPLATES = {
     "writes without end": (NESTED.replace("BODY", "{{ j }}"), "writes more than"),

@@ -1,5 +1,5 @@
-"""What a tokenizer puts round a text stands round every document, pair and prompt: transformers'
-ids of a tokenizer.json, llama.cpp's rule of a GGUF file.
+"""Tokens that a tokenizer puts round a text stand round every document, pair and prompt:
+transformers' ids of a tokenizer.json, llama.cpp's rule of a GGUF file.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def test_tokens_of_files_are_left_as_they_are(tmp_path: Path) -> None:
 
 
 def test_another_post_processor_makes_another_entry(tmp_path: Path) -> None:
-    """What an entry was made with decides whether it counts, not the tokenizer's file alone."""
+    """An entry counts by all that it was made with, not by the tokenizer's file alone."""
     source = write_jsonl(tmp_path / "a.jsonl", DOCUMENTS)
     for count, post in enumerate((None, BEGINS), 1):
         write_folder(tmp_path, post)

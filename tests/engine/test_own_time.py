@@ -20,7 +20,7 @@ NAP = 0.06
 
 
 def own_seconds(rank: int) -> float:
-    """Of a step in which rank 1 sleeps before a collective."""
+    """Own time of a step in which rank 1 sleeps before a collective."""
     clock, x = OwnClock(), torch.ones(4)
     with clock.watching():
         dist.all_reduce(x)

@@ -1,5 +1,5 @@
-"""Which format a text is in, by marks that only it has: what is in none is refused by its own name,
-read leniently or not.
+"""The format of a text is found by marks that only it has; a text in none is refused by its own
+name, read leniently or not.
 """
 
 from pathlib import Path

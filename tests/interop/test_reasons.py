@@ -1,4 +1,4 @@
-"""Why a plan leaves out what a foreign file says: no reason denies what the plan's schema has."""
+"""Reasons for leaving out what a foreign file says deny nothing that the plan's schema has."""
 
 import ast
 import json
@@ -61,8 +61,8 @@ def _words(name: str) -> set[str]:
 
 
 def _own_words(path: str) -> set[str]:
-    """What a field of the strategy or training is known by: its name, with its section's where that
-    is one word.
+    """Words that a field of the strategy or training is known by: its name's, with its section's
+    where that is one word.
     """
     section, _, name = path.rpartition(".")
     words = _words(name)

@@ -226,7 +226,7 @@ def test_a_series_fed_in_parts_is_thinned_as_the_whole(
 
 
 def shown_of(points: list[tuple[int, int, float]], ranks: int, batch: int) -> list[dict[str, Any]]:
-    """What a chart shows that was sent the changes of a series fed in batches."""
+    """Rows that a chart shows, sent the changes of a series that is fed in batches."""
     series, shown = BoundedSeries(ranks), list[dict[str, Any]]()
     for i in range(0, len(points), batch):
         change = series.add(points[i : i + batch])

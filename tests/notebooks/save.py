@@ -77,7 +77,7 @@ def kept(output: Any, folder: str) -> Any:
 
 
 def texts(data: Any) -> Iterable[tuple[str, str]]:
-    """What an output shows as text, by mime."""
+    """Texts of an output, by mime."""
     return ((mime, own) for mime, own in data.items() if isinstance(own, str))
 
 

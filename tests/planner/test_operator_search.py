@@ -152,7 +152,7 @@ OF_ROWS = {
     "for each shares a weight with one pinned by you": "shares a weight with one pinned by you",
     "for nothing reaches them": "replicated: nothing reaches it",
 }
-"""Why the sentence says that operators are replicated -> why their rows do."""
+"""Reason of the sentence for replicated operators -> reason that their rows give."""
 
 
 @pytest.mark.parametrize("mode", MODES)

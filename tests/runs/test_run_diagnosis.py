@@ -517,7 +517,7 @@ WORDS = [
     ("rank 1 was killed by SIGSEGV", "A library crashed"),
     ("KeyError: 'text'", "rank00001.log"),
 ]
-"""What a rank says of a failure, and of the advice for it."""
+"""(words of a rank for a failure, words of the advice for it)."""
 
 
 @pytest.mark.parametrize("words, advice", WORDS)
@@ -532,7 +532,7 @@ def test_what_a_rank_says_has_advice(
 
 
 SLOWEST: dict[str, Any] = {"slowest": 0.25, "deadline": 10.0}
-"""Of ranks whose steps are far shorter than what they may take."""
+"""Times of ranks whose steps are far shorter than they may be."""
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ STAGES: dict[str, list[int]] = {
 
 
 def say(stages: list[int], own: Own, steps: int = 20, device: str = "cpu") -> list[str]:
-    """What is said after each step."""
+    """Words of the watch after each step."""
     watch, said = StragglerWatch(), []
     for rank, stage in enumerate(stages):
         watch.take({"kind": "hello", "rank": rank, "stage": stage, "device": device})

@@ -27,7 +27,7 @@ CheckProgress = Callable[[str], None]
 def damage(
     folder: Path, progress: CheckProgress | None = None, most_bytes: int = MAX_PREFLIGHT_BYTES
 ) -> str:
-    """Why training cannot go on from a checkpoint, in words; empty where it is intact and finite.
+    """Reason why training cannot go on from a checkpoint; empty where it is intact and finite.
 
     Args:
         folder: The checkpoint.
@@ -64,7 +64,7 @@ def refuse_damaged(folder: Path, progress: CheckProgress = lambda words: None) -
 
 
 def another_checkpoint(damaged: Path) -> str:
-    """What to take in place of a damaged checkpoint, in words."""
+    """Advice on what to take in place of a damaged checkpoint."""
     if not STEP.fullmatch(damaged.name):
         return REMEDY
     others = (path for path in reversed(step_folders(damaged.parent)) if path.name != damaged.name)

@@ -100,7 +100,7 @@ def _origin(run: Path) -> tuple[Path | None, str]:
 
 
 def _failure(run: Path) -> str | None:
-    """Why the run in `run` failed; None where it did not, or nobody knows."""
+    """Cause by which the run in `run` failed; None where it did not, or nobody knows."""
     try:
         state = json.loads((run / "state.json").read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):

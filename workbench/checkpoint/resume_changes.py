@@ -34,18 +34,18 @@ SHOWN_DIGITS = 12
 
 
 class TrainedOn(Frozen):
-    """What a checkpoint was trained on: the corpus by its content, the batches, the schedule."""
+    """Inputs of a checkpoint's training: the corpus by its content, the batches, the schedule."""
 
     sources: list[dict[str, Any]]
-    """Of each source with a weight: hash of its content, format, field, dtype, share of samples."""
+    """Content hash, format, field, dtype and share of samples of each source with a weight."""
     corpus: dict[str, Any]
-    """What else decides its tokens and their order."""
+    """Other fields that decide its tokens and their order."""
     training: dict[str, int]
     optimizer: schema.Optimizer
 
 
 def trained_on(plan: Plan) -> TrainedOn:
-    """What `plan` trains on. Hashes are null where it is not pinned."""
+    """Inputs that `plan` trains on. Hashes are null where it is not pinned."""
     corpus, t = plan.corpus, plan.training
     return TrainedOn(
         sources=[found for _, found in _sources(corpus)],
@@ -109,8 +109,8 @@ def corpus_problems(folder: Path, meta: Mapping[str, Any], plan: Plan) -> list[P
 
 
 def resume_notes(plan: ResolvedPlan) -> list[str]:
-    """What the checkpoint that `plan` resumes from was trained with otherwise, by field, in words;
-    nothing of weights alone.
+    """Differences, by field, from what the checkpoint that `plan` resumes from was trained with;
+    none of weights alone.
     """
     folder = Path(plan.checkpoint.load or "")
     if plan.checkpoint.load is None or not (folder / MANIFEST).is_file():
@@ -135,7 +135,7 @@ def resume_notes(plan: ResolvedPlan) -> list[str]:
 
 
 def _recorded(meta: Mapping[str, Any]) -> TrainedOn | None:
-    """What a checkpoint says it was trained on; None where it does not."""
+    """Inputs that a checkpoint says it was trained on; None where it does not."""
     try:
         return TrainedOn.model_validate(meta.get(TRAINED_ON))
     except ValueError:
@@ -147,7 +147,7 @@ def _is_hashed(then: TrainedOn) -> bool:
 
 
 def _is_pinned(corpus: schema.Corpus) -> bool:
-    """Whether files of the corpus are named by hash, which is so once a plan is pinned."""
+    """True where files of the corpus are named by hash, which is so once a plan is pinned."""
     named = [part.sha256 for part in corpus.mix] if corpus.mix else [corpus.sha256]
     named += [] if corpus.tokenizer in ("bytes", "bpe") else [corpus.tokenizer_sha256]
     named += [] if corpus.template is None else [corpus.template_sha256]

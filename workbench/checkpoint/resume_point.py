@@ -175,7 +175,7 @@ def _differing(folder: Path, meta: dict[str, Any], plan: ResolvedPlan) -> list[P
 
 
 def nothing_left(checkpoint: str, steps: int, plan: ResolvedPlan) -> list[Problem]:
-    """That `checkpoint`, in words, has done all of a plan's steps; empty where some are left."""
+    """Problem of a `checkpoint`, in words, that has done a plan's steps; none if some are left."""
     asked = plan.training.steps
     if steps < asked:
         return []

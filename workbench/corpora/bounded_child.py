@@ -26,11 +26,11 @@ from workbench.untrusted_text import brief
 SECONDS = 1.0
 """CPU time of one piece of work, beside that for its bytes; a template takes milliseconds."""
 BYTES_PER_SECOND = 50_000
-"""Of text; tokenizers take a megabyte a second and more."""
+"""Rate of text; tokenizers take a megabyte a second and more."""
 MEMORY_BYTES = 2**29
 """Memory of one piece of work, beside that for its bytes."""
 MEMORY_PER_BYTE = 512
-"""Of text; an encoding with offsets takes about 200."""
+"""Memory for a byte of text; an encoding with offsets takes about 200."""
 TEMPLATE, TOKENIZER = signal.ITIMER_PROF, signal.ITIMER_VIRTUAL
 """Clocks, of which each ends a process by a signal of its own."""
 OVERDUE: dict[int, str] = {signal.SIGPROF: "chat template", signal.SIGVTALRM: "tokenizer"}

@@ -46,7 +46,7 @@ class Encoding:
 
     @property
     def own(self) -> bool:
-        """Whether no tokenizer or template of a stranger is used."""
+        """True where no tokenizer or template of a stranger is used."""
         plain = self.chat is None or self.chat.template == PLAIN_TEMPLATE
         return self.tokenizer is None and plain
 

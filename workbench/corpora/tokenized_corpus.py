@@ -384,7 +384,7 @@ class _Work:
         return path
 
     def bpe_path(self) -> Path:
-        """Where the cache has the BPE that is trained on the corpus."""
+        """Path in the cache of the BPE that is trained on the corpus."""
         sha256 = self.corpus.sha256
         if sha256 is None:
             hashes = [corpus_files.corpus_sha256(one) for one in self.files()]

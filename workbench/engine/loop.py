@@ -375,8 +375,8 @@ class TrainingLoop:
         return int(stop)
 
     def _check_result(self, result: StepResult) -> None:
-        """On CPU, where the host need not wait for them: check a step's scalars before they reach
-        the parameters.
+        """Check a step's scalars before they reach the parameters: on CPU, where the host need not
+        wait for them.
         """
         assert result.own_loss is not None
         found = (result.loss, result.gradient_norm, result.own_loss)
@@ -410,7 +410,7 @@ class TrainingLoop:
 
     @property
     def _remedy(self) -> str:
-        """What to do about numbers that grew too large on every rank."""
+        """Advice on numbers that grew too large on every rank."""
         ways, tune = ["lower training.optimizer.learning_rate"], self.plan.finetune
         if self.session.scaler:
             ways.append("take strategy.precision: bf16")

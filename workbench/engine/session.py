@@ -87,7 +87,7 @@ class Session:
     before_update: Callable[[], None] = lambda: None
     """Called in every step before parameters or optimizer state change."""
     on_result: Callable[[StepResult], None] = lambda result: None
-    """The same, with the step's scalars."""
+    """Called likewise, with the step's scalars."""
 
     @classmethod
     def build(

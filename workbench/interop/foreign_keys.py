@@ -314,7 +314,7 @@ def _with_size(why: str, value: Any) -> str:
 
 
 def is_below(key: str, sections: Collection[str]) -> bool:
-    """Whether `key` is one of `sections`, or stands in it."""
+    """True where `key` is one of `sections`, or stands in it."""
     return any(_below(key, section) for section in sections)
 
 

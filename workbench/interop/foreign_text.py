@@ -66,7 +66,7 @@ def _bare(text: str) -> str:
 
 
 def begins_with_brace(text: str) -> bool:
-    """Whether a text is an object in braces, behind what comments stand before it."""
+    """True where a text is an object in braces, behind what comments stand before it."""
     return _bare(text).startswith("{")
 
 

@@ -1,5 +1,5 @@
-"""Which format a text is in, by marks that only this format has; what is another framework's is
-refused by its name.
+"""Format of a text, by marks that only this format has; what is another framework's is refused by
+its name.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def _of_mapping(data: dict[str, Any]) -> Source:
 
 
 def _is_deepspeed(data: Mapping[str, Any]) -> bool:
-    """Whether one key is DeepSpeed's alone, or a section has its form, or most keys together are
+    """True where one key is DeepSpeed's alone, or a section has its form, or most keys together are
     DeepSpeed's.
     """
     forms = (("bf16", "enabled"), ("fp16", "enabled"), ("optimizer", "type"), ("scheduler", "type"))
@@ -160,7 +160,7 @@ def _refused(name: str) -> PlanError:
 
 
 def _is_python(text: str) -> bool:
-    """Whether a text is a module with imports or definitions; it is parsed, never run."""
+    """True where a text is a module with imports or definitions; it is parsed, never run."""
     if not _STATEMENT.search(text):
         return False
     try:

@@ -81,7 +81,7 @@ def lost(
 
 
 def _is_even(partition: Any) -> bool:
-    """Whether layers a stage follow from the number of stages, each having as many."""
+    """True where layers a stage follow from the number of stages, each having as many."""
     return not isinstance(partition, list) or len(set(partition)) <= 1
 
 

@@ -87,7 +87,7 @@ def splits_nothing(
 def _fault(
     axis: str, strategy: dict[str, Any], shape: Shape, ranks: int, node: int, sequence: int
 ) -> str:
-    """Why an axis has no size beyond 1, by the smallest that its ranks would have."""
+    """Reason why an axis has no size beyond 1, by the smallest that its ranks would have."""
     left, fields = ranks // math.prod(_fixed(strategy, each) for each in ORDER), strategy[axis]
     size = next(iter(legal_sizes.divisors(max(1, left))[1:]), 1)
     if size == 1:
@@ -182,7 +182,7 @@ def _split_tokens(strategy: dict[str, Any], sequence: int) -> int:
 
 
 def _context_kind(strategy: dict[str, Any], sequence: int) -> tuple[int, int, str, int]:
-    """What context sizes depend on, as `legal_sizes.context_sizes` takes it."""
+    """Arguments of `legal_sizes.context_sizes` that context sizes depend on."""
     fields, size = strategy.get("context", {}), strategy.get("tensor", {}).get("size")
     side = size[0] if isinstance(size, list) and size else _fixed(strategy, "tensor")
     tensor = 1 if strategy.get("operators") else side

@@ -138,8 +138,8 @@ def _step_notes(full: ResolvedPlan, w: Workload, k: Constants, time: StepTime) -
 
 
 def _memory_notes(full: ResolvedPlan, k: Constants, most: float, capacity: int) -> dict[str, Any]:
-    """What a peak of `most` bytes means on a GPU of `capacity`; where it does not fit, no step is
-    slowed down.
+    """Memory requirement of a peak of `most` bytes on a GPU of `capacity`; where it does not fit,
+    no step is slowed down.
     """
     stack, fits = full.strategy.stack, most <= capacity
     slower = near_full_slowdown(most, capacity, stack, k) if fits else None

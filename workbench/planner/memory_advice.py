@@ -145,7 +145,7 @@ def _fitting(
 
 
 def _is_hopeless(full: ResolvedPlan) -> bool:
-    """Whether a plan needs more than twice what its GPUs have, before any tensor is packed."""
+    """True where a plan needs more than twice what its GPUs have, before any tensor is packed."""
     if full.profiled or full.code:
         return False
     here, constants = with_calibration(full)

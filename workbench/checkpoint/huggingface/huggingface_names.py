@@ -170,7 +170,7 @@ def _refuse_other_head(folder: Path, embedding: Box, head: Box) -> None:
 
 
 def _equal(folder: Path, one: Box, other: Box) -> bool:
-    """Whether two stored tensors hold the same, read part by part."""
+    """Compare two stored tensors, read part by part."""
     plain = {one.dtype, other.dtype} <= TORCH_DTYPES.keys()
     if one.slices != other.slices or not plain or not one.slices:
         return False

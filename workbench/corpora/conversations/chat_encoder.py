@@ -157,7 +157,7 @@ class Conversation(NamedTuple):
 
     rendered: Rendered
     alone: bool
-    """Whether no template wrote what stands before and after it."""
+    """True where no template wrote what stands before and after it."""
 
 
 def _byte_tokens(rendered: Rendered) -> tuple[np.ndarray, np.ndarray]:

@@ -26,7 +26,7 @@ OPEN, CLOSE = "\ufdd0", "\ufdd1"
 MOST_TEXT = 2**20
 """Characters that a template may write by itself."""
 MOST_TIMES = 8
-"""How often it may write what the messages say."""
+"""Times that it may write what the messages say."""
 _MARKS = re.compile(f"[{OPEN}{CLOSE}]")
 
 

@@ -37,7 +37,7 @@ SPLITS = {
 IGNORES_MERGES = ("llama-bpe",)
 """Those in which a piece that is a token is not merged from its bytes."""
 ADDS_BOS = ("llama-bpe",)
-"""Those that begin a text with bos_token where `tokenizer.ggml.add_bos_token` is absent
+"""Values that begin a text with bos_token where `tokenizer.ggml.add_bos_token` is absent
 (llama-vocab.cpp).
 """
 KEYS = {"bos_token": "bos", "eos_token": "eos", "eot_token": "eot", "pad_token": "padding"}
@@ -151,7 +151,7 @@ def gguf_split(state: dict[str, Any]) -> str | None:
 def _around(
     path: str | Path, found: dict[str, Any], ids: dict[str, int], split: str, field: str
 ) -> PostProcessor | None:
-    """What puts bos_token before a text and eos_token after it, where the file says so."""
+    """Post-processor that puts bos_token before and eos_token after a text, as the file says."""
     from tokenizers import processors
 
     pieces, special = ["$A"], []

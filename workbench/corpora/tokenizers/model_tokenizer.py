@@ -30,7 +30,7 @@ class TokensAround(NamedTuple):
 
 
 def tokens_around(tokenizer: Tokenizer, source: Path, field: str = "tokenizer") -> TokensAround:
-    """What a tokenizer's post-processor puts before and after a text, such as the first token of
+    """Tokens that a tokenizer's post-processor puts before and after a text, such as the first of
     Llama's.
 
     Args:
@@ -54,7 +54,7 @@ def tokens_around(tokenizer: Tokenizer, source: Path, field: str = "tokenizer") 
 
 
 def _around(post: Mapping[str, Any]) -> TokensAround:
-    """What a post-processor of tokenizer.json says that it adds to a single text."""
+    """Tokens that a post-processor of tokenizer.json adds to a single text."""
     kind = post.get("type")
     if kind in ("BertProcessing", "RobertaProcessing"):
         return TokensAround([post["cls"][1]], [post["sep"][1]])
@@ -108,7 +108,7 @@ class ModelTokenizer:
         return [*before, *ids, *(after if ends else [])]
 
     def encode_apart(self, text: str, **how: bool) -> list[int]:
-        """What `encode` gives, from a child process within bounds of time and memory.
+        """Encode as `encode` does, in a child process within bounds of time and memory.
 
         Raises:
             PlanError: The tokenizer fails, or exceeds them.

@@ -96,7 +96,7 @@ class GradientBuffers:
 
 
 def buffers_on_tape(w: Workload) -> bool:
-    """Whether a microbatch on a rank of operator strategies allocates these buffers as it runs;
+    """True where a microbatch on a rank of operator strategies allocates these buffers as it runs;
     under a pipeline, whose stages are reduced whole, they are counted phase by phase.
     """
     each = w.zero >= 2 and w.fixed.operators is not None and w.fixed.pipeline == 1

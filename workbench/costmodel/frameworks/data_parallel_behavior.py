@@ -34,7 +34,7 @@ class DataParallelBehavior:
     fp8_gathers: bool = False
     """Whether ZeRO-3 all-gathers weights in fp8 for fp8 GEMMs."""
     gathers_tensors: bool = False
-    """Whether ZeRO-3 all-gathers every tensor in a call of its own, not a layer's in one."""
+    """True where ZeRO-3 all-gathers each tensor in a call of its own, not a layer's in one."""
     gathered_parameters: float = float("inf")
     """Most parameters that ZeRO-3 all-gathers at once, where it does so weight by weight."""
     gathered_root: bool = False

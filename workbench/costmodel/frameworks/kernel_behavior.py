@@ -59,7 +59,7 @@ class KernelBehavior:
 
     @property
     def fused_attention(self) -> bool:
-        """Whether attention is one kernel."""
+        """True where attention is one kernel."""
         return self.attention != "unfused"
 
     def runs_fused_seams(self, kernels: str) -> bool:

@@ -53,7 +53,7 @@ class ModelStateBehavior:
     upcasts_whole_shard: bool = False
     """Whether the optimizer upcasts all gradients of its shard before its step."""
     flattens_gradients: bool = False
-    """Whether ZeRO copies them into one tensor before, as wide as they are."""
+    """True where ZeRO copies them into one tensor before, as wide as they are."""
     sub_group_parameters: float = float("inf")
     """Most parameters of its shard that ZeRO-3 steps at once."""
     casts_all_states: bool = False

@@ -225,7 +225,7 @@ class RankShapes:
 
     @property
     def fuses_head(self) -> Mask:
-        """Whether head and loss are one operator over chunks of tokens, which keeps no logits."""
+        """True where head and loss are one operator over chunks of tokens that keeps no logits."""
         if self.fixed.framework.loss.kind == "fused_linear":
             return True
         own: Mask = np.asarray(self.tensor) == 1

@@ -152,7 +152,7 @@ def _stage_key(
 
 
 def _buffers_key(w: Workload) -> Hashable:
-    """What its buffers of gradients depend on."""
+    """Values that its buffers of gradients depend on."""
     if not buffers_on_tape(w):
         return None
     k, flight = w.searched, w.fixed.num_zero_in_flight

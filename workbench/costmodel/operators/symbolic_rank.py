@@ -112,7 +112,7 @@ class SymbolicRank:
     deferred: DeferredWeights | None = None
     """Weight gradients that wait for W; None: backward is not split."""
     buffers: GradientBuffers | None = None
-    """What gradients are copied into; None: it is counted elsewhere."""
+    """Buffers that gradients are copied into; None: they are counted elsewhere."""
 
     def enter(self, part: str) -> None:
         """Name the part of the stage that runs now."""

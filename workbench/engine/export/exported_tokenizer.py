@@ -35,7 +35,7 @@ TOKENIZER_FILES = (
     "tokenizer_config.json",
     "vocab.json",
 )
-"""What stands beside weights in a folder, and goes with them."""
+"""Files that stand beside weights in a folder, and go with them."""
 NORMAL, UNUSED = 1, 5
 """Further values of tokenizer.ggml.token_type."""
 

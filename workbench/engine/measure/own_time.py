@@ -42,7 +42,7 @@ class OwnClock:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Within it, waits for collectives and transfers are seen."""
+        """Context in which waits for collectives and transfers are seen."""
         method = vars(dist.Work)["wait"]
 
         def wait(work: dist.Work, *args: Any, **kwargs: Any) -> Any:

@@ -24,7 +24,7 @@ from workbench.plan.schema import Plan
 
 
 def join_deadline(plan: Plan) -> timedelta:
-    """How long this rank waits for the others to start, which on a loaded machine do so one after
+    """Longest wait of this rank for the others to start, which on a loaded machine do so one after
     another.
     """
     seconds = os.environ.get(START_DEADLINE) or plan.telemetry.timeout_seconds

@@ -1,4 +1,4 @@
-"""Which rank a loss or gradient norm that is not finite comes from.
+"""Origin, by rank, of a loss or gradient norm that is not finite.
 
 A step's all-reduce spreads it to every rank. Once all of them have seen it, each says what of its
 own part is not finite: parameters, its loss before the all-reduce, its gradients. No step whose
@@ -33,14 +33,14 @@ class NotFiniteError(FloatingPointError):
 
 @dataclass(frozen=True)
 class OwnPart:
-    """What of a rank's own part of a step is finite."""
+    """A rank's own part of a step, by what of it is finite."""
 
     replica: int
     """Index on the data axis: the ranks of one replica compute one loss."""
     parameter: str | None
     """The first that is not finite."""
     loss: bool | None
-    """Whether its loss is finite; None where it counts none."""
+    """True where its loss is finite; None where it counts none."""
     gradient: str | None
     """The first that is not finite, after its reduction."""
 

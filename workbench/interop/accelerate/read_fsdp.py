@@ -168,7 +168,7 @@ def _data(
 
 
 def _wrapping(keys: ForeignKeys, given: ImportOptions, strategy: Mapping[str, Any]) -> None:
-    """Tell units other than layers, which an estimate gathers one at a time, by their size."""
+    """Report units other than layers, which an estimate gathers one at a time, by their size."""
     key, least = F + "auto_wrap_policy", F + "min_num_params"
     words = {str(number): name for number, name in enumerate(_POLICIES, start=1)}
     policy = keys.choice(key, words | {name: name for name in _POLICIES})

@@ -303,8 +303,8 @@ def data_of(keys: ForeignKeys, zero: int, wide: int, auto: Collection[str]) -> d
 
 
 def _offload(keys: ForeignKeys, zero: int) -> dict[str, Any]:
-    """Where states live, and what share of the optimizer. A plan that offloads parameters offloads
-    the optimizer too (ZeRO-Infinity).
+    """Fields of where states live, and the optimizer's share. A plan that offloads parameters
+    offloads the optimizer too (ZeRO-Infinity).
     """
     optimizer, optimizer_key = _device(keys, "offload_optimizer.device", "cpu_offload")
     parameters, parameters_key = _device(keys, "offload_param.device", "cpu_offload_params")

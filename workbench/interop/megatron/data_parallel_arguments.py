@@ -95,7 +95,7 @@ def _bucket(keys: ForeignKeys, replicas: int, overlap: bool, wide: int) -> dict[
 
 
 def _offload(keys: ForeignKeys, zero: int) -> dict[str, Any]:
-    """Where the optimizer's states live, and which share of them, by Megatron's own switch or
+    """Fields of where the optimizer's states live, and their share, by Megatron's own switch or
     Megatron-DeepSpeed's.
     """
     share = keys.number("optimizer-offload-fraction", 0, 1)

@@ -87,7 +87,7 @@ def _chosen(keys: ForeignKeys, fork: bool) -> int:
 
 
 def _router(keys: ForeignKeys) -> dict[str, Any]:
-    """How experts are chosen beyond the largest of a softmax, where the file says so."""
+    """Fields of how experts are chosen beyond the largest of a softmax, where the file has any."""
     groups, top = keys.integer("moe-router-num-groups"), keys.integer("moe-router-group-topk")
     found = {
         "scores": keys.choice("moe-router-score-function", {s: s for s in ("softmax", "sigmoid")}),

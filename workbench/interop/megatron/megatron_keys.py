@@ -220,7 +220,7 @@ KNOWN = frozenset(WORDS.split()) | frozenset(LAUNCHER) | frozenset(OLDER.split()
 
 
 def shows_megatron(words: Set[str]) -> bool:
-    """Whether arguments (without dashes) are Megatron's: several that only it has, or one among
+    """True where arguments (without dashes) are Megatron's: several that only it has, or one among
     others of its own; torchrun's say nothing.
     """
     distinct = words & DISTINCT

@@ -126,7 +126,7 @@ def _converted(keys: ForeignKeys) -> str:
 
 
 def _recipe(keys: ForeignKeys, table: str) -> bool:
-    """Whether a table names a recipe; of fp8 a plan knows one, beside blocks (MX)."""
+    """True where a table names a recipe; of fp8 a plan knows one, beside blocks (MX)."""
     key = f"{table}.recipe_name"
     recipe = keys.take(key)
     if table.endswith("mx"):
@@ -208,7 +208,7 @@ def _data(keys: ForeignKeys, sizes: Mapping[str, int]) -> dict[str, Any]:
 
 
 def _expert(keys: ForeignKeys, tensor: int) -> dict[str, int]:
-    """How experts are spread; over tensor ranks too, unless those split each expert."""
+    """Sizes over which experts are spread; tensor ranks too, unless those split each expert."""
     key = P + "expert_tensor_parallel_degree"
     size, own = keys.integer(P + "expert_parallel_degree") or 1, keys.integer(key)
     if size == 1 or tensor == 1:

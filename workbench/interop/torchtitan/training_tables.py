@@ -165,8 +165,8 @@ def _schedule(keys: ForeignKeys, steps: int) -> dict[str, Any]:
 
 
 def _evaluation(keys: ForeignKeys, data: int, total: int) -> dict[str, int]:
-    """When and on how many global batches of `total` sequences a plan evaluates; torchtitan counts
-    batches of its own of each of `data` ranks.
+    """Interval of a plan's evaluations and their global batches of `total` sequences; torchtitan
+    counts batches of its own of each of `data` ranks.
     """
     flags = [keys.flag(f"validation.{key}") for key in ("enable", "enabled")]
     if not any(flags):

@@ -70,7 +70,7 @@ MIN_SEEN_SHARE = 0.005
 
 
 def seen_parts(parts: Sequence[str], rows: Sequence[dict[str, Any]], field: str) -> tuple[str, ...]:
-    """Those of `parts` that can be seen in a bar: a legend lists no other."""
+    """Entries of `parts` that can be seen in a bar: a legend lists no other."""
     least = MIN_SEEN_SHARE * max((row["total"] for row in rows), default=0)
     seen = {row[field] for row in rows if row["value"] > least}
     return tuple(part for part in parts if part in seen)

@@ -154,7 +154,7 @@ def relative_error(predicted: float | None, measured: float | None) -> float | N
 
 
 def _state(entry: ComparisonEntry, profile: Profile) -> str | None:
-    """How far a run came; of a plan that has none, whether its GPUs cannot hold it."""
+    """State of a run; of a plan that has none, that its GPUs cannot hold it."""
     if profile.source == "measured":
         return entry.state
     return "does not fit" if profile.unfit_words and not entry.profile_of("measured") else None

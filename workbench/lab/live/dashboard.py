@@ -60,7 +60,7 @@ class Dashboard:
         self._output = OutputCell()
         self._stopping = False
         self._behind = False
-        """Whether more of the telemetry is written than was read."""
+        """True while more of the telemetry is written than was read."""
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._follow, name=f"watch {run.id}", daemon=True)
 

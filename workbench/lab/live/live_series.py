@@ -82,7 +82,7 @@ class BoundedSeries:
         return found.assign(open=[False] * len(self._over) + [True] * len(self._open))
 
     def _widen(self, steps: Iterable[int]) -> bool:
-        """Whether with more `steps` parts had to be wider."""
+        """Take in `steps`; True where parts had to become wider."""
         before = self.width
         self._parts |= {step // self.width for step in steps}
         while len(self._parts) > line_series.max_parts():

@@ -45,7 +45,7 @@ class RunProgress:
     skipped: int = 0
     """Steps that loss scaling skipped."""
     loss: float | None = None
-    """Of the last step; None where it was not finite."""
+    """Loss of the last step; None where it was not finite."""
     tokens_per_second: float | None = None
     seconds: list[float] = field(default_factory=list)
     data_seconds: list[float] = field(default_factory=list)

@@ -37,8 +37,8 @@ def read_gguf_config(path: str | Path, field: str = "model") -> Shape:
 
 
 def gguf_account(path: str | Path) -> Account:
-    """What `read_gguf_config` makes of each metadata key of the file but its tokenizer's. Raises
-    `PlanError` as it does.
+    """Account of what `read_gguf_config` makes of each metadata key of the file but its
+    tokenizer's. Raises `PlanError` as it does.
     """
     file = open_gguf(path)
     reading = _reading(file, "model")

@@ -56,4 +56,4 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 takes them; any other is reported as not modelled.
 """
 BLOOM_NEUTRAL: dict[str, tuple[Any, ...]] = {"attention.max_alibi_bias": (8.0,)}
-"""Likewise of ALiBi."""
+"""Values of ALiBi, likewise."""

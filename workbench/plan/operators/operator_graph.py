@@ -66,7 +66,7 @@ class Operator:
     modules: tuple[str, ...] = ()
     """Patterns of the modules that it stands for."""
     traced: bool = False
-    """Whether it is of a user's module, whose strategies may leave dimensions out."""
+    """True where it is of a user's module, whose strategies may leave dimensions out."""
 
     def dim(self, name: str) -> int:
         """Size of the dimension `name`."""

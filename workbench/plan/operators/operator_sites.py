@@ -73,8 +73,8 @@ ORDER = (
 
 
 ROWS, FOLDED = "rows", "folded"
-"""Of an operator of a user's module: the dimension that counts sequences, and what else lies in
-the dim of a tensor with them: the heads of [B x heads, T, depth].
+"""Dimensions of an operator of a user's module: of sequences, and of what else lies in the dim of
+a tensor with them, the heads of [B x heads, T, depth].
 """
 
 

@@ -75,7 +75,7 @@ def tensor_sizes(shape: Shape, ranks: int, most: int | None = None, tokens: int 
 
 
 def tensor_faults(shape: Shape, size: int, tokens: int = 0) -> list[str]:
-    """Why `size` 1-D tensor ranks are not legal, in words; empty if they are."""
+    """Reasons why `size` 1-D tensor ranks are not legal; empty if they are."""
     more = [f"{size} tensor ranks are more than {name}" for name in exceeds(shape, size)]
     uneven = [f"{size} tensor ranks do not divide the {tokens} tokens that tensor.sequence splits"]
     return more + uneven * bool(tokens % size)
@@ -112,7 +112,7 @@ def context_sizes(
 
 
 def context_rule(shape: Shape, sequence: int, tensor: int, algorithm: str, ulysses: int = 1) -> str:
-    """Which context sizes are legal, in words."""
+    """Rule by which context sizes are legal, in words."""
     count = padded_heads_per_rank(shape, tensor)[0]
     heads = f"the {count} heads that tensor = {tensor} leaves"
     return {

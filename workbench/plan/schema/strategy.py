@@ -22,12 +22,12 @@ STORED = {"tf32": "fp32", "fp8": "bf16", "mxfp8": "bf16", "nvfp4": "bf16"}
 """Precision of GEMMs -> dtype of parameters, activations and gradients, where they differ."""
 GradientDtype = Literal["fp32", "bf16", "fp16", "parameters", "auto"]
 TorchAttention = Literal["flash", "efficient", "blockwise", "math"]
-"""What this engine runs: kernels of torch, and its own over tiles."""
+"""Attention of this engine: kernels of torch, and its own over tiles."""
 FrameworkAttention = Literal[
     "unfused", "flash-1", "flash-2", "flash-3", "flash-4", "cudnn-8", "cudnn-9"
 ]
-"""What other frameworks run besides: batched GEMMs around a softmax (Hugging Face's eager), and
-generations of fused kernels.
+"""Attention of other frameworks besides: batched GEMMs around a softmax (Hugging Face's eager),
+and generations of fused kernels.
 """
 Loss = Literal["whole", "chunked", "fused_linear"]
 Recompute = Literal["none", "selective", "full"] | list[LayerIndex | str]

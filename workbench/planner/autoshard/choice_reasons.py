@@ -147,7 +147,7 @@ def _pair_text(
     scatters: bool,
     chosen: bool,
 ) -> str:
-    """What pairs of alike operators save; that it repays what it costs, where it was `chosen`."""
+    """Saving of pairs of alike operators; that it repays what it costs, where it was `chosen`."""
     first, second = ([graph.operators[pair[end]] for pair in pairs] for end in (0, 1))
     a, b, times = _joined(first), _joined(second), _times(sum(op.num_layers for op in first))
     if ways == pieces:

@@ -15,7 +15,7 @@ LEAST_TIME = "least time"
 PINNED = "pinned by you"
 SHARED = "shares a weight with one pinned by you"
 NOTHING = "replicated: nothing reaches it"
-"""Why an operator has its strategy; where strategies are propagated there are others."""
+"""Reasons why an operator has its strategy; where strategies are propagated there are others."""
 
 
 @dataclass(frozen=True)

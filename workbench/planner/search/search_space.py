@@ -333,7 +333,7 @@ KEPT_STRATEGY_FIELDS = {"precision", "stack", "attention"}
 
 
 def _kept(asked: Strategy) -> dict[str, Any]:
-    """Those of them that were written, and the loss of a stack whose kernels do not choose it."""
+    """Fields of these that were written, and the loss of a stack whose kernels do not choose it."""
     free = KEPT_STRATEGY_FIELDS | ({"loss"} if asked.stack != DEFAULT_FRAMEWORK else set())
     return asked.model_dump(include=free, exclude_unset=True)
 

@@ -370,7 +370,7 @@ def attention_generation(text: str) -> str | None:
 
 
 def says_fused_head(words: str) -> bool:
-    """Whether a row's words say that head and loss are one operator, as Liger-Kernel's are."""
+    """True where a row's words say that head and loss are one operator, as Liger-Kernel's are."""
     return bool(re.search(r"\bliger\b|fused[\s_-]*linear", words.lower()))
 
 

@@ -17,7 +17,7 @@ _MEMORY = re.compile(
     re.IGNORECASE,
 )
 HUNG = "its steps took at most"
-"""Said of a rank that is late by far more than a step takes (`RankStatus.where`)."""
+"""Words for a rank that is late by far more than a step takes (`RankStatus.where`)."""
 NETWORK = (
     "`workbench doctor` measures an all-reduce between the GPUs of a machine; between machines, "
     "name the interface in NCCL_SOCKET_IFNAME, try NCCL_IB_DISABLE=1, and see the launch's log "
@@ -159,7 +159,7 @@ def advise(folder: Path, text: str, rank: int | None = None) -> str:
 
 
 def advise_or_log(folder: Path, text: str, rank: int | None) -> str:
-    """As `advise`; the log where no advice is known."""
+    """Advice as of `advise`; the log where none is known."""
     return advise(folder, text, rank) or f"See {_log(folder, rank)}."
 
 
@@ -168,7 +168,7 @@ def _log(folder: Path, rank: int | None) -> str:
 
 
 def _resume(folder: Path) -> str:
-    """What the run in `folder` goes on from, in words."""
+    """Advice on what the run in `folder` goes on from."""
     from workbench.checkpoint.resume_point import finished_checkpoints  # as above
 
     saved = finished_checkpoints(folder / "checkpoints")

@@ -75,7 +75,7 @@ class RankStatus:
 
     @property
     def lost_loss(self) -> str:
-        """Since when no step has had a loss, in words; empty where the last one had."""
+        """Step since which no loss was finite, in words; empty where the last loss was."""
         if self.overflowing is None:
             return ""
         return (
@@ -100,5 +100,5 @@ class RankStatus:
 
     @property
     def _is_hung(self) -> bool:
-        """Whether a step that takes as long as it may be silent is far from any that it did."""
+        """True where a step as long as it may be silent is far from any that it did."""
         return self.phase == "training" and 0 < HUNG_FACTOR * self.slowest <= self.deadline

@@ -1,4 +1,4 @@
-"""Which rank is slow though it goes on: its own time of a step against that of its peers.
+"""Ranks that are slow though they go on: own time of a step against that of their peers.
 
 Ranks of a job end their steps together, so that step times say nothing. A rank's own time is its
 compute without its waits: `own_seconds` of a step, on GPUs the spans of timed steps that are no
@@ -27,7 +27,7 @@ SLOW, CLEARED = 2.0, 1.5
 LARGEST_SHARE = 3.0
 """Times the work of the others that a rank with a stage for itself may have."""
 LEAST_SHARE, LEAST_SECONDS = 0.2, 0.02
-"""What a slow rank costs at least: this share of the step time, and seconds."""
+"""Least cost of a slow rank: this share of the step time, and seconds."""
 FEW = 16
 """Ranks whose median one of them moves, which is then left out of it."""
 
@@ -57,7 +57,7 @@ class _RankTimes:
 
     @property
     def most_steps(self) -> float:
-        """What three steps of four take at least: a few slow ones do not move it."""
+        """Seconds that three steps of four take at least: a few slow ones do not move it."""
         return sorted(sum(each.values()) for each in self.own)[len(self.own) // 4]
 
     def phase(self, name: str) -> float:
@@ -91,7 +91,7 @@ class StragglerWatch:
             self._changed = self._changed or rank == min(self._ranks)  # once a step
 
     def words(self) -> str:
-        """Which ranks are slow now, by what factor and in which phase; empty where none is."""
+        """Ranks that are slow now, with factor and phase, in words; empty where none is."""
         if self._changed and all(times.is_known for times in self._ranks.values()):
             self._changed = False
             totals = {rank: times.total for rank, times in self._ranks.items()}
@@ -111,7 +111,7 @@ class StragglerWatch:
     def _judge(
         self, rank: int, group: Mapping[int, float], usual: float | None, alone: bool
     ) -> str:
-        """What to say of a rank, held against a `group` that it is one of.
+        """Words for a slow rank, held against a `group` that it is one of.
 
         Args:
             rank: The rank.

@@ -101,8 +101,8 @@ class RankWatch:
 
     @property
     def lasting_warnings(self) -> list[str]:
-        """What stands against the run even at its end: why its last checkpoint could not be
-        written, that its last loss is not finite, which rank is slow.
+        """Warnings that stand even at the run's end: why its last checkpoint could not be written,
+        that its last loss is not finite, which rank is slow.
         """
         each = self.ranks.values()
         found = (

@@ -17,8 +17,8 @@ _SKIPPED = {
     for kind in ("timeline", "collectives")
     for space in ("", " ")
 }
-"""How a writer begins the records that come with every sampled step and of which one is drawn ->
-their kind.
+"""Beginnings of the records that come with every sampled step and of which one is drawn -> their
+kind.
 """
 EXTREMES_OF = 8
 """Times `every` records of which the extremes are kept."""
@@ -84,8 +84,8 @@ class Thinning:
         return True
 
     def kept(self, record: dict[str, Any]) -> list[dict[str, Any]]:
-        """What stays of the decoded records up to this one, as far as that is known: itself, or
-        what stays of a group of its kind that it completes.
+        """Decoded records up to this one that stay, as far as that is known: itself, or those of a
+        group of its kind that it completes.
         """
         kind = record["kind"]
         if self.every == 1 or kind not in _DRAWN:
@@ -95,7 +95,7 @@ class Thinning:
         return self._of_group(kind) if len(group) == EXTREMES_OF * self.every else []
 
     def rest(self) -> list[dict[str, Any]]:
-        """What stays of groups that are not complete: for when the file has no more."""
+        """Records that stay of groups that are not complete: for when the file has no more."""
         return [record for kind in list(self._groups) for record in self._of_group(kind, 1)]
 
     def skipped(self) -> list[bytes]:
@@ -105,7 +105,7 @@ class Thinning:
         return lines
 
     def _of_group(self, kind: str, last: int = 0) -> list[dict[str, Any]]:
-        """What stays of a group, the `last` records among it."""
+        """Records that stay of a group, its `last` ones among them."""
         group = self._groups.pop(kind)
         places = {*range(0, len(group), self.every), *range(len(group) - last, len(group))}
         for values in zip(*map(_DRAWN[kind], group)):

@@ -61,7 +61,7 @@ class State:
     warning: str = ""
     """What stands against the run now, though it may yet go on."""
     notes: list[str] = field(default_factory=list)
-    """What the run goes on from that its plan does not say, in words."""
+    """Notes on what the run goes on from that its plan does not say."""
 
     @property
     def final(self) -> bool:

@@ -53,7 +53,7 @@ class MeasuredFrames:
         self.left_out: list[str] = []
         """What of the telemetry is not here, in words; see `Reader.left_out`."""
         self.every = 1
-        """Of how many steps one is here at least; see `Thinning`."""
+        """Number of steps of which one is here at least; see `Thinning`."""
         self._columns = {
             kind: {name: list[Any]() for name in names} for kind, names in COLUMNS.items()
         }

@@ -46,7 +46,7 @@ class _Tail:
     """Whether the line under way has been given up."""
     damaged: int = 0
     behind: bool = False
-    """Whether the last read left some of the file."""
+    """True where the last read left some of the file."""
     unreadable: str = ""
     """Why the file could not be read when it was last tried; empty where it could."""
 
@@ -62,7 +62,7 @@ class _Tail:
         return self._decoded(line for line in lines if line and not self.thinning.skips(line))
 
     def rest(self) -> list[Record]:
-        """What thinning held back, once the file has been read to its end."""
+        """Records that thinning held back, once the file has been read to its end."""
         return [*self._decoded(self.thinning.skipped()), *self.thinning.rest()]
 
     def size(self) -> int:
@@ -143,7 +143,7 @@ class Reader:
 
     @property
     def behind(self) -> bool:
-        """Whether the last poll left some of a file: a long history is read in parts."""
+        """True where the last poll left some of a file: a long history is read in parts."""
         return any(tail.behind for tail in self._tails.values())
 
     @property

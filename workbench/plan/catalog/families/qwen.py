@@ -67,7 +67,7 @@ def _qwen3_moe(reading: Reading) -> Fields:
 
 
 def _write_qwen2(shape: Shape) -> Config:
-    """With the keys of a window where there is one."""
+    """Configuration, with the keys of a window where there is one."""
     windows = {
         "use_sliding_window": True,
         "sliding_window": shape.window,

@@ -122,7 +122,7 @@ def _expert(plan: ResolvedPlan) -> Iterator[Problem]:
 
 
 def _less_split(plan: ResolvedPlan, split: int) -> str:
-    """How the expert size would be legal with fewer tensor ranks an expert, if it would."""
+    """Advice on fewer tensor ranks an expert, if the expert size is legal with them."""
     expert, tensor = plan.strategy.expert, plan.strategy.tensor
     each = plan.sizes["data"] * plan.sizes["context"]
     fewer = [

@@ -1,4 +1,4 @@
-"""What runs attention, memory-bound operators and the loss: of this engine, or of another stack."""
+"""Kernels of attention, memory-bound operators and the loss, of this engine or another stack."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def _attention_problem(plan: ResolvedPlan, legal: tuple[str, ...]) -> Problem:
 
 
 def _changed_scores(plan: ResolvedPlan) -> str:
-    """What attention does to scores, by field."""
+    """Fields by which attention changes scores, in words."""
     fields, shape = ("window", "attention_softcap"), plan.shape
     found = [f"model.{name} {value}" for name in fields if (value := getattr(shape, name))]
     found += ["corpus.separate_documents"] if plan.corpus.separate_documents else []

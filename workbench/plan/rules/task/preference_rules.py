@@ -1,4 +1,4 @@
-"""What direct preference optimization asks of a plan: pairs that stay together, a head that knows
+"""Rules of direct preference optimization for a plan: pairs that stay together, a head that knows
 each token's loss, and a policy that differs from its reference by what it learned alone.
 """
 

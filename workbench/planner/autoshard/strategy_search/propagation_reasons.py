@@ -22,7 +22,7 @@ def searched_reasons(
     named: Mapping[int, ShardingStrategy],
     pinned: Mapping[int, ShardingStrategy],
 ) -> list[str]:
-    """Of a search for the least time, beside the `named` operators and all that these have
+    """Reasons in a search for the least time, beside the `named` operators and all that these have
     `pinned`.
     """
     others = [SHARED if i in pinned else LEAST_TIME for i in range(num_operators)]
