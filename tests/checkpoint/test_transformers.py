@@ -21,6 +21,7 @@ from workbench.checkpoint.huggingface.huggingface_names import (
     huggingface_source,
     stored_parts,
 )
+from workbench.errors import PlanError
 from workbench.models import Transformer
 from workbench.models.attention.soft_cap import soft_cap
 from workbench.plan.catalog.families.family import Family
@@ -164,6 +165,47 @@ def test_windows_of_absent_keys_are_those_of_transformers(
     kinds = getattr(theirs, "layer_types", None)
     has = theirs.sliding_window if kinds is None or KINDS["s"] in kinds else None
     assert shape_of({"model_type": family, **own}).window == has == window
+
+
+STRETCHED = {KINDS["s"]: {"rope_type": "linear", "factor": 4.0}}
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_absent_keys_mean_what_they_mean_to_transformers(family: str) -> None:
+    transformers = pytest.importorskip("transformers", reason="compares with transformers")
+    own, tried = CONFIGS[family], 0
+    for key in transformers.AutoConfig.for_model(family).to_dict().keys() - {"rope_parameters"}:
+        absent = {other: value for other, value in own.items() if other != key}
+        try:
+            found = shape_of({"model_type": family, **absent})
+        except PlanError as error:
+            assert "has no " in str(error)
+            continue
+        usual = transformers.AutoConfig.for_model(family, **absent).to_dict()[key]
+        assert found == shape_of({"model_type": family, **absent, key: usual}), key
+        tried += 1
+    assert tried > 10
+
+
+@pytest.mark.parametrize(
+    ("family", "keys"),
+    [
+        ("gemma2", {"attn_logit_softcapping": None}),
+        ("gemma2", {"final_logit_softcapping": None}),
+        ("deepseek_v3", {"q_lora_rank": None, "num_key_value_heads": 4}),
+        ("gemma3_text", {"rope_parameters": STRETCHED, "rope_scaling": None}),
+    ],
+    ids=str,
+)
+def test_a_null_that_turns_off_is_read_so_and_what_is_not_modelled_is_named(
+    family: str, keys: dict[str, Any], tmp_path: Path
+) -> None:
+    config = {"model_type": family, "pad_token_id": None, **CONFIGS[family], **keys}
+    small = shape_of(config)
+    if "rope_parameters" in keys:
+        assert small.unmodelled == "rope_parameters of sliding_attention of type 'linear'"
+    else:
+        assert_equal_logits(config, small, tmp_path)
 
 
 def assert_equal_logits(config: dict[str, Any], small: Shape, folder: Path) -> None:

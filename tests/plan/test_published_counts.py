@@ -107,7 +107,7 @@ PUBLISHED: dict[str, tuple[Config, int]] = {
             "deepseek_v2",
             *(27, 2048, 10944, 16, 16, 102400),
             **{"n_routed_experts": 64, "num_experts_per_tok": 6, "moe_intermediate_size": 1408},
-            **{"n_shared_experts": 2, "first_k_dense_replace": 1},
+            **{"n_shared_experts": 2, "first_k_dense_replace": 1, "q_lora_rank": None},
         ),
         15_706_484_224,
     ),

@@ -178,6 +178,10 @@ class Reading:
             raise self.wrong(key, value, "a number above 0")
         return float(value)
 
+    def unless_null(self, key: str, usual: Any) -> Any:
+        """What a key means that is absent or null, of a family where null turns it off."""
+        return None if key in self.config else usual
+
     def flag(self, key: str, default: bool) -> bool:
         """True or false at `key`."""
         value = self.get(key, default)

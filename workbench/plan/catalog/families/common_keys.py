@@ -36,7 +36,10 @@ def written_activation(shape: Shape) -> str:
 
 def own_window(reading: Reading, usual: int | None = None) -> int | None:
     """`sliding_window` of a configuration, or what a family has where the key is absent."""
-    return reading.whole("sliding_window", None) if "sliding_window" in reading.config else usual
+    window: int | None = reading.whole(
+        "sliding_window", reading.unless_null("sliding_window", usual)
+    )
+    return window
 
 
 def read_windows(

@@ -15,26 +15,33 @@ from workbench.plan.model.model_shape import Shape
 from workbench.untrusted_text import shown
 
 
-def _deepseek(reading: Reading) -> Fields:
-    """Latent attention, fine-grained experts beside shared ones, leading dense layers."""
+def _deepseek(
+    reading: Reading, shared: int, dense: int, scale: float, positions: int = 2048
+) -> Fields:
+    """Latent attention, fine-grained experts beside shared ones, leading dense layers; with what
+    transformers' class of the family has of each where its key is absent.
+    """
     if (every := reading.whole("moe_layer_freq", 1)) != 1:
         raise refuse("model", f"moe_layer_freq is {every}; legal here: 1")
     moe = {
         "experts": reading.whole("n_routed_experts"),
         "top_k": reading.whole("num_experts_per_tok"),
         "ffn": reading.whole("moe_intermediate_size"),
-        "shared": reading.whole("n_shared_experts", 0, least=0),
-        "first_dense": reading.whole("first_k_dense_replace", 0, least=0),
-        "scale": reading.number("routed_scaling_factor", 1.0),
+        "shared": reading.whole(
+            "n_shared_experts", reading.unless_null("n_shared_experts", shared) or 0, least=0
+        ),
+        "first_dense": reading.whole("first_k_dense_replace", dense, least=0),
+        "scale": reading.number("routed_scaling_factor", scale),
     }
     mla = {
         "kv_rank": reading.whole("kv_lora_rank"),
-        "q_rank": reading.whole("q_lora_rank", None),
+        "q_rank": reading.whole("q_lora_rank", reading.unless_null("q_lora_rank", 1536)),
         "rope_dim": reading.whole("qk_rope_head_dim"),
         "nope_dim": reading.whole("qk_nope_head_dim"),
         "value_dim": reading.whole("v_head_dim"),
     }
-    fields = {**read_llama(reading), "kv_heads": None, "head_dim": None, "moe": moe, "mla": mla}
+    llama = read_llama(reading, positions=positions)
+    fields = {**llama, "kv_heads": None, "head_dim": None, "moe": moe, "mla": mla}
     if scaling := fields["rope_scaling"]:
         said = reading.section("rope_parameters") or reading.section("rope_scaling")
         scaling |= {"mscale_all_dim": said.get("mscale_all_dim") or None}
@@ -47,7 +54,7 @@ def _deepseek(reading: Reading) -> Fields:
 
 def _v2(reading: Reading) -> Fields:
     """Softmax scores, of the best groups where `topk_method` says so."""
-    fields = _deepseek(reading)
+    fields = _deepseek(reading, shared=2, dense=0, scale=1.0)
     method = reading.get("topk_method", "greedy")
     groups = reading.whole("n_group", None), reading.whole("topk_group", None)
     if method == "group_limited_greedy" and None not in groups:
@@ -65,7 +72,7 @@ def _v2(reading: Reading) -> Fields:
 
 def _v3(reading: Reading) -> Fields:
     """Sigmoid scores, and a bias by which experts are chosen; always by groups."""
-    fields = _deepseek(reading)
+    fields = _deepseek(reading, shared=1, dense=3, scale=2.5, positions=4096)
     for key, legal in (("topk_method", "noaux_tc"), ("scoring_func", "sigmoid")):
         if (value := reading.get(key, legal)) != legal:
             reading.lacks(key, f"{key} {shown(value)}")

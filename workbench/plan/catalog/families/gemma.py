@@ -28,6 +28,7 @@ from workbench.plan.catalog.families.rotary_keys import write_rotary
 from workbench.plan.catalog.families.stored_parts import TensorNames
 from workbench.plan.catalog.huggingface_keys import Reading
 from workbench.plan.model.model_shape import Shape
+from workbench.untrusted_text import shown
 
 USUAL_WINDOW = 4096
 """transformers wants one, whether or not a layer has it."""
@@ -42,6 +43,9 @@ def _gemma3(reading: Reading) -> Fields:
     fields = _gemma(reading, 131072, every, of_kind=FULL)
     inner = reading.section("rope_parameters").get(SLIDING)
     local = inner.get("rope_theta") if isinstance(inner, dict) else None
+    if isinstance(inner, dict) and inner.get("rope_type", "default") != "default":
+        what = f"rope_parameters of {SLIDING} of type {shown(inner['rope_type'])}"
+        reading.lacks("rope_parameters", what)
     beside = reading.number("rope_local_base_freq", 10000.0)
     theta = float(beside or 10000.0) if local is None else local
     return fields | {"qk_norm": "head", "window_rope_theta": theta if fields["window"] else None}
@@ -71,12 +75,16 @@ def _gemma(
         "head_dim": fields["head_dim"] or 256,
         "tied": reading.flag("tie_word_embeddings", True),
         "attention_scale": float(score_width or 256) ** -0.5,
-        "attention_softcap": reading.number("attn_logit_softcapping", cap),
-        "logit_softcap": reading.number("final_logit_softcapping", logit_cap),
+        "attention_softcap": _soft_cap(reading, "attn_logit_softcapping", cap),
+        "logit_softcap": _soft_cap(reading, "final_logit_softcapping", logit_cap),
         "embedding_scale": math.sqrt(fields["hidden"]),
         "branch_norms": "both",
         "zero_centered_norms": True,
     }
+
+
+def _soft_cap(reading: Reading, key: str, usual: float | None) -> float | None:
+    return reading.number(key, reading.unless_null(key, usual))
 
 
 def _write(shape: Shape) -> Config:
