@@ -62,6 +62,7 @@ def write_sample(
     without: str = "",
     misshapen: str = "",
     tokenizer: bool = False,
+    beside: tuple[str, ...] = (),
 ) -> Weights:
     """Write a Llama; parameter -> value that a reader should find.
 
@@ -73,6 +74,7 @@ def write_sample(
         without: Tensor to leave out.
         misshapen: Tensor to write with a row less.
         tokenizer: Whether it has one, of bytes and three control tokens.
+        beside: Tensors to write beside the model's.
     """
     random, expected = np.random.default_rng(1), {}
     writer = GGUFWriter(path, "llama")
@@ -108,6 +110,8 @@ def write_sample(
             value = value[:-1]
         if key != without:
             writer.add_tensor(key, quantize(value, here), raw_dtype=here)
+    for key in beside:
+        writer.add_tensor(key, np.ones(shape.hidden, np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

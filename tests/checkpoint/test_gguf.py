@@ -237,6 +237,24 @@ def test_metadata_that_no_field_says_are_named_and_refused(
         gguf_source(tmp_path / "a.gguf", SHAPE)
 
 
+@pytest.mark.parametrize(
+    "beside", [("attn_q.bias", "attn_k.bias"), ("attn_q_norm.weight",), ("attn_sinks.weight",)]
+)
+def test_tensors_that_no_parameter_is_stored_in_are_named(
+    tmp_path: Path, beside: tuple[str, ...]
+) -> None:
+    write_sample(tmp_path / "a.gguf", beside=tuple(f"blk.1.{name}" for name in beside))
+    shape = read_gguf_config(tmp_path / "a.gguf")
+    assert shape.unmodelled == f"tensors {', '.join(sorted(beside))}"
+    assert shape.unmodelled in gguf_account(tmp_path / "a.gguf").not_modelled.values()
+
+
+def test_a_file_of_several_is_refused_whose_head_may_be_in_another(tmp_path: Path) -> None:
+    write_sample(tmp_path / "a.gguf", change={"split.count": 2})
+    with pytest.raises(PlanError, match=r"split.count 2: .* legal: 1"):
+        read_gguf_config(tmp_path / "a.gguf")
+
+
 def test_every_metadata_key_is_accounted_for_once(tmp_path: Path) -> None:
     change = {
         **{"llama.attention.sliding_window": 6, "llama.attention.key_length": 16},

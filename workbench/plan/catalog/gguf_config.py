@@ -5,8 +5,9 @@ Keys: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md; defaults are th
 
 from __future__ import annotations
 
+import re
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from pydantic import ValidationError
 from workbench.errors import refuse
 from workbench.fields.validation_messages import plan_error
 from workbench.plan.catalog.gguf_architectures import ARCHITECTURES
-from workbench.plan.catalog.gguf_keys import BLOOM_NEUTRAL, ELSEWHERE, IGNORED, KIND, NEUTRAL
+from workbench.plan.catalog.gguf_keys import BLOOM_NEUTRAL, ELSEWHERE, IGNORED, KIND, NEUTRAL, SPLIT
 from workbench.plan.catalog.gguf_rotary import DIVISORS, read_llama3, read_scaling, write_scaling
 from workbench.plan.catalog.huggingface_keys import Account, Reading
 from workbench.plan.model.model_shape import Shape
@@ -64,6 +65,12 @@ def _reading(file: GgufFile, field: str) -> Reading:
     if architecture not in ARCHITECTURES:
         legal = ", ".join(ARCHITECTURES)
         raise refuse(field, f"'{file.path}' has {KIND} {shown(architecture)}; legal: {legal}")
+    if (files := file.get(SPLIT, 1)) not in (0, 1):
+        raise refuse(
+            field,
+            f"'{file.path}' has {SPLIT} {shown(files)}: the others hold the rest of its tensors; "
+            "legal: 1 (`llama-gguf-split --merge` makes one file of them)",
+        )
     keys = (key for key in file.fields("") if not key.startswith(ELSEWHERE))
     values = {key: _decimal(file.get(key)) for key in keys}
     ignored = {key: reason for key in values for start, reason in IGNORED if key.startswith(start)}
@@ -118,7 +125,28 @@ def _fields(file: GgufFile, reading: Reading) -> dict[str, Any]:
     for key in ("rope.dimension_count", "attention.value_length")[not rotary :]:
         if (width := of(key)) not in (None, head):
             lacks(key, f"{key} {shown(width)} of {shown(head)}")
+    if others := _other_tensors(file, architecture, fields):
+        reading.lacks("tensors", f"tensors {', '.join(others)[:90]}")
     return fields
+
+
+def _other_tensors(file: GgufFile, architecture: str, fields: Mapping[str, Any]) -> list[str]:
+    """Tensors that no parameter of the model is stored in, without their blocks' numbers."""
+    names = ARCHITECTURES[architecture].names
+    parts = {**names.modules, **names.block_modules}
+    absent = set() if fields.get("qk_norm") else {"attention.q_norm", "attention.k_norm"}
+    biased = {"none": (), "qkv": ("attention.q", "attention.k", "attention.v"), "all": parts}
+    known = {
+        f"{getattr(stored, 'module', stored)}.{leaf}"
+        for part, stored in parts.items()
+        for leaf in ("weight", "bias")
+        if part not in absent and (leaf == "weight" or part in biased[fields["biases"]])
+    }
+    found = {re.sub(r"^blk\.\d+\.", "", name) for name in file.tensors}
+    ignored = re.compile(f"(.*\\.)?({names.ignored})")
+    own = {name for name in found - known if not ignored.fullmatch(name)}
+    # Stretched frequencies are named by their key; a tensor an expert (2023) where it is read.
+    return sorted(name for name in own if not re.search(r"^rope_factors|\.\d+\.weight$", name))
 
 
 def _scaling(

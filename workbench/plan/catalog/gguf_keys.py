@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 KIND = "general.architecture"
+SPLIT = "split.count"
+"""Files that a model is split over."""
 ELSEWHERE = ("tokenizer.", "GGUF.")
 """Begin of the tokenizer's keys, and of what the package `gguf` says of the header."""
 IGNORED = (
