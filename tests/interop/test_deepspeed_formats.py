@@ -224,6 +224,25 @@ def test_offload_by_its_older_switches() -> None:
     assert left(found) == {"zero_optimization.cpu_offload_params": True}
 
 
+@pytest.mark.parametrize(
+    ("older", "today"),
+    [
+        ({"bfloat16": {"enabled": True}}, {"bf16": {"enabled": True}}),
+        ({"bfloat16": {"enabled": "auto"}}, {"bf16": {"enabled": "auto"}}),
+        ({"zero_optimization": True}, {"zero_optimization": {"stage": 1}}),
+        ({"zero_optimization": False}, {"zero_optimization": {"stage": 0}}),
+        ({"bfloat16": {"enabled": True}, "bf16": {"enabled": False}}, {"bf16": {"enabled": False}}),
+    ],
+)
+def test_older_spellings_mean_what_todays_do(older: dict[str, Any], today: dict[str, Any]) -> None:
+    rest = {"zero_optimization": {"stage": 2}, "train_batch_size": 16}
+    plans = [
+        interop.read(json.dumps({**rest, **own}), model="tiny", gpu=GPU_NAME, gpus=8).plan
+        for own in (older, today)
+    ]
+    assert plans[0] == plans[1]
+
+
 def test_what_is_nearest_is_told_too() -> None:
     config = {
         "zero_optimization": {

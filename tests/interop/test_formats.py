@@ -154,7 +154,7 @@ def test_recipes_refused_by_name(old: str, new: str, field: str, words: str) -> 
             "older name",
         ),
         (FSDP + "fsdp_config: [1]\n", "fsdp_config", "is [1]; must be a mapping"),
-        ('{"zero_optimization": true}', "zero_optimization", "is True; must be a mapping"),
+        ('{"zero_optimization": 3}', "zero_optimization", "is 3; must be a mapping"),
         ("training = 3\n" + TITAN, "training", "is 3; must be a mapping"),
         (
             FSDP + "fsdp_config: {fsdp_sharding_strategy: HALF}\n",

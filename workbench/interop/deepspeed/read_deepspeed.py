@@ -52,7 +52,8 @@ def read(
     legal values.
     """
     given = given or ImportOptions()
-    keys = ForeignKeys(mapping(from_hjson(text, "file") if isinstance(text, str) else text, "file"))
+    data = mapping(from_hjson(text, "file") if isinstance(text, str) else text, "file")
+    keys = ForeignKeys(_respelled(data))
     keys.sections(*known.MAPPINGS)
     auto = left_to_trainer(keys)
     axes = _axes(keys)
@@ -86,6 +87,18 @@ def read(
     assume_left(keys, auto, plan)
     keys.finish(known.KNOWN, known.WHYS, known.SECTIONS, lenient)
     return imported("deepspeed", plan, keys, given)
+
+
+def _respelled(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Today's keys where a file has older ones, which DeepSpeed reads in their absence: `bfloat16`,
+    and true or false in place of the section of ZeRO, which means stage 1 or 0.
+    """
+    found = dict(data)
+    if "bf16" not in found and "bfloat16" in found:
+        found["bf16"] = found.pop("bfloat16")
+    if isinstance(on := found.get("zero_optimization"), bool):
+        found["zero_optimization"] = {"stage": int(on)}
+    return found
 
 
 def _fits(given: ImportOptions, steps: Mapping[str, int], warmup: int) -> None:
