@@ -110,3 +110,32 @@ COSTLY = {
 @pytest.mark.parametrize("table", COSTLY, ids=lambda table: table.__name__.rpartition(".")[2])
 def test_nothing_that_costs_is_called_a_detail(table: Any) -> None:
     assert [key for key in COSTLY[table] if "a detail" in _why(key, table.WHYS)] == []
+
+
+MEGATRON = (
+    "torchrun --nproc-per-node 4 pretrain_gpt.py --tensor-model-parallel-size 4 --num-layers 2 "
+    "--hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
+    "--micro-batch-size 1 --global-batch-size 1 --train-iters 1 --lr 1e-3"
+)
+NEOX = {
+    **{"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "seq_length": 32},
+    **{"model_parallel_size": 4, "num_gpus": 4, "max_position_embeddings": 32, "train_iters": 1},
+    **{"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "Adam", "params": {"lr": 1e-3}}},
+}
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(("each", "rows"), [(None, 1024), (64, 1024), (512, 2048), (250, 1000)])
+@pytest.mark.parametrize("form", ["megatron", "gpt-neox"])
+def test_rows_that_pad_the_vocabulary_are_counted(
+    form: str, each: int | None, rows: int, tied: bool
+) -> None:
+    key = "make-vocab-size-divisible-by"
+    flags = "" if tied else " --untie-embeddings-and-output-weights"
+    flags += "" if each is None else f" --{key} {each}"
+    own = {"no_weight_tying": not tied} | ({} if each is None else {key.replace("-", "_"): each})
+    text = MEGATRON + flags if form == "megatron" else json.dumps({**NEOX, **own})
+    found = interop.read(text, gpu=GPU_NAME, vocab_size=1000)
+    notes = [*found.untranslated, *found.assumed]
+    (why,) = (note.why for note in notes if "vocab" in note.field and "divisible" in note.field)
+    assert f"{rows:,} rows, + {(rows - 1000) * 64 * (2 - tied):,} parameters" in why

@@ -16,7 +16,7 @@ from workbench.interop.deepspeed.deepspeed_keys import MAPPINGS
 from workbench.interop.foreign_keys import ForeignKeys
 from workbench.interop.foreign_text import from_braces, mapping
 from workbench.interop.gpt_neox import gpt_neox_keys as known
-from workbench.interop.megatron.model_arguments import rotated_entries
+from workbench.interop.megatron.model_arguments import note_padding, rotated_entries
 from workbench.interop.translation import (
     PIPED,
     STAND_IN,
@@ -89,7 +89,7 @@ def read(
         keys, _gpus(keys, given), math.prod(axes.values()), set()
     )
     kinds = str(keys.take("attention_config") or "")
-    model = _model(keys, given, kinds)
+    model = _model(keys, given, kinds, axes["tensor"])
     training = _training(keys, batch)
     strategy = {
         "stack": PIPED,
@@ -166,7 +166,7 @@ def _recompute(keys: ForeignKeys) -> str:
     return "full"
 
 
-def _model(keys: ForeignKeys, given: ImportOptions, kinds: str) -> str | dict[str, Any]:
+def _model(keys: ForeignKeys, given: ImportOptions, kinds: str, ranks: int) -> str | dict[str, Any]:
     if given.model is not None:
         for key in known.SHAPE:
             keys.skip(key, "the model given says the shape")
@@ -187,6 +187,8 @@ def _model(keys: ForeignKeys, given: ImportOptions, kinds: str) -> str | dict[st
         {"model": {"name": "gpt-neox", **fields}, "cluster": {"gpu": "local", "gpus": 1}}
     ).model
     assert isinstance(shape, Shape)
+    if not keys.has_key("padded_vocab_size"):
+        note_padding(keys, "make_vocab_size_divisible_by", shape, ranks)
     return catalogued(shape) or shape.model_dump(exclude_unset=True)
 
 

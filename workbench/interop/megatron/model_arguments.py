@@ -18,6 +18,8 @@ from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.schema import build_plan
 from workbench.untrusted_text import shown
 
+USUAL_MULTIPLE = 128
+"""Of which a tensor rank's rows of the vocabulary are a multiple, where nobody says."""
 REQUIRED = ("num-layers", "hidden-size", "num-attention-heads")
 _POSITIONS = {
     "learned_absolute": "learned",
@@ -304,6 +306,20 @@ def _vocabulary(keys: ForeignKeys, required: bool, given: ImportOptions) -> int 
             {"vocab_size": 32000},
         )
     return vocab
+
+
+def note_padding(keys: ForeignKeys, key: str, shape: Shape, ranks: int) -> None:
+    """Tell the rows by which Megatron and gpt-neox lengthen embedding and head, to a multiple of
+    `key` for each of the tensor ranks; a plan has as many as its ranks need.
+    """
+    each = keys.integer(key)
+    more = -shape.vocab % ((each or USUAL_MULTIPLE) * ranks)
+    entries = more * shape.hidden * (1 if shape.tied else 2)
+    why = f"the vocabulary is padded to {shape.vocab + more:,} rows, + {entries:,} parameters"
+    if each is not None:
+        keys.mark_untranslated(key, f"{why}; a plan pads it as its tensor ranks need")
+    elif more:
+        keys.assume(keys.name(key), USUAL_MULTIPLE, f"the default: {why}")
 
 
 def _file(path: object) -> str:

@@ -19,7 +19,7 @@ from workbench.interop.megatron import megatron_keys as known
 from workbench.interop.megatron.argument_words import arguments, command
 from workbench.interop.megatron.data_parallel_arguments import read_data
 from workbench.interop.megatron.expert_arguments import read_spread
-from workbench.interop.megatron.model_arguments import read_model
+from workbench.interop.megatron.model_arguments import note_padding, read_model
 from workbench.interop.megatron.overrides import decided, variables
 from workbench.interop.megatron.training_arguments import read_training
 from workbench.interop.megatron.write_megatron import launcher, written
@@ -76,6 +76,8 @@ def _plan(keys: ForeignKeys, given: ImportOptions) -> dict[str, Any]:
             f"is {world}, which tensor x pipeline x context = {others} does not divide; legal: a "
             f"multiple of {others}" + ABOVE,
         )
+    if not keys.has_key("pad-vocab-size-to"):
+        note_padding(keys, "make-vocab-size-divisible-by", shape, axes["tensor"])
     training = read_training(keys, world // others)
     pipeline = _pipeline(keys, axes["pipeline"], shape)
     precision, gradients = _precision(keys)
