@@ -236,6 +236,11 @@ def test_the_base_of_transformers_5() -> None:
     assert huggingface_config.shape_of(config).rope_theta == 1e6
 
 
+def test_positions_of_gpt2_are_not_those_of_its_older_key() -> None:
+    config = {key: value for key, value in GPT2.items() if key != "n_positions"} | {"n_ctx": 64}
+    assert huggingface_config.shape_of(config).max_positions == 1024
+
+
 def test_windows_by_family() -> None:
     assert (
         huggingface_config.shape_of(
@@ -324,7 +329,6 @@ FALCON = {
         (QWEN2 | {"use_sliding_window": True}, ""),
         (QWEN2 | {"use_sliding_window": True, "layer_types": SLIDING}, "max_window_layers"),
         (MISTRAL | {"sliding_window": 64, "layer_types": FULL}, "sliding_window"),
-        (GPT2 | {"n_positions": 64, "n_ctx": 64}, "n_ctx"),
         (
             LLAMA
             | {"model_type": "gemma3_text", "sliding_window_pattern": 2, "layer_types": SLIDING},

@@ -83,7 +83,7 @@ _ELSEWHERE = {
     "return_dict transformers_js_config unsloth_version unsloth_fixed base_model_tp_plan "
     "base_model_pp_plan",
     "transformers' class of the family reads none": "sliding_window use_sliding_window "
-    "max_window_layers sliding_window_pattern hidden_act",
+    "max_window_layers sliding_window_pattern hidden_act n_ctx",
     "generation, or a head for another task": "use_cache do_sample max_length min_length "
     "temperature top_k top_p "
     "typical_p repetition_penalty length_penalty no_repeat_ngram_size num_beams num_beam_groups "

@@ -18,7 +18,7 @@ def _gpt2(reading: Reading) -> Fields:
         "heads": reading.whole("n_head"),
         "ffn": reading.whole("n_inner", None) or 4 * hidden,
         "vocab": reading.whole("vocab_size"),
-        "max_positions": reading.whole("n_positions", reading.whole("n_ctx", 1024)),
+        "max_positions": reading.whole("n_positions", 1024),
         "positions": "learned",
         "norm": "layernorm",
         "norm_epsilon": reading.number("layer_norm_epsilon", 1e-5),
