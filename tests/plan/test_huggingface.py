@@ -272,6 +272,14 @@ def test_gates_of_deepseek_add_up_to_one_as_its_configuration_says() -> None:
     )
 
 
+def test_gates_of_mixtral_add_up_to_one_also_where_there_is_one() -> None:
+    shape = huggingface_config.shape_of({**MIXTRAL, "num_experts_per_tok": 1})
+    with pytest.raises(PlanError, match=r"model\.moe\.renormalise: is true with top_k 1"):
+        Plan.model_validate(
+            {"model": shape.model_dump(), "cluster": {"gpu": "local", "gpus": 1}}
+        ).resolve()
+
+
 def test_a_single_group_of_experts_is_none_and_is_written_as_one() -> None:
     shape = huggingface_config.shape_of({**DEEPSEEK, "n_group": 1, "topk_group": 1})
     assert shape.moe is not None and (shape.moe.groups, shape.moe.top_groups) == (None, None)

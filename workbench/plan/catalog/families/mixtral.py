@@ -15,6 +15,7 @@ def _mixtral(reading: Reading) -> Fields:
         "experts": reading.whole("num_local_experts", 8),
         "top_k": reading.whole("num_experts_per_tok", 2),
         "ffn": reading.whole("intermediate_size"),
+        "renormalise": True,
     }
     usual = {"kv_heads": 8, "positions": 131072, "epsilon": 1e-5, "theta": 1e6}
     return {**read_llama(reading, **usual, window=own_window(reading)), "moe": moe}
