@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import random
 import re
 from pathlib import Path
 from typing import Any
@@ -13,10 +15,19 @@ import torch
 pytest.importorskip("gguf", reason="the package gguf is not installed")
 
 from gguf import GGMLQuantizationType as Kind
-from gguf import GGUFReader, GGUFWriter, RopeScalingType, dequantize, get_tensor_name_map, quantize
+from gguf import (
+    GGUFReader,
+    GGUFValueType,
+    GGUFWriter,
+    RopeScalingType,
+    dequantize,
+    get_tensor_name_map,
+    quantize,
+)
 from gguf.constants import MODEL_ARCH_NAMES
 
 from tests.checkpoint.gguf_samples import permuted
+from tests.fuzz import examples
 from workbench.checkpoint import read_tensors
 from workbench.checkpoint.checkpoint_format import Shard
 from workbench.checkpoint.gguf.gguf_tensors import gguf_source
@@ -25,7 +36,8 @@ from workbench.checkpoint.huggingface.huggingface_names import parameter_shapes,
 from workbench.errors import PlanError
 from workbench.plan.catalog.families.stored_parts import stored_extents
 from workbench.plan.catalog.families.table import FAMILIES
-from workbench.plan.catalog.gguf_config import read_gguf_config
+from workbench.plan.catalog.gguf_config import gguf_account, metadata_of, read_gguf_config
+from workbench.plan.catalog.gguf_keys import KIND
 from workbench.plan.catalog.gguf_rotary import llama3_divisors, read_llama3
 from workbench.plan.model.model_shape import Shape
 
@@ -237,3 +249,37 @@ def test_frequencies_of_no_known_rule_are_refused(tmp_path: Path) -> None:
     write(tmp_path / "a.gguf", "llama 3.1", tensors, Kind.F32)
     with pytest.raises(PlanError, match=r"a\.gguf.*frequencies of its own \(rope_freqs\.weight\)"):
         gguf_source(tmp_path / "a.gguf", shape)
+
+
+VALUES = [0, -1, 2**31 - 1, 1.0, math.nan, math.inf, "", "x", True, [1], [0.5], ["a"]]
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_any_metadata_may_hold_anything(name: str, tmp_path: Path) -> None:
+    shape, pick, read, refused = shape_of(name), random.Random(name), 0, 0
+    keys, path = metadata_of(shape, SAMPLES[name][0]), tmp_path / "a.gguf"
+    keys = {KIND: SAMPLES[name][0], "tokenizer.ggml.tokens": ["a", "b"], **keys}
+    for _ in range(examples(60)):
+        held = {key: value for key, value in keys.items() if value is not None}
+        for key in pick.sample(list(held), pick.choice([1, 1, 2])):
+            held[key] = pick.choice(VALUES)
+        writer, kinds = GGUFWriter(path, "llama"), GGUFValueType
+        writer.kv_data[0].clear()
+        for key, value in held.items():
+            inner = kinds.get_type(value[0]) if isinstance(value, list) else None
+            writer.add_key_value(key, value, kinds.get_type(value), inner)
+        steps = np.linspace(1, pick.choice([1, 8]), (shape.head_dim or 16) // 2, dtype=np.float32)
+        writer.add_tensor("rope_freqs.weight", steps)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        try:
+            gguf_account(path)
+            read_gguf_config(path)
+        except PlanError as error:
+            refused += 1
+            assert all(problem.message for problem in error.problems)
+            continue
+        read += 1
+    assert read and refused, "a test that refuses or reads everything tests nothing"

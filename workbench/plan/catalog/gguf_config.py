@@ -5,6 +5,7 @@ Keys: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md; defaults are th
 
 from __future__ import annotations
 
+import math
 import re
 import struct
 from collections.abc import Callable, Mapping
@@ -61,10 +62,10 @@ def gguf_shape(file: GgufFile, field: str = "model") -> Shape:
 
 def _reading(file: GgufFile, field: str) -> Reading:
     """The metadata of a file but its tokenizer's, to be read."""
-    architecture = file.get(KIND)
-    if architecture not in ARCHITECTURES:
-        legal = ", ".join(ARCHITECTURES)
-        raise refuse(field, f"'{file.path}' has {KIND} {shown(architecture)}; legal: {legal}")
+    architecture, legal = file.get(KIND), [*ARCHITECTURES]
+    if architecture not in legal:
+        why = f"has {KIND} {shown(architecture)}; legal: {', '.join(legal)}"
+        raise refuse(field, f"'{file.path}' {why}")
     if (files := file.get(SPLIT, 1)) not in (0, 1):
         raise refuse(
             field,
@@ -91,6 +92,7 @@ def _fields(file: GgufFile, reading: Reading) -> dict[str, Any]:
 
     rotary = ARCHITECTURES[architecture].fields.get("positions", "rope") == "rope"
     norm = "rms_epsilon" if rotary else "epsilon"
+    tokens = file.get("tokenizer.ggml.tokens")
     fields = {
         "name": file.get("general.name") or file.path.stem,
         "layers": of("block_count"),
@@ -99,7 +101,7 @@ def _fields(file: GgufFile, reading: Reading) -> dict[str, Any]:
         "heads": of("attention.head_count"),
         "kv_heads": of("attention.head_count_kv"),
         "head_dim": of("attention.key_length"),
-        "vocab": of("vocab_size") or len(file.get("tokenizer.ggml.tokens", ())) or None,
+        "vocab": of("vocab_size") or (len(tokens) if isinstance(tokens, list) else 0) or None,
         "max_positions": of("context_length"),
         "norm_epsilon": of(f"attention.layer_norm_{norm}"),
         "biases": "none",
@@ -150,13 +152,16 @@ def _other_tensors(file: GgufFile, architecture: str, fields: Mapping[str, Any])
 
 
 def _scaling(
-    file: GgufFile, of: Callable[..., Any], head: int
+    file: GgufFile, of: Callable[..., Any], head: Any
 ) -> tuple[dict[str, Any] | None, str | None]:
     """The scaling of the rotary frequencies, and what no field says of it."""
     scaling, unknown = read_scaling(of)
     divisors = file.tensors.get(DIVISORS)
     if divisors is not None:
-        found = read_llama3(divisors.data.ravel().tolist(), of("rope.freq_base", 10000.0), head)
+        theta = of("rope.freq_base", 10000.0)
+        # What is of another type is refused by the field of the shape.
+        sound = isinstance(head, int) and isinstance(theta, int | float) and 0 < theta < math.inf
+        found = read_llama3(divisors.data.ravel().tolist(), theta, head) if sound else None
         if scaling or found is None:
             unknown = unknown or f"rope.freq_base, divided by frequencies of its own ({DIVISORS})"
         scaling = found

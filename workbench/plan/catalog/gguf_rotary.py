@@ -69,7 +69,7 @@ def _fitted(divisors: Sequence[float], factor: float, turns: Sequence[float]) ->
         for turn, divisor in zip(turns, divisors)
         if 1 + RELATIVE < divisor < factor * (1 - RELATIVE)
     ]
-    if len(shares) < 2:
+    if len({turn for turn, _ in shares}) < 2:
         return {}
     (x, share), (x_last, share_last) = shares[0], shares[-1]
     slope = (share_last - share) / (x_last - x)
