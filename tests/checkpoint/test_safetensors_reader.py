@@ -79,6 +79,17 @@ def test_a_damaged_file_is_named_with_what_is_wrong(
         read_header(path, "get it again")
 
 
+def test_a_dtype_that_nobody_knows_is_named_where_it_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    path.write_bytes(
+        described(a=ONE, b={**ONE, "dtype": "0x10", "data_offsets": [16, 32]}) + bytes(32)
+    )
+    with SafetensorsFile(path) as file:
+        assert file.get_tensor("a").shape == (2, 2)
+        with pytest.raises(ValueError, match=r"a\.safetensors: b is '0x10'; legal: "):
+            file.get_tensor("b")
+
+
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"x cannot be read: No such file or directory; get it"):
         read_header(tmp_path / "x", "get it")

@@ -255,7 +255,9 @@ def test_what_a_plan_can_say_is_read_and_written(text: str, said: dict[str, Any]
     full = found.plan.resolve()
     values = {path: reduce(getattr, path.split("."), full) for path in said}
     assert values == said
-    assert not [n for n in found.untranslated if re.search("ratio|device|offload|converters", n.field)]
+    assert not [
+        n for n in found.untranslated if re.search("ratio|device|offload|converters", n.field)
+    ]
     assert estimate(found.plan)
     _, lost = interop.write(found.plan, found.format)
     assert not {note.field for note in lost} & set(said)

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from workbench.checkpoint.manifest import REMEDY
 from workbench.checkpoint.safetensors_writer import TORCH_DTYPES
+from workbench.untrusted_text import shown
 
 MAX_HEADER_BYTES = 100_000_000
 """Longest header of the format (https://github.com/huggingface/safetensors)."""
@@ -132,8 +133,12 @@ class SafetensorsFile:
         return self._entry(key).start
 
     def get_slice(self, key: str) -> SafetensorsSlice:
-        """A tensor of which only slices are read."""
-        return SafetensorsSlice(self.path, self.descriptor, self._entry(key))
+        """A tensor of which only slices are read. Raises ValueError where its dtype is not one."""
+        entry = self._entry(key)
+        if entry.dtype not in READ_DTYPES:
+            legal = ", ".join(READ_DTYPES)
+            raise ValueError(f"{self.path}: {key} is {shown(entry.dtype)}; legal: {legal}")
+        return SafetensorsSlice(self.path, self.descriptor, entry)
 
     def get_tensor(self, key: str) -> Tensor:
         """A complete tensor."""
