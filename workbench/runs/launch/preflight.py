@@ -29,7 +29,6 @@ from workbench.checkpoint.resume_point import (
     steps_done,
     with_field,
 )
-from workbench.corpora.tokenized_corpus import check_encoding
 from workbench.errors import PlanError, Problem, refuse
 from workbench.machine.attached import CPU_RANKS, Attached, attached, is_another_model
 from workbench.plan import corpus_files
@@ -171,6 +170,8 @@ def _corpus(plan: Plan) -> list[Problem]:
 
 def _encoding(plan: ResolvedPlan) -> list[Problem]:
     """A tokenizer that the model takes, and a chat template where messages need one."""
+    from workbench.corpora.tokenized_corpus import check_encoding  # loads jinja2
+
     try:
         check_encoding(plan.corpus, plan.vocab)
     except PlanError as error:
