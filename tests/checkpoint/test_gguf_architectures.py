@@ -257,8 +257,9 @@ VALUES = [0, -1, 2**31 - 1, 1.0, math.nan, math.inf, "", "x", True, [1], [0.5], 
 @pytest.mark.parametrize("name", SAMPLES)
 def test_any_metadata_may_hold_anything(name: str, tmp_path: Path) -> None:
     shape, pick, read, refused = shape_of(name), random.Random(name), 0, 0
-    keys, path = metadata_of(shape, SAMPLES[name][0]), tmp_path / "a.gguf"
-    keys = {KIND: SAMPLES[name][0], "tokenizer.ggml.tokens": ["a", "b"], **keys}
+    path, architecture = tmp_path / "a.gguf", SAMPLES[name][0]
+    keys: dict[str, Any] = {KIND: architecture, "tokenizer.ggml.tokens": ["a", "b"]}
+    keys |= metadata_of(shape, architecture)
     for _ in range(examples(60)):
         held = {key: value for key, value in keys.items() if value is not None}
         for key in pick.sample(list(held), pick.choice([1, 1, 2])):
