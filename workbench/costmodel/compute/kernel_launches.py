@@ -23,8 +23,6 @@ KERNELS_PER_LAYER = {"eager": (36, 70), "compiled": (14, 26), "fused": (20, 40),
 """Kernels of one layer (forward, backward) by the plan's `kernels`: of this engine's eager
 modules, and textbook counts.
 """
-OFFERED_KERNELS = ("eager", "compiled", "fused")
-"""Kinds that a search varies and an explanation compares: those that this engine has."""
 FUSED_KERNELS_PER_LAYER = 12, 22
 """The same with fused or compiled seams: GEMMs, attention and one kernel per seam."""
 LATENT_KERNELS = 23, 34

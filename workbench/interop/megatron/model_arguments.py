@@ -19,7 +19,7 @@ from workbench.plan.schema import build_plan
 from workbench.untrusted_text import shown
 
 USUAL_MULTIPLE = 128
-"""Of which a tensor rank's rows of the vocabulary are a multiple, where nobody says."""
+"""Divisor of a tensor rank's rows of the vocabulary, where nobody says."""
 REQUIRED = ("num-layers", "hidden-size", "num-attention-heads")
 _POSITIONS = {
     "learned_absolute": "learned",

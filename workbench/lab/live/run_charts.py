@@ -68,18 +68,13 @@ class RunCharts:
         """New rows of each frame as `Measured.add` gives them, and new validation losses
         ({step, loss}).
         """
-        steps = [loss_row for loss_row in new["steps"] if loss_row["seconds"]]
-        self._grow_losses([loss_row for loss_row in steps if loss_row["rank"] == 0], evaluations)
+        steps = [row for row in new["steps"] if row["seconds"]]
+        self._grow_losses([row for row in steps if row["rank"] == 0], evaluations)
         self._grow_throughput(
-            [
-                (loss_row["rank"], loss_row["step"], loss_row["tokens"] / loss_row["seconds"])
-                for loss_row in steps
-            ]
+            [(row["rank"], row["step"], row["tokens"] / row["seconds"]) for row in steps]
         )
         self._grow_allocated(self._allocated(new))
-        self._sample(
-            "memory", [loss_row for loss_row in new["memory"] if loss_row["moment"] != STEP_END]
-        )
+        self._sample("memory", [row for row in new["memory"] if row["moment"] != STEP_END])
         self._sample("timeline", new["timeline"])
         self._sample("collectives", new["collectives"])
 

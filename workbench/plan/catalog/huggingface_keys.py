@@ -179,7 +179,7 @@ class Reading:
         return float(value)
 
     def unless_null(self, key: str, usual: Any) -> Any:
-        """What a key means that is absent or null, of a family where null turns it off."""
+        """Meaning of a key that is absent or null, of a family where null turns it off."""
         return None if key in self.config else usual
 
     def flag(self, key: str, default: bool) -> bool:

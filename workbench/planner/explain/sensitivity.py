@@ -7,8 +7,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from workbench.costmodel.compute.kernel_launches import OFFERED_KERNELS
 from workbench.errors import PlanError
+from workbench.plan.rules.strategy.kernel_rules import OWN_KERNELS
 from workbench.plan.schema import Plan
 from workbench.planner.calibrated_plan import with_calibration
 from workbench.planner.explain.neighbor_plans import NamedChange
@@ -50,7 +50,7 @@ def _plan_changes(subject: ExplainedPlan) -> Iterator[NamedChange]:
     yield from _more_gpus(subject)
     yield from (
         (f"{kind} kernels", {KERNELS_FIELD: kind})
-        for kind in OFFERED_KERNELS
+        for kind in OWN_KERNELS
         if kind != full.strategy.kernels
     )
     yield "twice the sequence", {"training.sequence_length": 2 * full.training.sequence_length}

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from itertools import permutations
 from typing import Any
 
-from workbench.costmodel.compute.kernel_launches import OFFERED_KERNELS
 from workbench.costmodel.frameworks.framework_profile import DEFAULT_FRAMEWORK
 from workbench.costmodel.inputs.config import FixedConfig, fixed_config
 from workbench.costmodel.memory.reported_memory import largest_peak_at_risk
@@ -19,6 +18,7 @@ from workbench.plan.resolution import LEAST_BATCH, MICROBATCHES_A_RANK
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.rules import legal_sizes
 from workbench.plan.rules.strategy import tile_rules
+from workbench.plan.rules.strategy.kernel_rules import OWN_KERNELS
 from workbench.plan.rules.task import four_bit_rules
 from workbench.plan.schema import AXES, Plan, Strategy
 from workbench.planner.calibrated_plan import with_calibration
@@ -154,7 +154,7 @@ def search_space(plan: Plan, kind: str = "default", worlds: tuple[int, ...] = ()
         zero=(0, 1, 2, 3),
         tensor=(*tensor, *(() if only_1d else _tensor_grids(kind, shape, most))),
         algorithm=("1d",) if only_1d else ALGORITHMS[kind],
-        kernels=tuple(OFFERED_KERNELS) if kind == "vast" else (plan.strategy.kernels,),
+        kernels=tuple(OWN_KERNELS) if kind == "vast" else (plan.strategy.kernels,),
         context=tuple(ways) if sequence >= LONG_SEQUENCE else (1,),
         expert=tuple(legal_sizes.expert_sizes(shape, most)),
         placement=PLACEMENTS[kind],
