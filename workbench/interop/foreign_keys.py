@@ -309,7 +309,8 @@ def _with_size(why: str, value: Any) -> str:
     number = value if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
     known = 0 <= number <= 2**53
     return why.format(
-        value=shown(value), size=gib_text(2 * number) if known else "2 bytes an element"
+        value=shown(value),
+        size=f"{gib_text(2 * number)} in 16 bits" if known else "2 bytes an element",
     )
 
 

@@ -137,8 +137,8 @@ WHYS = {
     "estimate gathers",
     "fsdp_config.fsdp_limit_all_gathers": "false: all-gathers run ahead without a limit, each with "
     "a unit in memory; an estimate takes two units",
-    "fsdp_config.fsdp_forward_prefetch": "true: one more unit is gathered ahead in forward, + 2 "
-    "bytes x its parameters",
+    "fsdp_config.fsdp_forward_prefetch": "true: one more unit is gathered ahead in forward: + 2 "
+    "bytes x its parameters, 4 in fp32",
     "fsdp_config.fsdp_use_orig_params": "which tensors the optimizer sees of a unit; the same "
     "memory and time",
     "fsdp_config.fsdp_cpu_ram_efficient_loading": "at the start: true: rank 0 alone reads the "

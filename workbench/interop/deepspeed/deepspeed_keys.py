@@ -195,7 +195,8 @@ _GATHERED = {
 WHYS = {
     "zero_optimization": "a detail of DeepSpeed's own sharding that a plan does not set",
     "zero_optimization.zero_hpz_partition_size": "a plan keeps no second, smaller shard of the "
-    "parameters (ZeRO++): + 2 bytes x parameters / {value} a rank, and backward gathers within it",
+    "parameters (ZeRO++): + 2 bytes x parameters / {value} a rank, 4 in fp32, and backward "
+    "gathers within it",
     "zero_optimization.allgather_bucket_size": "parameters are all-gathered after the step in "
     "buffers of {size} (stages 1 and 2), which an estimate does not count",
     "zero_optimization.reduce_scatter": "false: gradients are all-reduced, twice the volume",
