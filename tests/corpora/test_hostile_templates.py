@@ -8,6 +8,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tokenizers import Tokenizer, models, normalizers
@@ -78,6 +79,22 @@ def test_a_hostile_tokenizer_is_refused_by_generate_and_tokenize(tmp_path: Path)
         load_corpus(corpus, 3, folder=tmp_path / "cache")
     for raised in (prompted, tokenized):
         assert "the tokenizer of" in str(raised.value) and "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("kind", [models.WordLevel, models.BPE, models.WordPiece])
+def test_a_vocabulary_that_skips_most_ids_is_refused(kind: type, tmp_path: Path) -> None:
+    folder, source = tmp_path, tmp_path / "a.txt"
+    more: dict[str, Any] = {"merges": []} if kind is models.BPE else {"unk_token": "a"}
+    one = Tokenizer(kind(vocab={"a": 0, "b": 1, "</s>": 2}, **more))
+    written = json.loads(one.to_str())
+    written["model"]["vocab"]["b"] = 2**32 - 1
+    (folder / "tokenizer.json").write_text(json.dumps(written))
+    source.write_text("ab")
+    corpus = Corpus(source=str(source), tokenizer=str(folder / "tokenizer.json"), holdout=0)
+    with pytest.raises(PlanError, match="has token id 4,294,967,295; legal: below 16,777,216"):
+        read_tokenizer(folder).encode_apart("ab")
+    with pytest.raises(PlanError, match="has token id 4,294,967,295; legal: below 16,777,216"):
+        load_corpus(corpus, 3, folder=tmp_path / "cache")
 
 
 @pytest.mark.parametrize("name", ["writes without end", "loops without a word", "a long constant"])

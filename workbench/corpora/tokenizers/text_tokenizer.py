@@ -21,6 +21,11 @@ USUAL_ENDS = ("<|end|>", "<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
 """End-of-text tokens that are looked for where neither the plan nor tokenizer_config.json says
 one."""
 
+MOST_TOKENS = 2**24
+"""Ids below which a vocabulary must end: writing it takes time and memory for each id that it
+skips, and the largest vocabularies have about 2**18.
+"""
+
 
 def load_tokenizer(path: Path, field: str = "corpus.tokenizer") -> Tokenizer:
     """The tokenizer of a tokenizer.json or GGUF file. Raises `PlanError` naming `field`."""
@@ -45,6 +50,9 @@ def tokenizer_of(written: str) -> Tokenizer:
     # Some are saved as they were called last; as transformers, every text counts whole.
     found.no_truncation()
     found.no_padding()
+    if (size := vocabulary_size(found)) > MOST_TOKENS:
+        words = f"has token id {size - 1:,}; legal: below {MOST_TOKENS:,}"
+        raise StrangerError("tokenizer", words)
     return found
 
 
