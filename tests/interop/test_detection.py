@@ -11,11 +11,30 @@ from workbench import interop
 
 SAMPLES = Path(__file__).parent / "foreign"
 OTHERS = {
-    "torchrun": ("torchrun --nnodes 2 --nproc_per_node 8 --master_addr h0 train.py\n", "no format"),
+    "torchrun": ("torchrun --nnodes 2 --nproc_per_node 8 --master_addr h0 train.py\n", "'torchrun"),
     "torchrun-more": (
         "torchrun --nnodes 2 --nproc_per_node 8 --rdzv_backend c10d train.py --lr 1e-4 --bf16 "
         "--seed 3 --save out\n",
-        "no format",
+        "no framework whose arguments are known",
+    ),
+    "deepspeed-launch": (
+        "deepspeed --num_gpus 8 train.py --deepspeed conf/ds_z3.json --bf16\n",
+        "Give 'conf/ds_z3.json', which it names",
+    ),
+    "trl-script": (
+        "accelerate launch --config_file fsdp.yaml sft.py --per_device_train_batch_size 4 --bf16\n",
+        "Give 'fsdp.yaml', which it names",
+    ),
+    "ms-swift": ("NPROC_PER_NODE=8 swift sft --model x --deepspeed zero3 --bf16\n", "ms-swift"),
+    "ms-swift-megatron": (
+        "megatron sft --load x --tensor_model_parallel_size 2 --micro_batch_size 1 "
+        "--global_batch_size 16 --train_iters 9\n",
+        "ms-swift",
+    ),
+    "verl-script": (
+        "python3 -m verl.trainer.main_ppo data.train_batch_size=1024 "
+        "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2\n",
+        "verl",
     ),
     "openrlhf": (
         "deepspeed --module openrlhf.cli.train_sft --max_len 2048 --train_batch_size 256 \\\n"
@@ -103,6 +122,16 @@ OTHERS = {
         '    return ["--num-layers", "4", "--hidden-size", "64", "--micro-batch-size", "1"]\n',
         "Python",
     ),
+    "python-nemo": (
+        "# Copyright\nimport nemo_run as run\nfrom nemo.collections import llm\n"
+        "from megatron.core import x\n",
+        "NeMo",
+    ),
+    "python-bridge": ("from megatron.bridge.recipes import x\n", "Megatron-Bridge"),
+    "python-megatron": ("from megatron.training import pretrain\n", "Megatron-LM"),
+    "python-colossal": ("def f():\n    import colossalai.nn\n", "Colossal-AI"),
+    "python-torchtitan": ("from torchtitan.config import JobConfig\n", "torchtitan"),
+    "python-flux": ("import torchtitan.models.flux.x\n", "flux"),
     "python-short": ("from a import b\n\nb(tensor_model_parallel_size=4)\n", "Python"),
     "config": ('{"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2}', "config.json"),
     "yaml": ("fp16: true\noptimizer: adam\n", "no format"),

@@ -7,17 +7,20 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
+from workbench.data_files import read_data_file
 from workbench.errors import PlanError, refuse
 from workbench.interop.accelerate.fsdp_keys import PLUGINS
 from workbench.interop.deepspeed import deepspeed_keys
-from workbench.interop.foreign_keys import flat
+from workbench.interop.foreign_keys import flat, is_below
 from workbench.interop.foreign_text import begins_with_brace, from_hjson, from_toml, mapping
 from workbench.interop.gpt_neox.gpt_neox_keys import MARKS as NEOX
 from workbench.interop.megatron.functional_recipes import is_recipe
 from workbench.interop.megatron.megatron_keys import DISTINCT, KNOWN, shows_megatron
-from workbench.interop.translation import Source, nothing_read
+from workbench.interop.translation import SOURCES, Source, legal_formats, nothing_read
 from workbench.safe_io import yaml_files
 from workbench.untrusted_text import shown
 
@@ -35,33 +38,45 @@ _BARE_DEEPSPEED = re.compile(
 """A ds_config.json without its outermost braces, and with comments that are not YAML's."""
 _FLAG = re.compile(r"(?:^|[\s\[\"'(=])--([A-Za-z][\w-]*)")
 _STATEMENT = re.compile(r"(?m)^(?:import|from|def|class)\s+\w")
-_OTHERS = {
-    "a recipe of torchtune": ("_component_",),
-    "a configuration of NeMo Automodel, or another of Hydra's": ("_target_",),
-    "a configuration of nanotron": ("tokens.micro_batch_size", "tokens.train_steps"),
-    "a configuration of LLaMA-Factory": ("finetuning_type",),
-    "a configuration of axolotl": ("base_model", "sequence_len"),
-    "Hugging Face TrainingArguments (Trainer, TRL)": (
-        "per_device_train_batch_size",
-        "per_device_eval_batch_size",
-        "model_name_or_path",
-    ),
-    "an experiment of Primus": ("modules.pre_trainer",),
-    "overrides of Megatron-Bridge": ("train.train_iters", "train.global_batch_size"),
-    "a configuration of MindFormers": ("runner_config", "parallel_config"),
-    "a configuration of verl": ("actor_rollout_ref",),
-    "a job of torchtitan's flux, which trains on images": ("encoder.t5_encoder", "encoder.clip"),
-}
-"""Framework -> keys, from the beginning or from a dot on, each of which only its files have."""
-_COMMANDS = {
-    "a script of OpenRLHF": r"\bopenrlhf\b",
-    "a script of Colossal-AI": r"\bcolossalai\s+run\b|--plugin\s+\"?(?:gemini|low_level_zero)",
-    "a script of LLaMA-Factory": r"\bllamafactory-cli\b",
-    "a script of torchtune": r"\btune\s+run\b",
-    "a script of axolotl": r"\baxolotl\b",
-    "a script of verl": r"\bverl\.trainer\b",
-}
-"""Framework -> the command that starts it."""
+_LAUNCH = re.compile(
+    r"(?m)(?:^|[\s;&|])((?:torchrun|accelerate\s+launch|deepspeed|srun|mpirun)\s[^\n]*|"
+    r"python3?\s+(?:-\w+\s+)*(?:-m\s|\S+\.py)[^\n]*)"
+)
+"""A command that starts a program."""
+_NAMED = re.compile(
+    r"--(?:deepspeed|deepspeed[_-]config|deepspeed_config_file)[\s=\"']+([\w./${}-]+\.json)"
+    r"|accelerate\s+launch[^\n]*--config[_-]file[\s=\"']+([\w./${}-]+\.ya?ml)"
+)
+"""A DeepSpeed JSON or an accelerate YAML that a script gives to its program."""
+
+
+@dataclass(frozen=True)
+class Framework:
+    """Marks of another framework's files, and what to give where they are not read."""
+
+    name: str
+    title: str
+    version: str
+    """Of the software that the marks are of."""
+    date: str
+    nearest: str
+    keys: tuple[str, ...] = ()
+    commands: tuple[str, ...] = ()
+    flags: tuple[str, ...] = ()
+    imports: tuple[str, ...] = ()
+    read: tuple[str, ...] = ()
+    """Which of the marks show a file that is read."""
+
+
+@lru_cache(maxsize=1)
+def frameworks() -> tuple[Framework, ...]:
+    """Every framework of `data/foreign/formats.yaml`, in the order in which they are looked for."""
+    return tuple(
+        Framework(
+            name, **{k: tuple(v) if isinstance(v, list) else str(v) for k, v in entry.items()}
+        )
+        for name, entry in read_data_file("data/foreign/formats.yaml").items()
+    )
 
 
 def detect(text: str) -> Source:
@@ -70,26 +85,47 @@ def detect(text: str) -> Source:
     """
     if begins_with_brace(text):
         return _of_mapping(mapping(from_hjson(text, "file"), "file"))
-    if _is_python(text):
-        raise _refused("Python code, of which nothing is run or read")
+    if (modules := _imports(text)) is not None:
+        return _of_python(modules)
     if re.search(r"(?m)^\s*\[+[A-Za-z_][\w.\-]*\]+\s*(?:#.*)?$", text) and any(
         re.search(rf"(?m)^\s*\[{section}[\].]", text) for section in _SECTIONS
     ):
-        _refuse_others(from_toml(text, "file"))
-        return "torchtitan"
+        return _by_keys(from_toml(text, "file")) or "torchtitan"
     if re.search(r"(?m)^[\"']?distributed_type[\"']?\s*:", text):
         return "fsdp"
     if data := _yaml(text):
         return _of_mapping(data)
     if _BARE_DEEPSPEED.search(text):
         return "deepspeed"
-    bare = re.sub(r"(?m)(^|[ \t])#.*$", "", text)
-    _refuse_commands(bare)
-    words = {word.replace("_", "-") for word in _FLAG.findall(bare)}
-    alone = bare.lstrip().startswith("--") and words & DISTINCT  # arguments, and no command
+    return _of_script(re.sub(r"(?m)(^|[ \t])#.*$", "", text))
+
+
+def _of_script(text: str) -> Source:
+    """The format of commands or arguments, their comments left out."""
+    words = {word.replace("_", "-") for word in _FLAG.findall(text)}
+    for framework in frameworks():
+        if any(re.search(pattern, text) for pattern in framework.commands):
+            return _known(framework, "commands", text)
+        if words & set(framework.flags):
+            return _known(framework, "flags", text)
+    alone = text.lstrip().startswith("--") and words & DISTINCT  # arguments, and no command
     if alone or shows_megatron(words):
         return "megatron"
+    if launch := _LAUNCH.search(text):
+        raise _refused(
+            f"a script that starts {shown(launch[1][:60])}, of no framework whose "
+            "arguments are known",
+            _named_file(text),
+        )
     raise nothing_read([shown(line.strip()[:40]) for line in text.splitlines() if line.strip()])
+
+
+def _of_python(modules: Collection[str]) -> Source:
+    """The format of Python code that imports `modules`; nothing of it is run."""
+    for framework in frameworks():
+        if any(is_below(module, framework.imports) for module in modules):
+            return _known(framework, "imports")
+    raise _refused("Python code of no framework that is known, of which nothing is run or read")
 
 
 def _yaml(text: str) -> dict[str, Any]:
@@ -102,7 +138,8 @@ def _yaml(text: str) -> dict[str, Any]:
 
 
 def _of_mapping(data: dict[str, Any]) -> Source:
-    _refuse_others(data)
+    if found := _by_keys(data):
+        return found
     tops = {str(key).replace("-", "_"): value for key, value in data.items()}
     processes = {"num_processes", "num_machines"} & set(data)
     if any(key in data for key in _ACCELERATE) or (processes and set(data) & set(PLUGINS)):
@@ -141,31 +178,63 @@ def _is_deepspeed(data: Mapping[str, Any]) -> bool:
     return shaped or any(key in data for key in _DEEPSPEED_TOGETHER)
 
 
-def _refuse_others(data: Mapping[str, Any]) -> None:
-    """Refuse a file of a framework whose files are not read, by its name."""
-    paths = [f".{path}." for path in flat(data)]
-    for name, marks in _OTHERS.items():
-        if any(f".{mark}." in path for mark in marks for path in paths):
-            raise _refused(name)
+def _by_keys(data: Mapping[str, Any]) -> Source | None:
+    """The first framework that a mark among `data`'s keys shows; None where none does."""
+    rows = {f".{key}.": value for key, value in flat(data).items()}
+    for framework in frameworks():
+        for mark in framework.keys:
+            if all(_has(rows, part) for part in mark.split(" + ")):
+                return _known(framework, "keys")
+    return None
 
 
-def _refuse_commands(text: str) -> None:
-    for name, pattern in _COMMANDS.items():
-        if re.search(pattern, text):
-            raise _refused(name)
+def _has(rows: Mapping[str, Any], mark: str) -> bool:
+    """True where `rows` have the key of `mark`, with the value that it may name."""
+    key, _, value = mark.partition("=")
+    where = f".{key.removeprefix('*.')}."
+    return any(
+        (where in row if key.startswith("*.") else row.startswith(where))
+        and str(said).startswith(value)
+        for row, said in rows.items()
+    )
 
 
-def _refused(name: str) -> PlanError:
-    return refuse("file", f"is {name}; not read. {nothing_read([]).problems[0].message}")
+def _known(framework: Framework, mark: str, text: str = "") -> Source:
+    """The format of a framework's file that is read. Raises `PlanError` for one that is not."""
+    for source in SOURCES:
+        if source == framework.name and mark in framework.read:
+            return source
+    what = f"Python code: {framework.title}" if mark == "imports" else framework.title
+    raise _refused(what, _named_file(text) or framework.nearest)
 
 
-def _is_python(text: str) -> bool:
-    """True where a text is a module with imports or definitions; it is parsed, never run."""
+def _named_file(text: str) -> str:
+    """What to give in place of a script that names a file which is read."""
+    named = _NAMED.search(text)
+    return f"give {shown(named[1] or named[2])}, which it names" if named else ""
+
+
+def _refused(what: str, nearest: str = "") -> PlanError:
+    return refuse(
+        "file",
+        f"is {what}; not read. {nearest.capitalize()[:1]}{nearest[1:]}"
+        f"{'; l' * bool(nearest) or 'L'}egal: {legal_formats()}",
+    )
+
+
+def _imports(text: str) -> set[str] | None:
+    """The modules that a Python text imports; None where it is no Python code. It is parsed, never
+    run.
+    """
     if not _STATEMENT.search(text):
-        return False
+        return None
     try:
         tree = ast.parse(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return False
-    kinds: Collection[type] = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef)
-    return any(isinstance(node, tuple(kinds)) for node in tree.body)
+        return None
+    kinds = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef)
+    if not any(isinstance(node, kinds) for node in tree.body):
+        return None
+    found = {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    imported = [node.names for node in ast.walk(tree) if isinstance(node, ast.Import)]
+    return found | {name.name for names in imported for name in names}

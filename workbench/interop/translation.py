@@ -294,8 +294,14 @@ def nothing_read(names: Sequence[str], said: str = "") -> PlanError:
     """
     has = f"holds {', '.join(names[:6])}{', ...' * (len(names) > 6)}" if names else "holds no key"
     read = f", none of which a plan can use (read as {said})" if said and names else ""
-    legal = "; ".join(f"{TITLES[name]} ({MARKS[name]})" for name in SOURCES)
-    return refuse("file", f"is in no format that is known here: it {has}{read}; legal: {legal}")
+    return refuse(
+        "file", f"is in no format that is known here: it {has}{read}; legal: {legal_formats()}"
+    )
+
+
+def legal_formats() -> str:
+    """The formats that are read, each with the keys that show it."""
+    return "; ".join(f"{TITLES[name]} ({MARKS[name]})" for name in SOURCES)
 
 
 def _overridden(plan: dict[str, Any], sets: Mapping[str, Any]) -> list[KeyNote]:
