@@ -163,8 +163,6 @@ class ForeignKeys:
 
     def text(self, key: str) -> str | None:
         """The text at `key`; None where absent. Raises `PlanError`."""
-        if self.is_undecided(key):
-            self._left[key] = str(self._left[key])
         value = self.take(key)
         if value is not None and not isinstance(value, str):
             raise refuse(self.name(key), f"is {shown(value)}; must be text")

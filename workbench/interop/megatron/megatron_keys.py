@@ -251,6 +251,19 @@ FIELDS = {
 }
 """Argument -> the field of a plan that is the same number."""
 
+LEARNING_WORDS = """
+adam-beta1 adam-beta2 adam-eps async-save clip-grad distributed-timeout-minutes eval-interval
+eval-iters layernorm-epsilon lr lr-decay-iters lr-decay-samples lr-decay-style lr-decay-tokens
+lr-warmup-fraction lr-warmup-iters lr-warmup-samples lr-warmup-tokens min-lr moe-aux-loss-coeff
+moe-loss-coeff moe-router-topk-scaling-factor moe-z-loss-coeff norm-epsilon rope-scaling-factor
+rotary-base save-interval seed sgd-momentum train-iters train-samples train-tokens warmup
+weight-decay
+"""
+LEARNING = frozenset(LEARNING_WORDS.split())
+"""Arguments on which neither the memory nor the time of a step depends: where a file leaves one
+open, its default is taken; the value of any other that a plan uses is asked for.
+"""
+
 SWITCHES = frozenset(
     (
         "account-for-embedding-in-pipeline-split",

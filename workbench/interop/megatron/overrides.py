@@ -12,7 +12,7 @@ from typing import Any
 from workbench.errors import refuse
 from workbench.interop.foreign_keys import ForeignKeys, UndecidedValue
 from workbench.interop.foreign_text import Parsed
-from workbench.interop.megatron.megatron_keys import FIELDS, KNOWN, LAUNCHER
+from workbench.interop.megatron.megatron_keys import FIELDS, KNOWN, LAUNCHER, LEARNING
 from workbench.interop.megatron.scripts import Arguments
 from workbench.interop.translation import ImportOptions, KeyNote
 
@@ -66,7 +66,15 @@ def _decide(found: Arguments, flag: str, value: Any, add: bool = False) -> None:
 
 
 def _keys(found: Arguments) -> ForeignKeys:
-    keys = ForeignKeys(found.flags, "--{}")
+    still_open = {
+        flag: value
+        for flag, value in found.flags.items()
+        if flag in LEARNING and isinstance(value, UndecidedValue)
+    }
+    keys = ForeignKeys({k: v for k, v in found.flags.items() if k not in still_open}, "--{}")
+    for flag, value in still_open.items():
+        why = f"{value.why}; taken as not given, as no memory and no time of a step depends on it"
+        keys.assume(f"--{flag}", str(value), why)
     keys.ignored += found.ignored
     keys.untranslated += found.left
     for flag, (variable, value) in found.defaults.items():

@@ -125,7 +125,7 @@ def _steps(keys: ForeignKeys, units: Mapping[str, int]) -> int | None:
 def _in_steps(keys: ForeignKeys, key: str, units: Mapping[str, int]) -> int | None:
     """The steps of what an argument counts in samples or tokens, as its last word says."""
     unit = key.rpartition("-")[2]
-    if keys.is_undecided(key) or unit not in units:
+    if unit not in units:
         keys.skip(key, f"a plan counts steps, and of how many {unit} the file does not say")
         return None
     found = keys.integer(key, 0)
@@ -217,8 +217,6 @@ def _decay_steps(keys: ForeignKeys, steps: int, units: Mapping[str, int]) -> flo
     found: float = steps
     sizes = {f"lr-decay-{unit}": size for unit, size in ({"iters": 1} | dict(units)).items()}
     for key, size in sizes.items():
-        if keys.is_undecided(key) and key == "lr-decay-tokens":
-            continue
         over = keys.integer(key)
         if over is not None:
             found = over / size
@@ -267,14 +265,14 @@ def _seed(keys: ForeignKeys) -> int:
 
 
 def _checkpoint(keys: ForeignKeys) -> dict[str, Any]:
-    every, load = keys.integer("save-interval", 0), keys.text("load")
+    every = keys.integer("save-interval", 0)
     save = keys.skip("save", "a run keeps its checkpoints in its own directory")
+    why = "where this job left off, or a shell variable; a plan names a checkpoint to start from"
+    if keys.is_undecided("load"):
+        keys.skip("load", why)
+    load = keys.text("load")
     if load is not None and ("$" in load or load == save):
-        keys.mark_untranslated(
-            "load",
-            "where this very job left off, or a shell variable; a plan names a checkpoint to "
-            "start from",
-        )
+        keys.mark_untranslated("load", why)
         load = None
     if every:
         keys.assume("checkpoint.keep", DEFAULT, KEEPS_ALL)
