@@ -37,7 +37,7 @@ _BARE_DEEPSPEED = re.compile(
 )
 """A ds_config.json without its outermost braces, and with comments that are not YAML's."""
 _FLAG = re.compile(r"(?:^|[\s\[\"'(=])--([A-Za-z][\w-]*)")
-_STATEMENT = re.compile(r"(?m)^(?:import|from|def|class)\s+\w")
+_STATEMENT = re.compile(r"(?m)^(?:(?:import|def|class)\s+\w|from\s+[\w.]+\s+import\b)")
 _LAUNCH = re.compile(
     r"(?m)(?:^|[\s;&|])((?:torchrun|accelerate\s+launch|deepspeed|srun|mpirun)\s[^\n]*|"
     r"python3?\s+(?:-\w+\s+)*(?:-m\s|\S+\.py)[^\n]*)"
@@ -48,6 +48,14 @@ _NAMED = re.compile(
     r"|accelerate\s+launch[^\n]*--config[_-]file[\s=\"']+([\w./${}-]+\.ya?ml)"
 )
 """A DeepSpeed JSON or an accelerate YAML that a script gives to its program."""
+
+_KINDS = {
+    "keys": "a configuration",
+    "commands": "a script",
+    "flags": "a script",
+    "imports": "Python code",
+}
+"""Marks -> what shows them."""
 
 
 @dataclass(frozen=True)
@@ -204,8 +212,7 @@ def _known(framework: Framework, mark: str, text: str = "") -> Source:
     for source in SOURCES:
         if source == framework.name and mark in framework.read:
             return source
-    what = f"Python code: {framework.title}" if mark == "imports" else framework.title
-    raise _refused(what, _named_file(text) or framework.nearest)
+    raise _refused(f"{_KINDS[mark]} of {framework.title}", _named_file(text) or framework.nearest)
 
 
 def _named_file(text: str) -> str:
