@@ -8,8 +8,12 @@ import pytest
 
 from tests.interop.foreign_samples import GPU_NAME, problems
 from workbench import interop
+from workbench.data_files import read_data_file
+from workbench.interop.format_marks import frameworks
 
 SAMPLES = Path(__file__).parent / "foreign"
+ROOT = Path(__file__).parents[2]
+KEY_TABLES = ("deepspeed", "megatron", "torchtitan", "accelerate", "gpt-neox")
 OTHERS = {
     "torchrun": ("torchrun --nnodes 2 --nproc_per_node 8 --master_addr h0 train.py\n", "'torchrun"),
     "torchrun-more": (
@@ -193,6 +197,18 @@ def test_auto_makes_no_key_known(text: str) -> None:
     assert "unknown key" in message
     found = interop.read(text, lenient=True, **beside)
     assert [note.value for note in found.unknown] == ["auto"]
+
+
+def test_the_page_says_which_versions_keys_and_marks_are_of() -> None:
+    page = (ROOT / "docs/import.md").read_text(encoding="utf-8")
+    for name in KEY_TABLES:
+        table = read_data_file(f"data/foreign/{name}.yaml")
+        assert f"| {table['framework']} | {table['version']} | {table['date']} |" in page
+    marks = " ".join(page[page.index("Marks are known of") :].split())
+    for framework in frameworks():
+        assert (
+            f"{framework.version}," in marks or f"{framework.version} ({framework.date})" in marks
+        )
 
 
 @pytest.mark.parametrize(

@@ -10,12 +10,21 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from workbench.data_files import read_data_file
 from workbench.errors import SHOWN, PlanError, Problem, refuse
 from workbench.interop.translation import KeyNote
 from workbench.units import gib_text
 from workbench.untrusted_text import shown
 
 NO_FIELD = "a plan has no such field"
+
+
+def key_names(software: str) -> dict[str, tuple[str, ...]]:
+    """Lists of names that files of `software` may hold, from `data/foreign/`, where the version and
+    date stand that they are of.
+    """
+    lists = read_data_file(f"data/foreign/{software}.yaml")["keys"]
+    return {name: tuple(words.split()) for name, words in lists.items()}
 
 
 @dataclass(frozen=True)

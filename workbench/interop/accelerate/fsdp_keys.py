@@ -1,11 +1,10 @@
 """Which keys an accelerate YAML with FSDP may hold, why a plan leaves some out, and which fields it
 cannot say.
-
-Names are those of `accelerate launch --help` and
-https://huggingface.co/docs/accelerate/usage_guides/fsdp.
 """
 
 from __future__ import annotations
+
+from workbench.interop.foreign_keys import key_names
 
 SHARDING = {
     "FULL_SHARD": (3, False),
@@ -18,120 +17,23 @@ SHARDING = {
 replicate).
 """
 
-_LAUNCH = (
-    "compute_environment",
-    "debug",
-    "gpu_ids",
-    "machine_rank",
-    "main_process_ip",
-    "main_process_port",
-    "main_training_function",
-    "rdzv_backend",
-    "same_network",
-    "enable_cpu_affinity",
-    "downcast_bf16",
-    "use_cpu",
-    "tpu_env",
-    "tpu_name",
-    "tpu_zone",
-    "tpu_use_cluster",
-    "tpu_use_sudo",
-    "tpu_vm",
-    "command_file",
-    "commands",
-    "num_cpu_threads_per_process",
-    "mpirun_config",
-    "ipex_config",
-    "rdzv_conf",
-    "use_mps_device",
-)
-_FSDP = (
-    "version",
-    "sharding_strategy",
-    "reshard_after_forward",
-    "offload_params",
-    "activation_checkpointing",
-    "backward_prefetch",
-    "backward_prefetch_policy",
-    "limit_all_gathers",
-    "forward_prefetch",
-    "auto_wrap_policy",
-    "transformer_layer_cls_to_wrap",
-    "min_num_params",
-    "state_dict_type",
-    "use_orig_params",
-    "cpu_ram_efficient_loading",
-    "sync_module_states",
-    "ignored_modules",
-    "activation_checkpointing_offload",
-)
-_AXES = (
-    "dp_replicate_size",
-    "dp_shard_size",
-    "tp_size",
-    "cp_size",
-    "cp_backend",
-    "cp_comm_strategy",
-    "sp_size",
-    "sp_backend",
-    "sp_seq_length",
-    "sp_seq_length_is_variable",
-    "sp_attn_implementation",
-)
-_DEEPSPEED = (
-    "zero_stage",
-    "offload_optimizer_device",
-    "offload_param_device",
-    "offload_optimizer_nvme_path",
-    "offload_param_nvme_path",
-    "gradient_accumulation_steps",
-    "gradient_clipping",
-    "zero3_init_flag",
-    "zero3_save_16bit_model",
-    "deepspeed_config_file",
-    "deepspeed_moe_layer_cls_names",
-    "deepspeed_hostfile",
-    "deepspeed_multinode_launcher",
-    "deepspeed_exclusion_filter",
-    "deepspeed_inclusion_filter",
-    "enable_msamp",
-    "msamp_opt_level",
-)
-PLUGINS = ("fsdp_config", "deepspeed_config", "megatron_lm_config", "parallelism_config")
+_NAMES = key_names("accelerate")
+PLUGINS = _NAMES["plugins"]
 """Sections that say how the states or the model are split."""
+OPEN = _NAMES["open"]
+"""Sections of other matters: whatever stands in them is known, and reported as not translated."""
 KNOWN = frozenset(
     {
-        "fp16",
-        "dynamo_backend",
-        *(f"deepspeed_config.{key}" for key in _DEEPSPEED),
-        *_LAUNCH,
-        "distributed_type",
-        "num_processes",
-        "num_machines",
-        "mixed_precision",
-        "fsdp_config",
-        "parallelism_config",
-        "dynamo_config",
-        "deepspeed_config",
-        "megatron_lm_config",
-        "fp8_config",
-        *(f"fsdp_config.fsdp_{key}" for key in _FSDP),
-        *(f"parallelism_config.parallelism_config_{key}" for key in _AXES),
+        *_NAMES["others"],
+        *_NAMES["launch"],
+        *(f"deepspeed_config.{key}" for key in _NAMES["deepspeed"]),
+        *(f"fsdp_config.fsdp_{key}" for key in _NAMES["fsdp"]),
+        *(f"parallelism_config.parallelism_config_{key}" for key in _NAMES["axes"]),
     }
 )
-OPEN = (
-    "dynamo_config",
-    "fp8_config",
-    "mpirun_config",
-    "ipex_config",
-    "megatron_lm_config",
-    "tpu_env",
-    "commands",
-)
-"""Sections of other matters: whatever stands in them is known, and reported as not translated."""
 
 WHYS = {
-    **dict.fromkeys(_LAUNCH, "how it is launched; a plan's launcher decides"),
+    **dict.fromkeys(_NAMES["launch"], "how it is launched; a plan's launcher decides"),
     "fsdp_config": "a detail of FSDP's own wrapping that a plan does not set",
     "fsdp_config.fsdp_transformer_layer_cls_to_wrap": "the layer, which is the unit that an "
     "estimate gathers",

@@ -1,32 +1,32 @@
 """Which keys a ds_config.json may hold, why a plan leaves some of them out, and which fields of a
 plan it cannot say.
-
-Names are from https://www.deepspeed.ai/docs/config-json/ and the pages that it points to.
 """
 
 from __future__ import annotations
 
-MAPPINGS = (
-    "zero_optimization",
-    "zero_optimization.offload_optimizer",
-    "zero_optimization.offload_param",
-    "bf16",
-    "fp16",
-    "optimizer",
-    "optimizer.params",
-    "scheduler",
-    "scheduler.params",
-    "data_types",
-    "tensor_parallel",
-    "pipeline",
-)
+from workbench.interop.foreign_keys import key_names
+
+_NAMES = key_names("deepspeed")
+MAPPINGS = _NAMES["mappings"]
 """Keys that hold other keys."""
-BATCH = (
-    "train_batch_size",
-    "train_micro_batch_size_per_gpu",
-    "gradient_accumulation_steps",
-    "data_parallel_size",
+BATCH = _NAMES["batch"]
+SECTIONS = _NAMES["sections"]
+"""Sections and keys of other matters: whatever stands in them is known, and reported as not
+translated.
+"""
+KNOWN = frozenset(
+    {
+        *BATCH,
+        *_NAMES["translated"],
+        *(f"zero_optimization.{key}" for key in _NAMES["zero"]),
+        *(
+            f"zero_optimization.offload_{part}.{key}"
+            for part in ("param", "optimizer")
+            for key in _NAMES["offload"]
+        ),
+    }
 )
+"""Dotted keys that are known one by one: those that are translated, and ZeRO's."""
 OPTIMIZERS = {
     name: name.lower()
     for name in (
@@ -87,97 +87,6 @@ AUTO: dict[str, tuple[str, ...]] = {
 }
 """Key -> fields whose default in the plan stands where the file says auto."""
 
-_ZERO = (
-    "stage",
-    "overlap_comm",
-    "reduce_bucket_size",
-    "mics_shard_size",
-    "cpu_offload",
-    "cpu_offload_params",
-    "cpu_offload_use_pin_memory",
-    "allgather_partitions",
-    "allgather_bucket_size",
-    "reduce_scatter",
-    "contiguous_gradients",
-    "load_from_fp32_weights",
-    "round_robin_gradients",
-    "parameter_alignment",
-    "stage3_max_live_parameters",
-    "stage3_max_reuse_distance",
-    "stage3_prefetch_bucket_size",
-    "stage3_param_persistence_threshold",
-    "stage3_gather_16bit_weights_on_model_save",
-    "stage3_gather_fp16_weights_on_model_save",
-    "stage3_module_granularity_threshold",
-    "stage3_use_all_reduce_for_fetch_params",
-    "sub_group_size",
-    "elastic_checkpoint",
-    "ignore_unused_parameters",
-    "legacy_stage1",
-    "zero_hpz_partition_size",
-    "zero_quantized_weights",
-    "zero_quantized_gradients",
-    "zero_quantized_nontrainable_weights",
-    "mics_hierarchical_params_gather",
-    "memory_efficient_linear",
-    "pipeline_loading_checkpoint",
-    "override_module_apply",
-    "log_trace_cache_warnings",
-    "compute_grad_norm",
-    "use_multi_rank_bucket_allreduce",
-    "model_persistence_threshold",
-    "param_persistence_threshold",
-    "save_muon_momentum_buffer_in_memory",
-    "use_all_reduce_for_fetch_params",
-    "max_live_parameters",
-    "max_reuse_distance",
-    "prefetch_bucket_size",
-    "gather_16bit_weights_on_model_save",
-)
-_OFFLOAD = (
-    "device",
-    "nvme_path",
-    "pin_memory",
-    "buffer_count",
-    "buffer_size",
-    "max_in_cpu",
-    "pipeline_read",
-    "pipeline_write",
-    "fast_init",
-    "ratio",
-    "super_offload",
-    "cpuadam_cores_perc",
-    "super_offload_max_grad_norm",
-)
-KNOWN = frozenset(
-    {
-        *BATCH,
-        "optimizer.type",
-        "optimizer.legacy_fusion",
-        "scheduler.type",
-        "gradient_clipping",
-        "sequence_parallel_size",
-        "tensor_parallel.autotp_size",
-        "pipeline.stages",
-        "pipeline.activation_checkpoint_interval",
-        "data_types.grad_accum_dtype",
-        "bf16.enabled",
-        "fp16.enabled",
-        "bf16.bf16_master_weights_and_grads",
-        "fp16.fp16_master_weights_and_grads",
-        "bf16.bf16_optimizer_states",
-        "tensorboard.enabled",
-        "wandb.enabled",
-        *(f"zero_optimization.{key}" for key in _ZERO),
-        *(
-            f"zero_optimization.offload_{part}.{key}"
-            for part in ("param", "optimizer")
-            for key in _OFFLOAD
-        ),
-    }
-)
-"""Dotted keys that are known one by one: those that are translated, and ZeRO's."""
-
 _PINNED = "true: copies overlap, in host memory that cannot be swapped; a plan's always is"
 _GATHERED = {
     "max_live_parameters": "so many elements are gathered at most, {size} of a rank; an estimate "
@@ -236,86 +145,6 @@ WHYS = {
     "fp32_allreduce": "a plan reduces gradients in strategy.gradient_dtype",
 }
 """Key, or beginning of keys -> why a plan does not hold it."""
-
-SECTIONS = (
-    "optimizer.params",
-    "scheduler.params",
-    "activation_checkpointing",
-    "fp16",
-    "bf16",
-    "bfloat16",
-    "amp",
-    "pipeline",
-    "tensor_parallel",
-    "data_types",
-    "aio",
-    "autotuning",
-    "flops_profiler",
-    "comms_logger",
-    "tensorboard",
-    "wandb",
-    "csv_monitor",
-    "comet",
-    "elasticity",
-    "compression_training",
-    "data_efficiency",
-    "curriculum_learning",
-    "progressive_layer_drop",
-    "eigenvalue",
-    "quantize_training",
-    "sparse_attention",
-    "checkpoint",
-    "compile",
-    "nebula",
-    "hybrid_engine",
-    "torch_autocast",
-    "zenflow",
-    "weight_quantization",
-    "activation_quantization",
-    "sparse_pruning",
-    "row_pruning",
-    "head_pruning",
-    "channel_pruning",
-    "layer_reduction",
-    "timers",
-    "steps_per_print",
-    "wall_clock_breakdown",
-    "dump_state",
-    "memory_breakdown",
-    "prescale_gradients",
-    "gradient_predivide_factor",
-    "sparse_gradients",
-    "disable_allgather",
-    "communication_data_type",
-    "fp32_allreduce",
-    "seq_parallel_communication_data_type",
-    "zero_allow_untested_optimizer",
-    "zero_force_ds_cpu_optimizer",
-    "use_data_before_expert_parallelism",
-    "graph_harvesting",
-    "dataloader_drop_last",
-    "gradient_allreduce_op",
-    "managed_gradient_accumulation",
-    "use_node_local_storage",
-    "load_universal_checkpoint",
-    "allreduce_always_fp32",
-    "gradient_noise_scale",
-    "vocabulary_size",
-    "nebula_config",
-    "data_sampling",
-    "data_routing",
-    "monitor_config",
-    "comms_config",
-    "expert_parallel",
-    "moe",
-    "local_rank",
-    "seed",
-    "zero_optimization.zenflow",
-    "zero_optimization.leaf_module",
-)
-"""Sections and keys of other matters: whatever stands in them is known, and reported as not
-translated.
-"""
 
 LOST = {
     "model": "the model is the user's code",

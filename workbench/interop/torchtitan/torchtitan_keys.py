@@ -1,11 +1,10 @@
 """Which keys a torchtitan job file may hold, why a plan leaves some out, and which fields of a plan
 it cannot say.
-
-Names and defaults are those of `torchtitan/config/job_config.py` in pytorch/torchtitan, of 2024 to
-2025.
 """
 
 from __future__ import annotations
+
+from workbench.interop.foreign_keys import key_names
 
 MODELS = {
     ("llama3", "8B"): "llama-3-8b",
@@ -42,58 +41,9 @@ LONE = {
 }
 """Schedules that a plan has no name for, and the nearest it has; "" where a table (CSV) says it."""
 
-_SECTIONS = {
-    "job": "config_file dump_folder description use_for_integration_test print_args print_config "
-    "save_config_file "
-    "save_config_folder custom_config_module",
-    "profiling": "enable_profiling save_traces_folder profile_freq enable_memory_snapshot "
-    "save_memory_snapshot_folder "
-    "profiler_active profiler_warmup",
-    "metrics": "log_freq enable_tensorboard disable_color_printing save_tb_folder "
-    "save_for_all_ranks enable_wandb "
-    "enable_color_printing rank_0_only",
-    "model": "name flavor tokenizer_path hf_assets_path converters print_after_conversion "
-    "norm_type",
-    "optimizer": "name lr beta1 beta2 eps weight_decay implementation early_step_in_backward fused",
-    "lr_scheduler": "warmup_steps decay_ratio decay_type lr_min min_lr_factor total_steps",
-    "training": "dataset dataset_path local_batch_size batch_size global_batch_size seq_len "
-    "max_norm steps "
-    "enable_cpu_offload mixed_precision_param mixed_precision_reduce dtype compile gc_freq "
-    "gc_debug seed "
-    "deterministic warmup_steps tensor_parallel_degree data_parallel_degree "
-    "data_parallel_replicate_degree "
-    "data_parallel_shard_degree",
-    "parallelism": "data_parallel_replicate_degree enable_compiled_autograd "
-    "data_parallel_shard_degree "
-    "fsdp_reshard_after_forward tensor_parallel_degree disable_loss_parallel "
-    "enable_async_tensor_parallel "
-    "pipeline_parallel_degree pipeline_parallel_split_points module_fqns_per_model_part "
-    "pipeline_parallel_first_stage_less_layers pipeline_parallel_last_stage_less_layers "
-    "pipeline_parallel_layers_per_stage pipeline_parallel_schedule pipeline_parallel_schedule_csv "
-    "pipeline_parallel_microbatch_size pipeline_parallel_expert_parallel_overlap "
-    "context_parallel_degree "
-    "context_parallel_rotate_method context_parallel_load_balancer expert_parallel_degree "
-    "expert_tensor_parallel_degree expert_parallel_comm_backend expert_parallel_a2a_impl",
-    "checkpoint": "enable_checkpoint enable folder interval initial_load_path "
-    "initial_load_model_only "
-    "initial_load_in_hf initial_load_in_hf_quantized last_save_model_only last_save_in_hf "
-    "export_dtype async_mode "
-    "keep_latest_k load_step exclude_from_loading enable_first_step_checkpoint "
-    "create_seed_checkpoint load_only "
-    "enable_ft_dataloader_checkpoints interval_type model_weights_only",
-    "activation_checkpoint": "mode selective_ac_option "
-    "per_op_sac_force_recompute_mm_shapes_by_fqns early_stop "
-    "memory_budget visualize_memory_budget_pareto preserve_rng_state determinism_check debug",
-    "comm": "init_timeout_seconds train_timeout_seconds trace_buf_size save_traces_folder "
-    "save_traces_file_prefix mode",
-    "validation": "enabled enable dataset dataset_path local_batch_size seq_len freq steps",
-    "memory_estimation": "enabled disable_fake_mode",
-    "compile": "enable components backend",
-    "experimental": "custom_import custom_args_module custom_model_path context_parallel_degree "
-    "pipeline_parallel_degree enable_async_tensor_parallel enable_compiled_autograd",
-}
-KNOWN = frozenset(f"{section}.{key}" for section, keys in _SECTIONS.items() for key in keys.split())
-MAPPINGS = tuple(_SECTIONS)
+_NAMES = key_names("torchtitan")
+KNOWN = frozenset(f"{section}.{key}" for section, keys in _NAMES.items() for key in keys)
+MAPPINGS = tuple(_NAMES)
 OPEN = ("float8", "mx", "quantize", "fault_tolerance", "debug", "experimental", "comm")
 """Sections of other matters: whatever stands in them is known, and reported as not translated."""
 
