@@ -116,3 +116,19 @@ def test_a_plan_wholly_in_bf16_is_written_as_such_a_job() -> None:
     assert not {"training.optimizer.master", "training.optimizer.moments"} & {
         n.field for n in written.untranslated
     }
+
+
+@pytest.mark.parametrize(
+    ("section", "key"),
+    [
+        ("checkpoint", "last_save_model_weights_only"),  # 0.1.0
+        ("checkpoint", "initial_load_model_weights_only"),
+        ("training", "debug_moe_force_load_balance"),  # 0.2.0
+        ("memory_estimation", "enable"),
+        ("training", "dataloader.num_workers"),  # 0.2.1
+        ("validation", "dataloader.pin_memory"),
+    ],
+)
+def test_keys_of_each_version_are_known(section: str, key: str) -> None:
+    found = read(**{section: {key: 1}})
+    assert f"{section}.{key}" in left(found) and found.unknown == []

@@ -44,7 +44,17 @@ LONE = {
 _NAMES = key_names("torchtitan")
 KNOWN = frozenset(f"{section}.{key}" for section, keys in _NAMES.items() for key in keys)
 MAPPINGS = tuple(_NAMES)
-OPEN = ("float8", "mx", "quantize", "fault_tolerance", "debug", "experimental", "comm")
+OPEN = (
+    "float8",
+    "mx",
+    "quantize",
+    "fault_tolerance",
+    "debug",
+    "experimental",
+    "comm",
+    "training.dataloader",
+    "validation.dataloader",
+)
 """Sections of other matters: whatever stands in them is known, and reported as not translated."""
 
 WHYS = {
@@ -55,6 +65,9 @@ WHYS = {
     "model.hf_assets_path": "a plan names its text in `corpus`",
     "training.dataset": "a plan names its text in `corpus`",
     "training.dataset_path": "a plan names its text in `corpus`",
+    **dict.fromkeys(
+        ("training.dataloader", "validation.dataloader"), "a plan names its text in `corpus`"
+    ),
     "optimizer.implementation": "a plan's optimizer is fused or not as strategy.kernels says",
     **dict.fromkeys(("float8", "mx", "quantize"), "strategy.precision says it in one word"),
     "lr_scheduler.total_steps": "a plan decays over all its steps",
