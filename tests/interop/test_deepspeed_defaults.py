@@ -159,3 +159,16 @@ def test_accelerate_leaves_the_bucket_to_deepspeed() -> None:
 def test_bf16_gradients_add_up_in_fp32_without_zero(name: str, stage: int, gradients: str) -> None:
     found = read(**{name: {"enabled": True}, "zero_optimization": {"stage": stage}})
     assert found.plan.strategy.gradient_dtype == assumed(found)["gradient_dtype"] == gradients
+
+
+@pytest.mark.parametrize("key", ["_comment", "comment", "//", "//batch", "__note__"])
+def test_a_key_that_holds_a_comment_is_ignored(key: str) -> None:
+    found = read(**{key: "of x", "zero_optimization": {"stage": 2, key: "of y"}})
+    ignored = {note.field: note.why for note in found.ignored}
+    assert ignored == {key: "a comment", f"zero_optimization.{key}": "a comment"}
+
+
+@pytest.mark.parametrize("older", ["cpu_offload_param", "cpu_offload_params"])
+def test_the_older_switch_of_offloaded_parameters_is_read(older: str) -> None:
+    found = read(zero_optimization={"stage": 3, "cpu_offload": True, older: True})
+    assert found.plan.resolve().strategy.data.offload == "parameters"

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,8 @@ from workbench.units import gib_text
 from workbench.untrusted_text import shown
 
 NO_FIELD = "a plan has no such field"
+_COMMENT = re.compile(r"_*(?:comment|note|description)s?_*|(?://|#).*", re.IGNORECASE)
+"""Keys that files without comments of their own keep them in."""
 
 
 def key_names(software: str) -> dict[str, tuple[str, ...]]:
@@ -241,6 +244,9 @@ class ForeignKeys:
         refused: list[Problem] = []
         for key in list(self._left):
             foreign = key not in known and key not in whys and not is_below(key, sections)
+            if foreign and _COMMENT.fullmatch(key.rpartition(".")[2]):
+                self.ignore(self.name(key), self._left.pop(key), "a comment")
+                continue
             if foreign and not lenient:
                 # A message lists so many: close keys are looked for slowly, and a file may hold any
                 # number of others.

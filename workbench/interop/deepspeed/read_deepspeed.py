@@ -320,7 +320,9 @@ def _offload(keys: ForeignKeys, zero: int) -> dict[str, Any]:
     offloads the optimizer too (ZeRO-Infinity).
     """
     optimizer, optimizer_key = _device(keys, "offload_optimizer.device", "cpu_offload")
-    parameters, parameters_key = _device(keys, "offload_param.device", "cpu_offload_params")
+    parameters, parameters_key = _device(
+        keys, "offload_param.device", "cpu_offload_params", "cpu_offload_param"
+    )
     for key, device, least in ((optimizer_key, optimizer, 1), (parameters_key, parameters, 3)):
         if device == "nvme" and {optimizer, parameters} == {"nvme", "cpu"}:
             keys.mark_untranslated(
@@ -352,14 +354,14 @@ def _share_offloaded(keys: ForeignKeys, zero: int) -> float:
     return 1.0 if ratio is None else ratio
 
 
-def _device(keys: ForeignKeys, name: str, older: str) -> tuple[str, str]:
-    """(where a part of the states lives, the key that says so); `older` is its switch of 2020."""
-    key, switch = f"zero_optimization.{name}", f"zero_optimization.{older}"
-    old, device = (
-        keys.flag(switch),
-        keys.choice(key, {name: name for name in ("none", "cpu", "nvme")}),
-    )
-    return (device, key) if device is not None else ("cpu", switch) if old else ("none", key)
+def _device(keys: ForeignKeys, name: str, *older: str) -> tuple[str, str]:
+    """(where a part of the states lives, the key that says so); `older` are its switches."""
+    key = f"zero_optimization.{name}"
+    on = [switch for switch in older if keys.flag(f"zero_optimization.{switch}")]
+    device = keys.choice(key, {name: name for name in ("none", "cpu", "nvme")})
+    if device is None and on:
+        return "cpu", f"zero_optimization.{on[0]}"
+    return device or "none", key
 
 
 def _recompute(keys: ForeignKeys) -> str:
