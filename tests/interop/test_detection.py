@@ -29,6 +29,16 @@ OTHERS = {
         "accelerate launch --config_file fsdp.yaml sft.py --per_device_train_batch_size 4 --bf16\n",
         "Give 'fsdp.yaml', which it names",
     ),
+    "another-script": ('bash -x "$HERE/run_8b.sh" $1\n', "Give that one"),
+    "in-a-container": (
+        "srun bash -c 'docker run x bash -c \"TP=2 bash examples/train_v3.sh 2>&1\"'\n",
+        "'examples/train_v3.sh'",
+    ),
+    "sourced": ("TP=8\nEXTRA='--bf16'\n. `pwd`/CONFIG.sh\n", "stand in another"),
+    "deepspeed-chat": (
+        "deepspeed main.py --model_name_or_path x --per_device_train_batch_size 2 --zero_stage 2\n",
+        "DeepSpeed-Chat",
+    ),
     "ms-swift": ("NPROC_PER_NODE=8 swift sft --model x --deepspeed zero3 --bf16\n", "ms-swift"),
     "ms-swift-megatron": (
         "megatron sft --load x --tensor_model_parallel_size 2 --micro_batch_size 1 "

@@ -38,11 +38,26 @@ _BARE_DEEPSPEED = re.compile(
 """A ds_config.json without its outermost braces, and with comments that are not YAML's."""
 _FLAG = re.compile(r"(?:^|[\s\[\"'(=])--([A-Za-z][\w-]*)")
 _STATEMENT = re.compile(r"(?m)^(?:(?:import|def|class)\s+\w|from\s+[\w.]+\s+import\b)")
-_LAUNCH = re.compile(
-    r"(?m)(?:^|[\s;&|])((?:torchrun|accelerate\s+launch|deepspeed|srun|mpirun)\s[^\n]*|"
-    r"python3?\s+(?:-\w+\s+)*(?:-m\s|\S+\.py)[^\n]*)"
+_COMMAND = r"(?m)(?:^|[\s;&|\"'(])"
+_STARTS = (
+    (
+        _COMMAND + r"(?:bash|sh)\s+(?:-\w+\s+)*[\"']?([^\s\"']+\.(?:sh|slurm|sbatch))\b",
+        "a script that starts another, {}",
+        "give that one, and what it is started with by --set NAME=VALUE",
+    ),
+    (
+        _COMMAND + r"((?:torchrun|accelerate\s+launch|deepspeed|srun|mpirun)\s[^\n]*|"
+        r"python3?\s+(?:-\w+\s+)*(?:-m\s|\S+\.py)[^\n]*)",
+        "a script that starts {}, of no framework whose arguments are known",
+        "",
+    ),
+    (
+        _COMMAND + r"(?:source|\.)\s+[\"']?([^\s\"']+\.sh)\b",
+        "a script whose commands stand in another, {}",
+        "give that one, and its variables by --set NAME=VALUE",
+    ),
 )
-"""A command that starts a program."""
+"""Commands that start a program, what a script is that has one, and what to give instead."""
 _NAMED = re.compile(
     r"--(?:deepspeed|deepspeed[_-]config|deepspeed_config_file)[\s=\"']+([\w./${}-]+\.json)"
     r"|accelerate\s+launch[^\n]*--config[_-]file[\s=\"']+([\w./${}-]+\.ya?ml)"
@@ -114,17 +129,15 @@ def _of_script(text: str) -> Source:
     for framework in frameworks():
         if any(re.search(pattern, text) for pattern in framework.commands):
             return _known(framework, "commands", text)
-        if words & set(framework.flags):
+        if any(words >= set(mark.split(" + ")) for mark in framework.flags):
             return _known(framework, "flags", text)
     alone = text.lstrip().startswith("--") and words & DISTINCT  # arguments, and no command
     if alone or shows_megatron(words):
         return "megatron"
-    if launch := _LAUNCH.search(text):
-        raise _refused(
-            f"a script that starts {shown(launch[1][:60])}, of no framework whose "
-            "arguments are known",
-            _named_file(text),
-        )
+    for pattern, what, nearest in _STARTS:
+        if started := re.search(pattern, text):
+            name = shown(started[1].strip()[:60])
+            raise _refused(what.format(name), _named_file(text) or nearest.format(name))
     raise nothing_read([shown(line.strip()[:40]) for line in text.splitlines() if line.strip()])
 
 
