@@ -130,3 +130,15 @@ def test_experts_beside_a_model_that_is_given_are_the_models_and_spread_as_the_f
 
 def test_why_fp8_is_not_taken_names_the_field() -> None:
     assert "strategy.precision" in left(read(te_fp8_format="hybrid"))["te_fp8_format"]
+
+
+def test_extra_arguments_of_deepspeed_stand_over_the_files_own() -> None:
+    extra = {"zero_optimization": {"stage": 2}, "comms_logger": {"enabled": True}}
+    found = read(zero_optimization={"stage": 1}, deepspeed_extra_args=extra)
+    assert found.plan.resolve().strategy.data.zero == 2
+    assert "comms_logger.enabled" in left(found)
+
+
+@pytest.mark.parametrize("key", ["te_fp8_wgrad", "te_fp8_amax_history_len", "te_fp8_mha"])
+def test_details_of_transformer_engines_fp8_are_known(key: str) -> None:
+    assert "which is not set by it" in left(read(**{key: 1}))[key]

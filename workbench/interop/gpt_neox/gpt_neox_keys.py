@@ -30,7 +30,7 @@ _REASONS = {
     "profile_backward": "a plan recomputes layers without timing each",
     "use_mup": "a plan scales no learning rate or output by the width (muP)",
     **dict.fromkeys(
-        ("fp8", "te_fp8_format", "te_fp8_margin"),
+        ("fp8", *(key for key in _NAMES["model"] if key.startswith("te_fp8"))),
         "a plan says fp8 in strategy.precision, which is not set by it",
     ),
     "coord_check": "a test of muP, not a training",

@@ -76,7 +76,10 @@ def read(
     legal values.
     """
     given = given or ImportOptions()
-    keys = Spelled(mapping(from_braces(text, "file") if isinstance(text, str) else text, "file"))
+    data = mapping(from_braces(text, "file") if isinstance(text, str) else text, "file")
+    for name in ("deepspeed_extra_args", "deepspeed-extra-args"):  # DeepSpeed's own, put over them
+        data |= mapping(data.pop(name, {}), name)
+    keys = Spelled(data)
     keys.sections(*MAPPINGS)
     axes = {
         axis: keys.integer(f"{key}_parallel_size", 0) or 1
