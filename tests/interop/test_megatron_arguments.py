@@ -397,3 +397,40 @@ def test_the_names_of_2020_are_read() -> None:
         f"{words}--train-iters 10 --lr-decay-iters 1000 --warmup 0.1", ImportOptions(None, GPU_NAME)
     )
     assert "--warmup" in left(long)
+
+
+@pytest.mark.parametrize(
+    "words", ["--perform-rl-step", "--freeze-all-layers", "--logits-load-dir /teacher"]
+)
+def test_what_trains_otherwise_is_refused(words: str) -> None:
+    assert "legal: leave it out" in problems(read, words)[words.split()[0]]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--attention-output-gate",
+        "--hybrid-layer-pattern M-M*",
+        "--mtp-use-repeated-layer --mtp-num-layers 1",
+        "--activation-func-clamp-value 7",
+    ],
+)
+def test_newer_arguments_that_change_the_model_are_named_as_unmodelled(words: str) -> None:
+    found = read(words + " --train-iters 9")
+    assert words.split()[0] in str(found.plan.resolve().shape.unmodelled)
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        ("--rl-partial-rollouts", "--perform-rl-step"),
+        ("--fine-grained-activation-offloading", "strategy.offload_activations"),
+        ("--step-batch-size-schedule 0:8", "the same in every step"),
+        ("--moe-hybridep-num-sms 16", "no such field"),
+        ("--inprocess-max-iterations 3", "watched"),
+        ("--no-pad-vocab-size", "by its own rule"),
+    ],
+)
+def test_arguments_of_core_0_19_are_known(words: str, why: str) -> None:
+    notes = read(words + " --train-iters 9").untranslated
+    assert why in {note.field: note.why for note in notes}[words.split()[0]]

@@ -4,6 +4,7 @@ they cannot say.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Set
 
 from workbench.interop.foreign_keys import key_names
@@ -20,16 +21,7 @@ LEARNING = frozenset(_NAMES["learning"])
 open, its default is taken; the value of any other that a plan uses is asked for.
 """
 KNOWN = frozenset((*WORDS, *LAUNCHER, *_NAMES["older"]))
-SWITCHES = frozenset(
-    (
-        *_NAMES["switches"],
-        *(
-            word
-            for word in WORDS
-            if word.startswith(("no-", "log-", "overlap-", "use-", "moe-permute"))
-        ),
-    )
-)
+SWITCHES = frozenset(_NAMES["switches"])
 """Arguments that take no value."""
 
 
@@ -66,9 +58,28 @@ FIELDS = {
 """Argument -> the field of a plan that is the same number."""
 
 _DATA = "a plan names its text in `corpus`"
+_WATCHED = "how a run is watched or started again; a run does it in its own way"
+_GROUPS = {
+    **dict.fromkeys(("rl-", "grpo-", "langrl-"), "of --perform-rl-step, which is not given"),
+    "inference-": "of inference, which no step of training needs",
+    **dict.fromkeys(("inprocess-", "fault-injector-", "flight-recorder-", "ft-"), _WATCHED),
+    "dsa-": "of sparse attention, which --experimental-attention-variant turns on",
+    "linear-": "of linear attention, which --experimental-attention-variant turns on",
+    "mamba-": "of Mamba layers, which a pattern of layers has",
+    **dict.fromkeys(("mup-", "use-mup"), "a plan scales no learning rate or output by the width"),
+    "eval-global-batch-size": "a plan evaluates with the batch that it trains with",
+    "eval-micro-batch-size": "a plan evaluates with the batch that it trains with",
+}
+"""Beginning of arguments -> why they are left out."""
 _LOG = "logging; a run keeps its own telemetry"
 _LAUNCH = "how it is launched; a plan's launcher decides"
 WHYS = {
+    **{
+        word: why
+        for start, why in _GROUPS.items()
+        for word in KNOWN
+        if word.startswith(start) or word.startswith(f"no-{start}")
+    },
     **dict.fromkeys(LAUNCHER[2:], _LAUNCH),
     **{
         word: _LOG
@@ -117,7 +128,41 @@ WHYS = {
         ("loss-scale", "initial-loss-scale", "min-loss-scale", "loss-scale-window", "hysteresis"),
         "a plan scales the loss by its own rule",
     ),
-    "rampup-batch-size": "a plan's batch is the same in every step",
+    **dict.fromkeys(
+        ("rampup-batch-size", "step-batch-size-schedule"),
+        "a plan's batch is the same in every step",
+    ),
+    **dict.fromkeys(
+        (word for word in KNOWN if re.match("(?:activation-|cpu-|fine-grained-.*)offload", word)),
+        "strategy.offload_activations says it, for stack workbench only",
+    ),
+    **dict.fromkeys(
+        (
+            "offload-modules",
+            "delay-offload-until-cuda-graph",
+            "delta-offload-bytes-across-pp-ranks",
+            "min-offloaded-tensor-size",
+        ),
+        "strategy.offload_activations says what is offloaded, for stack workbench only; "
+        "strategy.tensor.size is of ranks",
+    ),
+    **dict.fromkeys(
+        ("tensor-parallel-num-weight-shards", "expert-tensor-parallel-num-weight-shards"),
+        "pieces in which a rank of strategy.tensor.size or strategy.expert.tensor stores weights",
+    ),
+    **dict.fromkeys(
+        ("moe-mlp-glu-interleave-size", "moe-shared-expert-glu-interleave-size"),
+        "the order of a weight's rows; strategy.expert.size is of ranks",
+    ),
+    **dict.fromkeys(
+        (word for word in KNOWN if re.match("rl-inference-.*-parallel-size", word)),
+        "of the engine that --perform-rl-step starts; strategy.tensor.size, strategy.pipeline.size,"
+        " strategy.expert.size and strategy.expert.tensor are of training",
+    ),
+    **dict.fromkeys(
+        ("padded-vocab-size", "no-pad-vocab-size", "disable-pad-vocab-size"),
+        "a plan pads the vocabulary by its own rule",
+    ),
     "tp-comm-overlap": "a plan hides no tensor-parallel communication",
     "mtp-loss-scaling-factor": "a weight of a loss, on which no time and no memory depends",
     "recompute-modules": "strategy.recompute may list modules, which no estimate prices; "

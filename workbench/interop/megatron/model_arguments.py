@@ -94,11 +94,17 @@ _COMPUTED = (
     "moe-shared-expert-gate",
     "is-hybrid-model",
     "enable-gpt-oss",
+    "attention-output-gate",
+    "mtp-use-repeated-layer",
 )
 """Switches that change what the model computes, and that no field of a shape holds."""
 _CHOSEN: dict[str, tuple[object, ...]] = {
     "softmax-type": ("vanilla",),
     "hybrid-override-pattern": (),
+    "hybrid-layer-pattern": (),
+    "mtp-hybrid-override-pattern": (),
+    "moe-latent-size": (),
+    "activation-func-clamp-value": (),
     "hybrid-attention-ratio": (0,),
     "hybrid-mlp-ratio": (0,),
     "linear-attention-freq": (),

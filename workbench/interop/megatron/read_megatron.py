@@ -65,7 +65,18 @@ def read(
     return imported("megatron", plan, keys, given)
 
 
+_NO_TRAINING = {
+    "perform-rl-step": "a plan trains on text, not on what the model generates",
+    "freeze-all-layers": "a plan trains every layer, or adapters (finetune.lora)",
+    "logits-load-dir": "a plan learns from tokens, not from a teacher's logits",
+}
+"""Argument that changes what is trained -> what a plan does in its place."""
+
+
 def _plan(keys: ForeignKeys, given: ImportOptions) -> dict[str, Any]:
+    for key, why in _NO_TRAINING.items():
+        if keys.take(key):
+            raise refuse(f"--{key}", f"is given; legal: leave it out, for {why}")
     model, shape = read_model(keys, given)
     cluster = _cluster(keys, given)
     axes = {axis: keys.renamed_integer(key, older) or 1 for axis, (key, older) in _AXES.items()}
