@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.browser.jupyter import Lab
-from tests.browser.server import chromium_path, jupyterlab, launch_options
+from tests.browser.server import chromium_path, jupyterlab, launch_options, stop_runs
 
 
 @pytest.fixture(scope="session")
@@ -36,10 +36,13 @@ def server(chromium: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 @pytest.fixture
 def lab(server: tuple[str, Path], page: Any) -> Iterator[Lab]:
-    """A page of JupyterLab; afterwards no kernel is left, and no request has left the machine."""
+    """A page of JupyterLab; afterwards no kernel is left, no run goes on, even of a test that
+    failed, and no request has left the machine.
+    """
     address, folder = server
     opened = Lab(page, address, folder)
     yield opened
+    stop_runs(folder.parent / "runs")
     opened.close()
     assert opened.elsewhere == [], "requests left the machine"
     assert opened.errors == [], "the browser's console has errors"
