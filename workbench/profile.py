@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
-from workbench.units import interval_text, loss_text, percent_text
+from workbench.units import interval_text, loss_text, percent_text, seconds_text
 from workbench.untrusted_text import escaped
 from workbench.vocabulary import ALLOCATED as ALLOCATED
 from workbench.vocabulary import CATEGORIES as CATEGORIES
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 Source = Literal["estimated", "rehearsed", "measured"]
+T = TypeVar("T")
 
 
 def frame(kind: str, rows: list[dict[str, Any]]) -> pd.DataFrame:
@@ -209,12 +210,21 @@ class Profile:
         """Step time: median wall time after the first two (warm-up); null where the instrument has
         no time.
         """
-        ranks = {rank for (rank,) in self.rows("steps", "rank")}
-        first = min(ranks, default=None)
-        seconds = [s for rank, s in self.rows("steps", "rank", "seconds") if rank == first]
-        seconds = [s for s in seconds if not _is_null(s)]
-        seconds = seconds[2:] if len(seconds) > 4 else seconds
+        seconds = self._counted("seconds")
         return float(median(seconds)) if seconds else None
+
+    @property
+    def step_time_words(self) -> str:
+        """Step time with the steps of which it is the median, where it was measured; empty where
+        there is none.
+        """
+        return step_time_words(self.step_seconds, len(self._counted("seconds")))
+
+    def _counted(self, name: str) -> list[float]:
+        """A column of the steps that count for the step time, on the first rank."""
+        first = min((rank for (rank,) in self.rows("steps", "rank")), default=None)
+        found = (value for rank, value in self.rows("steps", "rank", name) if rank == first)
+        return after_warm_up([value for value in found if not _is_null(value)])
 
     @property
     def cpu_seconds(self) -> float | None:
@@ -228,7 +238,7 @@ class Profile:
             if not _is_null(used):
                 by_step.setdefault(step, []).append(used)
         sums = [sum(by_step[s]) for s in sorted(by_step) if len(by_step[s]) == self.world_size]
-        sums = sums[2:] if len(sums) > 4 else sums
+        sums = after_warm_up(sums)
         return float(median(sums)) if sums else None
 
     @property
@@ -242,7 +252,7 @@ class Profile:
                 by_rank.setdefault(int(rank), []).append((waited, seconds))
         shares = []
         for steps in by_rank.values():
-            steps = steps[2:] if len(steps) > 4 else steps
+            steps = after_warm_up(steps)
             if whole := sum(seconds for _, seconds in steps):
                 shares.append(sum(waited for waited, _ in steps) / whole)
         return max(shares, default=None)
@@ -256,8 +266,7 @@ class Profile:
     @property
     def tokens_per_second(self) -> float | None:
         """Throughput of the whole job, tokens/s, from the median step."""
-        tokens = [count for (count,) in self.rows("steps", "tokens") if not _is_null(count)]
-        seconds = self.step_seconds
+        tokens, seconds = self._counted("tokens"), self.step_seconds
         return float(median(tokens)) / seconds if tokens and seconds else None
 
     @property
@@ -434,6 +443,24 @@ class Profile:
             if (path := folder / f"{kind}.csv").exists()  # an older version saved fewer
         }
         return cls(**rest, **frames)
+
+
+WARM_UP_STEPS, LEAST_STEPS = 2, 5
+"""First steps of a run that do not count for its step time, where it has at least so many."""
+
+
+def after_warm_up(steps: list[T]) -> list[T]:
+    """The steps of a run that count for its step time."""
+    return steps[WARM_UP_STEPS:] if len(steps) >= LEAST_STEPS else steps
+
+
+def step_time_words(seconds: float | None, steps: int) -> str:
+    """A measured step time and the number of `steps` that it is the median of: '307 ms (median of
+    28 steps)'.
+    """
+    if seconds is None:
+        return ""
+    return seconds_text(seconds) + (f" (median of {steps} steps)" if steps > 1 else "")
 
 
 def _is_null(value: Any) -> bool:

@@ -70,7 +70,7 @@ def profile(
         frame("collectives", collective_rows(cells, world)),
         frame("steps", step_rows(cells, world, steps)),
         capacity_bytes=1024 * MIB,
-        notes={} if measured else {"time": {"compute": 0.8, "communication": 0.15, "bubble": 0.3}},
+        notes={} if measured else {"time": {"compute": 0.8, "data_comm": 0.15, "bubble": 0.3}},
     )
 
 

@@ -272,14 +272,62 @@ def test_the_line_at_the_gpus_memory_is_seen_on_any_bar_and_its_label_has_room(
     assert words["align"] == align
 
 
+def parts_by_bar(figure: Figure) -> dict[str, dict[str, float]]:
+    """Bar -> part -> value."""
+    found: dict[str, dict[str, float]] = {}
+    for row in figure.rows:
+        found.setdefault(row["bar"], {})[row["part"]] = row["value"]
+    return found
+
+
 def test_a_measured_step_is_split_by_its_timeline() -> None:
     measured = synthetic.profile("measured", 4)
-    rows = {row["part"]: row["value"] for row in charts.step_time_parts(measured).rows}
+    figure = charts.step_time_parts(measured)
     span = measured.timeline.end.max() * 1000
-    assert rows["forward"] == pytest.approx(40) and rows["backward"] == pytest.approx(
-        80
-    )  # 4 microbatches of 10, 20 ms
-    assert rows["idle"] == pytest.approx(span - 120) and sum(rows.values()) == pytest.approx(span)
+    for parts in parts_by_bar(figure).values():
+        assert parts["compute"] == pytest.approx(120)  # 4 microbatches of 10, 20 ms
+        assert parts["bubble, send / receive"] == pytest.approx(span - 120)
+    assert figure.rows[0]["detail"] == "forward 40.0 ms, backward 80.0 ms"
+
+
+EVERY_ACTION = ("F", "B", "WAIT_ALL_REDUCE", "REDUCE_GRAD", "RECV_F", "WAIT_RECV", "OPTIMIZER")
+EVERY_ACTION += ("CLIP", "REFERENCE", "OTHER")
+
+
+@pytest.mark.parametrize("pipeline", [False, True])
+def test_estimated_and_measured_steps_have_the_same_parts(pipeline: bool) -> None:
+    estimated = synthetic.profile("estimated", 2, pipeline=pipeline)
+    names = ("compute", "tensor_comm", "data_comm", "stall", "optimizer", "overhead", "reference")
+    estimated.notes["time"] = dict.fromkeys((*names, *(("bubble",) if pipeline else ())), 1.0)
+    measured = synthetic.profile("measured", 2, pipeline=pipeline)
+    frame = measured.timeline.iloc[[0] * len(EVERY_ACTION)]
+    ends = [(i + 1) * 0.01 for i in range(len(frame))]
+    spans = {"action": EVERY_ACTION, "start": [0.0, *ends[:-1]], "end": ends}
+    measured.timeline = pd.concat(
+        [frame.assign(**spans, rank=rank, stage=rank if pipeline else 0) for rank in (0, 1)]
+    )
+    bars = parts_by_bar(charts.step_time_parts(estimated, measured))
+    expected = {"compute", "exposed communication", "optimizer", "other", "reference"}
+    expected |= {"bubble, send / receive"} if pipeline else set()
+    assert len(bars) >= 2 and all(set(parts) == expected for parts in bars.values())
+    alone = parts_by_bar(charts.step_time_parts(estimated))["estimated"]
+    assert "exposed tensor communication" in alone, "an estimate alone is drawn in its own parts"
+
+
+def test_the_slowest_rank_is_drawn_with_its_factor() -> None:
+    measured = synthetic.profile("measured", 8, pipeline=False)
+    rows = []
+    for rank in range(8):
+        ahead = 0.4 if rank == 5 else 0.1
+        cells = {"run": "plan", "source": "measured", "rank": rank, "step": 2, "stage": 0}
+        spans = [("F", 0.0, ahead), ("WAIT_ALL_REDUCE", ahead, 0.4), ("B", 0.4, 0.5)]
+        rows += [cells | {"action": a, "start": start, "end": end} for a, start, end in spans]
+    measured.timeline = pd.DataFrame(rows)
+    bars = parts_by_bar(charts.step_time_parts(measured))
+    slow = bars["measured, slowest rank 5 (2.5×)"]
+    usual = next(parts for name, parts in bars.items() if "median rank" in name)
+    assert slow == pytest.approx({"compute": 500})
+    assert usual == pytest.approx({"compute": 200, "exposed communication": 300})
 
 
 def test_a_category_keeps_its_colour_whatever_stands_beside_it() -> None:
@@ -403,7 +451,7 @@ def test_a_legend_lists_what_can_be_seen(tiny: int) -> None:
     )
     planned = prediction.memory_by_plan({"plan": [profile]})
     assert entries(memory) == entries(planned) == set(synthetic.PARTS) - {"logits"}
-    assert entries(parts) == {"compute", "communication", "bubble"}
+    assert entries(parts) == {"compute", "exposed data communication", "bubble"}
     assert entries(calls) == {"all-reduce"}
     brief = profile.timeline.assign(action="optimizer", end=profile.timeline.start + 1e-9 * tiny)
     profile.timeline = pd.concat([profile.timeline, brief.head(1)])

@@ -4,6 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from workbench.lab.charts import step_time_parts
+from workbench.lab.comparison.compare import compare
 from workbench.lab.live.dashboard import Dashboard, watch
 from workbench.lab.live.figure import VEGA_MIME
 from workbench.runs.run import Run
@@ -138,3 +140,24 @@ def test_a_view_of_a_finished_run_begins_by_reading(
     monkeypatch.setattr(Dashboard, "_follow", lambda self: None)
     dashboard = Dashboard(Run(folder)).start()
     assert dashboard.board.banner["headline"] == "Reading 0 of 12 steps"
+
+
+def test_a_run_has_one_step_time_wherever_it_is_shown(folder: Path) -> None:
+    fake_run.hello(folder, 2)
+    for number in range(12):
+        fake_run.step(folder, 2, number, seconds=0.4 if number in (0, 1, 11) else 0.1)
+    fake_run.put_state(folder, first_state(2, 12), phase="finished", exit_code=0)
+    estimate = synthetic.profile("estimated", 2)
+    dashboard = watch(Run(folder), [estimate])
+    assert dashboard.wait(20)
+    words = "step time 100 ms (median of 10 steps)"
+    assert f" · {words} · " in "".join(dashboard.board.banner["lines"])
+    (live,) = (f for f in dashboard.board.figures if f["name"] == "parts")
+    profile = Run(folder).profile()
+    still = step_time_parts(estimate, profile)
+    for subtitle in (live["subtitle"], still.subtitle):
+        assert subtitle.endswith(" · parts: median of 2 traced steps")
+    assert words in still.subtitle
+    (row,) = (r for r in compare(Run(folder)).to_json()["summary"] if r["source"] == "measured")
+    assert row["step_seconds"] == profile.step_seconds == pytest.approx(0.1)
+    assert row["tokens_per_second"] == dashboard.progress.tokens_per_second

@@ -73,23 +73,44 @@ COLLECTIVE_COLOURS: dict[str, str] = {
 
 STEP_PART_COLOURS: dict[str, str] = {
     "compute": "#56B4E9",
+    "reference": "#2C7FB8",
+    "communication": "#E69F00",
     "tensor_comm": "#D55E00",
     "context_comm": "#8C510A",
     "expert_comm": "#F7A8B8",
-    "pipeline_comm": "#1B7837",
     "data_comm": "#A6D96A",
+    "stall": "#3B3B3B",
+    "pipeline": "#CFC6B4",
+    "pipeline_comm": "#1B7837",
     "bubble": "#D9D2C5",
     "optimizer": "#5B4BB5",
     "offload": "#B9ADE8",
-    "reference": "#2C7FB8",
-    "stall": "#3B3B3B",
     "overhead": "#9C9C9C",
-    "idle": "#C7B8A0",
+    "other": "#A8A8A8",
     "step time": "#7A8FA6",
-} | {title: colour for title, colour in ACTION_STYLES.values() if title != "optimizer"}
-"""Part of a step's time, as an instrument names it -> colour: the estimate's parts, and the actions
-of a timeline.
+}
+"""Part of a step's time -> colour, in the order of a stack: an estimate's, and `COMMON_PARTS`."""
+COMMON_PARTS = {
+    **dict.fromkeys(
+        ("tensor_comm", "context_comm", "expert_comm", "data_comm", "stall"), "communication"
+    ),
+    **dict.fromkeys(("pipeline_comm", "bubble"), "pipeline"),
+    "overhead": "other",
+}
+"""Part of an estimate -> the part that a measured step has too, where it has another name: a
+timeline does not tell whose collective a rank waits for.
 """
+PARTS_OF_ACTIONS = {
+    **dict.fromkeys(("F", "B", "I", "W"), "compute"),
+    "REFERENCE": "reference",
+    **dict.fromkeys(("CLIP", "OPTIMIZER"), "optimizer"),
+    **dict.fromkeys(("UNSHARD", "RESHARD", "REDUCE_GRAD", "WAIT"), "communication"),
+    **dict.fromkeys(
+        ("P2P", "SEND_F", "SEND_B", "RECV_F", "RECV_B", "WAIT_SEND", "WAIT_RECV", "idle"),
+        "pipeline",
+    ),
+}
+"""Action of a timeline, or a wait -> its part; all else is `other`."""
 OTHER_PART_COLOUR = "#787878"
 
 SERIES_COLOURS: tuple[str, ...] = (
@@ -134,6 +155,23 @@ def action_style(name: str) -> tuple[str, str]:
     return ACTION_STYLES.get(name) or ACTION_STYLES.get(kind, OTHER_ACTION_STYLE)
 
 
+def part_of_action(name: str, staged: bool) -> str:
+    """Part of the step that an action of a timeline, a wait or idle time is; `staged`: among
+    pipeline stages, without which transfers are between the ranks of another axis.
+    """
+    kind = "WAIT" if name.startswith("WAIT_") else name
+    part = PARTS_OF_ACTIONS.get(name) or PARTS_OF_ACTIONS.get(kind, "other")
+    if part != "pipeline" or staged:
+        return part
+    return "other" if name == "idle" else "communication"
+
+
+def step_part_order(name: str) -> int:
+    """Place of a part in a stack; parts without a colour of their own are last."""
+    order = list(STEP_PART_COLOURS)
+    return order.index(name) if name in order else len(order)
+
+
 def line_styles(numbers: Sequence[int]) -> tuple[list[str], list[list[int]]]:
     """Colour and dash of each line by its number, the same whichever other lines a chart shows."""
     dashes = [[1, 0], [5, 2], [2, 2], [8, 2, 2, 2]]
@@ -159,6 +197,13 @@ def collective_kind(name: str) -> str:
 
 KEY_LABELS = {"stall": "straggler", "overhead": "fixed overhead"}
 """Part of the step time whose key says too little -> its label."""
+STEP_PART_LABELS = {"communication": "exposed communication", "pipeline": "bubble, send / receive"}
+"""The same of parts that are no key."""
+
+
+def step_part_label(name: str) -> str:
+    """A part of a step in words."""
+    return STEP_PART_LABELS.get(name) or key_label(name)
 
 
 def key_label(name: str) -> str:

@@ -20,19 +20,21 @@ def source_words(profiles: Sequence[Profile]) -> str:
     return " · ".join(name for name in palette.SOURCE_COLOURS if name in found) or "no source"
 
 
-def bar_names(profiles: Sequence[Profile]) -> list[str]:
+def bar_names(profiles: Sequence[Profile], letters: int = 0) -> list[str]:
     """Names of the profiles' bars: the source, and the run too where several share a source; of
-    runs that are longer than `MAX_NAME_LETTERS` the words that are not of all. No two are equal.
+    runs that are longer than `letters` (default `MAX_NAME_LETTERS`) the words that are not of all.
+    No two are equal.
     """
+    letters = letters or MAX_NAME_LETTERS
     several = len({profile.source for profile in profiles}) < len(profiles)
     names = _named(profiles, [profile.run if several else "" for profile in profiles])
-    if max(map(len, names), default=0) > MAX_NAME_LETTERS:
+    if max(map(len, names), default=0) > letters:
         named = _named(profiles, own_words([profile.run for profile in profiles]))
-        names = [shortened(name, MAX_NAME_LETTERS) for name in named]
+        names = [shortened(name, letters) for name in named]
     return [
         name
         if names.count(name) == 1
-        else f"{shortened(name, MAX_NAME_LETTERS - 4)} ({names[:i].count(name) + 1})"
+        else f"{shortened(name, letters - 4)} ({names[:i].count(name) + 1})"
         for i, name in enumerate(names)
     ]
 

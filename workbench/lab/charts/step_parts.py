@@ -1,104 +1,183 @@
-"""Step time by part."""
+"""Step time by part: the same parts for every instrument, of a run with its slowest rank."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 import altair as alt
-import pandas as pd
 
 from workbench.lab import palette
 from workbench.lab.charts import chart_data
+from workbench.lab.charts.traced_ranks import Part, TracedSteps, common_parts
 from workbench.lab.live.figure import Figure, vega_spec
 from workbench.profile import Profile
-from workbench.units import seconds_text, time_unit
+from workbench.units import count_text, counted, seconds_text, time_unit
 
-TIME_NOTE = "time"
-"""Key of `Profile.notes` under which an instrument gives seconds by part."""
+TIME_NOTE, TRACED_NOTE = "time", "traced"
+"""Keys of `Profile.notes`: seconds by part of an estimate; `TracedSteps` where a live view has them
+in place of a timeline.
+"""
+WHOLE_STEP = "step time"
+"""The only part of a step of which no timeline is known."""
+PER_TOKENS = 1e6
+"""Tokens of whose time plans of different batches are compared."""
+SAME_BATCH = 1.01
+"""Times as many tokens up to which steps of one instrument hold as many."""
+
+
+@dataclass
+class StepBar:
+    """One bar: its parts in order, and what its name says beside that of its profile."""
+
+    profile: Profile
+    parts: list[Part]
+    words: str = ""
+    traced: int = 0
+    """Traced steps of which one stands here for all; 0: it is no traced step."""
+    name: str = ""
+    factor: float = 1.0
+    """Times its seconds that are drawn."""
+
+    @property
+    def seconds(self) -> float:
+        """All parts."""
+        return sum(part.seconds for part in self.parts)
 
 
 def step_time_parts(*profiles: Profile, names: Sequence[str] = ()) -> Figure:
-    """Step time by part, one bar a profile.
+    """Step time by part, one bar a profile; of a measured one the median rank and the slowest.
+
+    Estimates alone are drawn in their own parts; beside a measured step, in the parts that both
+    have. Steps that hold different numbers of tokens are drawn by the time of a million tokens.
 
     Args:
         profiles: Estimates give seconds by part in their notes; a measured step is split by its
-            timeline. One without either has a single part.
+            timeline. One without either has a single part; one that does not fit has none.
         names: Names of the bars; default the sources, and the runs where several share a source.
     """
-    bars = list(zip(names or chart_data.bar_names(profiles), map(seconds_by_part, profiles)))
-    bars = [(name, found) for name, found in bars if found]
-    unit, size = time_unit(sum(found.values()) for _, found in bars)
-    parts = tuple(dict.fromkeys(part for _, found in bars for part in found))
-    rows = [
-        {
-            "bar": bar,
-            "part": palette.key_label(part),
-            "order": parts.index(part),
-            "value": seconds / size,
-            "total": sum(found.values()) / size,
-            "text": seconds_text(sum(found.values())) if i == 0 else None,
-        }
-        for bar, found in bars
-        for i, (part, seconds) in enumerate(found.items())
-    ]
+    by_tokens = batches_differ(profiles)
+    bars = named_bars(profiles, names, by_tokens)
+    unit, size = time_unit(bar.seconds * bar.factor for bar in bars)
+    found = {part.name for bar in bars for part in bar.parts}
+    parts = tuple(sorted(found, key=palette.step_part_order))
+    rows = [row for bar in bars for row in bar_rows(bar, parts, bar.factor / size, by_tokens)]
+    title = "Time of a million tokens" if by_tokens else "Step time"
+    unfit = any(profile.unfit_words for profile in profiles)
     return Figure(
         name="parts",
-        title=f"Step time by part ({unit})",
-        subtitle=chart_data.source_words(profiles),
+        title=f"{title} by part ({unit})",
+        subtitle=" · ".join(subtitle_words(profiles, bars, by_tokens)),
         spec=step_time_spec(
-            unit,
+            f"{title.lower()} ({unit})",
             parts,
-            chart_data.seen_parts([palette.key_label(part) for part in parts], rows, "part"),
-            tuple(bar for bar, _ in bars),
+            chart_data.seen_parts([palette.step_part_label(part) for part in parts], rows, "part"),
+            tuple(bar.name for bar in bars),
         ),
         rows=rows,
-        empty="No step time is known.",
+        empty=f"No step time{': the plan does not fit' if unfit else ' is known'}.",
     )
 
 
-IDLE, WHOLE_STEP = "idle", "step time"
-"""Parts of a measured step: time without an action, and all of it where no timeline is known."""
+def named_bars(
+    profiles: Sequence[Profile], names: Sequence[str] = (), by_tokens: bool = False
+) -> list[StepBar]:
+    """The bars of profiles with a step time; in the parts of all where one was measured."""
+    found = [profile_bars(profile) for profile in profiles]
+    every = [bar for bars in found for bar in bars]
+    words = max((len(bar.words) for bar in every), default=0)
+    names = names or chart_data.bar_names(profiles, chart_data.MAX_NAME_LETTERS - words)
+    for name, bars in zip(names, found):
+        for bar in bars:
+            bar.name = name + bar.words
+            if any(one.traced for one in every):
+                bar.parts = common_parts(bar.parts)
+            if by_tokens:
+                bar.factor = PER_TOKENS / (_tokens(bar.profile) or math.inf)
+    return [bar for bar in every if bar.factor]
 
 
-def seconds_by_part(profile: Profile) -> dict[str, float]:
-    """Part -> seconds, in the instrument's order; of a measured step what its timeline says,
-    averaged over ranks.
-    """
+def profile_bars(profile: Profile) -> list[StepBar]:
+    """The bars of one profile, in its own parts; none where no step time is known."""
+    if profile.unfit_words:
+        return []
     note = profile.notes.get(TIME_NOTE)
     if isinstance(note, dict):
-        return {str(k): float(v) for k, v in note.items() if isinstance(v, int | float) and v > 0}
-    if len(profile.timeline):
-        return seconds_by_action(profile.timeline)
-    return {WHOLE_STEP: profile.step_seconds} if profile.step_seconds else {}
+        known = {str(k): float(v) for k, v in note.items() if isinstance(v, int | float) and v > 0}
+        return [StepBar(profile, [Part(name, seconds) for name, seconds in known.items()])]
+    if (traced := profile.notes.get(TRACED_NOTE)) is None:
+        traced = TracedSteps()
+        columns = ("step", "rank", "stage", "action", "start", "end")
+        traced.add(dict(zip(columns, cells)) for cells in profile.rows("timeline", *columns))
+    if traced.steps:
+        shown = traced.shown_ranks()
+        return [StepBar(profile, parts, words, traced.number) for words, parts in shown]
+    seconds = profile.step_seconds
+    return [StepBar(profile, [Part(WHOLE_STEP, seconds)])] if seconds else []
 
 
-def seconds_by_action(timeline: pd.DataFrame) -> dict[str, float]:
-    """Action -> seconds of the last step with a timeline, the mean of the ranks that have one; the
-    rest is idle.
+def bar_rows(
+    bar: StepBar, parts: Sequence[str], scale: float, by_tokens: bool
+) -> list[dict[str, Any]]:
+    """Rows of one bar, in seconds times `scale`; the first carries the text beside it."""
+    total = bar.seconds
+    text = f"{count_text(_tokens(bar.profile) / total)} tokens/s" if by_tokens else ""
+    text = (text or seconds_text(total)) + (" traced" if bar.traced else "")
+    return [
+        {
+            "bar": bar.name,
+            "part": palette.step_part_label(part.name),
+            "order": parts.index(part.name),
+            "value": part.seconds * scale,
+            "total": total * scale,
+            "text": None if i else text,
+            "detail": part.detail,
+        }
+        for i, part in enumerate(bar.parts)
+    ]
+
+
+def batches_differ(profiles: Sequence[Profile]) -> bool:
+    """Whether steps of one instrument hold different numbers of tokens: then throughput compares
+    them, step time does not.
     """
-    last = (
-        timeline[timeline.step == timeline.step.max()] if timeline.step.notna().any() else timeline
-    )
-    span, ranks = float(last.end.max()), last["rank"].nunique()
-    titles = last.action.map(lambda name: palette.action_style(str(name))[0])
-    own = ((last.end - last.start).groupby(titles).sum() / ranks).to_dict()
-    order = dict.fromkeys(
-        title for title, _ in (*palette.ACTION_STYLES.values(), palette.OTHER_ACTION_STYLE)
-    )
-    found = {title: float(own[title]) for title in order if own.get(title, 0) > 0}
-    rest = span - sum(found.values())
-    return found | ({IDLE: rest} if rest > 0 else {})
+    by_source: dict[str, list[float]] = {}
+    for profile in profiles:
+        if tokens := _tokens(profile):
+            by_source.setdefault(profile.source, []).append(tokens)
+    return any(max(found) > SAME_BATCH * min(found) for found in by_source.values())
+
+
+def _tokens(profile: Profile) -> float:
+    """Tokens of a step of the whole job; 0 where no time is known."""
+    return (profile.tokens_per_second or 0) * (profile.step_seconds or 0)
+
+
+def subtitle_words(
+    profiles: Sequence[Profile], bars: Sequence[StepBar], by_tokens: bool
+) -> list[str]:
+    """Sources; of a measured profile its step time, and of which steps the parts are."""
+    words = [chart_data.source_words(profiles)]
+    words += ["global batches differ: compare tokens/s"] if by_tokens else []
+    measured = [profile for profile in profiles if profile.source == "measured"]
+    if len(measured) == 1 and measured[0].step_seconds:
+        words.append(f"step time {measured[0].step_time_words}")
+    if traced := max((bar.traced for bar in bars), default=0):
+        steps = counted(traced, "traced step")
+        words.append(f"parts: {'median of ' if traced > 1 else ''}{steps}")
+    return words
 
 
 @lru_cache(maxsize=32)
 def step_time_spec(
-    unit: str, names: tuple[str, ...], seen: tuple[str, ...], bars: tuple[str, ...]
+    title: str, names: tuple[str, ...], seen: tuple[str, ...], bars: tuple[str, ...]
 ) -> dict[str, Any]:
     """The declaration: a bar for each of `bars`, stacked by part; the legend lists `seen`."""
     titles, colours = (
-        [palette.key_label(name) for name in names],
+        [palette.step_part_label(name) for name in names],
         [palette.STEP_PART_COLOURS.get(n, palette.OTHER_PART_COLOUR) for n in names],
     )
     base = alt.Chart(chart_data.ROWS).encode(
@@ -107,7 +186,7 @@ def step_time_spec(
     stack = base.mark_bar(stroke="white", strokeWidth=0.6).encode(
         x=alt.X(
             "value:Q",
-            title=f"step time ({unit})",
+            title=title,
             stack="zero",
             scale=alt.Scale(nice=False),
             axis=chart_data.amount_axis(),
@@ -121,13 +200,14 @@ def step_time_spec(
         tooltip=[
             alt.Tooltip("bar:N", title="where"),
             "part:N",
-            alt.Tooltip("value:Q", title=unit, format=",.4~r"),
+            alt.Tooltip("value:Q", title=title, format=",.4~r"),
+            alt.Tooltip("detail:N", title="of which"),
         ],
     )
     text = base.transform_filter("datum.text != null").mark_text(align="left", dx=5, fontSize=11)
     axis_end = (
         alt.Chart(chart_data.ROWS)
-        .transform_calculate(axis_end="datum.total * 1.2")
+        .transform_calculate(axis_end="datum.total * 1.3")
         .mark_point(opacity=0)
         .encode(x="axis_end:Q")
     )

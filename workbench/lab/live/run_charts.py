@@ -19,7 +19,9 @@ from workbench.lab.charts.loss_chart import loss_figure as loss_figure
 from workbench.lab.charts.memory_map import has_memory_map
 from workbench.lab.charts.memory_steps import EACH_PEAK, STEP_END, STEP_PEAK, predictions
 from workbench.lab.charts.memory_steps import memory_steps_figure as counts_figure
+from workbench.lab.charts.step_parts import TRACED_NOTE
 from workbench.lab.charts.throughput import throughput_figure as pace_figure
+from workbench.lab.charts.traced_ranks import TracedSteps
 from workbench.lab.live.board import Board
 from workbench.lab.live.figure import Figure
 from workbench.lab.live.live_series import BoundedSeries, LatestSamples, Rows
@@ -45,7 +47,7 @@ class RunCharts:
             list(beside),
         )
         self.capacity_bytes = empty.capacity_bytes
-        self.latest = LatestSamples()
+        self.latest, self.traced = LatestSamples(), TracedSteps()
         # CUDA counts each step, CPU sampled ones.
         self.moment = STEP_PEAK if device == "cpu" else EACH_PEAK
         self.losses, self.throughput = BoundedSeries(1), BoundedSeries(self.world_size)
@@ -161,15 +163,13 @@ class RunCharts:
         sampled = [*self.beside, profile]
         if kind == "memory":
             self.board.put(memory(*sampled), *self._map([profile]))
+        elif kind == "collectives":
+            self.board.put(collectives(*sampled))
         else:
-            # The timeline of a sampled step is also its step time by part.
-            self.board.put(
-                *(
-                    [collectives(*sampled)]
-                    if kind == "collectives"
-                    else [timeline(profile), step_time_parts(*sampled)]
-                )
-            )
+            # The banner says the step time, which goes on; these are of the traced steps alone.
+            self.traced.add(rows)
+            profile.notes[TRACED_NOTE] = self.traced
+            self.board.put(timeline(profile), step_time_parts(*sampled))
 
     def _map(self, profiles: Sequence[Profile]) -> list[Figure]:
         """The map of all ranks where there are too many for a bar each."""

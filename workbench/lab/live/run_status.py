@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import statistics
 import time
+from bisect import insort
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from workbench.profile import WARM_UP_STEPS, after_warm_up, step_time_words
 from workbench.units import count_text, loss_text, percent_text, seconds_text
 
 if TYPE_CHECKING:
@@ -32,6 +34,33 @@ RECENT_STEPS = 20
 
 
 @dataclass
+class StepTimes:
+    """Numbers of steps, one at a time, and the median that `Profile.step_seconds` is of them."""
+
+    first: list[float] = field(default_factory=list)
+    """Those of the first steps."""
+    rest: list[float] = field(default_factory=list)
+    """Those of the others, the smallest first."""
+
+    def add(self, value: float) -> None:
+        """The next step's."""
+        if len(self.first) < WARM_UP_STEPS:
+            self.first.append(value)
+        else:
+            insort(self.rest, value)
+
+    @property
+    def counted(self) -> list[float]:
+        """Those that count."""
+        return after_warm_up(self.first + self.rest)
+
+    @property
+    def median(self) -> float | None:
+        """Their median; None before the first step."""
+        return statistics.median(self.counted) if self.first else None
+
+
+@dataclass
 class RunProgress:
     """What the banner shows of a run, updated from its telemetry records."""
 
@@ -46,8 +75,10 @@ class RunProgress:
     """Steps that loss scaling skipped."""
     loss: float | None = None
     """Loss of the last step; None where it was not finite."""
-    tokens_per_second: float | None = None
+    times: StepTimes = field(default_factory=StepTimes)
+    tokens: StepTimes = field(default_factory=StepTimes)
     seconds: list[float] = field(default_factory=list)
+    """Of the recent steps, on rank 0 as all of the steps here."""
     data_seconds: list[float] = field(default_factory=list)
     """How long the recent steps waited for their batch."""
     left_out: list[str] = field(default_factory=list)
@@ -61,19 +92,29 @@ class RunProgress:
             if record["kind"] == "phase":
                 self.phase, self.detail = record["phase"], record.get("detail")
             if record["kind"] == "step":
-                self._step(record)
+                self.steps_done = max(self.steps_done, record["step"] + 1)
+                if record["rank"] == 0:
+                    self._step(record)
 
     def _step(self, record: dict[str, Any]) -> None:
-        if record["step"] + 1 > self.steps_done:
-            self.steps_done = record["step"] + 1
-            self.seconds = [*self.seconds[1 - RECENT_STEPS :], record["seconds"]]
-            waited = record.get("data_seconds") or 0.0
-            self.data_seconds = [*self.data_seconds[1 - RECENT_STEPS :], waited]
-            self.loss = record["loss"]
-            self.skipped += bool(record.get("skipped"))
-            self.tokens_per_second = (
-                record["tokens"] / statistics.median(self.seconds) if record["seconds"] else None
-            )
+        self.times.add(record["seconds"])
+        self.tokens.add(record["tokens"])
+        self.seconds = [*self.seconds[1 - RECENT_STEPS :], record["seconds"]]
+        waited = record.get("data_seconds") or 0.0
+        self.data_seconds = [*self.data_seconds[1 - RECENT_STEPS :], waited]
+        self.loss = record["loss"]
+        self.skipped += bool(record.get("skipped"))
+
+    @property
+    def step_time_words(self) -> str:
+        """The step time, as every view of a run has it."""
+        return step_time_words(self.times.median, len(self.times.counted))
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Throughput of the whole job, as `Profile.tokens_per_second`."""
+        seconds, tokens = self.times.median, self.tokens.median
+        return tokens / seconds if tokens and seconds else None
 
     @property
     def seconds_left(self) -> float | None:
@@ -152,17 +193,17 @@ def run_headline(state: State, progress: RunProgress, stopping: bool) -> str:
 def pace_line(state: State, progress: RunProgress) -> str:
     """Loss, throughput, step time, time elapsed and time left."""
     words = []
-    if progress.steps_done:
+    if progress.seconds:
         words.append(f"loss {loss_text(progress.loss)}")
     if progress.skipped:
         words.append(f"{progress.skipped} steps skipped (gradients not finite in fp16)")
     if progress.tokens_per_second:
         words.append(f"{count_text(progress.tokens_per_second)} tokens/s")
     if progress.seconds:
-        words.append(f"step time {seconds_text(statistics.median(progress.seconds))}")
+        words.append(f"step time {progress.step_time_words}")
     if sum(progress.data_seconds) and sum(progress.seconds):
         share = sum(progress.data_seconds) / sum(progress.seconds)
-        words.append(f"{percent_text(share)} of it waiting for data")
+        words.append(f"data loading {percent_text(share)}")
     if state.started:
         words.append(
             f"{seconds_text(int(max(0.0, (state.ended or time.time()) - state.started)))} elapsed"
