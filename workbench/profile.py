@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -266,8 +266,14 @@ class Profile:
     @property
     def tokens_per_second(self) -> float | None:
         """Throughput of the whole job, tokens/s, from the median step."""
-        tokens, seconds = self._counted("tokens"), self.step_seconds
-        return float(median(tokens)) / seconds if tokens and seconds else None
+        seconds = self.step_seconds
+        return self.step_tokens / seconds if self.step_tokens and seconds else None
+
+    @property
+    def step_tokens(self) -> float:
+        """Tokens of a step of the whole job, of the median step; 0 where that is unknown."""
+        tokens = self._counted("tokens")
+        return float(median(tokens)) if tokens else 0.0
 
     @property
     def host_bytes(self) -> int:
@@ -445,6 +451,19 @@ class Profile:
         return cls(**rest, **frames)
 
 
+def batches_differ(profiles: Sequence[Profile]) -> bool:
+    """Whether steps of one instrument hold different numbers of tokens: then throughput compares
+    them, step time does not.
+    """
+    by_source: dict[str, list[float]] = {}
+    for profile in profiles:
+        if tokens := profile.step_tokens:
+            by_source.setdefault(profile.source, []).append(tokens)
+    return any(max(found) > SAME_BATCH * min(found) for found in by_source.values())
+
+
+SAME_BATCH = 1.01
+"""Times as many tokens up to which steps of one instrument hold as many."""
 WARM_UP_STEPS, LEAST_STEPS = 2, 5
 """First steps of a run that do not count for its step time, where it has at least so many."""
 

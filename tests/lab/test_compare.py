@@ -12,7 +12,7 @@ from workbench.plan.schema import Plan
 from workbench.planner import estimate
 from workbench.runs.run import Run
 from workbench.runs.store.run_state import first_state
-from workbench.units import interval_text
+from workbench.units import count_text, interval_text
 
 from . import fake_run, synthetic
 
@@ -201,13 +201,13 @@ def test_a_run_says_how_it_ended_wherever_it_is_shown(
     comparison = compare(Run(folder))
     found = {row["source"]: row["state"] for row in comparison.to_json()["summary"]}
     assert found == {"estimated": None, "measured": says}
-    shown_beside_its_name(comparison, says)
+    stands_in_its_row(comparison, "measured", says)
 
 
-def shown_beside_its_name(comparison: Comparison, says: str) -> None:
-    """The state stands once a run, in its first row."""
-    first = repr(comparison).splitlines()[2]
-    assert f"  {says}  " in first and repr(comparison).count(f"  {says}  ") == 1
+def stands_in_its_row(comparison: Comparison, source: str, says: str) -> None:
+    """The state stands once, in the row of what it is of."""
+    rows = [line for line in repr(comparison).splitlines() if f"  {says}  " in line]
+    assert len(rows) == 1 and f" {source} " in rows[0]
     assert comparison._repr_html_().count(f">{says}</td>") == 1
 
 
@@ -217,7 +217,7 @@ def test_a_run_says_how_it_ended_where_only_its_profiles_are_compared(tmp_path: 
     fake_run.step(folder, 2, 0)
     fake_run.put_state(folder, first_state(2, 20), phase="stopped")
     estimate, measured = synthetic.profile("estimated", 2), Run(folder).profile()
-    shown_beside_its_name(compare(estimate, measured), "stopped after step 1")
+    stands_in_its_row(compare(estimate, measured), "measured", "stopped after step 1")
     shutil.rmtree(folder)
     assert compare(estimate, measured).to_json()["summary"][1]["state"] is None
 
@@ -238,7 +238,7 @@ def test_runs_of_which_only_profiles_are_compared_say_how_their_plans_differ(
 
 
 def test_a_plan_without_a_run_has_the_state_not_run() -> None:
-    shown_beside_its_name(compare(sharded()), "not run")
+    stands_in_its_row(compare(sharded()), "estimated", "not run")
 
 
 def test_an_estimated_step_time_has_its_interval() -> None:
@@ -249,3 +249,22 @@ def test_an_estimated_step_time_has_its_interval() -> None:
     assert ends and comparison.to_json()["summary"][0]["step_seconds_90"] == ends
     assert f"<td>{interval_text(ends)}</td>" in comparison._repr_html_()
     assert "90 % interval" not in compare(three())._repr_html_(), "no interval is known"
+
+
+def test_plans_of_different_batches_are_compared_by_tokens() -> None:
+    def plan(batch: int) -> Plan:
+        changes = {"training.global_batch": batch, "name": f"batch-{batch}"}
+        return Plan.of("tiny", gpu="h100-sxm-80gb", gpus=2, strategy="ddp", set=changes)
+
+    comparison = compare(plan(8), plan(64))
+    words = "global batches differ: compare tokens/s"
+    figure = next(figure for figure in comparison.figures() if figure.name == "parts")
+    assert figure.title.startswith("Time of a million tokens by part") and words in figure.subtitle
+    for entry in comparison.entries:
+        (row,) = (r for r in figure.rows if r["text"] and entry.name in r["bar"])
+        rate = entry.profiles[0].tokens_per_second
+        assert rate and row["text"] == f"{count_text(rate)} tokens/s"
+    for shown in (repr(comparison), comparison._repr_html_()):
+        assert words in shown
+    same = compare(plan(8), plan(8))
+    assert words not in repr(same) and next(iter(same.figures())).title.startswith("Step time")

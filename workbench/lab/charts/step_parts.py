@@ -14,7 +14,7 @@ from workbench.lab import palette
 from workbench.lab.charts import chart_data
 from workbench.lab.charts.traced_ranks import Part, TracedSteps, common_parts
 from workbench.lab.live.figure import Figure, vega_spec
-from workbench.profile import Profile
+from workbench.profile import Profile, batches_differ
 from workbench.units import count_text, counted, seconds_text, time_unit
 
 TIME_NOTE, TRACED_NOTE = "time", "traced"
@@ -25,8 +25,6 @@ WHOLE_STEP = "step time"
 """The only part of a step of which no timeline is known."""
 PER_TOKENS = 1e6
 """Tokens of whose time plans of different batches are compared."""
-SAME_BATCH = 1.01
-"""Times as many tokens up to which steps of one instrument hold as many."""
 
 
 @dataclass
@@ -96,7 +94,7 @@ def named_bars(
             if any(one.traced for one in every):
                 bar.parts = common_parts(bar.parts)
             if by_tokens:
-                bar.factor = PER_TOKENS / (_tokens(bar.profile) or math.inf)
+                bar.factor = PER_TOKENS / (bar.profile.step_tokens or math.inf)
     return [bar for bar in every if bar.factor]
 
 
@@ -124,7 +122,7 @@ def bar_rows(
 ) -> list[dict[str, Any]]:
     """Rows of one bar, in seconds times `scale`; the first carries the text beside it."""
     total = bar.seconds
-    text = f"{count_text(_tokens(bar.profile) / total)} tokens/s" if by_tokens else ""
+    text = f"{count_text(bar.profile.step_tokens / total)} tokens/s" if by_tokens else ""
     text = (text or seconds_text(total)) + (" traced" if bar.traced else "")
     return [
         {
@@ -138,22 +136,6 @@ def bar_rows(
         }
         for i, part in enumerate(bar.parts)
     ]
-
-
-def batches_differ(profiles: Sequence[Profile]) -> bool:
-    """Whether steps of one instrument hold different numbers of tokens: then throughput compares
-    them, step time does not.
-    """
-    by_source: dict[str, list[float]] = {}
-    for profile in profiles:
-        if tokens := _tokens(profile):
-            by_source.setdefault(profile.source, []).append(tokens)
-    return any(max(found) > SAME_BATCH * min(found) for found in by_source.values())
-
-
-def _tokens(profile: Profile) -> float:
-    """Tokens of a step of the whole job; 0 where no time is known."""
-    return (profile.tokens_per_second or 0) * (profile.step_seconds or 0)
 
 
 def subtitle_words(

@@ -13,7 +13,7 @@ from workbench.lab import palette
 from workbench.lab.comparison import comparison_tables
 from workbench.lab.comparison.entries import ComparisonEntry, entries_of, plan_differences
 from workbench.plan.schema import Plan
-from workbench.profile import ALLOCATED, Profile
+from workbench.profile import ALLOCATED, Profile, batches_differ
 
 if TYPE_CHECKING:
     from workbench.lab.live.figure import Figure
@@ -50,7 +50,8 @@ class Comparison:
     @property
     def tables(self) -> list[comparison_tables.Table]:
         """The tables for people, in their order."""
-        found = [comparison_tables.summary_table(self.summary)]
+        profiles = [profile for entry in self.entries for profile in entry.profiles]
+        found = [comparison_tables.summary_table(self.summary, batches_differ(profiles))]
         if self.differences:
             found.append(comparison_tables.differences_table(self.differences))
         return [*found, comparison_tables.memory_table(self.frame)]
@@ -154,10 +155,10 @@ def relative_error(predicted: float | None, measured: float | None) -> float | N
 
 
 def _state(entry: ComparisonEntry, profile: Profile) -> str | None:
-    """State of a run; of a plan that has none, that its GPUs cannot hold it."""
+    """State of a run; of a plan, that its GPUs cannot hold it."""
     if profile.source == "measured":
         return entry.state
-    return "does not fit" if profile.unfit_words and not entry.profile_of("measured") else None
+    return comparison_tables.UNFIT if profile.unfit_words else None
 
 
 def summary_rows(entry: ComparisonEntry) -> list[dict[str, Any]]:

@@ -39,39 +39,44 @@ Table = tuple[str, list[TableColumn], pd.DataFrame]
 """A table: its caption, its columns, its rows."""
 TEXT_COLUMNS = ("plan", "source", "state", "run", "field", "value")
 """First words of the columns that hold text; the others hold numbers."""
+UNFIT, NOT_RUN = "does not fit", "not run"
+"""States of what no run has, as a row of the summary says them."""
+TIMES = ("step_seconds", "step_seconds_90", "tokens_per_second")
+"""Columns that a plan which does not fit has none of."""
+BATCHES_DIFFER = "global batches differ: compare tokens/s, not step times"
 MAX_ID_LENGTH = 40
 """Characters of a run's id in a page's cell, which does not wrap it; a longer one loses its middle.
 """
 
 
-def summary_table(summary: pd.DataFrame) -> Table:
-    """The summary, with the state of each run beside its name; intervals where one is known."""
+def summary_table(summary: pd.DataFrame, by_tokens: bool = False) -> Table:
+    """The summary, with intervals where one is known; nothing of the times of what does not fit.
+
+    Args:
+        summary: `Comparison.summary`.
+        by_tokens: Whether step times of its rows cannot be compared.
+    """
     if len(summary):
-        states = {str(plan): _state(rows) for plan, rows in summary.groupby("plan", sort=False)}
+        unrun = ~summary["plan"].isin(summary["plan"][summary["source"] == "measured"])
+        first = ~summary["plan"].duplicated()
+        state = summary["state"].mask(summary["state"].isna() & unrun & first, NOT_RUN)
+        unfit = (summary["state"] == UNFIT).astype(bool)
+        times = {n: summary[n].astype(object).mask(unfit, None) for n in TIMES if n in summary}
         # A frame of numbers does not tell a loss that was not finite from none: steps do.
         of_run = {name: summary[name].astype(object) for name in ("first_loss", "last_loss")}
         lost = {name: loss.isna() & summary["steps"].notna() for name, loss in of_run.items()}
         losses = {name: loss.mask(lost[name], loss_text(None)) for name, loss in of_run.items()}
-        summary = summary.assign(state=summary["plan"].map(states), **losses)
+        summary = summary.assign(state=state, **times, **losses)
     columns = [
         column
         for column in summary_columns()
         if column[0] not in ("step_seconds_90", "skipped_steps")
         or (column[0] in summary and summary[column[0]].fillna(0).astype(bool).any())
     ]
-    return "Plans and runs compared", columns, summary
-
-
-def _state(rows: pd.DataFrame) -> str | None:
-    """How far a run has come; of what was not measured, that it has not run."""
-    known = rows["state"].dropna()
-    return (
-        str(known.iloc[0])
-        if len(known)
-        else None
-        if "measured" in set(rows["source"])
-        else "not run"
-    )
+    words = [BATCHES_DIFFER] if by_tokens else []
+    if len(summary) and (summary["steps"].fillna(0) > 1).any():
+        words.append("measured step times: median of the run's steps")
+    return " · ".join(["Plans and runs compared", *words]), columns, summary
 
 
 def differences_table(differences: dict[str, dict[str, Any]]) -> Table:
@@ -221,15 +226,13 @@ def integer_or_dash(value: Any) -> str:
 
 
 def text_rows(columns: list[TableColumn], frame: pd.DataFrame) -> Iterable[list[tuple[str, str]]]:
-    """Each row as (column, text); a plan's name and state are given once while they repeat."""
+    """Each row as (column, text); a plan's name is given once while it repeats."""
     before: Any = object()
     for row in frame.to_dict("records"):
         cells = [(name, say(row.get(name))) for name, _, say in columns]
         repeated = row.get("plan") == before
         before = row.get("plan")
-        yield [
-            (name, "" if name in ("plan", "state") and repeated else text) for name, text in cells
-        ]
+        yield [(name, "" if name == "plan" and repeated else text) for name, text in cells]
 
 
 def is_text_column(name: str) -> bool:
