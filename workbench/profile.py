@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
-from workbench.units import interval_text, loss_text, percent_text, seconds_text
+from workbench.units import bytes_text, interval_text, loss_text, percent_text, seconds_text
 from workbench.untrusted_text import escaped
 from workbench.vocabulary import ALLOCATED as ALLOCATED
 from workbench.vocabulary import CATEGORIES as CATEGORIES
@@ -374,16 +374,27 @@ class Profile:
         peaks = self.peak_bytes_by_rank
         facts = {"instrument": self.source, "ranks": str(self.world_size)}
         if peaks:
-            facts["peak memory (max rank)"] = f"{max(peaks.values()) / 2**20:,.1f} MiB"
+            facts["peak memory (max rank)"] = bytes_text(max(peaks.values()))
         if self.capacity_bytes:
-            facts["GPU memory"] = f"{self.capacity_bytes / 2**20:,.1f} MiB"
+            facts["GPU memory"] = bytes_text(self.capacity_bytes)
         if self.host_capacity_bytes and self.host_bytes:
-            share, host = self.host_capacity_bytes / 2**20, self.host_bytes / 2**20
-            facts["host memory (max rank)"] = f"{host:,.1f} MiB of {share:,.1f} MiB"
+            share, host = bytes_text(self.host_capacity_bytes), bytes_text(self.host_bytes)
+            facts["host memory (max rank)"] = f"{host} of {share}"
         if self.fits is not None:
             facts["fits"] = "yes" if self.fits else "no"
-        if self.step_seconds is not None:
-            facts["step time"] = f"{self.step_seconds:.4g} s {self.unfit_words}".rstrip()
+        if not self.unfit_words:
+            facts |= self._time_facts()
+        if self.loss:
+            facts["loss, first and last"] = f"{loss_text(self.loss[0])}, {loss_text(self.loss[-1])}"
+        if self.skipped_text:
+            facts["steps skipped"] = f"{self.skipped_text}: gradients not finite in fp16"
+        if left_out := self.notes.get("left_out"):
+            facts["left out"] = "; ".join(left_out)
+        return facts
+
+    def _time_facts(self) -> dict[str, str]:
+        """What a step takes, in words."""
+        facts = {"step time": self.step_time_words} if self.step_seconds is not None else {}
         if self.step_interval is not None:
             facts["step time, 90 % interval"] = interval_text(self.step_interval)
         if self.cpu_seconds is not None:
@@ -394,12 +405,6 @@ class Profile:
             facts["tokens/s"] = f"{self.tokens_per_second:,.0f}"
         if assumed := self.notes.get("uncalibrated"):
             facts["times are"] = assumed
-        if self.loss:
-            facts["loss, first and last"] = f"{loss_text(self.loss[0])}, {loss_text(self.loss[-1])}"
-        if self.skipped_text:
-            facts["steps skipped"] = f"{self.skipped_text}: gradients not finite in fp16"
-        if left_out := self.notes.get("left_out"):
-            facts["left out"] = "; ".join(left_out)
         return facts
 
     def __repr__(self) -> str:
@@ -408,7 +413,7 @@ class Profile:
     def _repr_html_(self) -> str:
         rows = [(name, value, "") for name, value in self.facts().items()]
         rows += [
-            (f"{category}, peak", f"{size / 2**20:,.1f} MiB", MEANINGS.get(category, ""))
+            (f"{category}, peak", bytes_text(size), MEANINGS.get(category, ""))
             for category, size in self.by_category.items()
         ]
         body = "".join(

@@ -29,9 +29,12 @@ def timeline(*profiles: Profile, step: int | None = None) -> Figure:
     """Actions of one step by rank, coloured by kind, lighter for earlier microbatches.
 
     Args:
-        profiles: Of one plan; a simulated and a measured schedule look alike.
+        profiles: Of one plan; a simulated and a measured schedule look alike. One that does not fit
+            has none.
         step: The step; default: the last one with a timeline.
     """
+    unfit = any(profile.unfit_words for profile in profiles)
+    profiles = tuple(profile for profile in profiles if not profile.unfit_words)
     frames = {
         lane: frame
         for profile in profiles
@@ -67,7 +70,7 @@ def timeline(*profiles: Profile, step: int | None = None) -> Figure:
         ),
         rows=found[:MAX_BARS],
         wide=True,
-        empty="Shown when a step has been timed.",
+        empty="No step: the plan does not fit." if unfit else "Shown when a step has been timed.",
     )
 
 

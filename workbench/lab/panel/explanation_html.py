@@ -16,7 +16,7 @@ from workbench.untrusted_text import escaped
 
 def reasons_html(plan: Plan, resolved: ResolvedPlan, profile: Profile) -> str:
     """Cost and binding constraint of a plan as HTML; what does not bind follows in grey, and what
-    adapters save.
+    adapters save. Of one that does not fit, its memory alone: it takes no time and costs nothing.
 
     Args:
         plan: The plan as written.
@@ -26,13 +26,13 @@ def reasons_html(plan: Plan, resolved: ResolvedPlan, profile: Profile) -> str:
     saved = None if resolved.lora is None else method_savings(explained_plan(plan, profile))
     found = find_bottleneck(resolved, profile)
     other = found.time if found.constraint == "memory" else found.memory
-    lines = [
-        *(_line(words, bold=True) for words in broken_limits(resolved)),
-        _line(cost_line(training_cost(resolved, profile))),
-        _line(found.sentence, bold=True),
-        _line(other),
-        *([_line(saved.sentence)] if saved else []),
-    ]
+    lines = [_line(words, bold=True) for words in broken_limits(resolved)]
+    if profile.unfit_words:
+        lines.append(_line(found.memory, bold=True))
+    else:
+        cost = cost_line(training_cost(resolved, profile))
+        lines += [_line(cost), _line(found.sentence, bold=True), _line(other)]
+    lines += [_line(saved.sentence)] if saved else []
     return (
         f'<div class="wb-reasons" style="font-size:13px;line-height:1.5;margin:2px 0 '
         f'6px">{"".join(lines)}</div>'

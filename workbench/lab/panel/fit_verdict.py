@@ -14,6 +14,10 @@ from workbench.units import bytes_text, count_text, digits, interval_text, secon
 
 SHOWN_SLOWDOWN = 1.01
 """Slow-down from which on it is shown."""
+LEAST_RISK = 0.001
+"""Probability below which it is not told apart from none."""
+OTHER_FRAMEWORK = "instead of its framework"
+"""End of the words of `notes["published"]` for a plan whose framework published nothing near."""
 BUTTONS = (
     {"label": "Write plan file", "action": "write", "hint": "Write the plan file named above"},
     {
@@ -103,7 +107,7 @@ def fit_line(profile: Profile) -> str:
     word = "Fits" if profile.fits else "Does not fit"
     amount = f"{bytes_text(peaks[rank])} of {bytes_text(profile.capacity_bytes)}"
     chance = profile.notes.get("memory", {}).get("probability_of_running_out")
-    risk = "" if chance is None else f", runs out with a probability of {chance:.1%}"
+    risk = "" if chance is None else f", out-of-memory risk {risk_text(chance)}"
     host = f"{bytes_text(profile.host_bytes)} of {bytes_text(profile.host_capacity_bytes or 0)}"
     short = f"; host memory {host} a rank" if profile.exceeds_host else ""
     return f"{word}: peak memory {amount} ({share} %, rank {rank}){risk}{short}"
@@ -140,33 +144,52 @@ def advice_words(profile: Profile) -> str:
     )
 
 
+def risk_text(chance: float) -> str:
+    """A probability: 0.0123 -> '1.2 %', 0.0001 -> '< 0.1 %'."""
+    return "< 0.1 %" if chance < LEAST_RISK else f"{100 * chance:.1f} %"
+
+
 def step_time_line(profile: Profile) -> str:
-    """Step time with its interval, and throughput, with their source."""
-    if not profile.step_seconds:
+    """Step time with its interval, and throughput, with their source; nothing of what does not
+    fit.
+    """
+    if not profile.step_seconds or profile.unfit_words:
         return ""
     tokens = profile.tokens_per_second
     pace = f" · {count_text(tokens)} tokens/s" if tokens else ""
     ends = profile.step_interval
-    within = f" (nine of ten within {interval_text(ends)})" if ends else ""
-    return f"step time {seconds_text(profile.step_seconds)}{within}{pace} ({profile.source_words})"
+    within = f" (90 % interval {interval_text(ends)})" if ends else ""
+    return f"step time {seconds_text(profile.step_seconds)}{within}{pace} ({profile.source})"
 
 
 def published_lines(profile: Profile) -> list[str]:
-    """MFU beside the highest published near it, and what the plan is far in from everything
-    measured; what its framework cannot do, what is assumed of its GPU, that its base is elsewhere,
-    and its retries where memory is nearly full.
+    """What its framework cannot do, what is assumed of its GPU, that its base is elsewhere; where
+    it fits also its retries where memory is nearly full, and its MFU beside what was published.
     """
     notes = profile.notes
     lines = [notes[name] for name in ("cannot", "assumed_hardware", "base") if notes.get(name)]
     slower = notes.get("memory", {}).get("expected_slowdown") or 1.0
     if slower >= SHOWN_SLOWDOWN:
-        lines.append(f"nearly full: expected {slower:.2f} times as long by the allocator's retries")
-    if near := notes.get("published"):
-        best = near["highest_mfu"]
-        beside = "nothing was published near" if best is None else f"highest published {best:.1%}"
-        lines.append(
-            f"MFU {notes['model_flops_utilisation']:.1%} ({profile.source_words}), {beside}"
-        )
-        lines += [near["promise"]] if near["promise"] else []
-        lines += [f"extrapolates: {near['extrapolates']}"] if near["extrapolates"] else []
-    return lines
+        lines.append(f"nearly full: allocator thrashing, about {digits(slower, 2)}x slower")
+    return lines + ([] if profile.unfit_words else mfu_lines(profile))
+
+
+def mfu_lines(profile: Profile) -> list[str]:
+    """MFU beside the best published near it, and how far that is."""
+    notes = profile.notes
+    if not (near := notes.get("published")):
+        return []
+    best, far = near["highest_mfu"], near["extrapolates"]
+    beside = (
+        "none published on this GPU near this scale"
+        if best is None
+        else f"best published on this GPU near this scale {100 * best:.1f} %"
+    )
+    mfu = f"MFU {100 * notes['model_flops_utilisation']:.1f} % ({profile.source}); {beside}"
+    only_framework = far and far.endswith(OTHER_FRAMEWORK) and "," not in far
+    lacks = "of this framework" if only_framework else f"near it ({far})"
+    return [
+        mfu,
+        *([near["promise"]] if near["promise"] else []),
+        *([f"no published run {lacks}; the error may be larger"] if far else []),
+    ]
