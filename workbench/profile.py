@@ -19,7 +19,7 @@ from workbench.untrusted_text import escaped
 from workbench.vocabulary import ALLOCATED as ALLOCATED
 from workbench.vocabulary import CATEGORIES as CATEGORIES
 from workbench.vocabulary import COLUMNS as COLUMNS
-from workbench.vocabulary import FRAGMENTATION, NOT_ALLOCATED, OUTSIDE
+from workbench.vocabulary import FRAGMENTATION, NOT_ALLOCATED, OUTSIDE, SHOWN_NAMES
 from workbench.vocabulary import MEANINGS as MEANINGS
 from workbench.vocabulary import MOMENTS as MOMENTS
 
@@ -413,7 +413,11 @@ class Profile:
     def _repr_html_(self) -> str:
         rows = [(name, value, "") for name, value in self.facts().items()]
         rows += [
-            (f"{category}, peak", bytes_text(size), MEANINGS.get(category, ""))
+            (
+                f"{SHOWN_NAMES.get(category, category)}, peak",
+                bytes_text(size),
+                MEANINGS.get(category, ""),
+            )
             for category, size in self.by_category.items()
         ]
         body = "".join(

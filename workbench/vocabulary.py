@@ -22,13 +22,22 @@ MEANINGS: dict[str, str] = {
     "gathered": "parameters all-gathered from other ranks' shards",
     "communication": "buffers of collectives and sends",
     "temporary": "allocated and freed within one action, such as casts and operators' results",
-    "overhead": "tokens and targets; estimated on a GPU also workspaces",
+    "overhead": "tokens and targets; estimated on a GPU also cuBLAS workspace",
     "fragmentation": "reserved by torch's allocator on a GPU, but not allocated",
     "outside_allocator": "on a GPU beside torch's allocator: CUDA context, NCCL buffers",
 }
 """Memory category -> what is in it."""
 CATEGORIES = tuple(MEANINGS)
 FRAGMENTATION, OUTSIDE = "fragmentation", "outside_allocator"
+SHOWN_NAMES = {
+    OUTSIDE: "CUDA context + NCCL",
+    "temporary": "workspace",
+    "after_optimizer": "after the optimizer step",
+    "world": "world (grad norm, loss)",
+}
+"""Key of a frame, of telemetry or of `--json` that says too little to a person -> what is shown in
+its place.
+"""
 NOT_ALLOCATED = (FRAGMENTATION, OUTSIDE)
 """Categories that are no part of what torch's allocator has handed out. Allocated: the sum of the
 others; reserved: with `FRAGMENTATION`; in use on the GPU: with both.

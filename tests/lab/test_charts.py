@@ -450,10 +450,45 @@ def test_a_legend_lists_what_can_be_seen(tiny: int) -> None:
         charts.collectives(profile),
     )
     planned = prediction.memory_by_plan({"plan": [profile]})
-    assert entries(memory) == entries(planned) == set(synthetic.PARTS) - {"logits"}
+    shown = {palette.category_label(name) for name in synthetic.PARTS}
+    assert entries(memory) == entries(planned) == shown - {"logits"}
     assert entries(parts) == {"compute", "exposed data communication", "bubble"}
     assert entries(calls) == {"all-reduce"}
     brief = profile.timeline.assign(action="optimizer", end=profile.timeline.start + 1e-9 * tiny)
     profile.timeline = pd.concat([profile.timeline, brief.head(1)])
     assert entries(charts.timeline(profile)) == {"forward", "backward"}
     assert any(row["category"] == "logits" for row in memory.rows)
+
+
+def words_of(figure: Figure) -> str:
+    """All that a chart says, without its keys."""
+    return f"{figure.title} {figure.subtitle} {html.unescape(figure.svg())}"
+
+
+def test_charts_say_what_people_say_for_the_keys_of_frames() -> None:
+    profile = synthetic.profile("estimated", 64, pipeline=False)
+    memory = profile.memory
+    memory.loc[memory.category == "logits", "category"] = "outside_allocator"
+    profile.collectives.loc[profile.collectives.axis == "data", "axis"] = "world"
+    names = list(memory.category.unique())
+    levels = {"rank": [0], "event": [0], "action": ["0F0"]} | {name: [2**20] for name in names}
+    profile.levels = pd.DataFrame(levels)
+    measured = synthetic.profile("measured", 64, steps=9, pipeline=False)
+    figures = {
+        "memory": charts.memory(profile),
+        "over time": charts.memory_over_time(profile),
+        "by plan": prediction.memory_by_plan({"plan": [profile]}),
+        "map": charts.memory_map(profile),
+        "collectives": charts.collectives(profile),
+        "steps": charts.memory_steps(measured, [profile]),
+        "timeline": charts.timeline(synthetic.profile("estimated", 2)),
+    }
+    said = {name: words_of(figure) for name, figure in figures.items()}
+    for words in said.values():
+        assert not re.search("outside_allocator|temporary|all ranks|rank offset|the most", words)
+    for name in ("memory", "over time", "by plan"):
+        assert "CUDA context + NCCL" in said[name] and "workspace" in said[name]
+    assert "rank (mod 16)" in said["map"] and "max over ranks" in said["by plan"]
+    assert "by parallel dimension" in said["collectives"]
+    assert "world (grad norm, loss)" in said["collectives"]
+    assert "max over ranks" in said["steps"] and "numbers: microbatches" in said["timeline"]

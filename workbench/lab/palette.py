@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from workbench.vocabulary import SHOWN_NAMES
+
 GUESS = "your guess"
 """Source of a number that a reader wrote down before looking."""
 
@@ -195,10 +197,15 @@ def collective_kind(name: str) -> str:
     )
 
 
-KEY_LABELS = {"stall": "straggler", "overhead": "fixed overhead"}
+PART_LABELS = {"stall": "straggler", "overhead": "fixed overhead"}
 """Part of the step time whose key says too little -> its label."""
 STEP_PART_LABELS = {"communication": "exposed communication", "pipeline": "bubble, send / receive"}
 """The same of parts that are no key."""
+
+
+def category_label(name: str) -> str:
+    """A category of memory in words: 'overhead' is not that of a step."""
+    return SHOWN_NAMES.get(name, name)
 
 
 def step_part_label(name: str) -> str:
@@ -210,4 +217,5 @@ def key_label(name: str) -> str:
     """A key in words: tensor_comm is exposed tensor communication."""
     if name.endswith("_comm"):
         return f"exposed {name.removesuffix('_comm')} communication"
-    return KEY_LABELS.get(name, name.replace("_", " ").replace("flops", "FLOPs"))
+    labels = PART_LABELS | SHOWN_NAMES
+    return labels.get(name, name.replace("_", " ").replace("flops", "FLOPs"))

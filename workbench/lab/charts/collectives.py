@@ -12,10 +12,9 @@ from workbench.lab.charts import chart_data
 from workbench.lab.live.figure import Figure, vega_spec
 from workbench.profile import Profile
 from workbench.units import byte_unit, bytes_text
+from workbench.vocabulary import SHOWN_NAMES
 
 AXIS_ORDER = ("tensor", "sequence", "context", "expert", "data", "pipeline")
-AXIS_LABELS = {"world": "all ranks"}
-"""Group of ranks that is no axis of the mesh -> its label."""
 
 
 def collectives(*profiles: Profile) -> Figure:
@@ -41,7 +40,7 @@ def collectives(*profiles: Profile) -> Figure:
     bars = tuple(dict.fromkeys(row["bar"] for row in rows))
     return Figure(
         name="collectives",
-        title=f"Communication per step, by axis ({unit})",
+        title=f"Communication by parallel dimension ({unit})",
         subtitle=f"{chart_data.source_words(profiles)} · bytes per step, busiest rank",
         spec=collectives_spec(unit, kinds, chart_data.seen_parts(kinds, rows, "kind"), axes, bars),
         rows=rows,
@@ -63,7 +62,7 @@ def calls_of_busiest_rank(profile: Profile) -> list[CollectiveCalls]:
     ):
         instant = int(rank), -1 if step is None or step != step else int(step)
         by_instant.setdefault(instant, []).append(
-            (AXIS_LABELS.get(axis, axis), kind, float(size) * float(count), count, ranks)
+            (SHOWN_NAMES.get(axis, axis), kind, float(size) * float(count), count, ranks)
         )
     return max(
         (by_instant[key] for key in sorted(by_instant)),
@@ -141,7 +140,7 @@ def collectives_spec(
         color=alt.Color("kind:N", scale=colour, legend=chart_data.bottom_legend(seen, beside=axes)),
         order="order:Q",
         tooltip=[
-            "axis:N",
+            alt.Tooltip("axis:N", title="dimension"),
             "kind:N",
             alt.Tooltip("bar:N", title="source"),
             alt.Tooltip("value:Q", title=unit, format=",.3~f"),

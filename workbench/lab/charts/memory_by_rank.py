@@ -66,7 +66,7 @@ def memory(*profiles: Profile) -> Figure:
         spec=memory_spec(
             unit,
             categories,
-            chart_data.seen_parts(categories, rows, "category"),
+            chart_data.seen_parts(list(map(palette.category_label, categories)), rows, "called"),
             names,
             order,
             capacity_label_side(near, largest),
@@ -149,6 +149,7 @@ def bar_rows(bar: dict[str, Any], size: int, bar_label: str) -> list[dict[str, A
                 common_cells
                 | {
                     "category": name,
+                    "called": palette.category_label(name),
                     "order": order,
                     "value": value / size,
                     "text": text,
@@ -196,7 +197,7 @@ def memory_subtitle(
 def category_notes(bars: Sequence[dict[str, Any]]) -> list[str]:
     """What `EXPLAINED_CATEGORIES` says of the categories that can be seen in a bar."""
     return [
-        f"{name}: {meaning}"
+        f"{palette.category_label(name)}: {meaning}"
         for name, meaning in EXPLAINED_CATEGORIES.items()
         if any(bar["categories"].get(name, 0) >= MIN_EXPLAINED_SHARE * bar["total"] for bar in bars)
     ]
@@ -213,7 +214,7 @@ def memory_spec(
 ) -> dict[str, Any]:
     """The declaration: a bar for each of `bars` in each of `labels`. Values are in the rows.
 
-    `seen`: the categories that the legend lists.
+    `seen`: the categories that the legend lists, as they are called.
     `capacity_side`: on which side of the line at the GPU's memory its label stands.
     """
     y = alt.Y("label:N", sort=list(labels), axis=chart_data.name_axis())
@@ -226,20 +227,21 @@ def memory_spec(
         axis=chart_data.amount_axis(),
     )
     colour = alt.Scale(
-        domain=list(categories), range=[palette.MEMORY_COLOURS[name] for name in categories]
+        domain=[palette.category_label(name) for name in categories],
+        range=[palette.MEMORY_COLOURS[name] for name in categories],
     )
     base = alt.Chart(chart_data.ROWS).encode(y=y, yOffset=offset)
     stack = base.mark_bar(stroke="white", strokeWidth=0.6, strokeOpacity=0.5).encode(
         x=x,
         color=alt.Color(
-            "category:N", scale=colour, legend=chart_data.bottom_legend(seen, beside=labels)
+            "called:N", scale=colour, legend=chart_data.bottom_legend(seen, beside=labels)
         ),
         order=alt.Order("order:Q"),
         tooltip=[
             alt.Tooltip("label:N", title="where"),
             alt.Tooltip("bar:N", title="source"),
             "step:Q",
-            "category:N",
+            alt.Tooltip("called:N", title="category"),
             alt.Tooltip("value:Q", title=unit, format=",.3~f"),
             alt.Tooltip("share:Q", format=".1%"),
             alt.Tooltip("meaning:N", title="meaning"),

@@ -51,14 +51,14 @@ def memory_map(profile: Profile) -> Figure:
         title=f"Peak memory of all {len(peaks)} ranks ({unit})",
         subtitle=profile.source,
         spec=memory_map_spec(
-            unit, lines, profile.capacity_bytes / size if profile.capacity_bytes else None
+            unit, lines, per_row, profile.capacity_bytes / size if profile.capacity_bytes else None
         ),
         rows=rows,
     )
 
 
 @lru_cache(maxsize=32)
-def memory_map_spec(unit: str, lines: int, capacity: float | None) -> dict[str, Any]:
+def memory_map_spec(unit: str, lines: int, per_row: int, capacity: float | None) -> dict[str, Any]:
     """The declaration; the colour runs from nothing to the GPU's capacity where that is known, and
     is red beyond it.
     """
@@ -78,7 +78,9 @@ def memory_map_spec(unit: str, lines: int, capacity: float | None) -> dict[str, 
         .mark_rect(stroke="white", strokeWidth=1, strokeOpacity=0.4)
         .encode(
             x=alt.X(
-                "column:O", title="rank offset", axis=alt.Axis(labelAngle=0, labelOverlap=True)
+                "column:O",
+                title=f"rank (mod {per_row})",
+                axis=alt.Axis(labelAngle=0, labelOverlap=True),
             ),
             y=alt.Y(
                 "row:O",

@@ -55,6 +55,7 @@ def memory_over_time(
     unit, size = byte_unit(own.total)
     rows = [
         {"event": int(row["event"]), "action": row["action"], "category": name, "order": order}
+        | {"called": palette.category_label(name)}
         | {"value": float(row[name]) / size, "total": float(row["total"]) / size}
         for row in own.iloc[shown].fillna(0).to_dict("records")
         for order, name in enumerate(names)
@@ -66,7 +67,10 @@ def memory_over_time(
         title=f"Memory over a step ({unit})",
         subtitle="" if not rows else _subtitle(profile, rank, own),
         spec=memory_over_time_spec(
-            unit, categories, chart_data.seen_parts(categories, rows, "category"), title
+            unit,
+            categories,
+            chart_data.seen_parts(list(map(palette.category_label, categories)), rows, "called"),
+            title,
         ),
         rows=rows,
         wide=True,
@@ -97,7 +101,8 @@ def memory_over_time_spec(
 ) -> dict[str, Any]:
     """The declaration: areas of `value` by event, one a category; the legend lists `seen`."""
     colours = alt.Scale(
-        domain=list(categories), range=[palette.MEMORY_COLOURS[name] for name in categories]
+        domain=[palette.category_label(name) for name in categories],
+        range=[palette.MEMORY_COLOURS[name] for name in categories],
     )
     area = (
         alt.Chart(chart_data.ROWS)
@@ -106,10 +111,10 @@ def memory_over_time_spec(
             x=alt.X("event:Q", title=title),
             y=alt.Y("value:Q", title=f"memory ({unit})", stack="zero"),
             color=alt.Color(
-                "category:N", scale=colours, title=None, legend=alt.Legend(values=list(seen))
+                "called:N", scale=colours, title=None, legend=alt.Legend(values=list(seen))
             ),
             order=alt.Order("order:Q"),
-            tooltip=["action:N", "category:N", "value:Q", "total:Q"],
+            tooltip=["action:N", alt.Tooltip("called:N", title="category"), "value:Q", "total:Q"],
         )
     )
     return vega_spec(area, height=220)

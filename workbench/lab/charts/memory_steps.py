@@ -25,7 +25,7 @@ MOMENT_WORDS = {
 
 
 class Prediction(NamedTuple):
-    """What another instrument says of the allocated memory of the rank with the most."""
+    """What another instrument says of allocated memory, max over ranks."""
 
     source: str
     size: float
@@ -98,7 +98,7 @@ def memory_steps_figure(
     names = line_series.series_names(rows, world_size)
     if rows:
         rows += [{"predicted": p.size / size, "source": p.source} for p in beside]
-    words = [f"{p.source}: {bytes_text(p.size)}, rank with the most" for p in beside]
+    words = [f"{p.source}: {bytes_text(p.size)}, max over ranks" for p in beside]
     return Figure(
         name="memory_steps",
         title=f"Allocated memory by step ({unit})",

@@ -54,7 +54,10 @@ def timeline(*profiles: Profile, step: int | None = None) -> Figure:
     span, taken = max((row["end"] for row in found), default=0), dict[str, float]()
     for row in found:
         taken[row["action"]] = taken.get(row["action"], 0) + row["end"] - row["start"]
-    cut = (
+    numbered = len(found) <= MAX_NUMBERED_BARS
+    numbers = numbered and any(row["microbatch"] is not None for row in found)
+    cut = " · numbers: microbatches" if numbers else ""
+    cut += (
         f" · the first {digits(found[MAX_BARS - 1]['end'])} {unit}" if len(found) > MAX_BARS else ""
     )
     return Figure(
@@ -66,7 +69,7 @@ def timeline(*profiles: Profile, step: int | None = None) -> Figure:
             tuple(frames),
             order,
             tuple(title for title, _ in order if taken[title] > MIN_SEEN_SHARE * span),
-            len(found) <= MAX_NUMBERED_BARS,
+            numbered,
         ),
         rows=found[:MAX_BARS],
         wide=True,

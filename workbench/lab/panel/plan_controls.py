@@ -79,7 +79,7 @@ CONTROL_ROWS: dict[str, tuple[tuple[str, str, str, Form], ...]] = {
     "Context, experts and placement": (
         ("context", "strategy.context.size", "Context parallel", "size"),
         ("context_algorithm", "strategy.context.algorithm", "Context algorithm", "choice"),
-        ("ulysses_size", "strategy.context.ulysses_size", "Ulysses ranks of usp", "number"),
+        ("ulysses_size", "strategy.context.ulysses_size", "Ulysses size (USP)", "number"),
         ("experts", "strategy.expert.size", "Expert parallel", "size"),
         ("placement", "strategy.placement", "Placement, innermost first", "choice"),
     ),

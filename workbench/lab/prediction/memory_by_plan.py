@@ -15,7 +15,7 @@ from workbench.units import byte_unit
 def memory_by_plan(
     plans: Mapping[str, Sequence[Profile]], guess: Mapping[str, float] | None = None
 ) -> Figure:
-    """Peak memory of the rank with the most, stacked by category; one bar a source.
+    """Peak memory, max over ranks, stacked by category; one bar a source.
 
     Args:
         plans: Name of a plan -> its profiles, such as its estimate, its rehearsal and its run.
@@ -49,12 +49,12 @@ def memory_by_plan(
     )
     return Figure(
         name="memory_by_plan",
-        title=f"Peak memory of the rank with the most ({unit})",
+        title=f"Peak memory, max over ranks ({unit})",
         subtitle=chart_data.source_words(every),
         spec=memory_by_rank.memory_spec(
             unit,
             categories,
-            chart_data.seen_parts(categories, rows, "category"),
+            chart_data.seen_parts(list(map(palette.category_label, categories)), rows, "called"),
             tuple(plans),
             sources,
             memory_by_rank.capacity_label_side(limit, largest),
