@@ -142,12 +142,23 @@ def test_a_run_is_launched_watched_reloaded_attached_and_stopped(lab: Lab) -> No
             "dashboard = wb.watch(wb.attach(list_runs()[0].dir))\ndashboard",
         ],
     )
+    lab.page.set_viewport_size({"width": 1280, "height": 900})
     lab.open("run")
     lab.run_cell(0)
     lab.page.wait_for_selector("[data-action=run]")
 
     lab.page.locator("[data-action=run]").click()
     lab.page.wait_for_selector("[data-action=stop]")
+    in_sight = (
+        "() => { const all = document.querySelectorAll('.wb-headline'); if (all.length < 2) return "
+        "false; const { top, bottom } = all[1].getBoundingClientRect(); return top >= 0 && bottom "
+        "<= innerHeight / 2; }"
+    )
+    lab.until(in_sight)
+    lab.page.locator("[data-action=run]").scroll_into_view_if_needed()
+    lab.until(f"() => !({in_sight})()")
+    lab.page.locator("[data-action=show]").click()
+    lab.until(in_sight)
     training = (
         "() => [...document.querySelectorAll('.wb-headline')].some(e => "
         "e.textContent.startsWith('Training'))"

@@ -73,6 +73,16 @@ def test_a_pressed_button_is_answered_even_where_nothing_changes() -> None:
     assert board.banner["turn"] == 1
 
 
+def test_a_board_is_scrolled_to_once_by_whichever_page_shows_it_first() -> None:
+    board = Heard()
+    board.reveal()  # before any page shows it
+    board._receive(board, {"type": "hello"}, [])
+    assert [sent["type"] for sent in board.sent] == ["reveal", "reveal"]
+    board._receive(board, {"type": "revealed"}, [])
+    board._receive(board, {"type": "hello"}, [])  # the page is loaded again
+    assert len(board.sent) == 2
+
+
 def test_what_json_does_not_know_is_sent_as_null() -> None:
     board = Heard()
     board.put(charts.loss(synthetic.profile("measured", 1, steps=1)))

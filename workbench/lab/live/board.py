@@ -36,6 +36,8 @@ class Board(anywidget.AnyWidget):
         self._number = 0
         self._lock = threading.RLock()
         self._on_press = on_press
+        self._revealing = False
+        """Whether a page that shows this board is to scroll to it."""
         self.on_msg(self._receive)
 
     def put(self, *figures: Figure) -> None:
@@ -78,6 +80,11 @@ class Board(anywidget.AnyWidget):
         """
         self.banner = banner | {"turn": self.banner.get("turn", 0)}
 
+    def reveal(self) -> None:
+        """Scroll the page to this board, at once or as soon as a page shows it."""
+        self._revealing = True
+        self.send({"type": "reveal"})
+
     def _send_rows(self, charts: dict[str, Any]) -> None:
         if charts:
             self._number += 1
@@ -87,6 +94,10 @@ class Board(anywidget.AnyWidget):
         if content.get("type") == "hello":
             with self._lock:
                 self._send_rows({name: _change(rows) for name, rows in self._rows.items()})
+            if self._revealing:
+                self.send({"type": "reveal"})
+        elif content.get("type") == "revealed":
+            self._revealing = False
         elif content.get("type") == "press" and self._on_press:
             self._on_press(str(content.get("action")))
             self.banner = self.banner | {"turn": self.banner.get("turn", 0) + 1}

@@ -28,6 +28,8 @@ BUTTONS = (
     },
     {"label": "Run", "action": "run", "hint": "Train it on this machine"},
 )
+SHOW_RUN = {"label": "Show the run", "action": "show", "hint": "Scroll to its dashboard, below"}
+"""Button of a planner whose run was started."""
 
 
 def verdict_banner(

@@ -199,9 +199,7 @@ class Planner(widgets.VBox):  # type: ignore[misc]  # ipywidgets has no types
     def _refuse(self, problems: list[Problem]) -> None:
         self.problems = problems
         self._show_controls()
-        self.board.show_banner(
-            **fit_verdict.verdict_banner(None, problems=problems, drawn=self.profile is not None)
-        )
+        self._show_news("")
 
     def _show_controls(self) -> None:
         now, history = (
@@ -212,7 +210,7 @@ class Planner(widgets.VBox):  # type: ignore[misc]  # ipywidgets has no types
 
     def _draw(self) -> None:
         assert self.profile is not None
-        self.board.show_banner(**fit_verdict.verdict_banner(self.profile, news=self._news))
+        self._show_news(self._news)
         self.board.put(*self._figures())
         if not has_memory_map(self.profile.world_size):
             self.board.remove("memory_map")
@@ -268,6 +266,7 @@ class Planner(widgets.VBox):  # type: ignore[misc]  # ipywidgets has no types
             "rehearse": self._rehearse,
             "run": self._run,
             "apply": self.apply,
+            "show": self._show_run,
         }
         try:
             act[action]()
@@ -276,14 +275,13 @@ class Planner(widgets.VBox):  # type: ignore[misc]  # ipywidgets has no types
 
     def _show_news(self, news: str) -> None:
         self._news = news
-        if self.problems:
-            self.board.show_banner(
-                **fit_verdict.verdict_banner(
-                    None, self.problems, news, drawn=self.profile is not None
-                )
-            )
-        else:
-            self.board.show_banner(**fit_verdict.verdict_banner(self.profile, news=news))
+        profile = None if self.problems else self.profile
+        banner = fit_verdict.verdict_banner(
+            profile, self.problems, news, drawn=self.profile is not None
+        )
+        if self.dashboard:
+            banner["buttons"].append(fit_verdict.SHOW_RUN)
+        self.board.show_banner(**banner)
 
     def _write(self) -> None:
         self._show_news(f"Written: {self.write().absolute()}")
@@ -295,8 +293,14 @@ class Planner(widgets.VBox):  # type: ignore[misc]  # ipywidgets has no types
         self.run = run(self.plan)
         self.dashboard = watch(self.run)
         self.children = (*self.children[:4], self.dashboard.board)
+        self.dashboard.board.reveal()
         self._show_news(f"Started: {self.run.dir}")
         threading.Thread(target=self._redraw_when_over, args=(self.dashboard,), daemon=True).start()
+
+    def _show_run(self) -> None:
+        """Scroll to the dashboard of the run that was started."""
+        if self.dashboard:
+            self.dashboard.board.reveal()
 
     def _redraw_when_over(self, dashboard: Dashboard) -> None:
         """Draw a run that is over for the saved notebook."""

@@ -77,6 +77,7 @@ class Board {
 
   // message: {type: "rows", number, charts: {name: {rows, append}}}
   receive(message) {
+    if (message.type === "reveal") this.reveal();
     if (message.type !== "rows") return;
     for (const [name, change] of Object.entries(message.charts)) {
       this.charts.get(name)?.addRows(change);
@@ -84,6 +85,13 @@ class Board {
     }
     this.number = message.number;
     this.scheduleFlush();
+  }
+
+  // Scrolled to now, and again when its charts are drawn: an empty board at the page's end cannot reach the top.
+  reveal() {
+    this.model.send({ type: "revealed" });
+    this.root.scrollIntoView({ block: "start" });
+    this.revealing = true;
   }
 
   applyTheme() {
@@ -116,6 +124,10 @@ class Board {
       console.error("workbench: a chart could not be drawn", error);
     }
     this.busy = false;
+    if (this.revealing && names.length > 0) {
+      this.revealing = false;
+      this.root.scrollIntoView({ block: "start" });
+    }
     if (number !== undefined) this.root.dataset.number = String(number);
     if (this.touched.size > 0) this.scheduleFlush();
   }
