@@ -344,6 +344,38 @@ def test_the_micro_batch_leaves_the_global_batch(planner: Planner) -> None:
     assert shown(planner, "global_batch")["origin"] == "auto"
 
 
+@pytest.mark.parametrize("edit", [("gpus", 32), ("micro_batch", 2), ("strategy", "colossal-2d")])
+def test_the_global_batch_is_held_and_not_left_behind(
+    planner: Planner, edit: tuple[str, Any]
+) -> None:
+    start, back = planner.plan, {"gpus": 16, "micro_batch": "", "strategy": "megatron-3d"}
+    planner.set(*edit)
+    assert planner.problems == [] and planner.plan.resolve().training.global_batch == 64
+    assert shown(planner, "global_batch")["origin"] == "held" and "stays 64" in told(planner)
+    planner.set(edit[0], back[edit[0]])
+    assert planner.plan == start and shown(planner, "global_batch")["origin"] == "auto"
+
+
+def test_presets_in_turn_leave_no_global_batch_that_nobody_chose(planner: Planner) -> None:
+    for preset in ("colossal-2d", "zero-3", "megatron-tp", "dapple", "colossal-3d", "ddp"):
+        planner.set("strategy", preset)
+        assert planner.problems == [] and planner.plan.resolve().training.global_batch == 64
+    assert "global_batch" not in planner.plan.to_yaml()
+
+
+def test_a_global_batch_comes_back_once_it_is_legal_again_chosen_or_not(planner: Planner) -> None:
+    planner.set("global_batch", 60)
+    for batch, gpus in ((60, 32), (60, 16)):
+        planner.set("gpus", gpus)
+        assert planner.plan.resolve().training.global_batch == batch
+    planner.set("micro_batch", 7)
+    assert planner.plan.resolve().training.global_batch == 56
+    assert "Global batch 60 → 56" in told(planner)
+    assert "is 60, not a multiple of micro_batch 7" in told(planner)
+    planner.set("micro_batch", 1)
+    assert planner.plan.training.global_batch == 60
+
+
 def test_a_global_batch_that_becomes_illegal_moves_to_the_nearest_and_is_reported(
     planner: Planner,
 ) -> None:

@@ -18,7 +18,6 @@ from workbench.errors import Problem
 from workbench.lab.panel.control_values import (
     control_values,
     legal_choices,
-    value_origin,
     value_text,
     with_choice,
 )
@@ -108,7 +107,7 @@ def control_fields(
         cell: dict[str, Any] = {
             "value": value,
             "text": value_text(value),
-            "origin": value_origin(requested.plan, control),
+            "origin": requested.origin(control),
         }
         if name in requested.rejected:
             cell |= {"text": str(requested.rejected[name].typed), "origin": ""}

@@ -11,9 +11,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from workbench.errors import PlanError, Problem
-from workbench.lab.panel.control_values import applies
+from workbench.lab.panel.control_values import applies, value_origin
 from workbench.lab.panel.finetune_edits import TaskMemory
-from workbench.lab.panel.plan_controls import panel_path, plan_controls
+from workbench.lab.panel.plan_controls import PlanControl, panel_path, plan_controls
+from workbench.lab.panel.plan_edits import HeldBatch
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.rules.check import check
 from workbench.plan.schema import Plan, written_fields
@@ -39,6 +40,8 @@ class RequestedPlan:
     """Control -> what is typed in it."""
     memory: TaskMemory = field(default_factory=TaskMemory)
     """What edits took out of the plan's fine-tuning."""
+    held: HeldBatch | None = None
+    """The global batch that edits stay at; None until one may change it, and where it was set."""
 
     def equals(self, other: RequestedPlan) -> bool:
         """Whether both ask for the same; a default that is written is not the same as one that is
@@ -60,16 +63,24 @@ class RequestedPlan:
             raise PlanError(problems)
         return self.plan.resolve()
 
-    def with_plan(self, name: str, plan: Plan) -> RequestedPlan:
-        """With the plan that an edit of the control `name` made; what is typed in another that sets
-        nothing of the plan any more goes.
+    def origin(self, control: PlanControl) -> str:
+        """Who set a control, as `value_origin` says it; "held" for a global batch that nobody chose
+        and that is written because its default is another now.
+        """
+        found = value_origin(self.plan, control)
+        held = control.name == "global_batch" and self.held and not self.held.chosen
+        return "held" if held and found == "" else found
+
+    def with_plan(self, name: str, plan: Plan, held: HeldBatch | None = None) -> RequestedPlan:
+        """With the plan that an edit of the control `name` made, which holds a global batch; what
+        is typed in another that sets nothing of the plan any more goes.
         """
         rejected = {
             key: value
             for key, value in self.rejected.items()
             if key != name and (applies(plan, key) or not applies(self.plan, key))
         }
-        return RequestedPlan(plan, rejected, self.memory.after(self.plan, plan))
+        return RequestedPlan(plan, rejected, self.memory.after(self.plan, plan), held)
 
     def with_rejected(self, name: str, rejected: RejectedInput) -> RequestedPlan:
         """With something typed in the control `name` that cannot be used."""

@@ -1,13 +1,15 @@
 """What an edit in the panel does to a plan: the field itself, and what that field requires.
 
-Nothing else changes. An edit that would change the default global batch writes the present one into
-the plan: step times of different global batches cannot be compared. The banner lists side effects.
+Nothing else changes. The global batch is held: an edit that would change its default writes the
+present one into the plan, for as long as it is not the default, because step times of different
+global batches cannot be compared. The banner lists side effects.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from workbench.errors import PlanError
@@ -22,16 +24,28 @@ from workbench.plan.schema import Plan, build_plan, written_fields
 from workbench.schedules.generators import SCHEDULES
 
 GLOBAL_BATCH, MICRO_BATCH = "training.global_batch", "training.micro_batch"
-HOLDS_GLOBAL_BATCH = ("micro_batch", "strategy", "algorithm", "tensor")
-"""Edits that may change the micro-batch, and with it the default of the global batch."""
 MAY_NEED_GRID = ("strategy", "algorithm", "tensor")
 """Edits that may ask for a tensor grid, which splits a micro-batch into parts."""
 MAX_MULTIPLES = 64
 """Multiples of the least batch that are tried on either side of the one requested."""
 
 
+@dataclass(frozen=True)
+class HeldBatch:
+    """A global batch that edits of other controls stay at."""
+
+    wanted: int
+    chosen: bool
+    """Whether a person set it: else it is a default of the plan as it was before."""
+
+
 def apply_edit(
-    plan: Plan, control: PlanControl, value: Any, before: ResolvedPlan | None, memory: TaskMemory
+    plan: Plan,
+    control: PlanControl,
+    value: Any,
+    before: ResolvedPlan | None,
+    memory: TaskMemory,
+    held: HeldBatch | None = None,
 ) -> Plan:
     """`plan` with one control set, and the changes that this requires.
 
@@ -41,6 +55,7 @@ def apply_edit(
         value: Its new value; `AUTO` leaves the field out.
         before: `plan` resolved, where it was legal.
         memory: What a method of fine-tuning brings back.
+        held: The global batch to stay at, where the edit is not of it.
 
     Raises:
         PlanError: No plan can hold the value.
@@ -54,11 +69,7 @@ def apply_edit(
     )
     if control.name in MAY_NEED_GRID and MICRO_BATCH in _wrong(changed):
         changed = without_field(changed, MICRO_BATCH)
-    return (
-        _with_batch(changed, before.training.global_batch)
-        if before and control.name in HOLDS_GLOBAL_BATCH
-        else changed
-    )
+    return _with_batch(changed, held) if held and control.name != "global_batch" else changed
 
 
 def without_field(plan: Plan, path: str) -> Plan:
@@ -75,7 +86,11 @@ def without_field(plan: Plan, path: str) -> Plan:
 
 
 def side_effects(
-    control: PlanControl, old: Mapping[str, Any], new: Mapping[str, Any], batch_written: bool
+    control: PlanControl,
+    old: Mapping[str, Any],
+    new: Mapping[str, Any],
+    batch_written: bool,
+    batch_problem: str = "",
 ) -> str:
     """In words, what an edit of `control` changed besides it.
 
@@ -84,6 +99,7 @@ def side_effects(
         old: Control name -> value before the edit.
         new: Control name -> value after it.
         batch_written: Whether the edit wrote the present global batch into the plan.
+        batch_problem: Why the global batch could not stay.
     """
     others = [
         other
@@ -98,6 +114,8 @@ def side_effects(
         if changes
         else []
     )
+    if batch_problem:
+        lines.append(f"Global batch {batch_problem}.")
     if batch_written and old["global_batch"] == new["global_batch"]:
         lines.append(f"Global batch stays {new['global_batch']}; clear its field for auto.")
     return " ".join(lines)
@@ -138,23 +156,41 @@ def _grid(before: ResolvedPlan, algorithm: str) -> int | list[int]:
     return min(grids, key=lambda grid: (math.prod(grid) == 1, abs(math.prod(grid) - ranks)))
 
 
-def _with_batch(plan: Plan, batch: int) -> Plan:
-    """`plan` with the global batch that is written in it, or else `batch`; the nearest legal one
-    where it is not.
+def held_batch(plan: Plan, before: ResolvedPlan | None, held: HeldBatch | None) -> HeldBatch | None:
+    """The global batch that edits of `plan` stay at: what is `held` already, else what is written
+    in it, else the default that it had.
     """
+    if held:
+        return held
     written = read_path(panel_data(plan), GLOBAL_BATCH)
-    if written is MISSING:
-        try:
-            if plan.resolve().training.global_batch == batch:
-                return plan
-        except PlanError:
-            return plan
-        plan = plan.replace(**{GLOBAL_BATCH: batch})
-    return (
-        _nearest(plan, batch if written is MISSING else written)
-        if GLOBAL_BATCH in _wrong(plan)
-        else plan
-    )
+    if isinstance(written, int):
+        return HeldBatch(written, chosen=True)
+    return HeldBatch(before.training.global_batch, chosen=False) if before else None
+
+
+def _with_batch(plan: Plan, held: HeldBatch) -> Plan:
+    """`plan` at the global batch that is held, the nearest legal one where it is not; nothing is
+    written of a batch that nobody chose where the default is the same.
+    """
+    try:
+        free = without_field(plan, GLOBAL_BATCH)
+        default = free.resolve().training.global_batch
+    except PlanError:
+        return plan
+    if default == held.wanted and not held.chosen:
+        return free
+    plan = free.replace(**{GLOBAL_BATCH: held.wanted})
+    return _nearest(plan, held.wanted) if GLOBAL_BATCH in _wrong(plan) else plan
+
+
+def batch_problem(plan: Plan, held: HeldBatch | None) -> str:
+    """Why `plan` cannot stay at the global batch that is held, in words; empty where it does."""
+    written = read_path(panel_data(plan), GLOBAL_BATCH)
+    if held is None or written in (MISSING, held.wanted):
+        return ""
+    problems = check(plan.replace(**{GLOBAL_BATCH: held.wanted}))
+    found = (problem for problem in problems if panel_path(problem.field) == GLOBAL_BATCH)
+    return next((problem.message for problem in found), "")
 
 
 def _nearest(plan: Plan, wanted: int) -> Plan:

@@ -24,7 +24,13 @@ from workbench.lab.panel.control_values import MISSING, control_values, panel_da
 from workbench.lab.panel.edit_history import EditHistory, RejectedInput
 from workbench.lab.panel.explanation_html import reasons_html
 from workbench.lab.panel.plan_controls import PlanControl, plan_controls
-from workbench.lab.panel.plan_edits import GLOBAL_BATCH, apply_edit, side_effects
+from workbench.lab.panel.plan_edits import (
+    GLOBAL_BATCH,
+    apply_edit,
+    batch_problem,
+    held_batch,
+    side_effects,
+)
 from workbench.lab.panel.typed_values import parse_typed
 from workbench.lab.pictures.saved_notebook import SavedPicture, picture_html
 from workbench.plan.resolved_plan import ResolvedPlan
@@ -136,12 +142,15 @@ class Planner(widgets.VBox):  # type: ignore[misc]  # ipywidgets has no types
                 requested = self._history.now
                 words = fit_verdict.advice_words(self.profile)
                 fitting = requested.plan.replace(**found["changes"])
-                self._history.push(requested.with_plan("", fitting))
+                held = None if GLOBAL_BATCH in found["changes"] else requested.held
+                self._history.push(requested.with_plan("", fitting, held))
                 self._replan(lambda: f"Applied: {words}.")
 
     def _edit(self, control: PlanControl, typed: Any) -> None:
         requested = self._history.now
         old = control_values(requested.plan, self._resolved)
+        set_now = control.name == "global_batch"
+        held = held_batch(requested.plan, self._resolved, requested.held)
         try:
             plan = apply_edit(
                 requested.plan,
@@ -149,6 +158,7 @@ class Planner(widgets.VBox):  # type: ignore[misc]  # ipywidgets has no types
                 parse_typed(control, typed),
                 self._resolved,
                 requested.memory,
+                held,
             )
         except PlanError as error:
             self._history.push(
@@ -156,14 +166,17 @@ class Planner(widgets.VBox):  # type: ignore[misc]  # ipywidgets has no types
             )
             self._replan()
             return
-        self._history.push(requested.with_plan(control.name, plan))
+        self._history.push(requested.with_plan(control.name, plan, None if set_now else held))
         batch_written = (
             read_path(panel_data(requested.plan), GLOBAL_BATCH)
             is MISSING
             is not read_path(panel_data(plan), GLOBAL_BATCH)
         )
+        why = "" if set_now else batch_problem(plan, held)
         self._replan(
-            lambda: side_effects(control, old, control_values(plan, self._resolved), batch_written)
+            lambda: side_effects(
+                control, old, control_values(plan, self._resolved), batch_written, why
+            )
         )
 
     def _replan(self, news: Callable[[], str] = str) -> None:
