@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import traceback
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -28,7 +29,22 @@ class Problem:
         return f"{brief(self.field, MOST_FIELD)}: {message}" if self.field else message
 
 
-class PlanError(ValueError):
+class _Sentence(Exception):
+    """An error that a notebook's cell shows as its sentence: the lines of this project that raised
+    it say nothing to who can act on it.
+    """
+
+    _is_shown = False
+
+    def _render_traceback_(self) -> list[str]:
+        """Lines that IPython shows: the sentence, and when it is asked again (`%tb`) all of it."""
+        if self._is_shown:
+            return "".join(traceback.format_exception(self)).splitlines()
+        self._is_shown = True
+        return [f"{type(self).__name__}: {self}", "(%tb shows where it was raised)"]
+
+
+class PlanError(_Sentence, ValueError):
     """A plan that cannot be accepted; `problems` lists everything found, not only the first."""
 
     def __init__(self, problems: Sequence[Problem] | Problem) -> None:
@@ -52,11 +68,11 @@ class PlanError(ValueError):
         return "\n".join([f"{len(self.problems)} problems in the plan:", *lines])
 
 
-class ChildError(RuntimeError):
+class ChildError(_Sentence, RuntimeError):
     """A child process failed; the message holds its last lines."""
 
 
-class RunError(RuntimeError):
+class RunError(_Sentence, RuntimeError):
     """A run failed; the message holds its cause."""
 
 
