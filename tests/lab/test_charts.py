@@ -2,6 +2,7 @@ import html
 import json
 import re
 from dataclasses import replace
+from typing import Any
 
 import pandas as pd
 import pytest
@@ -31,6 +32,7 @@ def all_figures() -> list[Figure]:
         charts.memory_map(many),
         charts.memory_steps(m),
         charts.loss(m),
+        charts.loss(m, replace(m, run="other")),
         charts.throughput(m),
         charts.throughput(many),
         charts.timeline(e),
@@ -102,6 +104,18 @@ def test_every_chart_draws_with_the_oldest_vega_lite_at_hand(
     drawn = vl_convert.vegalite_to_svg(figure.static(), vl_version="5.8")
     assert drawn.count("<path") > 5 and "NaN" not in drawn
     assert "WARN" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("figure", all_figures(), ids=lambda figure: figure.name)
+def test_scales_of_one_field_have_one_legend(figure: Figure) -> None:
+    """Vega merges the legends of a field, and warns in the page where one of them is none."""
+    legends: dict[str, list[Any]] = {}
+    for layer in figure.spec.get("layer", [figure.spec]):
+        for channel in ("color", "strokeDash", "fill", "shape"):
+            encoding = layer["encoding"].get(channel, {})
+            if "field" in encoding:
+                legends.setdefault(encoding["field"], []).append(encoding.get("legend"))
+    assert all(found == [found[0]] * len(found) for found in legends.values()), legends
 
 
 @pytest.mark.parametrize("figure", all_figures(), ids=lambda figure: figure.name)

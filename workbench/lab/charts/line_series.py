@@ -158,18 +158,18 @@ def line_chart(
         scale=alt.Scale(zero=True),
         axis=alt.Axis(format="~s" if unit == "tokens/s" else "~f"),
     )
-    colour = alt.Color(
-        "rank:N",
-        scale=alt.Scale(domain=list(names), range=colours),
-        legend=chart_data.bottom_legend(names, "stroke"),
-    )
+    # Both scales have the one legend: two that differ make Vega warn of each.
+    legend = chart_data.bottom_legend(names, "stroke")
+    colour = alt.Color("rank:N", scale=alt.Scale(domain=list(names), range=colours), legend=legend)
     base = alt.Chart(chart_data.ROWS).encode(
         x=x,
         y=y,
         color=colour,
         tooltip=["rank:N", "step:Q", alt.Tooltip("value:Q", title=unit, format=",.4~r")],
     )
-    dash = alt.StrokeDash("rank:N", scale=alt.Scale(domain=list(names), range=dashes), legend=None)
+    dash = alt.StrokeDash(
+        "rank:N", scale=alt.Scale(domain=list(names), range=dashes), legend=legend
+    )
     line = base.mark_line(
         strokeWidth=1.8, strokeCap="round", point=alt.OverlayMarkDef(size=14) if point else False
     )

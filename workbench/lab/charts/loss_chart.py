@@ -87,7 +87,7 @@ def loss_spec(names: tuple[str, ...], width: int) -> dict[str, Any]:
     training = base.transform_filter(f"datum.text == '{TRAINING}'")
     line = training.mark_line(strokeWidth=1.8, strokeCap="round").encode(
         strokeDash=alt.StrokeDash(
-            "run:N", scale=alt.Scale(domain=list(names), range=dashes), legend=None
+            "run:N", scale=alt.Scale(domain=list(names), range=dashes), legend=legend
         )
     )
     points = base.transform_filter(f"datum.text == '{VALIDATION}'").mark_point(
