@@ -24,12 +24,13 @@ TABLE_STYLE = """
 .wb-table { border-collapse: collapse; margin: 4px 0 14px; font-size: 13px;
   font-variant-numeric: tabular-nums; }
 .wb-table caption { text-align: left; font-weight: 600; padding: 6px 0; caption-side: top; }
-.wb-table th, .wb-table td { padding: 4px 12px; text-align: right;
+.wb-table th, .wb-table td { padding: 4px 8px; text-align: right;
   border-bottom: 1px solid rgba(128,128,128,.25); }
 .wb-table th { font-weight: 600; vertical-align: bottom; }
 .wb-table td { white-space: nowrap; }
 .wb-table .wb-name { text-align: left; white-space: normal; }
-.wb-table .wb-id { text-align: left; }
+.wb-table .wb-id { text-align: left; white-space: normal; overflow-wrap: anywhere;
+  min-width: 11em; }
 </style>
 """
 
@@ -44,9 +45,6 @@ UNFIT, NOT_RUN = "does not fit", "not run"
 TIMES = ("step_seconds", "step_seconds_90", "tokens_per_second")
 """Columns that a plan which does not fit has none of."""
 BATCHES_DIFFER = "global batches differ: compare tokens/s, not step times"
-MAX_ID_LENGTH = 40
-"""Characters of a run's id in a page's cell, which does not wrap it; a longer one loses its middle.
-"""
 
 
 def summary_table(summary: pd.DataFrame, by_tokens: bool = False) -> Table:
@@ -186,7 +184,7 @@ def html_table(caption: str, columns: list[TableColumn], frame: pd.DataFrame) ->
         f'<th scope="col"{_side(name)}>{escaped(title)}</th>' for name, title, _ in columns
     )
     body = "".join(
-        f"<tr>{''.join(_cell(name, text) for name, text in row)}</tr>"
+        f"<tr>{''.join(f'<td{_side(name)}>{escaped(text)}</td>' for name, text in row)}</tr>"
         for row in text_rows(columns, frame)
     )
     return (
@@ -242,16 +240,6 @@ def is_text_column(name: str) -> bool:
 
 def _side(name: str) -> str:
     return f' class="wb-{"id" if name == "run" else "name"}"' if is_text_column(name) else ""
-
-
-def _cell(name: str, text: str) -> str:
-    if name != "run" or len(text) <= MAX_ID_LENGTH:
-        return f"<td{_side(name)}>{escaped(text)}</td>"
-    half = MAX_ID_LENGTH // 2
-    return (
-        f"<td{_side(name)} "
-        f'title="{escaped(text)}">{escaped(text[: half - 1])}…{escaped(text[-half:])}</td>'
-    )
 
 
 def _plain(value: Any) -> Any:
