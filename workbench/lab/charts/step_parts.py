@@ -189,7 +189,9 @@ def step_time_spec(
     text = base.transform_filter("datum.text != null").mark_text(align="left", dx=5, fontSize=11)
     axis_end = (
         alt.Chart(chart_data.ROWS)
-        .transform_calculate(axis_end="datum.total * 1.3")
+        .transform_calculate(
+            axis_end="datum.total * (datum.text ? 1.2 + datum.text.length / 60 : 1)"
+        )
         .mark_point(opacity=0)
         .encode(x="axis_end:Q")
     )
