@@ -263,3 +263,26 @@ def test_plans_of_different_batches_are_compared_by_tokens() -> None:
         assert words in shown
     same = compare(plan(8), plan(8))
     assert words not in repr(same) and next(iter(same.figures())).title.startswith("Step time")
+
+
+@pytest.mark.parametrize(
+    ("changes", "labels"),
+    [
+        (({"strategy.data.zero": 1}, {"strategy.data.zero": 2}), ["zero 1", "zero 2"]),
+        (({}, {"training.micro_batch": 2}), ["micro_batch 1", "micro_batch 2"]),
+        (({}, {"name": "another"}), ["zero-1", "another"]),
+        (
+            ({}, {"strategy.tensor.size": 2}, {"training.micro_batch": 2}),
+            ["tensor 1, micro_batch 1", "tensor 2, micro_batch 1", "tensor 1, micro_batch 2"],
+        ),
+        (({}, {}), ["zero-1 (1)", "zero-1 (2)"]),
+    ],
+)
+def test_charts_call_plans_by_what_differs(
+    changes: tuple[dict[str, Any], ...], labels: list[str]
+) -> None:
+    figures = compare(*(sharded(**each) for each in changes)).figures()
+    bars = next(figure for figure in figures if figure.name == "parts").rows
+    assert list(dict.fromkeys(row["bar"] for row in bars)) == [f"estimated · {x}" for x in labels]
+    titles = [figure.title for figure in figures if "Peak memory by rank" in figure.title]
+    assert [title.split(":")[0] for title in titles] == labels

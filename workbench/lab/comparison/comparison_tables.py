@@ -28,7 +28,7 @@ TABLE_STYLE = """
   border-bottom: 1px solid rgba(128,128,128,.25); }
 .wb-table th { font-weight: 600; vertical-align: bottom; }
 .wb-table td { white-space: nowrap; }
-.wb-table .wb-name { text-align: left; white-space: normal; }
+.wb-table .wb-name { text-align: left; white-space: normal; min-width: 5em; }
 .wb-table .wb-id { text-align: left; white-space: normal; overflow-wrap: anywhere;
   min-width: 11em; }
 </style>
@@ -82,7 +82,7 @@ def differences_table(differences: dict[str, dict[str, Any]]) -> Table:
     names = list(next(iter(differences.values()), {}))
     columns: list[TableColumn] = [("field", "field", str)]
     columns += [(f"value {number}", name, str) for number, name in enumerate(names)]
-    rows = [[field, *map(_value, values.values())] for field, values in differences.items()]
+    rows = [[field, *map(plain_value, values.values())] for field, values in differences.items()]
     return (
         "Plan fields that differ",
         columns,
@@ -90,7 +90,7 @@ def differences_table(differences: dict[str, dict[str, Any]]) -> Table:
     )
 
 
-def _value(value: Any) -> str:
+def plain_value(value: Any) -> str:
     """A field's value as a plan file spells it."""
     return "–" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
