@@ -74,7 +74,7 @@ def pretrained(folder: Path, steps: int) -> Path:
             "checkpoint": {"every": steps},
         }
     )
-    for run in wb.list_runs(folder):
+    for run in wb.runs(folder):
         if run.state.phase == "finished" and (found := _checkpoint(run, steps)).exists():
             return found
     run = wb.run(plan, wait=True, root=folder)

@@ -33,6 +33,7 @@ from workbench.profile import Profile
 from workbench.runs.run import Run
 from workbench.runs.store.run_state import Cause, first_state, write_state
 from workbench.untrusted_text import visible
+from workbench.verbs import catalog
 
 
 @pytest.mark.parametrize(
@@ -191,9 +192,9 @@ TABLES = [
     lambda _: tables.verification_table(VERIFICATION),
     lambda _: tables.differences_table([(HOSTILE, HOSTILE, HOSTILE)], HOSTILE),
     lambda _: doctor._table([Finding(HOSTILE, False, HOSTILE, HOSTILE)]),
-    lambda _: tables.models_table([ROW | SIZES]),
-    lambda _: tables.gpus_table([ROW | SIZES | RATES]),
-    lambda _: tables.strategies_table([ROW | {"runnable": False}]),
+    lambda _: tables.listing_table(catalog.models_listing([ROW | SIZES])),
+    lambda _: tables.listing_table(catalog.gpus_listing([ROW | SIZES | RATES])),
+    lambda _: tables.listing_table(catalog.strategies_listing([ROW | {"runnable": False}])),
     lambda _: kernels.overview([ROW | KERNEL]),
     lambda _: notes(HOSTILE, HOSTILE, [KeyNote(HOSTILE, HOSTILE, HOSTILE)]),
     lambda _: validate._reasons({"reasons": {HOSTILE: 1}, "refused_by_planner": {HOSTILE: 1}}),
@@ -321,15 +322,15 @@ ORDINARY = [
     lambda _: tables.collectives_table(estimated()),
     lambda folder: tables.runs_table([listed_run(folder)]),
     lambda _: tables.verification_table(LONG_VERIFICATION),
-    lambda _: tables.models_table([COMMON | SIXTEEN]),
-    lambda _: tables.gpus_table([COMMON]),
+    lambda _: tables.listing_table(catalog.models_listing([COMMON | SIXTEEN])),
+    lambda _: tables.listing_table(catalog.gpus_listing([COMMON])),
     lambda _: tables.differences_table(
         [("strategy.pipeline.partition", [32], [20, 20, 21, 19])], "other.yaml"
     ),
     lambda _: doctor._table(
         [Finding("CUDA", None, "torch 2.13.0+cpu sees no GPU", "Install a build for CUDA.")]
     ),
-    lambda _: tables.strategies_table([COMMON]),
+    lambda _: tables.listing_table(catalog.strategies_listing([COMMON])),
     lambda _: kernels.overview([FUSED]),
     lambda _: kernels.compiled([FUSED], "3.6.0"),
     lambda _: kernels.speeds([FUSED]),
@@ -381,7 +382,7 @@ def test_a_word_that_no_screen_holds_loses_its_middle_and_is_not_broken(
 
 
 def test_what_is_left_out_is_named_and_only_where_it_must_be() -> None:
-    table = tables.gpus_table([COMMON])
+    table = tables.listing_table(catalog.gpus_listing([COMMON]))
     assert "left out" not in shown(table, 160) and "Rajbhandari" in shown(table, 160)
     assert "left out at 80 columns: source\n" in shown(table, 80) and "frontier-mi250x" in shown(
         table, 80

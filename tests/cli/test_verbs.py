@@ -4,12 +4,14 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import workbench as wb
+from workbench.cli.app import COMMANDS
 from workbench.errors import PlanError
 
 CONFIG = json.dumps(
@@ -30,6 +32,28 @@ sys.exit(f"loaded {loaded}" if loaded else 0)
 @pytest.mark.parametrize("name", wb.__all__)
 def test_names(name: str) -> None:
     assert getattr(wb, name) is not None and name in dir(wb)
+
+
+def test_what_completes_is_the_api_alone_and_has_the_names_of_the_shell() -> None:
+    assert set(dir(wb)) == set(wb.__all__)
+    in_python = {"plan": "Plan", "import": "import_config", "attach": "attach"}
+    beside = {"kernels", "doctor", "lab", "stop"}  # of a shell alone; a run has its own `stop`
+    for command in (name for family in COMMANDS.values() for name in family if name not in beside):
+        assert in_python.get(command, command.replace("-", "_")) in dir(wb)
+
+
+def test_verbs_stay_callable_beside_packages_of_their_names(tmp_path: Path) -> None:
+    for name in ("runs", "models"):
+        package = import_module(f"workbench.{name}")
+        assert getattr(wb, name) is package and package.__path__
+    assert wb.runs(tmp_path) == [] and {row["name"] for row in wb.models()} >= {"tiny"}
+
+
+@pytest.mark.parametrize("verb", [wb.gpus, wb.models, wb.strategies])
+def test_the_catalog_shows_itself(verb: Callable[[], Any]) -> None:
+    found = verb()
+    first = found[0]["name"]
+    assert first in repr(found) and f"<td>{first}</td>" in found._repr_html_()
 
 
 def test_planning_and_estimating_load_neither_torch_nor_widgets() -> None:

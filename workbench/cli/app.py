@@ -48,9 +48,9 @@ class Command(NamedTuple):
 
 COMMANDS: dict[str, dict[str, Command]] = {
     "Plan": {
-        "models": Command("catalog", "List models by name: shape, parameters, source."),
-        "gpus": Command("catalog", "List GPUs by name; `local` is what is attached here."),
-        "strategies": Command("catalog", "List strategies by name: source, whether it can run."),
+        "models": Command("catalog"),
+        "gpus": Command("catalog"),
+        "strategies": Command("catalog"),
         "kernels": Command("kernels", "List fused kernels: devices, resources, measured speed."),
         "plan": Command("plans", "Declare a plan, check it, show it, write it to a file."),
         "export": Command("plans"),
@@ -80,7 +80,7 @@ COMMANDS: dict[str, dict[str, Command]] = {
             "Follow a run to its end, from any shell.\n\nCtrl-C detaches, and the run goes on.",
         ),
         "stop": Command("runs", "Stop a run after its step, and wait until it is over."),
-        "runs": Command("runs", "List the runs of this machine, latest first."),
+        "runs": Command("runs"),
         "weights": Command("weights"),
     },
     "Models": {"generate": Command("weights"), "perplexity": Command("weights")},

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from workbench.profile import Profile
     from workbench.runs.run import Run
     from workbench.runs.store.run_state import Cause, State
+    from workbench.verbs.catalog import Listing
 
 ROUNDING_SECONDS = 1e-12
 """What a difference of two times leaves where there is nothing."""
@@ -71,52 +72,11 @@ def table(
     return built
 
 
-def models_table(rows: list[dict[str, Any]]) -> Grid:
-    """The models of the catalog."""
-    columns = (
-        "model",
-        "parameters",
-        "layers",
-        "hidden",
-        "heads",
-        "kv",
-        "vocab",
-        "positions",
-        "source",
-    )
-    built = table("Models", columns, columns[1:7], ("source", "positions"))
-    for row in rows:
-        numbers = [str(row[key]) for key in ("layers", "hidden", "heads", "kv_heads", "vocab")]
-        built.add_row(
-            row["name"], count_text(row["parameters"]), *numbers, row["positions"], row["source"]
-        )
-    return built
-
-
-def gpus_table(rows: list[dict[str, Any]]) -> Grid:
-    """The GPUs of the catalog."""
-    columns = ("GPU", "GiB", "GB/s", "16-bit TFLOP/s", "link GB/s", "W", "fabric", "source")
-    built = table("GPUs", columns, columns[1:6], ("source", "fabric"))
-    for row in rows:
-        peak = row["tflops"].get("bf16") or row["tflops"].get("fp16") or row["tflops"].get("fp32")
-        figures = (row["memory_gib"], row["bandwidth_gbs"], peak, row["link_gbs"])
-        built.add_row(
-            row["name"],
-            *(digits(f) for f in figures),
-            digits(row["watts"]) if row["watts"] else "–",
-            row["fabric"],
-            row["source"],
-        )
-    return built
-
-
-def strategies_table(rows: list[dict[str, Any]]) -> Grid:
-    """The presets, and which can run."""
-    built = table("Strategies", ("strategy", "runs", "title", "source"), optional=("source",))
-    for row in rows:
-        built.add_row(
-            row["name"], "yes" if row["runnable"] else "planned", row["title"], row["source"]
-        )
+def listing_table(found: Listing) -> Grid:
+    """Entries of the catalog."""
+    built = table(found.title, found.columns, found.figures, found.optional)
+    for cells in found.cells():
+        built.add_row(*cells)
     return built
 
 

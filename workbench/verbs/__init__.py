@@ -7,6 +7,7 @@ and no verb loads torch, which works in child processes.
 
 from __future__ import annotations
 
+from workbench.verbs.catalog import gpus, models, strategies
 from workbench.verbs.planning import (
     check_order,
     estimate,
@@ -22,10 +23,10 @@ from workbench.verbs.running import (
     attach,
     calibrate,
     compare,
-    list_runs,
     profile_layers,
     report,
     run,
+    runs,
     verify,
     watch,
     weights,
@@ -42,17 +43,20 @@ __all__ = [
     "explain",
     "export",
     "generate",
+    "gpus",
     "import_config",
-    "list_runs",
+    "models",
     "operators",
     "perplexity",
     "profile_layers",
     "rehearse",
     "report",
     "run",
+    "runs",
     "search",
     "search_methods",
     "states",
+    "strategies",
     "tokenize",
     "translate",
     "validate",

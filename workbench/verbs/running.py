@@ -84,7 +84,7 @@ def attach(folder: str | Path, *, root: str | Path | None = None) -> Run:
     return find_run(folder, root)
 
 
-def list_runs(root: str | Path | None = None) -> list[Run]:
+def runs(root: str | Path | None = None) -> list[Run]:
     """List the runs of this machine, latest first.
 
     Args:

@@ -96,7 +96,7 @@ def stop(
 
 
 def runs(root: Root = None, json: Json = False) -> None:
-    found = verbs.list_runs(root)
+    found = verbs.runs(root)
     emit(json, [_answer(one, one.state) for one in found], lambda: [tables.runs_table(found)])
 
 
