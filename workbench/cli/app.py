@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import typer
 from typer.core import TyperCommand, TyperGroup
+from typer.main import get_install_completion_arguments
 
 from workbench import verbs
 from workbench.errors import ChildError, PlanError, RunError
@@ -126,10 +127,20 @@ class LazyGroup(TyperGroup):
         """Names, in the order of the table."""
         return list(_BY_NAME)
 
+    def shell_complete(self, ctx: Any, incomplete: str) -> Any:
+        """Commands that begin so, with their help; none is imported for it."""
+        self.only_described = True
+        return super().shell_complete(ctx, incomplete)
+
+    only_described = False
+    """Whether commands are asked for to be listed, not to be called."""
+
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         """The command of that name, imported; None where there is none."""
         if cmd_name not in _BY_NAME:
             return None
+        if self.only_described:
+            return TyperCommand(cmd_name, help=help_text(cmd_name))
         module = import_module(f"workbench.cli.commands.{_BY_NAME[cmd_name].module}")
         single = typer.Typer(
             add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None
@@ -158,12 +169,21 @@ def _first_line(name: str) -> str:
     return help_text(name).partition("\n")[0].rstrip(".")
 
 
+def _completion_options() -> list[Any]:
+    """`--install-completion` and `--show-completion`, each described in one line."""
+    install, show = options = get_install_completion_arguments()
+    for one, text in ((install, "Complete words in this shell."), (show, "Print what that adds.")):
+        vars(one)["help"] = text
+    return list(options)
+
+
 app = LazyGroup(
     name="workbench",
     # Names alone, for "Did you mean"; `get_command` finds what they stand for.
     commands=dict.fromkeys(_BY_NAME),  # type: ignore[arg-type]
     help="Plan, estimate, rehearse, run and compare distributed training: one plan, three "
     "instruments.",
+    params=_completion_options(),
     no_args_is_help=True,
     rich_markup_mode=None,
 )

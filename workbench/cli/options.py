@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from workbench.cli import completion
 from workbench.errors import refuse
 from workbench.plan.plan_data import assignments
 from workbench.plan.schema import Plan, build_plan, written_fields
@@ -21,18 +22,35 @@ if TYPE_CHECKING:
     from workbench.cli.terminal import Grid
 
 PlanFile = Annotated[
-    Path | None, typer.Argument(metavar="[PLAN]", help="Plan file; or choose with the options.")
+    Path | None,
+    typer.Argument(
+        metavar="[PLAN]",
+        help="Plan file; or choose with the options.",
+        autocompletion=completion.plan_files,
+    ),
 ]
 Model = Annotated[
     str | None,
-    typer.Option("--model", help="Model of `workbench models`, a config.json or layers.csv."),
+    typer.Option(
+        "--model",
+        help="Model of `workbench models`, a config.json or layers.csv.",
+        autocompletion=completion.models,
+    ),
 ]
 Gpu = Annotated[
-    str | None, typer.Option("--gpu", help="GPU of `workbench gpus`; local: what is attached.")
+    str | None,
+    typer.Option(
+        "--gpu",
+        help="GPU of `workbench gpus`; local: what is attached.",
+        autocompletion=completion.gpus,
+    ),
 ]
 Gpus = Annotated[int | None, typer.Option("--gpus", help="GPUs, or CPU ranks, of the whole job.")]
 Strategy = Annotated[
-    str | None, typer.Option("--strategy", help="Preset of `workbench strategies`.")
+    str | None,
+    typer.Option(
+        "--strategy", help="Preset of `workbench strategies`.", autocompletion=completion.strategies
+    ),
 ]
 NoStrategy = Annotated[str | None, typer.Option("--strategy", hidden=True)]
 """Option of a command that searches the strategy: hidden, and refused with what to give instead."""

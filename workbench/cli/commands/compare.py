@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from workbench import verbs
+from workbench.cli import completion
 from workbench.cli.options import Json, Root, emit
 from workbench.cli.output_files import writable
 from workbench.cli.progress import Status, run_to_end
@@ -41,7 +42,11 @@ OPTIONAL = (
 def compare(
     these: Annotated[
         list[str],
-        typer.Argument(metavar="A B...", help="Plan files, run directories, names of runs."),
+        typer.Argument(
+            metavar="A B...",
+            help="Plan files, run directories, names of runs.",
+            autocompletion=completion.plans_and_runs,
+        ),
     ],
     html: Annotated[
         Path | None, typer.Option("--html", help="Also write a report that opens offline.")

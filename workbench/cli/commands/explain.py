@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from workbench import verbs
-from workbench.cli import tables
+from workbench.cli import completion, tables
 from workbench.cli.options import Json, Set, emit, planned
 from workbench.cli.terminal import Grid
 from workbench.errors import refuse
@@ -41,6 +41,7 @@ Subject = Annotated[
     typer.Argument(
         metavar="SUBJECT",
         help="A number of parameters (100e9, 1.4B), a model of `workbench models`, or a plan file.",
+        autocompletion=completion.models_and_plans,
     ),
 ]
 Sizes = Annotated[
@@ -48,7 +49,11 @@ Sizes = Annotated[
 ]
 Gpus = Annotated[
     list[str] | None,
-    typer.Option("--gpu", help="GPU of `workbench gpus` for a whole step; repeatable."),
+    typer.Option(
+        "--gpu",
+        help="GPU of `workbench gpus` for a whole step; repeatable.",
+        autocompletion=completion.gpus,
+    ),
 ]
 
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from workbench import verbs
-from workbench.cli import tables
+from workbench.cli import completion, tables
 from workbench.cli.options import AllowCode, Json, Root, emit, planned
 from workbench.cli.progress import STOP_SECONDS, Status, follow
 from workbench.cli.terminal import print_message
@@ -19,7 +19,12 @@ from workbench.runs.store.run_state import State
 from workbench.termination import exit_code
 
 RunName = Annotated[
-    str, typer.Argument(metavar="RUN", help="Run directory, or its name under the folder of runs.")
+    str,
+    typer.Argument(
+        metavar="RUN",
+        help="Run directory, or its name under the folder of runs.",
+        autocompletion=completion.runs,
+    ),
 ]
 
 
