@@ -26,8 +26,9 @@ from workbench.plan.catalog import catalog
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.schema import Plan
 from workbench.planner import estimate, memory_advice
+from workbench.planner.explain import why
 from workbench.planner.operator_plans import planned_workload
-from workbench.planner.plan_changes import larger_gpus
+from workbench.planner.plan_changes import larger_gpus, one_field_changes
 from workbench.profile import CATEGORIES, COLUMNS, MOMENTS, Profile
 
 
@@ -218,6 +219,49 @@ def test_advice_stays_on_the_gpus_of_the_plan_as_long_as_any_plan_fits_them(
     found = estimate(plan).notes["advice"]["changes"]
     assert {name.partition(".")[0] for name in found} <= fields and "cluster.gpu" not in found
     assert ("cluster.gpus" in found) == ("cluster" in fields)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "strategy", "set", "change"),
+    [
+        (64, "gpipe", {}, {"strategy.pipeline.schedule": "1f1b"}),
+        (
+            *(64, "gpipe", {"strategy.pipeline.size": 8, "training.micro_batch": 2}),
+            {"strategy.pipeline.schedule": "1f1b"},
+        ),
+        (
+            8,
+            "megatron-tp",
+            {
+                **{"strategy.tensor.size": 8, "training.sequence_length": 16384},
+                **{"training.micro_batch": 4, "training.global_batch": 8},
+            },
+            {"strategy.tensor.sequence": True},
+        ),
+        (
+            *(8, "zero-3", {"strategy.data.keep_gathered": True, "model": "llama-2-13b"}),
+            {"strategy.data.keep_gathered": False},
+        ),
+        (64, "hybrid-shard", {"strategy.data.shard": 2}, {"strategy.data.shard": "all"}),
+    ],
+)
+def test_a_setting_of_the_same_strategy_is_the_smallest_change(
+    gpus: int, strategy: str, set: dict[str, Any], change: dict[str, Any]
+) -> None:
+    more = {"training.micro_batch": 2} if "model" in set else {}
+    plan = Plan.of(
+        "llama-3-8b", gpu="h100-sxm-80gb", gpus=gpus, strategy=strategy, set={**set, **more}
+    )
+    assert estimate(plan).notes["advice"]["changes"] == change
+    fixes = why(plan).fixes
+    whole = ["strategy.preset" in one.changes for one in fixes if "cluster" not in str(one.changes)]
+    assert change in [one.changes for one in fixes] and whole == sorted(whole)
+
+
+def test_fewer_chunks_are_offered_where_they_hold_fewer_activations() -> None:
+    full = Plan.of("llama-3-8b", gpu="h100-sxm-80gb", gpus=64, strategy="interleaved").resolve()
+    first = one_field_changes(full)[0]
+    assert first == {"strategy.pipeline.schedule": "1f1b", "strategy.pipeline.chunks": 1}
 
 
 @pytest.mark.parametrize(

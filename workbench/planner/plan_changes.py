@@ -13,6 +13,8 @@ from workbench.machine import gpu_catalog
 from workbench.machine.hardware import GPU
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.schema import Plan
+from workbench.schedules.closed_forms import in_flight
+from workbench.schedules.generators import SCHEDULES
 
 Change = dict[str, Any]
 """Field -> value, as `Plan.replace` takes it."""
@@ -33,15 +35,20 @@ PRESETS = ("zero-3", "megatron-3d", "zero-infinity")
 
 
 def one_field_changes(full: Plan) -> list[Change]:
-    """Changes of one field on the same GPUs.
+    """Changes of one field on the same GPUs, and a schedule with the chunks that it takes.
 
-    In order: smaller micro-batch, more recomputation, a higher ZeRO stage, more offloading, linears
-    in tiles, more tensor or pipeline ranks, a preset.
+    In order: settings of the same strategy (a schedule with fewer microbatches in flight, sequence
+    parallelism, nothing kept gathered, a wider shard group), a smaller micro-batch, more
+    recomputation, a higher ZeRO stage, more offloading, linears in tiles, more tensor or pipeline
+    ranks, and last a preset.
     """
     s = full.strategy
-    changes: list[Change] = [
-        {"training.micro_batch": size} for size in _halves(full.training.micro_batch)
-    ]
+    changes = [*_thriftier_schedules(full)]
+    if s.tensor.ranks > 1 and s.tensor.algorithm == "1d" and not s.tensor.sequence:
+        changes.append({"strategy.tensor.sequence": True})
+    changes += [{"strategy.data.keep_gathered": False}] if s.data.keep_gathered else []
+    changes += [{"strategy.data.shard": "all"}] if s.data.zero and s.data.shard != "all" else []
+    changes += ({"training.micro_batch": size} for size in _halves(full.training.micro_batch))
     if isinstance(s.recompute, str):
         changes += ({"strategy.recompute": kind} for kind in _further(RECOMPUTE_KINDS, s.recompute))
     changes += ({"strategy.data.zero": zero} for zero in range(s.data.zero + 1, 4))
@@ -54,6 +61,32 @@ def one_field_changes(full: Plan) -> list[Change]:
         sizes = (now * 2**n for n in range(1, MAX_DOUBLINGS + 1))
         changes += ({field: size} for size in sizes if size <= full.world_size)
     return changes + [{"strategy.preset": name} for name in PRESETS if name != s.preset]
+
+
+def _thriftier_schedules(full: Plan) -> Iterator[Change]:
+    """Schedules on the same ranks, of as many chunks or of one, with the least activations in
+    flight, where that is fewer than the plan's own schedule has.
+    """
+    p, microbatches = full.strategy.pipeline, full.num_microbatches
+    if p.size == 1 or p.schedule not in SCHEDULES or p.replicas or p.in_flight:
+        return
+
+    def held(name: str, chunks: int) -> float:
+        """Microbatches of a rank's layers, on the rank with the most."""
+        most = max(in_flight(name, rank, p.size, microbatches, chunks) for rank in range(p.size))
+        return most / chunks
+
+    found = {
+        (name, chunks): held(name, chunks)
+        for name, one in SCHEDULES.items()
+        for chunks in dict.fromkeys((p.chunks, 1))
+        if one.min_chunks <= chunks <= (one.max_chunks or chunks)
+        and one.takes_microbatches(p.size, microbatches)
+    }
+    for (name, chunks), size in found.items():
+        if size == min(found.values()) < held(p.schedule, p.chunks):
+            more = {"strategy.pipeline.chunks": chunks} if chunks != p.chunks else {}
+            yield {"strategy.pipeline.schedule": name, **more}
 
 
 def combined_changes(full: Plan) -> Iterator[Change]:

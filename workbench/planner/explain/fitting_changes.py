@@ -27,7 +27,8 @@ def changes_that_fit(subject: ExplainedPlan) -> list[ChangeEffect]:
     """At most six changes that fit, the smallest of each kind; empty where the plan fits.
 
     One field where one is enough on the same GPUs, else several; then more GPUs, then another. On
-    the same GPUs those that keep a plan runnable that is so come first, then the fastest.
+    the same GPUs those that keep a plan runnable that is so come first, then those that keep its
+    strategy, then the fastest.
     """
     if subject.figures.fits:
         return []
@@ -64,14 +65,15 @@ def _fits(subject: ExplainedPlan, change: Change) -> bool:
 def _pairs(own: list[Change]) -> Iterator[Change]:
     """Two fields at once, neither a whole strategy; smallest steps first."""
     single = [change for change in own if "strategy.preset" not in change]
-    yield from (a | b for a, b in combinations(single, 2) if a.keys() != b.keys())
+    yield from (a | b for a, b in combinations(single, 2) if a.keys().isdisjoint(b))
 
 
 def _ranked(subject: ExplainedPlan, changes: list[Change]) -> list[ChangeEffect]:
-    effects = [effect for change in changes if (effect := _effect(subject, change))]
-    return sorted(
-        effects, key=lambda e: (not _runs(subject, e), -e.after.tokens_per_second / e.after.gpus)
-    )
+    def rank(e: ChangeEffect) -> tuple[bool, bool, float]:
+        other = "strategy.preset" in e.changes
+        return not _runs(subject, e), other, -e.after.tokens_per_second / e.after.gpus
+
+    return sorted((e for change in changes if (e := _effect(subject, change))), key=rank)
 
 
 def _effect(subject: ExplainedPlan, change: Change) -> ChangeEffect | None:
