@@ -113,6 +113,15 @@ def percent_text(share: float) -> str:
     return f"{100 * share:.0f} %" if abs(share) >= 0.0995 else f"{100 * share:.1f} %"
 
 
+def risk_text(probability: float) -> str:
+    """Probability of running out of memory: 0.0123 -> '1.2 %', 0.0004 -> '< 0.1 %', 0.9996 -> '>
+    99.9 %'.
+    """
+    if probability < 0.001:
+        return "< 0.1 %"
+    return percent_text(probability) if probability <= 0.999 else "> 99.9 %"
+
+
 def share_of_text(share: float) -> str:
     """A share as it stands before its whole: 0.1234 -> '12 % of', 4.93 -> '4.9 times'."""
     return f"{percent_text(share)} of" if share < 2 else f"{share:,.1f} times"

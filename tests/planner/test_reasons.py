@@ -6,16 +6,20 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from workbench.errors import PlanError
 from workbench.plan.rank_placement import leaves_node
 from workbench.plan.schema import Plan
 from workbench.planner import estimate
 from workbench.planner.explain import ChangeEffect, explain, neighbours, sensitivity, why
 from workbench.planner.explain.bottlenecks import find_bottleneck
+from workbench.planner.explain.explanation import EFFECT_HEADS, effect_cells
 from workbench.planner.explain.plan_figures import plan_figures
+from workbench.planner.search.search_space import search_space
 
 CARD = "h100-sxm-80gb"
 
@@ -118,6 +122,30 @@ def test_fixes_on_the_same_cards_come_first_and_the_fastest_of_them_leads(unfit:
     same = [fix for fix in fixes if not {"cluster.gpu", "cluster.gpus"} & set(fix.changes)]
     assert len(same) > 1 and list(fixes[: len(same)]) == same
     assert len({tuple(fix.changes) for fix in fixes}) == len(fixes)
+
+
+@pytest.mark.parametrize("risk", [0.001, 0.05, 0.3])
+def test_what_fits_is_what_a_search_with_that_risk_would_offer(risk: float) -> None:
+    plan = on("llama-3-8b", 64, "zero-3", **{"training.micro_batch": 4})
+    most = replace(search_space(plan), risk=risk).largest_peak_bytes
+    found = explain(plan, risk=risk)
+    for effect in (*found.sensitivity, *found.neighbours):
+        host = not effect.after.exceeds_host
+        assert effect.after.fits == (effect.after.peak_bytes <= most and host), effect.name
+        assert effect.to_json()["probability_of_running_out"] == effect.after.runs_out
+    zero = named(found.neighbours, "ZeRO 3 → 2")
+    cells = dict(zip(EFFECT_HEADS, effect_cells(zero)))
+    assert cells["OOM risk"] == "10 %" and cells["fits"] == ("yes" if risk == 0.3 else "at risk")
+    with pytest.raises(PlanError, match=r"--risk: is 1\.5; legal: a probability"):
+        explain(plan, risk=1.5)
+
+
+def test_a_plan_at_risk_is_told_what_fits_within_it() -> None:
+    plan = on("llama-3-8b", 64, "zero-2", **{"training.micro_batch": 4})
+    near = explain(plan)
+    assert not near.figures.fits and "out-of-memory risk 10 %" in near.sentences[0]
+    assert near.reasons.fixes and all(fix.after.fits for fix in near.reasons.fixes)
+    assert explain(plan, risk=0.2).figures.fits
 
 
 # ---- what changes it -----------------------------------------------------------------------------

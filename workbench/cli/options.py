@@ -59,6 +59,9 @@ Set = Annotated[
     typer.Option("--set", metavar="KEY=VALUE", help="Any field by dotted path; may be repeated."),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document, for machines.")]
+Risk = Annotated[
+    float, typer.Option("--risk", help="Largest probability of running out of memory.")
+]
 AllowCode = Annotated[
     bool,
     typer.Option(

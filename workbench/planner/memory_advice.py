@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from workbench.costmodel.memory.live_sets.stage_phases import total_bytes
 from workbench.costmodel.memory.peak_memory import PeakMemory, peak_memory
+from workbench.costmodel.memory.reported_memory import probability_of_running_out
 from workbench.errors import PlanError
 from workbench.machine.hardware import GPU
 from workbench.plan.operators.traced.traced_json import TracedModel
@@ -41,6 +42,8 @@ class PlannedMemory(NamedTuple):
     """In host memory."""
     host_capacity_bytes: int | None
     """A rank's share of its node's host memory; None: not known."""
+    runs_out: float
+    """Probability that the GPU runs out of memory; of a layer profile whether it does."""
 
     @property
     def exceeds_host(self) -> bool:
@@ -59,7 +62,8 @@ def planned_memory(full: ResolvedPlan, model: TracedModel | None = None) -> Plan
     """
     if full.profiled:
         capacity = int(full.gpu.memory_gib * GIB)
-        return PlannedMemory(round(max(planned_stages(full).peak_bytes)), capacity, 0, None)
+        peak = round(max(planned_stages(full).peak_bytes))
+        return PlannedMemory(peak, capacity, 0, None, float(peak > capacity))
     shaped, traced = with_traced(full, model)
     here, constants = with_calibration(shaped)
     return beside_capacity(peak_memory(planned_workload(here, traced=traced), constants), full)
@@ -70,7 +74,9 @@ def beside_capacity(found: PeakMemory, full: ResolvedPlan) -> PlannedMemory:
     peak, host = (
         round(float(each.max())) for each in (found.peak, total_bytes(found.beyond.get("host", {})))
     )
-    return PlannedMemory(peak, int(full.gpu.memory_gib * GIB), host, full.host_capacity_bytes)
+    capacity, stack = int(full.gpu.memory_gib * GIB), full.strategy.stack
+    runs_out = probability_of_running_out(peak, capacity, stack)
+    return PlannedMemory(peak, capacity, host, full.host_capacity_bytes, runs_out)
 
 
 def plan_peak_bytes(full: ResolvedPlan, model: TracedModel | None = None) -> int:

@@ -21,11 +21,19 @@ OPERATORS: dict[str, Callable[[Any, Any], Any]] = {
     ">": operator.gt,
     "=": operator.eq,
 }
+USUAL_RISK = 0.05
+"""Largest probability of running out of memory of what is said to fit, where none is asked."""
 BOUND_OPERATORS = ("<=", ">=", "<", ">")
 """Operators that only numbers have."""
 MAX_LENGTH = 1000
 """Characters of a condition: a list of a hundred values fits."""
 CONDITION_PATTERN = re.compile(r"\s*([a-z_.0-9]+)\s*(<=|>=|==|!=|<|>|=|\bin\b)\s*(.+?)\s*")
+
+
+def check_risk(risk: float) -> None:
+    """Refuse what is no probability. Raises `PlanError`."""
+    if not 0 < risk < 1:
+        raise refuse("--risk", f"is {risk:g}; legal: a probability above 0 and below 1, e.g. 0.05")
 
 
 @dataclass(frozen=True)

@@ -76,6 +76,7 @@ def explain(
     *,
     tokens: float | None = None,
     price: float | None = None,
+    risk: float = 0.05,
     without_each: bool = False,
     rehearse_seconds: float | None = None,
     placements: bool = False,
@@ -89,6 +90,7 @@ def explain(
         plan: A plan, or the path of a plan file.
         tokens: Tokens to train on; default 20 a parameter.
         price: USD an hour of one GPU; default its list price.
+        risk: Largest probability of running out of memory of what is said to fit.
         without_each: Also memory without each dimension of the parallelism (tensor, context,
             pipeline, expert and data parallelism, sharding, offload, recomputation), one by one.
         rehearse_seconds: Rehearse each of those too, on the rank with the most memory, for so
@@ -112,6 +114,7 @@ def explain(
         written,
         tokens,
         price,
+        risk=risk,
         without=without_each or rehearsed is not None,
         placements=placements,
         rehearse=rehearsed,

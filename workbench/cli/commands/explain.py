@@ -11,7 +11,7 @@ import typer
 
 from workbench import verbs
 from workbench.cli import completion, tables
-from workbench.cli.options import Json, Set, emit, planned
+from workbench.cli.options import Json, Risk, Set, emit, planned
 from workbench.cli.terminal import Grid
 from workbench.errors import refuse
 from workbench.plan.plan_data import assignments
@@ -62,6 +62,7 @@ def explain(
     plan: Plan,
     tokens: Tokens = None,
     price: Price = None,
+    risk: Risk = 0.05,
     without_each: Annotated[
         bool,
         typer.Option(
@@ -89,6 +90,7 @@ def explain(
         plan,  # not complete: rules must be free to follow a fix
         tokens=tokens,
         price=price,
+        risk=risk,
         without_each=without_each,
         rehearse_seconds=rehearse,
         placements=placements,

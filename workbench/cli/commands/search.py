@@ -12,7 +12,7 @@ import typer
 
 from workbench import verbs
 from workbench.cli import tables
-from workbench.cli.options import Json, emit, plan_without_strategy
+from workbench.cli.options import Json, Risk, emit, plan_without_strategy
 from workbench.cli.output_files import write_whole
 from workbench.cli.progress import LINE_SECONDS, Status
 from workbench.cli.terminal import Grid
@@ -47,9 +47,6 @@ Deadline = Annotated[
 ]
 Tokens = Annotated[
     float | None, typer.Option("--tokens", help="Tokens to train, for days, cost and --deadline.")
-]
-Risk = Annotated[
-    float, typer.Option("--risk", help="Largest probability of running out of memory.")
 ]
 Methods = Annotated[
     bool,

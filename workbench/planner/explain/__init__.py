@@ -18,6 +18,7 @@ from workbench.planner.explain.plan_figures import (
 )
 from workbench.planner.explain.without_each import Rehearse, without_each
 from workbench.planner.framework_limits import broken_limits
+from workbench.planner.plan_conditions import USUAL_RISK
 from workbench.planner.training_cost import training_cost
 
 __all__ = [
@@ -58,6 +59,7 @@ def explain(
     tokens: float | None = None,
     price: float | None = None,
     *,
+    risk: float = USUAL_RISK,
     without: bool = False,
     placements: bool = False,
     rehearse: Rehearse | None = None,
@@ -65,11 +67,12 @@ def explain(
     """Cost to `tokens` (default 20 a parameter) at `price` USD an hour and GPU (default the GPU's
     own), and reasons.
 
-    Well under a second. `without` adds the plan without each of its dimensions, which `rehearse`
+    Well under a second. What fits, runs out of memory with a probability of at most `risk`, as in
+    a search. `without` adds the plan without each of its dimensions, which `rehearse`
     rehearses too; `placements` the orders of its axes. Raises `PlanError` for an illegal plan or
     number.
     """
-    asked = explained_plan(plan)
+    asked = explained_plan(plan, risk=risk)
     cost = training_cost(asked.resolved, asked.profile, tokens, price)
     return Explanation(
         asked.resolved.name,

@@ -13,7 +13,7 @@ from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.planner.calibrated_plan import with_calibration
 from workbench.planner.explain.plan_figures import device_bytes_by_rank
 from workbench.profile import Profile
-from workbench.units import duration_text, gib_text, percent_text, share_of_text
+from workbench.units import duration_text, gib_text, percent_text, risk_text, share_of_text
 
 HIGH_MEMORY_SHARE = 0.9
 """Share of the GPU above which an allocator begins to retry."""
@@ -78,11 +78,12 @@ def memory_sentence(full: ResolvedPlan, profile: Profile) -> str:
         if peak <= capacity
         else f"{gib_text(peak - capacity)} too much"
     )
-    near = (
-        ", so near the limit that the allocator may retry"
-        if HIGH_MEMORY_SHARE * capacity < peak <= capacity
-        else ""
-    )
+    near = ""
+    if HIGH_MEMORY_SHARE * capacity < peak <= capacity:
+        near = ", so near the limit that the allocator may retry"
+        if required := profile.notes.get("memory"):  # not of a layer profile
+            risk = risk_text(required["probability_of_running_out"])
+            near += f", out-of-memory risk {risk}"
     return (
         f"Memory: {where} peaks at {gib_text(peak)} {_moment_of_peak(profile, rank, peak)}, "
         f"{share_of_text(peak / capacity)} "

@@ -21,6 +21,7 @@ from workbench.units import (
     gib_text,
     interval_text,
     quantity_text,
+    risk_text,
     seconds_text,
     signed_text,
 )
@@ -28,7 +29,10 @@ from workbench.untrusted_text import escaped
 
 ROUNDING = 1e-9
 """Relative difference of two estimates that comes of arithmetic alone."""
-EFFECT_HEADS = ("change", "step time", "Δ step time", "tokens/s", "peak memory", "Δ memory", "fits")
+EFFECT_HEADS = (
+    *("change", "step time", "Δ step time", "tokens/s", "peak memory", "Δ memory"),
+    *("OOM risk", "fits"),
+)
 
 
 @dataclass(frozen=True)
@@ -125,6 +129,7 @@ class Explanation:
             "peak_bytes": f.peak_bytes,
             "capacity_bytes": f.capacity_bytes,
             "fits": f.fits,
+            "probability_of_running_out": f.runs_out,
             "gpus": f.gpus,
             "cost": self.cost.to_json(),
             "reasons": self.reasons.to_json(),
@@ -188,7 +193,8 @@ def effect_cells(effect: ChangeEffect) -> tuple[str, ...]:
         ),
         gib_text(effect.after.peak_bytes),
         signed_text(effect.peak_change, gib_text(abs(effect.peak_change))),
-        "yes" if effect.after.fits else "NO",
+        risk_text(effect.after.runs_out),
+        effect.after.fit_word,
     )
 
 

@@ -57,7 +57,9 @@ def _first_fitting(
 def _fits(subject: ExplainedPlan, change: Change) -> bool:
     try:
         full = subject.plan.replace(**change).resolve()
-        return planned_memory(full).fits and stays_possible(subject.resolved, full)
+        memory = planned_memory(full)
+        within = memory.fits and memory.runs_out <= subject.figures.risk
+        return within and stays_possible(subject.resolved, full)
     except PlanError:
         return False
 
@@ -82,9 +84,8 @@ def _effect(subject: ExplainedPlan, change: Change) -> ChangeEffect | None:
         f"{field.removeprefix('strategy.')} → {value}" for field, value in change.items()
     )
     try:
-        return ChangeEffect(
-            name, change, subject.figures, plan_figures(subject.plan.replace(**change).resolve())
-        )
+        after = plan_figures(subject.plan.replace(**change).resolve(), subject.figures.risk)
+        return ChangeEffect(name, change, subject.figures, after)
     except PlanError:
         return None
 

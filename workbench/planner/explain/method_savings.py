@@ -80,7 +80,7 @@ def method_savings(asked: ExplainedPlan) -> MethodSavings | None:
         return None
     try:
         full = method_plan(asked.plan.replace(**asked.pinned_fields), FULL).resolve()
-        other = _method_figures(full, plan_figures(full))
+        other = _method_figures(full, plan_figures(full, asked.figures.risk))
     except PlanError:
         return None
     own = _method_figures(asked.resolved, asked.figures)

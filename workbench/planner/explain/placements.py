@@ -78,7 +78,7 @@ def _placed(subject: ExplainedPlan) -> Iterator[PlacedPlan]:
 
 def _with(subject: ExplainedPlan, change: Change, shard: int | None) -> PlacedPlan:
     full = subject.plan.replace(**change).resolve()
-    return PlacedPlan(placement_of(full), shard, change, plan_figures(full))
+    return PlacedPlan(placement_of(full), shard, change, plan_figures(full, subject.figures.risk))
 
 
 def shard_within_rack(full: ResolvedPlan, order: tuple[str, ...]) -> int | None:

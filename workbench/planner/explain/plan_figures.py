@@ -18,6 +18,7 @@ from workbench.planner.framework_limits import stays_possible
 from workbench.planner.memory_advice import beside_capacity
 from workbench.planner.operator_plans.planned_workload import planned_workload
 from workbench.planner.plan_changes import Change
+from workbench.planner.plan_conditions import USUAL_RISK, check_risk
 from workbench.profile import Profile
 
 
@@ -34,13 +35,24 @@ class PlanFigures:
     gpus: int
     exceeds_host: bool
     """Whether a rank offloads more than its share of the host's memory."""
+    runs_out: float
+    """Probability that a GPU runs out of memory."""
+    risk: float = USUAL_RISK
+    """Largest such probability of a plan that fits."""
 
     @property
     def fits(self) -> bool:
-        """Whether the peak memory (max rank) is within what the GPU has, and the host holds the
-        rest.
+        """Whether a GPU holds the peak (max rank) within the risk, and the host the rest, as a
+        search asks.
         """
-        return self.peak_bytes <= self.capacity_bytes and not self.exceeds_host
+        return self.runs_out <= self.risk and self.fit_word != "NO"
+
+    @property
+    def fit_word(self) -> str:
+        """The same for people, who are told a peak that a GPU holds, but not within the risk."""
+        if self.peak_bytes > self.capacity_bytes or self.exceeds_host:
+            return "NO"
+        return "yes" if self.runs_out <= self.risk else "at risk"
 
     @property
     def tokens_per_second(self) -> float:
@@ -79,6 +91,7 @@ class ChangeEffect:
             "changes": self.changes,
             "gpus": self.after.gpus,
             "fits": self.after.fits,
+            "probability_of_running_out": self.after.runs_out,
             "step_seconds": self.after.seconds,
             "seconds_change": self.seconds_change,
             "seconds_relative": self.after.seconds / self.before.seconds - 1,
@@ -111,7 +124,9 @@ class ExplainedPlan:
             changed = self.plan.replace(**changes).resolve()
             if not stays_possible(self.resolved, changed):
                 return None
-            return ChangeEffect(name, changes, self.figures, plan_figures(changed))
+            return ChangeEffect(
+                name, changes, self.figures, plan_figures(changed, self.figures.risk)
+            )
         except PlanError:
             return None
 
@@ -129,27 +144,31 @@ class ExplainedPlan:
         changes = {} if self.resolved.cluster.calibration else {**self.pinned_fields, **written}
         if changes:  # what a multiprocessor's rate decides
             constants = with_calibration(faster)[1]
-        return ChangeEffect(name, changes, self.figures, _calibrated_figures(faster, constants))
+        return ChangeEffect(
+            name, changes, self.figures, _calibrated_figures(faster, constants, self.figures.risk)
+        )
 
 
-def explained_plan(plan: Plan, profile: Profile | None = None) -> ExplainedPlan:
+def explained_plan(
+    plan: Plan, profile: Profile | None = None, risk: float = USUAL_RISK
+) -> ExplainedPlan:
     """The subject of questions about `plan`; `profile` is its estimate where there is one. Raises
     `PlanError`.
     """
+    check_risk(risk)
     full = plan.resolve()
-    return ExplainedPlan(
-        plan, full, profile or estimate(plan), plan_figures(full), _pinned_fields(plan, full)
-    )
+    figures = plan_figures(full, risk)
+    return ExplainedPlan(plan, full, profile or estimate(plan), figures, _pinned_fields(plan, full))
 
 
-def plan_figures(full: ResolvedPlan) -> PlanFigures:
+def plan_figures(full: ResolvedPlan, risk: float = USUAL_RISK) -> PlanFigures:
     """The estimate of a complete plan in short, without its frames and advice. Raises
     `PlanError`.
     """
-    return _calibrated_figures(*with_calibration(full))
+    return _calibrated_figures(*with_calibration(full), risk)
 
 
-def _calibrated_figures(full: ResolvedPlan, constants: Constants) -> PlanFigures:
+def _calibrated_figures(full: ResolvedPlan, constants: Constants, risk: float) -> PlanFigures:
     w = planned_workload(full)
     memory = beside_capacity(peak_memory(w, constants), full)
     return PlanFigures(
@@ -159,6 +178,8 @@ def _calibrated_figures(full: ResolvedPlan, constants: Constants) -> PlanFigures
         capacity_bytes=memory.capacity_bytes,
         gpus=full.world_size,
         exceeds_host=memory.exceeds_host,
+        runs_out=memory.runs_out,
+        risk=risk,
     )
 
 

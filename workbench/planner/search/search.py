@@ -15,7 +15,7 @@ from workbench.plan.model.layer_profile_file import profiled_model
 from workbench.plan.rules.supported import estimated_only
 from workbench.plan.schema import Plan
 from workbench.planner.assumed_hardware import assumed_hardware
-from workbench.planner.plan_conditions import Condition
+from workbench.planner.plan_conditions import Condition, check_risk
 from workbench.planner.profiled_models.measured_on import measured_on
 from workbench.planner.search.constraints import check_bounds, parse_constraint
 from workbench.planner.search.joint.joint_search import JointFound, search_joint
@@ -213,8 +213,7 @@ def check_options(
     ):
         if value is not None and value not in known:
             raise refuse(option, f"is '{value}'; legal: {', '.join(known)}")
-    if not 0 < risk < 1:
-        raise refuse("--risk", f"is {risk:g}; legal: a probability above 0 and below 1, e.g. 0.05")
+    check_risk(risk)
     if not 1 <= top <= 1000:
         raise refuse("--top", f"is {top}; legal: 1 to 1000")
     for name, number in (("--deadline", deadline), ("--tokens", tokens)):

@@ -23,6 +23,7 @@ from workbench.plan.rules.task import four_bit_rules
 from workbench.plan.schema import AXES, Plan, Strategy
 from workbench.planner.calibrated_plan import with_calibration
 from workbench.planner.plan_changes import TILE_FACTORS
+from workbench.planner.plan_conditions import USUAL_RISK
 from workbench.schedules.generators import SCHEDULES
 from workbench.units import GIB
 
@@ -113,7 +114,7 @@ class SearchSpace:
     bucket_mib: tuple[float, ...]
     gradient: tuple[str, ...]
     """Dtypes of gradients."""
-    risk: float = 0.05
+    risk: float = USUAL_RISK
     """Largest probability of running out of memory that a candidate may have."""
 
     @property
