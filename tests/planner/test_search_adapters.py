@@ -34,10 +34,10 @@ def tuned(model: str, gpus: int, **task: Any) -> Plan:
 
 def test_a_plan_that_cannot_be_run_is_said() -> None:
     plan = tuned("llama-3.2-1b", 2, method="lora")
-    assert search(plan, top=1).notes == ()
+    assert search(plan, top=1).every_note == []
     fp8 = plan.replace(**{"strategy.precision": "fp8"})
     words = "is estimated only, for this version cannot run it: finetune.lora: is set, beside"
-    (note,) = search(fp8, top=1).notes
+    (note,) = search(fp8, top=1).every_note
     assert note.startswith(f"the first plan {words}")
     assert f"LoRA rank 8: the plan of lowest cost {words}" in repr(search_methods(fp8))
     assert "cannot run" not in repr(search_methods(plan))

@@ -167,8 +167,9 @@ def search(
 ) -> SearchResult:
     """Search the best strategies for a model on given GPUs.
 
-    Every legal plan of a space is estimated, and ranked by time, cost, energy or GPUs. Model, GPUs
-    and batch are those of the plan; its own strategy does not matter.
+    Every legal plan of a space is estimated, and ranked by time, cost, energy or GPUs; within the
+    interval of the best the simplest comes first. Model, GPUs and batch are those of the plan; its
+    own strategy does not matter.
 
     Args:
         plan: A plan, or the path of a plan file.
@@ -188,20 +189,22 @@ def search(
         PlanError: An argument means nothing; a search that finds nothing is no error.
     """
     from workbench.planner.search import search
+    from workbench.planner.search.results.presented_result import LOOKED_AT, presented
 
     written = given_plan(plan)
     base_notes(written, any_strategy=True)
-    return search(
+    found = search(
         written,
         objective,
         space=space,
-        top=top,
+        top=max(top, LOOKED_AT) if top > 0 else top,
         where=where,
         deadline_days=deadline_days,
         tokens=tokens,
         risk=risk,
         progress=progress,
     )
+    return presented(found, top, kernels_tried=space == "vast")
 
 
 def search_methods(

@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterator
 
 from workbench.errors import PlanError
+from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.rules.strategy.kernel_rules import OWN_KERNELS
 from workbench.plan.schema import Plan
 from workbench.planner.calibrated_plan import with_calibration
@@ -48,16 +49,24 @@ def _hardware_effects(subject: ExplainedPlan) -> Iterator[ChangeEffect]:
 def _plan_changes(subject: ExplainedPlan) -> Iterator[NamedChange]:
     full = subject.resolved
     yield from _more_gpus(subject)
-    yield from (
-        (f"{kind} kernels", {KERNELS_FIELD: kind})
-        for kind in OWN_KERNELS
-        if kind != full.strategy.kernels
-    )
+    yield from _other_kernels(full)
     yield "twice the sequence", {"training.sequence_length": 2 * full.training.sequence_length}
     size = full.training.micro_batch
     if size % 2 == 0:
         yield "half the micro-batch", {"training.micro_batch": size // 2}
     yield "twice the micro-batch", {"training.micro_batch": 2 * size}
+
+
+def _other_kernels(full: ResolvedPlan) -> Iterator[NamedChange]:
+    for kind in OWN_KERNELS:
+        if kind != full.strategy.kernels:
+            yield f"{kind} kernels", {KERNELS_FIELD: kind}
+
+
+def kernel_effects(subject: ExplainedPlan) -> list[ChangeEffect]:
+    """The effects of other kernels alone."""
+    named = _other_kernels(subject.resolved)
+    return [e for name, change in named if (e := subject.effect(name, change))]
 
 
 def _more_gpus(subject: ExplainedPlan) -> Iterator[NamedChange]:

@@ -12,7 +12,6 @@ from functools import partial
 from workbench.errors import PlanError, Problem, refuse
 from workbench.fields.bounds import TRAINED, hold
 from workbench.plan.model.layer_profile_file import profiled_model
-from workbench.plan.rules.supported import estimated_only
 from workbench.plan.schema import Plan
 from workbench.planner.assumed_hardware import assumed_hardware
 from workbench.planner.plan_conditions import Condition, check_risk
@@ -30,7 +29,7 @@ from workbench.planner.search.results.empty_search import (
     why_no_stages_fit,
     why_none_fits,
 )
-from workbench.planner.search.results.search_result import Candidate, SearchResult
+from workbench.planner.search.results.search_result import SearchResult
 from workbench.planner.search.search_space import SPACES, SearchSpace, neutral_plan, search_space
 from workbench.planner.search.space_scan import scan_space
 from workbench.planner.search.unequal.unequal_search import (
@@ -106,16 +105,7 @@ def search(
         gpus=plan.cluster.gpus,
         assumed=assumed_hardware(whole.base),
         layer_times=measured_on(whole.base),
-        notes=(*found.notes, *_not_runnable(best)),
     )
-
-
-def _not_runnable(best: Sequence[Candidate]) -> list[str]:
-    """That the first plan cannot be run, where a layer profile does not say so of every plan."""
-    if not best or best[0].resolved is None or best[0].resolved.profiled:
-        return []
-    why = estimated_only(best[0].resolved)
-    return [f"the first plan {why}"] if why else []
 
 
 def _space_of_model(plan: Plan, space: str | None) -> str:

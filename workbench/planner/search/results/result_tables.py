@@ -69,7 +69,9 @@ def search_text(found: SearchResult) -> str:
     why = [f"the first plan: {found.top[0].reason}"] if found.top and found.top[0].reason else []
     lines = [f"{less}{_searched(found)}", *why, *published_lines(found)]
     times = found.layer_times and f"layer times: {found.layer_times}"
-    return "\n".join([*lines, *found.notes, *filter(None, (times, found.assumed, found.empty))])
+    return "\n".join(
+        [*lines, *found.every_note, *filter(None, (times, found.assumed, found.empty))]
+    )
 
 
 def _searched(found: SearchResult) -> str:
@@ -164,6 +166,7 @@ def baseline_row(one: PlannerFigures) -> tuple[str, ...]:
 def candidate_cells(one: Candidate) -> tuple[str, ...]:
     """One row under `CANDIDATE_HEADS`."""
     rate, best = one.step_tokens / one.seconds, one.published.get("highest_mfu")
+    same = f" (same: {', '.join(one.twins)})" if one.twins else ""
     retries = f" x{one.slowdown:.2f}" if one.slowdown >= SHOWN_SLOWDOWN else ""
     return (
         f"{seconds_text(one.seconds)}{retries}",
@@ -174,7 +177,7 @@ def candidate_cells(one: Candidate) -> tuple[str, ...]:
         "–" if one.mfu is None else f"{one.mfu:.1%}{' above' if one.promise else ''}",
         "–" if best is None else f"{best:.1%}",
         str(one.plan.world_size),
-        strategy_summary(one.plan),
+        strategy_summary(one.plan) + same,
     )
 
 

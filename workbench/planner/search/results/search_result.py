@@ -10,6 +10,7 @@ from typing import Any
 from workbench.costmodel.step_time import step_time
 from workbench.plan.model.layer_profile_file import profiled_model
 from workbench.plan.resolved_plan import ResolvedPlan
+from workbench.plan.rules.supported import estimated_only
 from workbench.plan.schema import Plan
 from workbench.planner.calibrated_plan import with_calibration
 from workbench.planner.estimated_timeline import simulated_step_seconds, simulated_timeline
@@ -48,6 +49,8 @@ class Candidate:
     """Of the unequal space alone."""
     reason: str = ""
     """Why its stages are what they are, of spaces whose stages are divided."""
+    twins: tuple[str, ...] = ()
+    """Where other plans have the same figures: in which words of the strategy each differs."""
     resolved: ResolvedPlan | None = field(default=None, compare=False, repr=False)
     """The plan, complete, of the best few."""
 
@@ -98,6 +101,7 @@ class Candidate:
             "gpus": self.plan.world_size,
             "strategy": strategy_summary(self.plan),
             "plan": self.plan.model_dump(exclude_unset=True),
+            **({"same_figures": list(self.twins)} if self.twins else {}),
             **({"stages": self.stages.to_json()} if self.stages else {}),
             **({"reason": self.reason} if self.reason else {}),
         }
@@ -140,7 +144,16 @@ class SearchResult:
     baselines: tuple[PlannerFigures, ...] = ()
     """Of the unequal space: other planners on the layers of the first plan."""
     notes: tuple[str, ...] = ()
-    """What else is to be known of what was found."""
+    """What else is to be known of what was found, whichever plan is first."""
+
+    @property
+    def every_note(self) -> list[str]:
+        """`notes`, and that the first plan cannot be run, where a layer profile does not say so of
+        every plan.
+        """
+        first = self.top[0].resolved if self.top else None
+        why = estimated_only(first) if first and not first.profiled else ""
+        return [*self.notes, *([f"the first plan {why}"] if why else [])]
 
     def __repr__(self) -> str:
         return result_tables.search_result_text(self)
@@ -181,7 +194,7 @@ class SearchResult:
             "top": [one.to_json() | self.bill(one) for one in self.top],
             "pareto": [one.to_json() | self.bill(one) for one in self.pareto],
             **({"baselines": [one.to_json() for one in self.baselines]} if self.baselines else {}),
-            **({"notes": list(self.notes)} if self.notes else {}),
+            **({"notes": self.every_note} if self.every_note else {}),
         }
 
 
