@@ -3,6 +3,7 @@ they change, with figures.
 """
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -11,7 +12,8 @@ from tests.interop.foreign_samples import GPU_NAME
 from workbench import interop
 from workbench.interop.accelerate import fsdp_keys
 from workbench.interop.deepspeed import deepspeed_keys
-from workbench.interop.foreign_keys import _why
+from workbench.interop.foreign_keys import NO_FIELD, _why
+from workbench.interop.trainer import trainer_keys
 from workbench.plan.model.parameter_count import parameters
 from workbench.plan.resolution import model_shape
 from workbench.units import gib_text
@@ -110,6 +112,37 @@ COSTLY = {
 @pytest.mark.parametrize("table", COSTLY, ids=lambda table: table.__name__.rpartition(".")[2])
 def test_nothing_that_costs_is_called_a_detail(table: Any) -> None:
     assert [key for key in COSTLY[table] if "a detail" in _why(key, table.WHYS)] == []
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "use_unsloth_gc",
+        "activation_offloading",
+        "upcast_layernorm",
+        "ref_model",
+        "reference_model_name_or_path",
+        "lora_mlp_kernel",
+        "dpo_use_liger_kernel",
+        "use_liger_loss",
+        "group_by_length",
+        "neat_packing",
+        "resize_vocab",
+        "auto_find_batch_size",
+        "deepcompile",
+        "use_scattermoe",
+        "neftune_noise_alpha",
+        "loraplus_lr_ratio",
+        "pissa_init",
+        "embedding_lr",
+        "optim_args",
+        "cosine_constant_lr_ratio",
+    ],
+)
+def test_an_argument_of_a_trainer_says_what_it_changes(key: str) -> None:
+    why = _why(key, trainer_keys.WHYS)
+    assert key in trainer_keys.KNOWN and why != NO_FIELD
+    assert re.search(r"memory|time|bytes|2 x|learns|learned|less|estimate", why)
 
 
 MEGATRON = (

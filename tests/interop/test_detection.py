@@ -25,10 +25,6 @@ OTHERS = {
         "deepspeed --num_gpus 8 train.py --deepspeed conf/ds_z3.json --bf16\n",
         "Give 'conf/ds_z3.json', which it names",
     ),
-    "trl-script": (
-        "accelerate launch --config_file fsdp.yaml sft.py --per_device_train_batch_size 4 --bf16\n",
-        "Give 'fsdp.yaml', which it names",
-    ),
     "another-script": ('bash -x "$HERE/run_8b.sh" $1\n', "Give that one"),
     "in-a-container": (
         "srun bash -c 'docker run x bash -c \"TP=2 bash examples/train_v3.sh 2>&1\"'\n",
@@ -77,25 +73,6 @@ OTHERS = {
     "nanotron-short": (
         "parallelism: {tp: 8}\ntokens: {micro_batch_size: 64}\nmodel: {dtype: bfloat16}\n",
         "nanotron",
-    ),
-    "trainer": (
-        "bf16: true\nper_device_train_batch_size: 2\ngradient_accumulation_steps: 4\n"
-        "learning_rate: 2.0e-5\n",
-        "Hugging Face",
-    ),
-    "trainer-json": (
-        '{"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "bf16": true}',
-        "Hugging Face",
-    ),
-    "llama-factory": (
-        "stage: sft\nfinetuning_type: lora\ntemplate: llama3\nper_device_train_batch_size: 1\n"
-        "gradient_accumulation_steps: 8\nbf16: true\ndeepspeed: ds.json\n",
-        "LLaMA-Factory",
-    ),
-    "axolotl": (
-        "base_model: x/y\nsequence_len: 2048\nmicro_batch_size: 2\ngradient_accumulation_steps: 4\n"
-        "optimizer: adamw_torch\nbf16: auto\nfsdp_config:\n  fsdp_version: 2\n",
-        "axolotl",
     ),
     "automodel": (
         "step_scheduler: {global_batch_size: 64, local_batch_size: 8}\nmodel:\n"
@@ -174,9 +151,14 @@ def test_a_file_of_another_framework_is_refused_by_its_name(name: str, lenient: 
                 ("megatron.sh", "megatron"),
                 ("megatron.yaml", "megatron"),
                 ("torchtitan.toml", "torchtitan"),
+                ("hf_trainer.yaml", "hf-trainer"),
+                ("llama_factory.yaml", "llama-factory"),
+                ("axolotl.yml", "axolotl"),
             )
         ),
         ('{"bf16": {"enabled": true}}', "deepspeed"),
+        ('{"per_device_train_batch_size": 2, "bf16": true}', "hf-trainer"),
+        ("trl sft --model_name_or_path x --per_device_train_batch_size 2", "hf-trainer"),
         ('{"train_batch_size": 8, "bf16": {"enabled": "auto"}}', "deepspeed"),
         ('{"train_batch_size": 8, "gradient_accumulation_steps": 2}', "deepspeed"),
         ('{"optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}}', "deepspeed"),

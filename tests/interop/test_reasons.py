@@ -21,6 +21,7 @@ from workbench.interop.foreign_keys import NO_FIELD, _why
 from workbench.interop.gpt_neox import gpt_neox_keys
 from workbench.interop.megatron import megatron_keys
 from workbench.interop.torchtitan import torchtitan_keys
+from workbench.interop.trainer import trainer_keys
 from workbench.plan.schema import Plan
 from workbench.planner.estimate import estimate
 
@@ -31,6 +32,7 @@ TABLES: dict[str, ModuleType] = {
     "torchtitan": torchtitan_keys,
     "accelerate": fsdp_keys,
     "gpt_neox": gpt_neox_keys,
+    "trainer": trainer_keys,
 }
 
 

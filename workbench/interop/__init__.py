@@ -2,7 +2,8 @@
 lost named.
 
 A format is one file: `deepspeed`, `megatron`, `torchtitan`, `fsdp`, each with `read` and `write`;
-gpt-neox's YAML is read only.
+gpt-neox's YAML and the arguments of trainers (`hf-trainer`, `llama-factory`, `axolotl`) are read
+only.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from workbench.interop.gpt_neox import read_gpt_neox
 from workbench.interop.megatron import read_megatron
 from workbench.interop.missing_fields import ask_for_missing
 from workbench.interop.torchtitan import read_torchtitan
+from workbench.interop.trainer import read_trainer
 from workbench.interop.translation import (
     FORMATS,
     SOURCES,
@@ -58,6 +60,9 @@ _READERS: dict[Source, Callable[..., Imported]] = {
     "torchtitan": read_torchtitan.read,
     "fsdp": read_accelerate.read,
     "gpt-neox": read_gpt_neox.read,
+    "hf-trainer": read_trainer.read_hf_trainer,
+    "llama-factory": read_trainer.read_llama_factory,
+    "axolotl": read_trainer.read_axolotl,
 }
 _WRITERS: dict[Format, Callable[[Plan], Translation]] = {
     "deepspeed": read_deepspeed.write,

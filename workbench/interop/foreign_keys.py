@@ -77,6 +77,10 @@ class ForeignKeys:
         """Whether the file has `key`, read or not."""
         return key in self._left or key in self._taken
 
+    def value(self, key: str) -> Any:
+        """The value of `key`, whether read or not, and left as it is; None where absent."""
+        return self._left.get(key, self._taken.get(key))
+
     def below(self, section: str) -> list[str]:
         """Keys of `section`, and itself where it holds a value, that are not read yet."""
         return [key for key in self._left if _below(key, section)]

@@ -24,7 +24,16 @@ if TYPE_CHECKING:
 Format = Literal["deepspeed", "megatron", "torchtitan", "fsdp"]
 FORMATS: tuple[Format, ...] = get_args(Format)
 """Foreign formats that are read and written, by name."""
-Source = Literal["deepspeed", "megatron", "torchtitan", "fsdp", "gpt-neox"]
+Source = Literal[
+    "deepspeed",
+    "megatron",
+    "torchtitan",
+    "fsdp",
+    "gpt-neox",
+    "hf-trainer",
+    "llama-factory",
+    "axolotl",
+]
 SOURCES: tuple[Source, ...] = get_args(Source)
 """Foreign formats that are read."""
 
@@ -46,6 +55,9 @@ TITLES: dict[Source, str] = {
     "torchtitan": "torchtitan job TOML",
     "fsdp": "accelerate YAML",
     "gpt-neox": "gpt-neox YAML",
+    "hf-trainer": "Hugging Face TrainingArguments (Trainer, TRL)",
+    "llama-factory": "LLaMA-Factory YAML",
+    "axolotl": "axolotl YAML",
 }
 
 MARKS: dict[Source, str] = {
@@ -54,6 +66,9 @@ MARKS: dict[Source, str] = {
     "torchtitan": "[parallelism]",
     "fsdp": "distributed_type",
     "gpt-neox": "pipe_parallel_size",
+    "hf-trainer": "per_device_train_batch_size",
+    "llama-factory": "finetuning_type",
+    "axolotl": "base_model, sequence_len",
 }
 """Format -> keys that show it."""
 
@@ -322,7 +337,8 @@ def _sources(
     """Field -> what a refusal of it says of where its value is from; nothing of fields that are
     set.
     """
-    said = [field for field in _dotted(plan) if field.startswith(("strategy", "training"))]
+    sections = ("strategy", "training", "finetune")
+    said = [field for field in _dotted(plan) if field.startswith(sections)]
     messages = {
         **dict.fromkeys(said, as_said(format)),
         **{note.field: ASSUMED for note in keys.assumed},
