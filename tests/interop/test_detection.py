@@ -86,6 +86,11 @@ OTHERS = {
         "      seq_length: ${PRIMUS_SEQ:4096}\n",
         "Primus",
     ),
+    "primus-module": (
+        "extends: [../module_base.yaml]\ntrain_iters: 9\nglobal_batch_size: 16\n"
+        "micro_batch_size: 2\nseq_length: 1024\n",
+        "Primus",
+    ),
     "bridge": (
         "model: {tensor_model_parallel_size: 2, seq_length: 4096}\n"
         "train: {train_iters: 10, global_batch_size: 8, micro_batch_size: 1}\n"

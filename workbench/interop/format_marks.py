@@ -146,7 +146,9 @@ def _of_python(modules: Collection[str]) -> Source:
     for framework in frameworks():
         if any(is_below(module, framework.imports) for module in modules):
             return _known(framework, "imports")
-    raise _refused("Python code of no framework that is known, of which nothing is run or read")
+    raise _refused(
+        "Python code of no framework that is known", "nothing of it is run; give its configuration"
+    )
 
 
 def _yaml(text: str) -> dict[str, Any]:
