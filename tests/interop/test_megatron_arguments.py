@@ -400,7 +400,14 @@ def test_the_names_of_2020_are_read() -> None:
 
 
 @pytest.mark.parametrize(
-    "words", ["--perform-rl-step", "--freeze-all-layers", "--logits-load-dir /teacher"]
+    "words",
+    [
+        "--perform-rl-step",
+        "--freeze-all-layers",
+        "--logits-load-dir /teacher",
+        "--decoder-seq-length 128",
+        "--decoder-num-layers 12",
+    ],
 )
 def test_what_trains_otherwise_is_refused(words: str) -> None:
     assert "legal: leave it out" in problems(read, words)[words.split()[0]]
@@ -434,3 +441,29 @@ def test_newer_arguments_that_change_the_model_are_named_as_unmodelled(words: st
 def test_arguments_of_core_0_19_are_known(words: str, why: str) -> None:
     notes = read(words + " --train-iters 9").untranslated
     assert why in {note.field: note.why for note in notes}[words.split()[0]]
+
+
+CORE_YAML = """
+language_model:
+  {num_layers: 4, hidden_size: 256, num_attention_heads: 4, activation_func: swiglu,
+   gated_linear_unit: false, layernorm_zero_centered_gamma: true, num_moe_experts: 8,
+   moe_router_topk: 2, masked_softmax_fusion: true, bias_dropout_fusion: false}
+model_parallel:
+  {tensor_model_parallel_size: 2, batch_p2p_comm: true, barrier_with_L1_time: true, bf16: true,
+   cpu_offloading_activations: true}
+micro_batch_size: 1
+global_batch_size: 8
+seq_length: 512
+vocab_size: 1000
+max_position_embeddings: 512
+train_iters: 9
+manual_gc_eval: true
+"""
+
+
+def test_a_yaml_says_the_fields_of_cores_own_configurations() -> None:
+    found = interop.read(CORE_YAML, gpu=GPU_NAME, gpus=8)
+    shape = found.plan.resolve().shape
+    assert (shape.mlp, shape.moe and shape.moe.experts) == ("swiglu", 8)
+    assert {"--batch-p2p-comm", "--no-bias-dropout-fusion"} <= {n.field for n in found.untranslated}
+    assert "--no-masked-softmax-fusion" not in {note.field for note in found.untranslated}

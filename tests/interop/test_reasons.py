@@ -186,6 +186,7 @@ NO_FIELD_YET = {
     "a plan reduces gradients in strategy.gradient_dtype": "strategy.data.reduce_dtype",
     "a plan offloads only a sharded optimizer": "strategy.data.offload_unsharded",
     "a plan evaluates with the batch that it trains with": "training.evaluation.batch",
+    "a plan's model is a decoder, without an encoder": "model.encoder",
     "a plan trains on text, not on": "training.reinforcement",
     "a plan trains every layer, or adapters": "finetune.frozen",
     "a plan learns from tokens, not": "finetune.distillation",

@@ -16,6 +16,7 @@ from workbench.interop.foreign_keys import UndecidedValue, flat
 from workbench.interop.foreign_text import Parsed
 from workbench.interop.megatron import functional_recipes
 from workbench.interop.megatron.flags import Occurrence, occurrences, resolve_flag
+from workbench.interop.megatron.megatron_keys import KNOWN
 from workbench.interop.megatron.scripts import Arguments, read
 from workbench.interop.shell import Item, Text
 from workbench.safe_io import json_files, yaml_files
@@ -25,8 +26,16 @@ _NEGATED = {
     "add-bias-linear": "disable-bias-linear",
     "overlap-p2p-comm": "no-overlap-p2p-communication",
     "add-position-embedding": "no-position-embedding",
+    **{key.removeprefix("no-"): key for key in KNOWN if key.startswith("no-")},
 }
-_RENAMED = {"fp8": "fp8-format"}
+_RENAMED = {
+    "fp8": "fp8-format",
+    "num-moe-experts": "num-experts",
+    "layernorm-zero-centered-gamma": "apply-layernorm-1p",
+    "virtual-pipeline-model-parallel-size": "num-virtual-stages-per-pipeline-rank",
+}
+"""Field of core's own configurations -> the argument of the same meaning."""
+_ACTIVATIONS = {"swiglu": "swiglu", "squaredrelu": "squared-relu"}
 
 
 def flags(source: str | Parsed) -> dict[str, Any]:
@@ -81,7 +90,9 @@ def _of_mapping(data: Mapping[str, Any]) -> Arguments:
     for dotted, value in flat(data).items():
         key = dotted.rpartition(".")[2].lstrip("-").replace("_", "-")
         key = _RENAMED.get(key, key)
-        if key in _NEGATED and isinstance(value, bool):
+        if key == "activation-func" and value in _ACTIVATIONS:
+            key, value = _ACTIVATIONS[value], True
+        if key in _NEGATED and key not in KNOWN and isinstance(value, bool):
             key, value = _NEGATED[key], not value
         if value is not None and value is not False:
             if key in found and found[key] != value:

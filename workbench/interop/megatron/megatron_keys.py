@@ -20,7 +20,7 @@ LEARNING = frozenset(_NAMES["learning"])
 """Arguments on which neither the memory nor the time of a step depends: where a file leaves one
 open, its default is taken; the value of any other that a plan uses is asked for.
 """
-KNOWN = frozenset((*WORDS, *LAUNCHER, *_NAMES["older"]))
+KNOWN = frozenset((*WORDS, *LAUNCHER, *_NAMES["older"], *_NAMES["core"]))
 SWITCHES = frozenset(_NAMES["switches"])
 """Arguments that take no value."""
 

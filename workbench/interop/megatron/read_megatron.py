@@ -65,12 +65,15 @@ def read(
     return imported("megatron", plan, keys, given)
 
 
+_ENCODER = "a plan's model is a decoder, without an encoder before it (T5, images)"
 _NO_TRAINING = {
+    "decoder-num-layers": _ENCODER,
+    "decoder-seq-length": _ENCODER,
     "perform-rl-step": "a plan trains on text, not on what the model generates",
     "freeze-all-layers": "a plan trains every layer, or adapters (finetune.lora)",
     "logits-load-dir": "a plan learns from tokens, not from a teacher's logits",
 }
-"""Argument that changes what is trained -> what a plan does in its place."""
+"""Argument that changes what is trained -> why no plan says it."""
 
 
 def _plan(keys: ForeignKeys, given: ImportOptions) -> dict[str, Any]:
