@@ -94,12 +94,14 @@ class Framework:
 @lru_cache(maxsize=1)
 def frameworks() -> tuple[Framework, ...]:
     """Every framework of `data/foreign/formats.yaml`, in the order in which they are looked for."""
-    return tuple(
-        Framework(
-            name, **{k: tuple(v) if isinstance(v, list) else str(v) for k, v in entry.items()}
-        )
-        for name, entry in read_data_file("data/foreign/formats.yaml").items()
-    )
+    return tuple(_framework(*row) for row in read_data_file("data/foreign/formats.yaml").items())
+
+
+def _framework(name: str, entry: Mapping[str, Any]) -> Framework:
+    fields: dict[str, Any] = {
+        key: tuple(value) if isinstance(value, list) else str(value) for key, value in entry.items()
+    }
+    return Framework(name, **fields)
 
 
 def detect(text: str) -> Source:
