@@ -2,7 +2,9 @@
 name, read leniently or not.
 """
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -10,6 +12,7 @@ from tests.interop.foreign_samples import GPU_NAME, problems
 from workbench import interop
 from workbench.data_files import read_data_file
 from workbench.interop.format_marks import frameworks
+from workbench.interop.translation import SOURCES
 
 SAMPLES = Path(__file__).parent / "foreign"
 ROOT = Path(__file__).parents[2]
@@ -194,6 +197,42 @@ def test_auto_makes_no_key_known(text: str) -> None:
     assert "unknown key" in message
     found = interop.read(text, lenient=True, **beside)
     assert [note.value for note in found.unknown] == ["auto"]
+
+
+def _with(mark: str) -> dict[str, Any]:
+    """A mapping that has the keys of a mark."""
+    found: dict[str, Any] = {}
+    for part in mark.split(" + "):
+        path, _, value = part.partition("=")
+        section = found
+        *above, last = path.removeprefix("*.").split(".")
+        for name in above:
+            section = section.setdefault(name, {})
+        section.setdefault(last, f"{value}.x" if value else 1)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "mark"), [(one.name, mark) for one in frameworks() for mark in one.keys]
+)
+def test_each_mark_shows_its_framework(name: str, mark: str) -> None:
+    framework = next(one for one in frameworks() if one.name == name)
+    text = json.dumps(_with(mark))
+    if name in SOURCES and "keys" in framework.read:
+        assert interop.detect(text) == name
+    else:
+        assert f"configuration of {framework.title};" in problems(interop.detect, text)["file"]
+
+
+@pytest.mark.parametrize(
+    ("name", "module"), [(one.name, module) for one in frameworks() for module in one.imports]
+)
+def test_each_import_shows_its_framework(name: str, module: str) -> None:
+    framework = next(one for one in frameworks() if one.name == name)
+    if "imports" in framework.read:
+        return  # its Python is read
+    for text in (f"import {module}\n", f"def f():\n    from {module}.x import y\n"):
+        assert f"code of {framework.title};" in problems(interop.detect, text)["file"]
 
 
 def test_the_page_says_which_versions_keys_and_marks_are_of() -> None:
