@@ -322,6 +322,8 @@ def test_unknown_arguments_are_refused_with_what_is_near(format: TrainerFormat) 
         ("llama-factory", {"stage": "dpo", "pref_loss": "orpo"}, "pref_loss"),
         ("axolotl", {"rl": "grpo"}, "rl"),
         ("axolotl", {"adapter": "llama-adapter"}, "adapter"),
+        ("axolotl", {"adapter": "qlora", "lora_r": 8}, "load_in_4bit"),
+        ("hf-trainer", {"bf16": True, "fp16": True}, "fp16"),
         ("axolotl", {"optimizer": "muon"}, "optimizer"),
         ("axolotl", {"plugins": ["axolotl.integrations.kd.KDPlugin"]}, "plugins"),
         ("axolotl", {"context_parallel_size": 3}, "gpus"),
@@ -463,6 +465,16 @@ def test_axolotls_own_words(more: dict[str, Any], fields_said: dict[str, Any]) -
     assert estimate(found.plan)
 
 
+@pytest.mark.parametrize(
+    ("gpu", "precision"), [("a100-sxm-80gb", "bf16"), ("v100-sxm2-32gb", "fp16")]
+)
+def test_auto_is_what_the_gpu_has(gpu: str, precision: str) -> None:
+    found = read("axolotl", {"gpu": gpu})
+    assert found.plan.strategy.precision == precision
+    assert found.plan.strategy.attention == ("flash-2" if precision == "bf16" else "efficient")
+    assert estimate(found.plan)
+
+
 LINE = (
     "accelerate launch --config_file launch.yaml --num_processes 4 run_sft.py recipe.yaml "
     "--learning_rate 3e-5 --no_remove_unused_columns --max_steps ${STEPS}\n"
@@ -479,7 +491,7 @@ def test_a_launch_with_its_files_is_one_plan(tmp_path: Path) -> None:
     (tmp_path / "launch.yaml").write_text(yaml_files.dump(launch))
     path = tmp_path / "train.sh"
     path.write_text("STEPS=70\n" + LINE)
-    found = interop.load(path, gpu=GPU_NAME, format="hf-trainer")
+    found = interop.load(path, gpu=GPU_NAME)
     assert fields(
         found,
         "cluster.gpus",
@@ -499,8 +511,12 @@ def test_a_launch_with_its_files_is_one_plan(tmp_path: Path) -> None:
         "finetune.global_batch": 8,
     }
     path.write_text(LINE)
-    said = problems(interop.load, path, gpu=GPU_NAME, format="hf-trainer")
+    said = problems(interop.load, path, gpu=GPU_NAME)
     assert "STEPS" in said["max_steps"]
+    path.write_text("accelerate launch --config_file launch.yaml scripts/dpo.py recipe.yaml\n")
+    found = interop.load(path, gpu=GPU_NAME)
+    assert found.plan.cluster.gpus == 8 and found.plan.strategy.data.zero == 2
+    assert found.plan.finetune and found.plan.finetune.preference
 
 
 @pytest.mark.parametrize(

@@ -43,13 +43,14 @@ def import_config(
     set: Mapping[str, Any] | None = None,
     lenient: bool = False,
 ) -> Imported:
-    """Import a DeepSpeed, Megatron-LM, torchtitan or FSDP config.
+    """Import a configuration of other software: DeepSpeed, Megatron-LM, torchtitan, a Trainer.
 
     The format is found by the content. What could not be translated is listed key by key.
 
     Args:
         path: ds_config.json, Megatron-LM arguments or script, torchtitan TOML, accelerate or
-            gpt-neox YAML.
+            gpt-neox YAML, arguments of Hugging Face's Trainer or TRL, LLaMA-Factory or axolotl
+            YAML.
         model: Model, where the file does not say it.
         gpu: GPU, where the file does not say it.
         gpus: GPUs of the whole job, where the file does not say it.

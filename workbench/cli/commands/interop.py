@@ -26,7 +26,8 @@ def import_config(
         typer.Argument(
             metavar="FILE",
             help="ds_config.json, Megatron-LM arguments or script, "
-            "torchtitan TOML, accelerate or gpt-neox YAML.",
+            "torchtitan TOML, accelerate or gpt-neox YAML, arguments of Hugging Face's Trainer or "
+            "TRL, LLaMA-Factory or axolotl YAML.",
         ),
     ],
     model: Model = None,

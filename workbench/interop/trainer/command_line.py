@@ -50,7 +50,7 @@ def is_command_line(text: str) -> bool:
 def read(text: str, known: frozenset[str], given: ImportOptions) -> CommandLine:
     """The arguments of the one command that trains. Raises `PlanError`."""
     script = commands(text)
-    trains = [c for c in script.commands if c.name not in _TALK and _flags(c) & known]
+    trains = [c for c in script.commands if c.name not in _TALK and _trains(c, known)]
     if len(trains) != 1:
         lines = ", ".join(str(command.line) for command in trains) or "none"
         raise refuse(
@@ -92,8 +92,11 @@ def _shown(word: Item) -> str:
     return shown_value(word) if isinstance(word, tuple) else ""
 
 
-def _flags(command: ShellCommand) -> set[str]:
-    return {each.flag.replace("-", "_") for each in occurrences(command.words, [])}
+def _trains(command: ShellCommand, known: frozenset[str]) -> bool:
+    """Whether a command has a trainer's arguments, or gives its script a file of them."""
+    _, program, back = _parts(command)
+    flags = {each.flag.replace("-", "_") for each in occurrences(command.words, [])}
+    return bool(flags & known) or bool(program and any(_RECIPE.search(_shown(w)) for w in back))
 
 
 def _place(found: CommandLine, name: str, value: Any, known: frozenset[str]) -> None:
@@ -119,8 +122,7 @@ def _files(found: CommandLine, loose: list[str], given: ImportOptions) -> None:
     recipe = found.data.pop("config", None) or next(filter(_RECIPE.search, loose), None)
     if recipe is not None:
         base, _ = section(recipe, "config", given, {})
-        more = dict(re.findall(r"--([\w]+)=(\S+)", " ".join(loose)))
-        found.data = {**base, **found.data, **more}
+        found.data = {**base, **found.data}
     if found.launch_name:
         stand_in: Mapping[str, Any] = {"strategy.data.zero": 3}
         found.launch, _ = section(found.launch_name, "--config_file", given, stand_in)

@@ -7,6 +7,9 @@ from typing import Any
 
 from workbench.errors import refuse
 from workbench.interop.trainer.arguments import Arguments
+from workbench.machine import gpu_catalog
+from workbench.machine.hardware import GPU
+from workbench.untrusted_text import shown
 
 _DTYPES = {
     "float32": "fp32",
@@ -52,28 +55,9 @@ class Precision:
         return {"stack": SIXTEEN_BIT, "precision": self.computed, "gradient_dtype": "parameters"}
 
 
-def precision_of(a: Arguments, method: str) -> Precision:
+def precision_of(a: Arguments, method: str, gpu: str | GPU | None) -> Precision:
     """Precision of the products and of trained weights. Raises `PlanError` where two are named."""
-    half = a.keys.flag("fp16")
-    wanted = a.keys.take("bf16")
-    on = {"auto": True, "full": True, "true": True, "false": False}.get(str(wanted).lower(), wanted)
-    if on is not None and not isinstance(on, bool):
-        raise refuse("bf16", f"is {wanted!r:.60}; legal: true, false")
-    if on and half and wanted != "auto":
-        raise refuse("fp16", "is true beside bf16; legal: one of them")
-    if on is None:
-        usual = bool(a.default("bf16")) and not half
-        on = (
-            bool(
-                a.assume(
-                    "strategy.precision", "bf16" if usual else "fp16" if half else "fp32", "bf16"
-                )
-                == "bf16"
-            )
-            if not half
-            else False
-        )
-    mixed = "bf16" if on and not half else "fp16" if half else "fp32"
+    mixed = _mixed(a, gpu)
     if a.keys.flag("fp8"):
         return Precision("fp8", True)
     if a.dialect.format == "axolotl":
@@ -81,6 +65,30 @@ def precision_of(a: Arguments, method: str) -> Precision:
     if a.dialect.format == "llama-factory":
         return _llama_factory(a, mixed, method)
     return _hugging_face(a, mixed, method)
+
+
+def _mixed(a: Arguments, gpu: str | GPU | None) -> str:
+    """What the Trainer computes in: bf16 or fp16 by autocast, else fp32."""
+    half, wanted = a.keys.flag("fp16"), a.keys.take("bf16")
+    word = str(a.default("bf16") if wanted is None and not half else wanted).lower()
+    if word == "auto":
+        return "bf16" if _has_bf16(gpu) else "fp16"
+    if word not in ("true", "false", "full", "none"):
+        raise refuse("bf16", f"is {shown(wanted)}; legal: true, false, auto")
+    on = word in ("true", "full")
+    if on and half:
+        raise refuse("fp16", "is true beside bf16; legal: one of them")
+    found = "fp16" if half else "bf16" if on else "fp32"
+    if wanted is None and not half:
+        a.assume("strategy.precision", found, "bf16")
+    return found
+
+
+def _has_bf16(gpu: str | GPU | None) -> bool:
+    """Whether a GPU has bf16, as axolotl's auto asks; one that is not known has."""
+    entry = gpu_catalog.gpus().get(gpu) if isinstance(gpu, str) else None
+    known = entry.gpu if entry else gpu if isinstance(gpu, GPU) else None
+    return known is None or "bf16" in known.tflops
 
 
 def _axolotl(a: Arguments, mixed: str) -> Precision:

@@ -175,7 +175,7 @@ class _Reader:
         cluster = given.cluster(world)
         pairs = tuning.preference(a, given, bool(self.line.trainer))
         method = tuning.method(a)
-        precision = precision_of(a, method)
+        precision = precision_of(a, method, given.gpu)
         length = training_fields.steps(a, given)
         tune = self._finetune(method, pairs, length)
         axes = self._axes(world)

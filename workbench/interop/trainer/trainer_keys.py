@@ -242,6 +242,10 @@ _FAMILIES = {
         "of the program's own checks"
     ),
     "fp8_|flex_attn": "strategy.precision and strategy.attention say one word",
+    "lora_|bnb_|use_(?:bnb|rslora|peft)|peft|double_quant|quantization_": (
+        "of adapters and a 4-bit base, read where those are on"
+    ),
+    "torch_empty_cache|gc_": "the allocator's cache is emptied each so many steps: time",
     "galore_|qgalore_|apollo_|badam_|dion_|adam_beta3|adam_epsilon2": (
         "of an optimizer that a plan has not"
     ),

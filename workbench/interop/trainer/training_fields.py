@@ -77,15 +77,14 @@ def steps(a: Arguments, given: ImportOptions) -> int | None:
     """Steps of the run; None where the file counts epochs of rows that it does not hold."""
     found = a.keys.integer(a.key("max_steps"), -1)
     if found is not None and found > 0:
-        epochs = a.key("epochs")
-        a.keys.skip(epochs, "max_steps stands above it")
+        a.keys.skip(a.key("epochs"), "max_steps stands above it")
         return found
     epochs = a.keys.number(a.key("epochs"), 0, LARGEST)
-    epochs = a.default("epochs") if epochs is None else epochs
+    count = a.default("epochs") if epochs is None else epochs
     a.keys.assume(
         "finetune.steps",
         DEFAULT,
-        f"the file says {epochs:g} epochs of rows that it does not count; the plan's default: give "
+        f"the file says {count:g} epochs of rows that it does not count; the plan's default: give "
         "--set finetune.steps=N",
     )
     return None
@@ -199,8 +198,9 @@ def checkpoint(a: Arguments, length: int | None) -> dict[str, Any]:
     if strategy in ("no", "false", "epoch", "best"):
         return {"every": 0}
     every = _every(a, "save_steps", length)
-    if every is None and strategy is None and a.keys.has_key("saves_per_epoch"):
-        return {"every": 0}
+    if every is None and strategy is None and a.dialect.format == "axolotl":
+        why = "axolotl saves once an epoch, or saves_per_epoch, whose steps are not in the file"
+        return {"every": a.keys.assume("checkpoint.every", 0, f"{why}; the last step is saved")}
     if every is None:
         every = int(a.assume("checkpoint.every", a.default("save_steps") or 500, "save_steps"))
     keep = a.keys.integer("save_total_limit")

@@ -154,7 +154,8 @@ def method(a: Arguments) -> str:
 
 
 def _named_adapter(a: Arguments) -> str | None:
-    return a.keys.choice("adapter", {"lora": "lora", "qlora": "qlora"})
+    found = a.keys.choice("adapter", {"lora": "lora", "qlora": "qlora"})
+    return None if found is None else str(found)
 
 
 def lora(a: Arguments, paired: bool) -> dict[str, Any]:
@@ -214,8 +215,8 @@ def quantize(a: Arguments, adapters: bool) -> dict[str, Any] | None:
     """The plan's `quantize` section; None where the base is in 16 bits or more."""
     axolotl, bits = a.dialect.format == "axolotl", a.keys.integer("quantization_bit")
     four = a.keys.flag("load_in_4bit") or bits == 4
-    if axolotl and not four and "qlora" in a.keys.translated:
-        four = True
+    if axolotl and not four and a.keys.value("adapter") == "qlora":
+        raise refuse("load_in_4bit", "is not true, and axolotl's qlora needs it; legal: true")
     if bits not in (None, 4):
         raise refuse("quantization_bit", f"is {bits}; a plan's base has 4 bits, or 16; legal: 4")
     if not four:
