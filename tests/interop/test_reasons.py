@@ -166,6 +166,11 @@ DENIED = {
 schema knows more, the reason is to be read again.
 """
 NO_FIELD_YET = {
+    "a plan's base has 4 bits or 16": "finetune.quantize.bits",
+    "a plan's evaluation has the micro-batch of training": "training.evaluation.micro_batch",
+    "a plan's adapters have one rate": "finetune.lora.rate_of_b",
+    "a plan has one rate for all weights": "training.optimizer.groups",
+    "a plan's reference is what training starts from": "finetune.preference.reference",
     "a plan warms up linearly": "training.optimizer.warmup",
     "a plan warms up within its steps": "training.optimizer.warmup",
     "a plan decays until its last step": "training.optimizer.decay_steps",

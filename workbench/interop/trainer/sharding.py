@@ -180,7 +180,11 @@ def fsdp(
             said = bare.pop(key)
             name = names.pop(f"fsdp_config.fsdp_{key}")
             a.keys.untranslated.append(
-                KeyNote(name, said, "how FSDP keeps or saves what it holds; a plan does not set it")
+                KeyNote(
+                    name,
+                    said,
+                    "how FSDP keeps or saves what it holds, of which a plan says nothing",
+                )
             )
     launch = {
         "distributed_type": "FSDP",

@@ -100,9 +100,9 @@ REFUSED: dict[str, str] = {
     ),
     "lisa_step_interval": _PARTS,
     "mixture_of_depths": "tokens that skip layers are in no plan",
-    "load_in_8bit": "a plan's frozen base has 4 bits, or 16",
+    "load_in_8bit": "a plan's base has 4 bits or 16",
     "gptq": "a plan's 4 bits are nf4 or int4 that it quantises itself",
-    "model_quantization_config": "a plan's base has 4 bits of its own, or 16",
+    "model_quantization_config": "a plan's base has 4 bits or 16",
     "quantize_moe_experts": "a plan's 4 bits are those of finetune.quantize, of all linear layers",
     "qat": "quantisation in training is in no plan",
     **dict.fromkeys(
@@ -140,7 +140,7 @@ WHYS: dict[str, str] = {
     "label_smoothing": "smoothed labels change what is learned; the same memory and time",
     "loraplus_lr_ratio": "B learns faster than A; a plan's adapters have one rate, the same "
     "memory and time",
-    "loraplus_lr_embedding": "of LoRA+; a plan's adapters have one rate",
+    "loraplus_lr_embedding": "of LoRA+; a plan has one rate for all weights",
     "embedding_lr": "a plan has one rate for all weights; the same memory and time",
     "pissa_init": "adapters start from W's largest singular vectors; the same memory and step time",
     "pissa_iter": "of how adapters start; the same memory and step time",
@@ -247,11 +247,11 @@ _FAMILIES = {
     ),
     "torch_empty_cache|gc_": "the allocator's cache is emptied each so many steps: time",
     "galore_|qgalore_|apollo_|badam_|dion_|adam_beta3|adam_epsilon2": (
-        "of an optimizer that a plan has not"
+        "of an optimizer that is refused"
     ),
     "freeze_|oft_|module_dropout|relora_|lisa_|ppo_|kto_|orpo_|simpo_|cpo_|kd_|reward_|"
     "spectrum_|mora|diffusion|noise_schedule|nemo_gym_|kt_": (
-        "of a method that a plan has not, read where that is on"
+        "of a method that is refused, read where that is on"
     ),
     "ddp_|dispatch_batches|ray_|tpu_|no_cuda|local_rank|use_cpu|use_ray|device|master_|world_": (
         "how it is launched; a plan's launcher decides"

@@ -56,10 +56,7 @@ LOSSES = (
 """Losses of pairs and their reference: they compute as much as a plan's, which is sigmoid."""
 NAMES = re.compile(r"(?<![a-z])(dpo|orpo|kto|cpo|simpo|grpo|rloo|ppo)(?![a-z])")
 """A method in the name of a run."""
-DROPPED = (
-    "TRL turns every dropout off in DPO (disable_dropout), as a plan's pairs are without; the "
-    "same run"
-)
+DROPPED = "TRL turns every dropout off in DPO (disable_dropout), as in a plan's pairs; the same run"
 _NAMED = ("output_dir", "hub_model_id", "run_name")
 _ONLY_DPO = ("precompute_ref_log_probs", "sync_ref_model", "reference_free", "loss", "rpo_alpha")
 
@@ -127,7 +124,7 @@ def _said(a: Arguments, name: str) -> str:
 
 
 def _one_of(a: Arguments, meaning: str, legal: tuple[str, ...]) -> str | None:
-    """The method that the file names. Raises `PlanError` for one that a plan has not."""
+    """The method that the file names. Raises `PlanError` for one that is none of `legal`."""
     word = a.word(meaning)
     if word is not None and word not in legal:
         raise refuse(
@@ -218,7 +215,7 @@ def quantize(a: Arguments, adapters: bool) -> dict[str, Any] | None:
     if axolotl and not four and a.keys.value("adapter") == "qlora":
         raise refuse("load_in_4bit", "is not true, and axolotl's qlora needs it; legal: true")
     if bits not in (None, 4):
-        raise refuse("quantization_bit", f"is {bits}; a plan's base has 4 bits, or 16; legal: 4")
+        raise refuse("quantization_bit", f"is {bits}; a plan's base has 4 bits or 16; legal: 4")
     if not four:
         return None
     if not adapters:
@@ -232,7 +229,8 @@ def quantize(a: Arguments, adapters: bool) -> dict[str, Any] | None:
         "bitsandbytes",
     ):
         raise refuse(
-            "quantization_method", "is not bitsandbytes, whose 4 bits a plan has; legal: bnb"
+            "quantization_method",
+            "is not bitsandbytes, whose nf4 finetune.quantize says; legal: bnb",
         )
     section = "bnb_config_kwargs."
     kind = a.key("quant_type") if not axolotl else f"{section}bnb_4bit_quant_type"
