@@ -588,3 +588,15 @@ def test_who_names_another_rank_is_not_blamed_before_it(
         path.write_text(json.dumps(json.loads(path.read_text()) | {"blamed": 1}))
     cause = blame([seen(0), seen(1)])
     assert cause.rank == 1 and "its memory" in cause.advice
+
+
+@pytest.mark.parametrize(
+    ("action", "says"),
+    [
+        ("B", "training, last step done: 6, last action B"),
+        ("after_optimizer", "training, last step done: 6, after the optimizer step"),
+        (None, "training, last step done: 6"),
+    ],
+)
+def test_a_rank_says_where_it_was_in_words(action: str | None, says: str) -> None:
+    assert seen(0, action=action).where == says

@@ -9,6 +9,7 @@ from typing import Any
 from workbench.runs.diagnose.failure_advice import HUNG
 from workbench.safe_io.json_field_checks import whole
 from workbench.units import seconds_text
+from workbench.vocabulary import SHOWN_NAMES
 
 HUNG_FACTOR = 3.0
 """A rank that is silent for so many times its slowest step is not a slow one."""
@@ -94,7 +95,8 @@ class RankStatus:
         """How far it came, in words."""
         if self.step < 0:
             return f"{self.phase}, no step done"
-        action = f", last action {self.action}" if self.action else ""
+        words = SHOWN_NAMES.get(self.action or "", f"last action {self.action}")
+        action = f", {words}" if self.action else ""
         hung = f"; {HUNG} {seconds_text(self.slowest)}" if self._is_hung else ""
         return f"{self.phase}, last step done: {self.step}{action}{hung}"
 
