@@ -10,14 +10,10 @@ from workbench.lab.panel.control_values import value_text
 from workbench.lab.panel.controls import control_of
 from workbench.lab.panel.plan_controls import plan_controls
 from workbench.profile import Profile
-from workbench.units import bytes_text, count_text, digits, interval_text, seconds_text
+from workbench.units import bytes_text, count_text, digits, interval_text, risk_text, seconds_text
 
 SHOWN_SLOWDOWN = 1.01
 """Slow-down from which on it is shown."""
-LEAST_RISK = 0.001
-"""Probability below which it is not told apart from none."""
-OTHER_FRAMEWORK = "instead of its framework"
-"""End of the words of `notes["published"]` for a plan whose framework published nothing near."""
 BUTTONS = (
     {"label": "Write plan file", "action": "write", "hint": "Write the plan file named above"},
     {
@@ -146,11 +142,6 @@ def advice_words(profile: Profile) -> str:
     )
 
 
-def risk_text(chance: float) -> str:
-    """A probability: 0.0123 -> '1.2 %', 0.0001 -> '< 0.1 %'."""
-    return "< 0.1 %" if chance < LEAST_RISK else f"{100 * chance:.1f} %"
-
-
 def step_time_line(profile: Profile) -> str:
     """Step time with its interval, and throughput, with their source; nothing of what does not
     fit.
@@ -188,10 +179,8 @@ def mfu_lines(profile: Profile) -> list[str]:
         else f"best published on this GPU near this scale {100 * best:.1f} %"
     )
     mfu = f"MFU {100 * notes['model_flops_utilisation']:.1f} % ({profile.source}); {beside}"
-    only_framework = far and far.endswith(OTHER_FRAMEWORK) and "," not in far
-    lacks = "of this framework" if only_framework else f"near it ({far})"
     return [
         mfu,
         *([near["promise"]] if near["promise"] else []),
-        *([f"no published run {lacks}; the error may be larger"] if far else []),
+        *([f"error may be larger: {far}"] if far else []),
     ]
