@@ -6,7 +6,7 @@ import pytest
 from IPython.core.interactiveshell import InteractiveShell
 
 
-class Shell(InteractiveShell):  # type: ignore[misc]  # IPython has no types
+class Shell(InteractiveShell):
     """A shell that keeps what it would print of errors."""
 
     def _showtraceback(self, etype: Any, evalue: Any, stb: list[str]) -> None:

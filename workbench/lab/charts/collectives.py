@@ -149,11 +149,5 @@ def collectives_spec(
         ],
     )
     text = base.transform_filter("datum.text != null").mark_text(align="left", dx=5, fontSize=11)
-    axis_end = (
-        alt.Chart(chart_data.ROWS)
-        .transform_calculate(axis_end="datum.total * 1.5")
-        .mark_point(opacity=0)
-        .encode(x="axis_end:Q")
-    )
-    layers = alt.layer(stack, text.encode(x="total:Q", text="text:N"), axis_end)
+    layers = alt.layer(stack, text.encode(x="total:Q", text="text:N"), chart_data.text_room())
     return vega_spec(layers, height=max(50, len(axes) * (len(bars) * 16 + 10)))

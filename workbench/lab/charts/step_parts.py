@@ -187,15 +187,7 @@ def step_time_spec(
         ],
     )
     text = base.transform_filter("datum.text != null").mark_text(align="left", dx=5, fontSize=11)
-    axis_end = (
-        alt.Chart(chart_data.ROWS)
-        .transform_calculate(
-            axis_end="datum.total * (datum.text ? 1.2 + datum.text.length / 60 : 1)"
-        )
-        .mark_point(opacity=0)
-        .encode(x="axis_end:Q")
-    )
     return vega_spec(
-        alt.layer(stack, text.encode(x="total:Q", text="text:N"), axis_end),
+        alt.layer(stack, text.encode(x="total:Q", text="text:N"), chart_data.text_room()),
         height=max(50, 26 * len(bars)),
     )

@@ -33,11 +33,10 @@ def timeline(*profiles: Profile, step: int | None = None) -> Figure:
             has none.
         step: The step; default: the last one with a timeline.
     """
-    unfit = any(profile.unfit_words for profile in profiles)
-    profiles = tuple(profile for profile in profiles if not profile.unfit_words)
+    fitting = tuple(profile for profile in profiles if not profile.unfit_words)
     frames = {
         lane: frame
-        for profile in profiles
+        for profile in fitting
         for lane, frame in rank_lanes(profile, step, len(profiles) > 1).items()
     }
     unit, size = time_unit(frame.end.max() for frame in frames.values())
@@ -73,7 +72,7 @@ def timeline(*profiles: Profile, step: int | None = None) -> Figure:
         ),
         rows=found[:MAX_BARS],
         wide=True,
-        empty="No step: the plan does not fit." if unfit else "Shown when a step has been timed.",
+        empty="Shown when a step has been timed." if fitting else "No step: the plan does not fit.",
     )
 
 
