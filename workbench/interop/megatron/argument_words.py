@@ -131,12 +131,15 @@ def _back(value: Any, texts: Mapping[str, Any]) -> Any:
     return texts.get(value, value) if isinstance(value, str) else value
 
 
-def command(world: Mapping[str, int], arguments: Mapping[str, Any]) -> str:
-    """A `torchrun` line that starts Megatron's pretrain_gpt.py with `arguments`; True is a flag
-    without a value, a list several words.
+def command(
+    variables: Mapping[str, str], world: Mapping[str, int], arguments: Mapping[str, Any]
+) -> str:
+    """A `torchrun` line that starts Megatron's pretrain_gpt.py with `arguments`, and with
+    environment `variables`; True is a flag without a value, a list several words.
     """
+    before = "".join(f"{key}={value} " for key, value in variables.items())
     launcher = " ".join(f"--{key} {value}" for key, value in world.items())
-    lines = [f"torchrun {launcher} pretrain_gpt.py"]
+    lines = [f"{before}torchrun {launcher} pretrain_gpt.py"]
     for key, value in arguments.items():
         values = [] if value is True else value if isinstance(value, list) else [value]
         words = (shlex.quote(v) if isinstance(v, str) else json.dumps(v) for v in values)

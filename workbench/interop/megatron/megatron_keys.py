@@ -200,11 +200,13 @@ LOST = {
     "strategy.precision": "Megatron knows fp32, fp16, bf16, fp8, mxfp8 and nvfp4",
     "strategy.attention": "Megatron says flash, fused or unfused, and no generation",
     "strategy.loss": "Megatron-core's loss is of all logits, or fused with the head",
-    "strategy.kernels": "Megatron's layers are Transformer Engine's fused ones, or local",
+    "strategy.kernels": "Megatron's layers are Transformer Engine's fused ones, or local ones, "
+    "which split no context and no sequence and compute in 16 bits or more",
     "training.optimizer.master": "Megatron keeps master weights beside 16-bit parameters",
     "training.optimizer.moments": "Megatron's moments are fp32 or bf16 here",
     "finetune": "Megatron-LM's pre-training has no fine-tuning",
     "telemetry.timeout_seconds": "Megatron counts the deadline in whole minutes",
-    "corpus": "Megatron reads its own indexed files (--data-path)",
+    "corpus": "Megatron reads its own indexed files: made-up tokens here (--mock-data) until "
+    "--data-path and --tokenizer-type name yours",
 }
 """Field, or beginning of fields -> why Megatron's arguments do not say it."""

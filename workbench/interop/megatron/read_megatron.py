@@ -22,11 +22,12 @@ from workbench.interop.megatron.expert_arguments import read_spread
 from workbench.interop.megatron.model_arguments import note_padding, read_model
 from workbench.interop.megatron.overrides import decided, variables
 from workbench.interop.megatron.training_arguments import read_training
-from workbench.interop.megatron.write_megatron import launcher, written
+from workbench.interop.megatron.write_megatron import launch_variables, launcher, written
 from workbench.interop.translation import (
     FRAMEWORK_PROFILES,
     Imported,
     ImportOptions,
+    KeyNote,
     MissingField,
     Translation,
     imported,
@@ -479,7 +480,10 @@ def write(plan: Plan) -> Translation:
     say.
     """
     full = plan.resolve()
-    text = command(launcher(full), written(full))
+    text = command(launch_variables(full), launcher(full), written(full))
     with nearest("megatron"):
         back = read(text, ImportOptions(None, full.gpu, None, full.fabric))
-    return Translation(text, lost(plan, full, back, known.LOST, ("cluster.gpu",)))
+    found = lost(plan, full, back, known.LOST, ("cluster.gpu",))
+    if not any(note.field.startswith("corpus") for note in found):
+        found.append(KeyNote("corpus.source", full.corpus.source, known.LOST["corpus"]))
+    return Translation(text, found)

@@ -7,6 +7,7 @@ from __future__ import annotations
 from typing import Any
 
 from workbench.errors import refuse
+from workbench.interop.launch_environment import single_queue
 from workbench.interop.megatron.model_arguments import write_model
 from workbench.interop.translation_loss import PARTITION
 from workbench.plan.resolved_plan import ResolvedPlan
@@ -21,6 +22,12 @@ _NARROW: dict[str, dict[str, Any]] = {
     "nvfp4": {"fp4-format": "e2m1"},
 }
 _CONTEXT_KINDS = {"ring": "p2p", "ulysses": "a2a", "usp": "a2a+p2p"}
+
+
+def launch_variables(full: ResolvedPlan) -> dict[str, str]:
+    """Environment that `validate_args` asks for: Megatron-FSDP wants several queues of kernels."""
+    one = single_queue(full) and full.strategy.data.zero < 2
+    return {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if one else {}
 
 
 def launcher(full: Plan) -> dict[str, int]:
@@ -62,6 +69,12 @@ def _axes(full: ResolvedPlan) -> dict[str, Any]:
         found.pop("num-virtual-stages-per-pipeline-rank", None)
         layout = "|".join("t" * layers for layers in stages)
         found["pipeline-model-parallel-layout"] = f"E{layout}{'m' * full.shape.mtp_layers}L"
+    if full.training.sequence_length % (2 * sizes["context"]) and sizes["context"] > 1:
+        raise refuse(
+            "training.sequence_length",
+            f"is {full.training.sequence_length}, where Megatron-LM has two parts on each of "
+            f"{sizes['context']} context ranks; legal: a multiple of {2 * sizes['context']}",
+        )
     if sizes["context"] > 1:
         found["cp-comm-type"] = _CONTEXT_KINDS[s.context.algorithm]
     if sizes["context"] > 1 and s.context.algorithm == "usp":
@@ -102,9 +115,11 @@ def _data(full: ResolvedPlan) -> dict[str, Any]:
         overlap_grad_reduce=data.overlap,
         overlap_param_gather=data.overlap and data.zero >= 1,
         optimizer_cpu_offload=data.offload != "none",
+        use_precision_aware_optimizer=data.offload != "none",
     )
     if data.zero >= 2:
         found["data-parallel-sharding-strategy"] = _SHARDING[data.zero]
+        found["ckpt-format"] = "fsdp_dtensor"
     if isinstance(data.shard, int) and data.shard < replicas:
         found["num-distributed-optimizer-instances"] = replicas // data.shard
     if data.offload_ratio != 1:
@@ -148,7 +163,7 @@ _BACKENDS = {"flash": "flash", "cudnn": "fused", "unfused": "unfused"}
 """Begin of an attention's name -> word of --attention-backend."""
 
 
-def _precision(full: Plan) -> dict[str, Any]:
+def _precision(full: ResolvedPlan) -> dict[str, Any]:
     precision, gradients = full.strategy.precision, full.strategy.gradient_dtype
     found = _on(
         bf16=STORED.get(precision, precision) == "bf16",
@@ -156,15 +171,18 @@ def _precision(full: Plan) -> dict[str, Any]:
         accumulate_allreduce_grads_in_fp32=precision == "fp16" and gradients == "fp32",
         grad_reduce_in_bf16=gradients == "bf16",
     )
-    return (
-        found
-        | _NARROW.get(precision, {})
-        | {
-            "transformer-impl": "local"
-            if full.strategy.kernels == "eager"
-            else "transformer_engine"
-        }
-    )
+    return found | _NARROW.get(precision, {}) | _layers(full)
+
+
+def _layers(full: ResolvedPlan) -> dict[str, Any]:
+    """Whose layers run: Megatron's own neither split the context, nor compute in 8 bits or fewer,
+    nor norm a sequence that tensor ranks split.
+    """
+    s, sizes = full.strategy, full.sizes
+    split = sizes["context"] > 1 or (s.tensor.sequence and sizes["tensor"] > 1)
+    if s.kernels != "eager" or split or s.precision in _NARROW:
+        return {"transformer-impl": "transformer_engine"}
+    return {"transformer-impl": "local", "no-persist-layer-norm": True}
 
 
 def _training(full: Plan) -> dict[str, Any]:
@@ -177,7 +195,8 @@ def _training(full: Plan) -> dict[str, Any]:
         "seed": t.seed,
         "hidden-dropout": t.dropout,
         "attention-dropout": 0.0,
-        **_on(deterministic_mode=t.deterministic),
+        "tokenizer-type": "NullTokenizer",
+        **_on(mock_data=True, deterministic_mode=t.deterministic),
     }
     if t.evaluation.every == 0:
         return {**found, "eval-iters": 0}
@@ -213,7 +232,9 @@ def _keeping(full: Plan) -> dict[str, Any]:
     c, telemetry = full.checkpoint, full.telemetry
     found: dict[str, Any] = {"distributed-timeout-minutes": -(-telemetry.timeout_seconds // 60)}
     if c.every:
-        found |= {"save": "checkpoints", "save-interval": c.every, **_on(async_save=c.asynchronous)}
+        found |= {"save": "checkpoints", "save-interval": c.every}
+        # Without a worker of its own a save is not asynchronous.
+        found |= _on(async_save=c.asynchronous, use_persistent_ckpt_worker=c.asynchronous)
     if c.load is not None:
         found["load"] = c.load
     folders = {
