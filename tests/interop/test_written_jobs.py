@@ -81,3 +81,10 @@ def test_asynchronous_saves_of_megatron_have_a_worker() -> None:
     words, found = arguments("ddp", **fields)
     assert {"--async-save", "--use-persistent-ckpt-worker"} <= set(words)
     assert "checkpoint.asynchronous" not in lost(found)
+
+
+def test_deepspeed_has_no_key_that_it_removed() -> None:
+    plan = Plan.of("llama-3-8b", gpu=H100, gpus=16, strategy="hybrid-shard")
+    found = interop.write(plan, "deepspeed")
+    assert "mics" not in found.text
+    assert "removed" in lost(found)["strategy.data.shard"]

@@ -153,7 +153,7 @@ LOST = {
     "strategy.recompute": "outside a pipeline the model's code decides what is recomputed",
     "strategy.data.reduce": "DeepSpeed reduces every microbatch from stage 2 up, and once a step "
     "below",
-    "strategy.data.shard": "a group smaller than all ranks is for stage 3 only (MiCS)",
+    "strategy.data.shard": "DeepSpeed shards over all ranks; a smaller group (MiCS) is removed",
     "strategy.context.algorithm": "sequence_parallel_size is Ulysses",
     "strategy.expert": "experts are spread by deepspeed.moe in the user's code",
     "strategy.precision": "a ds_config.json knows fp32, bf16 and fp16",

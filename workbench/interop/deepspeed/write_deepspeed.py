@@ -66,9 +66,7 @@ def _zero(full: Plan) -> dict[str, Any]:
         found["offload_optimizer"] = place | share
     if data.offload == "parameters":
         found["offload_param"] = place
-    return found | (
-        {"mics_shard_size": data.shard} if isinstance(data.shard, int) and data.zero == 3 else {}
-    )
+    return found
 
 
 def _written_optimizer(full: Plan) -> dict[str, Any]:
