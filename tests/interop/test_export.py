@@ -226,7 +226,8 @@ HIDDEN = set(EVIL) - set("evil]0;pwn txt2J")
 
 def test_text_that_is_read_by_people_has_no_hidden_characters() -> None:
     made = plan(name=EVIL, **{"cluster.nodes": 2})
-    texts = {**contents(made.resolve()), "toml": interop.write(made, "torchtitan").text}
+    texts = {**contents(made.resolve()), "toml": interop.write(made, "torchtitan", "0.2.2").text}
+    texts["py"] = interop.write(made, "torchtitan", "0.3.0").text
     python = plan(name=EVIL, model={"python": "tests.parallel.users_model:build", "vocab": 260})
     texts["python.sh"] = contents(python.resolve())["launch.sh"]
     for name, text in texts.items():

@@ -214,7 +214,7 @@ def test_torchtitan_spreads_experts_over_tensor_ranks_unless_it_splits_them(
     text = text.replace("= 8", f"= {size}")
     found = interop.read(text, model="mixtral-8x7b", gpu=GPU_NAME, gpus=8)
     assert found.plan.strategy.expert.tensor == tensor
-    written, lost = interop.write(found.plan, "torchtitan")
+    written, lost = interop.write(found.plan, "torchtitan", "0.2.2")
     assert f"expert_tensor_parallel_degree = {tensor or 2}\n" in written
     assert not [note for note in lost if note.field.startswith("strategy.expert")]
 

@@ -221,6 +221,8 @@ NO_FIELD_YET = {
     "in host memory that cannot be swapped; a plan's always is": "strategy.data.pin_memory",
     "a plan does linearly": "training.optimizer.warmup",
     "a plan's gradients are not bf16": "strategy.fp32_gradient_dtype",
+    "a plan's loss is the cross entropy of its model": "training.loss",
+    "a plan captures no graphs": "strategy.graphs",
     "a plan offloads parameters only together": "strategy.data.offload_parameters",
     "a plan offloads parameters only where stage 3": "strategy.data.offload_parameters",
 }

@@ -111,7 +111,7 @@ def test_a_job_wholly_in_bf16_has_no_master_weights_and_bf16_moments() -> None:
 
 def test_a_plan_wholly_in_bf16_is_written_as_such_a_job() -> None:
     plan = read(training={"dtype": "bfloat16"}).plan
-    written = read_torchtitan.write(plan)
+    written = read_torchtitan.write(plan, "0.2.2")
     assert 'dtype = "bfloat16"' in written.text
     assert not {"training.optimizer.master", "training.optimizer.moments"} & {
         n.field for n in written.untranslated

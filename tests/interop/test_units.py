@@ -88,7 +88,7 @@ def test_batches_of_an_evaluation_are_written_for_a_rank() -> None:
     plan = Plan.of("llama-3-8b", gpu=GPU_NAME, gpus=16, strategy="zero-3").replace(
         **{"training.global_batch": 64, "training.evaluation": {"every": 10, "batches": 3}}
     )
-    text, lost = interop.write(plan, "torchtitan")
+    text, lost = interop.write(plan, "torchtitan", "0.2.2")
     assert "local_batch_size = 1\n" in text.partition("[validation]")[2]
     assert "steps = 12\n" in text.partition("[validation]")[2]
     assert not [note for note in lost if "evaluation" in note.field]

@@ -3,12 +3,14 @@ themselves are asked in `test_real_consumers.py`.
 """
 
 import shlex
+import tomllib
 from typing import Any
 
 import pytest
 
 from workbench import interop
 from workbench.errors import PlanError
+from workbench.interop.torchtitan.registry import tables_of
 from workbench.plan.schema import Plan
 
 H100 = "h100-sxm-80gb"
@@ -71,7 +73,7 @@ def test_megatron_has_one_queue_where_it_asks_for_it() -> None:
 
 
 def test_megatron_splits_a_sequence_in_two_parts_a_rank() -> None:
-    with pytest.raises(PlanError, match="legal: a multiple of 16") as refused:
+    with pytest.raises(PlanError, match="context = 16 parts") as refused:
         arguments("ulysses", **{"strategy.context.size": 8, "training.sequence_length": 24})
     assert refused.value.problems[0].field == "training.sequence_length"
 
@@ -88,3 +90,81 @@ def test_deepspeed_has_no_key_that_it_removed() -> None:
     found = interop.write(plan, "deepspeed")
     assert "mics" not in found.text
     assert "removed" in lost(found)["strategy.data.shard"]
+
+
+VERSIONS = interop.VERSIONS["torchtitan"]
+
+
+def job(
+    version: str, preset: str, model: str = "llama-3-8b", gpus: int = 16, **fields: Any
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """(dotted keys of a job of torchtitan, why its fields are lost)."""
+    plan = Plan.of(model, gpu=H100, gpus=gpus, strategy=preset, set=fields)
+    found = interop.write(plan, "torchtitan", version)
+    if version == "0.3.0":
+        return tables_of(found.text, None, None), lost(found)
+    return tomllib.loads(found.text), lost(found)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_a_job_has_the_names_that_its_torchtitan_has(version: str) -> None:
+    fields = {
+        "training.seed": 3,
+        "training.deterministic": True,
+        "strategy.kernels": "compiled",
+        "checkpoint.every": 5,
+        "training.evaluation.every": 5,
+        "strategy.gradient_dtype": "bf16",
+    }
+    rows, why = job(version, "fsdp", **fields)
+    old, oldest = version in ("0.1.0", "0.2.0"), version == "0.1.0"
+    assert rows["training" if old else "debug"]["seed"] == 3
+    assert rows["training" if old else "debug"]["deterministic"] is True
+    assert ("debug" in rows) == (not old)
+    assert ("compile" in rows["training"]) == oldest and ("compile" in rows) == (not oldest)
+    assert ("enable_checkpoint" if oldest else "enable") in rows["checkpoint"]
+    assert ("lr_min" if oldest else "min_lr_factor") in rows["lr_scheduler"]
+    assert ("validation" in rows) == (not oldest)
+    assert ("training.evaluation.every" in why) == oldest
+    assert "mixed_precision_reduce" not in rows["training"]
+    assert "float32" in why["strategy.gradient_dtype"]
+
+
+@pytest.mark.parametrize("version", VERSIONS[1:])
+def test_torchtitans_experts_are_over_ranks_that_shard(version: str) -> None:
+    rows, why = job(version, "expert-parallel", "mixtral-8x7b", 64)
+    p = rows["parallelism"]
+    degrees = [p[f"data_parallel_{name}_degree"] for name in ("replicate", "shard")]
+    assert degrees == [8, 8] and p["expert_parallel_degree"] == 8
+    assert "strategy.data.zero" in why and "debugmodel" in why["model"]
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_replicas_beside_another_axis_shard_before_python(version: str) -> None:
+    rows, why = job(version, "megatron-3d")
+    p = rows["parallelism"]
+    sharded = version != "0.3.0"
+    assert (p["data_parallel_shard_degree"] > 1) == sharded == ("strategy.data.zero" in why)
+    assert job(version, "ddp")[0]["parallelism"]["data_parallel_replicate_degree"] == 16
+
+
+@pytest.mark.parametrize("model", ["llama-2-7b", "llama-3.2-1b", "deepseek-v2-lite", "gpt2-xl"])
+@pytest.mark.parametrize("version", VERSIONS)
+def test_a_model_that_a_torchtitan_lacks_is_said(version: str, model: str) -> None:
+    rows, why = job(version, "fsdp", model, **{"training.sequence_length": 512})
+    has = {"llama-3.2-1b": ("0.3.0",), "deepseek-v2-lite": VERSIONS[1:]}.get(model, ())
+    assert ("model" in why) == (version not in has)
+    flavor = rows.get("model", {}).get("flavor")
+    assert flavor == ({"llama-3.2-1b": "1B"}.get(model, "16B") if version in has else flavor)
+    assert version in has or flavor in (None, "debugmodel")
+
+
+def test_versions_are_of_torchtitan_and_said() -> None:
+    plan = Plan.of("tiny", gpu=H100)
+    with pytest.raises(PlanError, match=r"is '0\.4\.0'; legal: 0\.1\.0, .*, 0\.3\.0"):
+        interop.write(plan, "torchtitan", "0.4.0")
+    with pytest.raises(PlanError, match="legal: none"):
+        interop.write(plan, "deepspeed", "0.3.0")
+    newest = interop.write(plan, "torchtitan").text
+    assert newest == interop.write(plan, "torchtitan", VERSIONS[-1]).text
+    assert interop.detect(newest) == "torchtitan"

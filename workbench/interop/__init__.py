@@ -19,7 +19,7 @@ from workbench.interop.format_marks import detect
 from workbench.interop.gpt_neox import read_gpt_neox
 from workbench.interop.megatron import read_megatron
 from workbench.interop.missing_fields import ask_for_missing
-from workbench.interop.torchtitan import read_torchtitan
+from workbench.interop.torchtitan import read_torchtitan, torchtitan_keys
 from workbench.interop.trainer import read_trainer
 from workbench.interop.translation import (
     FORMATS,
@@ -36,10 +36,12 @@ from workbench.machine.hardware import GPU
 from workbench.plan.model.model_shape import Shape
 from workbench.plan.schema import Plan
 from workbench.safe_io.files import read_some, unread
+from workbench.untrusted_text import shown
 
 __all__ = [
     "FORMATS",
     "TITLES",
+    "VERSIONS",
     "Format",
     "ImportOptions",
     "Imported",
@@ -64,7 +66,9 @@ _READERS: dict[Source, Callable[..., Imported]] = {
     "llama-factory": read_trainer.read_llama_factory,
     "axolotl": read_trainer.read_axolotl,
 }
-_WRITERS: dict[Format, Callable[[Plan], Translation]] = {
+VERSIONS: dict[Format, tuple[str, ...]] = {"torchtitan": torchtitan_keys.VERSIONS}
+"""Format -> versions of the framework whose files differ, oldest first."""
+_WRITERS: dict[Format, Callable[..., Translation]] = {
     "deepspeed": read_deepspeed.write,
     "megatron": read_megatron.write,
     "torchtitan": read_torchtitan.write,
@@ -83,13 +87,15 @@ def read(
     set: Mapping[str, Any] | None = None,
     lenient: bool = False,
     folder: Path | None = None,
+    config: str | None = None,
 ) -> Imported:
     """The plan that foreign `text` means, with its keys that no plan can say and the fields that it
     left open.
 
     `format` is found by the content where it is None. `model`, `gpu`, `gpus` and `vocab_size` are
     what the text lacks; `set` gives fields of the plan by dotted path, above what the text says;
-    `folder` holds files that it names. Keys that the format does not have are refused, or with
+    `folder` holds files that it names, and `config` is the one of several configurations in a
+    Python file. Keys that the format does not have are refused, or with
     `lenient` listed with the untranslated. Raises `PlanError`, also where no key of the text was
     used.
     """
@@ -102,6 +108,8 @@ def read(
             f"is for arguments that hold a shape and no vocabulary, and {TITLES[format]} hold "
             "none; give model (--model)",
         )
+    if config is not None and format != "torchtitan":
+        raise refuse("config", f"is for Python with several; {TITLES[format]} hold one")
     sets = dict(set or {})
     beside = (
         model or sets.get("model"),
@@ -111,7 +119,7 @@ def read(
     reader = _READERS[format]
     return ask_for_missing(
         lambda given: reader(text, given, lenient),
-        ImportOptions(*beside, sets=sets, vocab_size=vocab_size, folder=folder),
+        ImportOptions(*beside, sets=sets, vocab_size=vocab_size, folder=folder, config=config),
     )
 
 
@@ -125,15 +133,19 @@ def load(path: str | Path, **given: Any) -> Imported:
     return read(text.removeprefix("\ufeff"), folder=path.parent, **given)
 
 
-def write(plan: Plan, format: Format) -> Translation:
-    """`plan` in a foreign `format`, and its fields that the text does not say. Raises
-    `PlanError`.
+def write(plan: Plan, format: Format, version: str | None = None) -> Translation:
+    """`plan` in a foreign `format`, and its fields that the text does not say; `version` of the
+    framework, default the newest of `VERSIONS`. Raises `PlanError`.
     """
     if format not in FORMATS:
         raise refuse("format", f"is '{format}'; legal: {', '.join(FORMATS)}")
+    legal = VERSIONS.get(format, ())
+    if version is not None and version not in legal:
+        words = ", ".join(legal) or f"none, as {TITLES[format]} are the same for all that read them"
+        raise refuse("framework_version", f"is {shown(version)}; legal: {words}")
     if replicas := plan.strategy.pipeline.replicas:
         raise refuse(
             "strategy.pipeline.replicas",
             f"is {replicas}, which cannot be written as {TITLES[format]}; legal: null",
         )
-    return _WRITERS[format](plan)
+    return _WRITERS[format](plan, *([] if version is None else [version]))

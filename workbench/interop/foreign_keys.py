@@ -7,16 +7,17 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from workbench.data_files import read_data_file
 from workbench.errors import SHOWN, PlanError, Problem, refuse
-from workbench.interop.translation import KeyNote
+from workbench.interop.translation import KeyNote, MissingField
 from workbench.units import gib_text
 from workbench.untrusted_text import shown
 
+T = TypeVar("T")
 NO_FIELD = "a plan has no such field"
 _COMMENT = re.compile(r"_*(?:comment|note|description)s?_*|(?://|#).*", re.IGNORECASE)
 """Keys that files without comments of their own keep them in."""
@@ -115,6 +116,22 @@ class ForeignKeys:
         self.translated.append(self.name(key))
         self._taken[key] = self._left.pop(key)
         return self._taken[key]
+
+    def with_open_values(self, build: Callable[[], T]) -> T:
+        """What `build` makes of the keys. Raises `PlanError`, before any other for the values that
+        it took and the file leaves open.
+        """
+        try:
+            found = build()
+        except MissingField as error:
+            raise MissingField([*self.problems, *error.problems], error.stand_ins) from None
+        except PlanError:
+            if self.problems:
+                raise MissingField(self.problems, ()) from None
+            raise
+        if self.problems:
+            raise MissingField(self.problems, ())
+        return found
 
     def number(self, key: str, least: float = -math.inf, most: float = math.inf) -> float | None:
         """The number at `key`, within bounds; None where absent. Raises `PlanError`."""

@@ -20,6 +20,7 @@ from workbench.interop.foreign_text import begins_with_brace, from_hjson, from_t
 from workbench.interop.gpt_neox.gpt_neox_keys import MARKS as NEOX
 from workbench.interop.megatron.functional_recipes import is_recipe
 from workbench.interop.megatron.megatron_keys import DISTINCT, KNOWN, shows_megatron
+from workbench.interop.torchtitan.registry import is_registry
 from workbench.interop.translation import SOURCES, Source, legal_formats, nothing_read
 from workbench.safe_io import yaml_files
 from workbench.untrusted_text import shown
@@ -111,7 +112,7 @@ def detect(text: str) -> Source:
     if begins_with_brace(text):
         return _of_mapping(mapping(from_hjson(text, "file"), "file"))
     if (modules := _imports(text)) is not None:
-        return _of_python(modules)
+        return "torchtitan" if is_registry(text) else _of_python(modules)
     if re.search(r"(?m)^\s*\[+[A-Za-z_][\w.\-]*\]+\s*(?:#.*)?$", text) and any(
         re.search(rf"(?m)^\s*\[{section}[\].]", text) for section in _SECTIONS
     ):

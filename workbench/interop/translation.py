@@ -52,7 +52,7 @@ PIPED = "deepspeed-3d"
 TITLES: dict[Source, str] = {
     "deepspeed": "DeepSpeed ds_config.json",
     "megatron": "Megatron-LM arguments",
-    "torchtitan": "torchtitan job TOML",
+    "torchtitan": "torchtitan job",
     "fsdp": "accelerate YAML",
     "gpt-neox": "gpt-neox YAML",
     "hf-trainer": "Hugging Face TrainingArguments (Trainer, TRL)",
@@ -190,6 +190,8 @@ class ImportOptions:
     vocab_size: int | None = None
     folder: Path | None = None
     """Where the file stands, and with it those that it names."""
+    config: str | None = None
+    """The one of several configurations that a file holds."""
 
     def world(self, found: int | None, key: str) -> int:
         """Ranks of the job: `found` in the file at `key`, or given. Raises `PlanError` if neither

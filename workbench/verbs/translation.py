@@ -42,14 +42,15 @@ def import_config(
     vocab_size: int | None = None,
     set: Mapping[str, Any] | None = None,
     lenient: bool = False,
+    config: str | None = None,
 ) -> Imported:
     """Import a configuration of other software: DeepSpeed, Megatron-LM, torchtitan, a Trainer.
 
     The format is found by the content. What could not be translated is listed key by key.
 
     Args:
-        path: ds_config.json, Megatron-LM arguments or script, torchtitan TOML, accelerate or
-            gpt-neox YAML, arguments of Hugging Face's Trainer or TRL, LLaMA-Factory or axolotl
+        path: ds_config.json, Megatron-LM arguments or script, torchtitan TOML or Python, accelerate
+            or gpt-neox YAML, arguments of Hugging Face's Trainer or TRL, LLaMA-Factory or axolotl
             YAML.
         model: Model, where the file does not say it.
         gpu: GPU, where the file does not say it.
@@ -57,6 +58,7 @@ def import_config(
         vocab_size: Vocabulary, where Megatron-LM arguments leave it to the tokenizer.
         set: Fields of the plan by dotted path, above what the file says.
         lenient: List keys that the format does not have, instead of refusing them.
+        config: Function of a torchtitan Python file that returns the configuration, of several.
 
     Raises:
         PlanError: The file cannot be read, or no key of it was used.
@@ -64,10 +66,12 @@ def import_config(
     from workbench import interop
 
     given = {"model": model, "gpu": gpu, "gpus": gpus, "vocab_size": vocab_size, "set": set}
-    return interop.load(path, **given, lenient=lenient)
+    return interop.load(path, **given, lenient=lenient, config=config)
 
 
-def translate(plan: Plan | str | Path, format: Format) -> Translation:
+def translate(
+    plan: Plan | str | Path, format: Format, framework_version: str | None = None
+) -> Translation:
     """Translate a plan into another framework's configuration.
 
     What that configuration cannot hold is listed field by field.
@@ -75,10 +79,12 @@ def translate(plan: Plan | str | Path, format: Format) -> Translation:
     Args:
         plan: A plan, or the path of a plan file.
         format: deepspeed, megatron, torchtitan or fsdp.
+        framework_version: Release of torchtitan that is to read it, 0.1.0 to 0.3.0; default the
+            newest.
 
     Raises:
         PlanError: The plan is illegal, or nothing in that format comes near it.
     """
     from workbench import interop
 
-    return interop.write(given_plan(plan), format)
+    return interop.write(given_plan(plan), format, framework_version)

@@ -15,7 +15,7 @@ from workbench.cli.options import Gpu, Gpus, Json, Model, PlanOutput, Set, emit,
 from workbench.cli.output_files import write_whole
 from workbench.cli.terminal import Grid
 from workbench.errors import refuse
-from workbench.interop import FORMATS, TITLES, KeyNote
+from workbench.interop import FORMATS, TITLES, VERSIONS, KeyNote
 from workbench.plan.plan_data import assignments
 from workbench.plan.schema import Plan
 
@@ -26,8 +26,8 @@ def import_config(
         typer.Argument(
             metavar="FILE",
             help="ds_config.json, Megatron-LM arguments or script, "
-            "torchtitan TOML, accelerate or gpt-neox YAML, arguments of Hugging Face's Trainer or "
-            "TRL, LLaMA-Factory or axolotl YAML.",
+            "torchtitan TOML or Python, accelerate or gpt-neox YAML, "
+            "arguments of Hugging Face's Trainer or TRL, LLaMA-Factory or axolotl YAML.",
         ),
     ],
     model: Model = None,
@@ -49,6 +49,14 @@ def import_config(
             "--lenient", help="List keys that the format does not have, instead of refusing them."
         ),
     ] = False,
+    config: Annotated[
+        str | None,
+        typer.Option(
+            "--config",
+            metavar="NAME",
+            help="Which of several configurations in a torchtitan Python file.",
+        ),
+    ] = None,
     json: Json = False,
 ) -> None:
     found = verbs.import_config(
@@ -59,6 +67,7 @@ def import_config(
         vocab_size=vocab_size,
         set=assignments(sets or []),
         lenient=lenient,
+        config=config,
     )
     full, text = found.plan.resolve(), found.plan.to_yaml()
     if output is not None:
@@ -95,6 +104,15 @@ def translate(
     to: Annotated[
         str, typer.Option("--as", metavar="FORMAT", help=f"One of {', '.join(FORMATS)}.")
     ],
+    framework_version: Annotated[
+        str | None,
+        typer.Option(
+            "--framework-version",
+            metavar="VERSION",
+            help="Release of torchtitan that is to read it: "
+            f"{', '.join(VERSIONS['torchtitan'])} (default).",
+        ),
+    ] = None,
     output: Annotated[
         Path | None, typer.Option("-o", "--output", help="Write the configuration here.")
     ] = None,
@@ -102,7 +120,7 @@ def translate(
 ) -> None:
     if to not in FORMATS:
         raise refuse("--as", f"is '{to}'; legal: {', '.join(FORMATS)}")
-    found = verbs.translate(plan, to)
+    found = verbs.translate(plan, to, framework_version)
     if output is not None:
         write_whole(output, found.text)
     data: dict[str, Any] = {

@@ -72,8 +72,8 @@ def _axes(full: ResolvedPlan) -> dict[str, Any]:
     if full.training.sequence_length % (2 * sizes["context"]) and sizes["context"] > 1:
         raise refuse(
             "training.sequence_length",
-            f"is {full.training.sequence_length}, where Megatron-LM has two parts on each of "
-            f"{sizes['context']} context ranks; legal: a multiple of {2 * sizes['context']}",
+            f"is {full.training.sequence_length}; cannot be written as Megatron-LM arguments, "
+            f"which cut it into 2 x context = {2 * sizes['context']} parts; legal: a multiple",
         )
     if sizes["context"] > 1:
         found["cp-comm-type"] = _CONTEXT_KINDS[s.context.algorithm]

@@ -1,5 +1,5 @@
-"""torchtitan's job TOML, by torchtitan/config/job_config.py: what it says of a plan, and a plan as
-such a file.
+"""torchtitan's jobs, TOML by torchtitan/config/job_config.py or Python by torchtitan/trainer.py:
+what one says of a plan, and a plan as such a file.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from workbench.errors import refuse
 from workbench.interop.foreign_keys import ForeignKeys
 from workbench.interop.foreign_text import from_toml, mapping, to_toml
 from workbench.interop.torchtitan import torchtitan_keys as known
+from workbench.interop.torchtitan.registry import is_registry, python, tables_of
 from workbench.interop.torchtitan.training_tables import read_training
 from workbench.interop.torchtitan.write_torchtitan import tables
 from workbench.interop.translation import (
@@ -38,11 +39,21 @@ FLOAT8_TABLES = ("float8", "mx", "quantize.linear.float8", "quantize.linear.mx")
 def read(
     text: str | Mapping[str, Any], given: ImportOptions | None = None, lenient: bool = False
 ) -> Imported:
-    """The plan of a torchtitan job, as TOML or already parsed. Raises `PlanError` naming key and
-    legal values.
+    """The plan of a torchtitan job, as TOML, Python, or already parsed. Raises `PlanError` naming
+    key and legal values.
     """
     given = given or ImportOptions()
-    keys = ForeignKeys(mapping(from_toml(text, "file") if isinstance(text, str) else text, "file"))
+    newer = isinstance(text, str) and is_registry(text)
+    if isinstance(text, str):
+        parsed = tables_of(text, given.config, given.folder) if newer else from_toml(text, "file")
+        text = mapping(parsed, "file")
+    keys = ForeignKeys(mapping(text, "file"))
+    plan = keys.with_open_values(lambda: _plan(keys, given, newer))
+    keys.finish(known.KNOWN, known.WHYS, known.OPEN, lenient)
+    return imported("torchtitan", plan, keys, given)
+
+
+def _plan(keys: ForeignKeys, given: ImportOptions, newer: bool) -> dict[str, Any]:
     keys.sections(*known.MAPPINGS)
     model, shape, narrow = _model(keys, given)
     sizes, world = _sizes(keys, given)
@@ -55,19 +66,18 @@ def read(
     strategy = {
         "stack": FRAMEWORK_PROFILES["torchtitan"],
         "data": _data(keys, sizes),
-        "tensor": {"size": sizes["tensor"], "sequence": sizes["tensor"] > 1},
+        "tensor": {"size": sizes["tensor"], "sequence": _sequence(keys, sizes["tensor"])},
         "pipeline": pipeline,
         "context": {"size": sizes["context"], "algorithm": "ring"},
         "expert": _expert(keys, sizes["tensor"]),
-        "recompute": _recompute(keys, shape.layers),
+        "recompute": _recompute(keys, shape.layers, newer),
         "kernels": _kernels(keys),
         **precision,
     }
     plan = {"model": model, "cluster": given.cluster(world), "strategy": strategy, **training}
     if name := keys.text("job.description"):
         plan["name"] = name
-    keys.finish(known.KNOWN, known.WHYS, known.OPEN, lenient)
-    return imported("torchtitan", plan, keys, given)
+    return plan
 
 
 def _model(keys: ForeignKeys, given: ImportOptions) -> tuple[str | dict[str, Any], Shape, str]:
@@ -297,7 +307,14 @@ def _parts(keys: ForeignKeys, layers: int) -> list[int] | None:
     return counts
 
 
-def _recompute(keys: ForeignKeys, layers: int) -> str | list[int]:
+def _sequence(keys: ForeignKeys, tensor: int) -> bool:
+    return tensor > 1 and keys.flag(P + "enable_sequence_parallel") is not False
+
+
+def _recompute(keys: ForeignKeys, layers: int, newer: bool) -> str | list[int]:
+    """Layers that are recomputed; where nothing is said, by the default of TOML or of `newer`
+    Python.
+    """
     mode = keys.choice(
         "activation_checkpoint.mode", {w: w for w in ("selective", "full", "none", "memory_budget")}
     )
@@ -307,6 +324,8 @@ def _recompute(keys: ForeignKeys, layers: int) -> str | list[int]:
             "activation_checkpoint.mode", "a plan has no such budget; selective was taken"
         )
         return "selective"
+    if newer and mode is None:
+        return str(keys.assume("strategy.recompute", "selective", "torchtitan's: SelectiveAC"))
     if mode not in (None, "selective") or option == "op":
         return str(
             mode or keys.assume("strategy.recompute", "selective", "torchtitan's default of mode")
@@ -363,13 +382,14 @@ def _kernels(keys: ForeignKeys) -> str:
     return "compiled" if older or compiled else "eager"
 
 
-def write(plan: Plan) -> Translation:
-    """The plan as a torchtitan job, and the fields that it does not say. Raises `PlanError` for an
-    illegal plan.
+def write(plan: Plan, version: str = known.VERSIONS[-1]) -> Translation:
+    """The plan as a job for a `version` of torchtitan, and the fields that it does not say. Raises
+    `PlanError` for an illegal plan.
     """
     full = plan.resolve()
-    flavor = flavor_of(full.shape)
-    text = to_toml(tables(full, flavor, bool(plan.name)))
+    flavor = flavor_of(full.shape, version)
+    rows = tables(full, flavor, bool(plan.name), version)
+    text = python(rows) if version == known.PYTHON else to_toml(rows)
     with nearest("torchtitan"):
         back = read(
             text, ImportOptions(None if flavor else full.shape, full.gpu, None, full.fabric)
@@ -378,7 +398,7 @@ def write(plan: Plan) -> Translation:
     return Translation(text, lost(plan, full, back, known.LOST, handed))
 
 
-def flavor_of(shape: Shape) -> tuple[str, str] | None:
-    """(model.name, model.flavor) of a model that torchtitan has; None for another."""
+def flavor_of(shape: Shape, version: str) -> tuple[str, str] | None:
+    """(model.name, model.flavor) of a model that a release of torchtitan has; None for another."""
     same = (key for key, name in known.MODELS.items() if catalog.models()[name].shape == shape)
-    return next(same, None)
+    return next((key for key in same if known.has_model(version, *key)), None)

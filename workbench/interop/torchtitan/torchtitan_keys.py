@@ -18,10 +18,50 @@ MODELS = {
     ("deepseek_v3", "16B"): "deepseek-v2-lite",
     ("deepseek_v3", "236B"): "deepseek-v2",
     ("deepseek_v3", "671B"): "deepseek-v3",
+    ("qwen3", "0.6B"): "qwen3-0.6b",
+    ("qwen3", "8B"): "qwen3-8b",
+    ("qwen3", "30B-A3B"): "qwen3-30b-a3b",
+    ("qwen3", "235B-A22B"): "qwen3-235b-a22b",
 }
 """(model.name, model.flavor) -> the model of the catalog that it is, by
 torchtitan/models/*/__init__.py.
 """
+VERSIONS = ("0.1.0", "0.2.0", "0.2.1", "0.2.2", "0.3.0")
+"""Releases that jobs are written for; from PYTHON on they are Python, before it TOML."""
+PYTHON = "0.3.0"
+
+
+def has_model(version: str, name: str, flavor: str) -> bool:
+    """True where a release has one of `MODELS`."""
+    if name == "llama3":
+        return version == PYTHON or flavor not in ("1B", "3B")
+    return version != "0.1.0" and name != "llama2"
+
+
+_OLDER = {"debug.seed": "training.seed", "debug.deterministic": "training.deterministic"}
+RENAMED: dict[str, dict[str, str]] = {
+    "0.1.0": {
+        **_OLDER,
+        "compile.enable": "training.compile",
+        "checkpoint.enable": "checkpoint.enable_checkpoint",
+        "lr_scheduler.min_lr_factor": "lr_scheduler.lr_min",
+    },
+    "0.2.0": _OLDER,
+}
+"""Release -> key of 0.2.2 -> what it is called there."""
+LACKS: dict[str, tuple[str, ...]] = {
+    "0.1.0": (
+        "validation",
+        "training.dtype",
+        "parallelism.expert_parallel_degree",
+        "parallelism.expert_tensor_parallel_degree",
+    ),
+    "0.3.0": ("job", "optimizer.name", "parallelism.expert_tensor_parallel_degree"),
+}
+"""Release -> keys and tables of 0.2.2 that it does not have."""
+CONVERTERS = {"0.1.0": {"fp8": "float8", "mxfp8": "mx"}, "0.3.0": {"fp8": "float8", "mxfp8": "mx"}}
+NAMED_CONVERTERS = {"fp8": "quantize.linear.float8", "mxfp8": "quantize.linear.mx"}
+"""Precision -> converter of linear layers; `CONVERTERS` holds those of releases that differ."""
 KERNEL_OF_FLAVOR = r"_(flex|varlen)(_attn)?$"
 """End of a flavor that says how attention is computed; the shape is that without it."""
 
@@ -54,6 +94,12 @@ OPEN = (
     "comm",
     "training.dataloader",
     "validation.dataloader",
+    "dump_folder",
+    "hf_assets_path",
+    "dataloader",
+    "tokenizer",
+    "loss",
+    "override",
 )
 """Sections of other matters: whatever stands in them is known, and reported as not translated."""
 
@@ -66,8 +112,19 @@ WHYS = {
     "training.dataset": "a plan names its text in `corpus`",
     "training.dataset_path": "a plan names its text in `corpus`",
     **dict.fromkeys(
-        ("training.dataloader", "validation.dataloader"), "a plan names its text in `corpus`"
+        (
+            "hf_assets_path",
+            "dataloader",
+            "tokenizer",
+            "training.dataloader",
+            "validation.dataloader",
+        ),
+        "a plan names its text in `corpus`",
     ),
+    "dump_folder": "a run keeps its own directory",
+    "loss": "a plan's loss is the cross entropy of its model",
+    "model.attn_backend": "a plan says how operators run in strategy.attention",
+    "training.disable_cuda_graphs": "a plan captures no graphs",
     "optimizer.implementation": "a plan's optimizer is fused or not as strategy.kernels says",
     **dict.fromkeys(("float8", "mx", "quantize"), "strategy.precision says it in one word"),
     "lr_scheduler.total_steps": "a plan decays over all its steps",
@@ -78,7 +135,8 @@ WHYS = {
 """Key, or beginning of keys -> why a plan does not hold it."""
 
 LOST = {
-    "model": "torchtitan names its own models and flavors, and this is none of them",
+    "model": "torchtitan names its own models and flavors, and this is none of them: until the job "
+    "names yours, it trains torchtitan's own default, the debugmodel of llama3",
     "strategy.data.zero": "torchtitan shards everything (FSDP2) or nothing, and shards whenever "
     "context is split",
     "strategy.data.shard": "torchtitan shards over a divisor of its data ranks, times all context "
@@ -97,7 +155,7 @@ LOST = {
     "strategy.recompute": "torchtitan recomputes none, selected operators, every n-th layer, "
     "or all",
     "strategy.precision": "torchtitan computes in bfloat16, float32 or float8",
-    "strategy.gradient_dtype": "torchtitan reduces gradients in float32 or bfloat16",
+    "strategy.gradient_dtype": "torchtitan reduces gradients in float32",
     "strategy.attention": "attention under torchtitan is as its framework profile says",
     "strategy.kernels": "torchtitan runs its layers eagerly or compiled",
     "training.optimizer.name": "torchtitan trains with AdamW or Adam",
