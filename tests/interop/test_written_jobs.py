@@ -92,6 +92,17 @@ def test_deepspeed_has_no_key_that_it_removed() -> None:
     assert "removed" in lost(found)["strategy.data.shard"]
 
 
+@pytest.mark.parametrize("zero", [0, 1, 3])
+@pytest.mark.parametrize("master", ["none", "auto"])
+def test_deepspeed_keeps_bf16_states_only_where_it_can(zero: int, master: str) -> None:
+    fields = {"training.optimizer.master": master, "training.optimizer.moments": "bf16"}
+    preset = Plan.of("tiny", gpu=H100, gpus=2, strategy=f"zero-{zero}", set=fields)
+    found = interop.write(preset, "deepspeed")
+    legal = zero >= 1 and master == "none"
+    assert ("bf16_optimizer_states" in found.text) == legal
+    assert ("training.optimizer.moments" in lost(found)) == (not legal)
+
+
 VERSIONS = interop.VERSIONS["torchtitan"]
 
 

@@ -161,6 +161,8 @@ LOST = {
     "training.steps": "a constant schedule has no length; the user's loop decides",
     "training.deterministic": "the user's script decides",
     "training.optimizer.final_ratio": "only a cosine ends above zero (cos_min_ratio)",
+    "training.optimizer.master": "DeepSpeed keeps no fp32 copy of bf16 only from stage 1 up",
+    "training.optimizer.moments": "DeepSpeed's are bf16 only from stage 1 up, without an fp32 copy",
     "training.optimizer": "DeepSpeed's optimizer has no such setting",
 }
 """Field, or beginning of fields -> why a ds_config.json does not say it."""

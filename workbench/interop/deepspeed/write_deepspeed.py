@@ -29,8 +29,10 @@ def config(full: ResolvedPlan) -> dict[str, Any]:
     }
     stored = STORED.get(s.precision, s.precision)
     if stored == "bf16":
-        wide = {"bf16_master_weights_and_grads": t.optimizer.master == "none"}
-        wide |= {"bf16_optimizer_states": t.optimizer.moments == "bf16"}
+        # Both only where states are sharded, and the second beside the first alone.
+        plain = t.optimizer.master == "none" and s.data.zero >= 1
+        wide = {"bf16_master_weights_and_grads": plain}
+        wide |= {"bf16_optimizer_states": plain and t.optimizer.moments == "bf16"}
         config["bf16"] = {"enabled": True} | {key: True for key, on in wide.items() if on}
     if stored == "fp32":
         config["bf16"] = {"enabled": False}

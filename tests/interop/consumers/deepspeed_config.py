@@ -1,0 +1,49 @@
+"""Ask DeepSpeed for its own reading of ds_config.json: a JSON list of {name, path, world} on stdin,
+name -> refusal on stdout.
+"""
+
+import contextlib
+import importlib
+import json
+import logging
+import sys
+
+
+class _Mesh:
+    """Sizes of a mesh, which DeepSpeed would ask the process group for."""
+
+    def __init__(self, sizes: dict[str, int]) -> None:
+        self.sizes = sizes
+
+    def get_sequence_parallel_world_size(self) -> int:
+        return self.sizes["sequence"]
+
+    def get_data_parallel_world_size(self) -> int:
+        return self.sizes["data"]
+
+    def get_model_parallel_world_size(self) -> int:
+        return 1
+
+
+def main() -> None:
+    with contextlib.redirect_stdout(sys.stderr):
+        comm = importlib.import_module("deepspeed.comm")
+        config = importlib.import_module("deepspeed.runtime.config")
+    logging.disable(logging.CRITICAL)
+    found = {}
+    for job in json.load(sys.stdin):
+        comm.get_world_size = lambda *_, world=job["world"]: world
+        comm.get_rank = lambda *_: 0
+        try:
+            with contextlib.redirect_stdout(sys.stderr):
+                read = config.DeepSpeedConfig(job["path"], mpu=_Mesh(job["mesh"]))
+            batch = json.load(open(job["path"]))["train_batch_size"]  # noqa: SIM115
+            assert read.train_batch_size == batch
+            found[job["name"]] = ""
+        except (Exception, SystemExit) as error:
+            found[job["name"]] = f"{type(error).__name__}: {error}"
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
