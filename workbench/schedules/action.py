@@ -7,12 +7,19 @@ The words are those of torch's pipelining CSV, so that its tools and ours read e
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from typing import NamedTuple
 
 COMPUTE = ("F", "I", "W", "B")
 """Forward; input gradient; weight gradient; full backward, B = I + W."""
 SENDS = ("SEND_F", "SEND_B")
 RECVS = ("RECV_F", "RECV_B")
+_OTHER_END = {
+    "SEND_F": ("RECV_F", 1),
+    "SEND_B": ("RECV_B", -1),
+    "RECV_F": ("SEND_F", -1),
+    "RECV_B": ("SEND_B", 1),
+}
+"""Kind of a transfer -> (kind of its other end, stages from here to there)."""
 WHOLE_STAGE = ("UNSHARD", "RESHARD", "REDUCE_GRAD")
 """Actions on a stage's parameters or gradients, which belong to no microbatch."""
 KINDS = COMPUTE + SENDS + RECVS + WHOLE_STAGE
@@ -29,10 +36,9 @@ MOST_SHOWN = 60
 """Characters of a cell that a message shows."""
 
 
-@dataclass(frozen=True, slots=True)
-class Action:
+class Action(NamedTuple):
     """One thing that a pipeline rank does: `kind` on `stage`, for `microbatch` (None where the kind
-    has none).
+    has none). A tuple, for tables of a hundred thousand are made and looked up.
     """
 
     stage: int
@@ -50,7 +56,7 @@ class Action:
     @property
     def is_p2p(self) -> bool:
         """Whether the action sends or receives."""
-        return self.kind in SENDS or self.kind in RECVS
+        return self.kind in _OTHER_END
 
 
 def _shown(text: str) -> str:
@@ -98,10 +104,5 @@ def parse_cell(text: str) -> tuple[Action, ...]:
 
 def matching(action: Action) -> Action:
     """The other end of a transfer: the RECV of a SEND, the SEND of a RECV."""
-    assert action.is_p2p, action
-    verb, direction = action.kind.split("_")
-    towards_last = (verb == "SEND") == (direction == "F")
-    other = "RECV" if verb == "SEND" else "SEND"
-    return Action(
-        action.stage + (1 if towards_last else -1), f"{other}_{direction}", action.microbatch
-    )
+    kind, stages_on = _OTHER_END[action.kind]
+    return Action(action.stage + stages_on, kind, action.microbatch)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -26,6 +27,14 @@ class Table:
     """Consecutive pipeline ranks that hold each stage and take its microbatches in turn; empty: one
     each.
     """
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        """Of every action, so taken once: caches ask for it at each look."""
+        return hash((self.rows, self.placement, self.replicas))
 
     @property
     def ranks(self) -> int:
@@ -57,6 +66,16 @@ class Table:
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """Stages that `rank` holds, ascending."""
         return tuple(stage for stage in range(self.stages) if rank in self.homes(stage))
+
+    @cached_property
+    def places(self) -> tuple[int, ...]:
+        """Place of each stage among those of its rank."""
+        seen: Counter[int] = Counter()
+        found = []
+        for home in self.placement:
+            found.append(seen[home])
+            seen[home] += 1
+        return tuple(found)
 
     def __str__(self) -> str:
         return "\n".join(" ".join(map(str, row)) for row in self.rows)

@@ -65,7 +65,7 @@ def with_split_backward(executor: ScheduleExecutor) -> ScheduleExecutor:
     schedules.
     """
     rows = [
-        [replace(action, kind=kind) for action in row for kind in _split(action.kind)]
+        [action._replace(kind=kind) for action in row for kind in _split(action.kind)]
         for row in executor.table.rows
     ]
     return ScheduleExecutor(

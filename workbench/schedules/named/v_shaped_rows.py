@@ -24,7 +24,7 @@ def numbered_actions(stages: tuple[int, int], steps: Steps) -> list[Action]:
     row: list[Action] = []
     count: Counter[tuple[str, int]] = Counter()
     waiting: list[Action] = []
-    for word in (word for times, words in steps for _ in range(times) for word in words.split()):
+    for word in (word for times, words in steps for word in words.split() * times):
         if word[0] == "W":
             action = next(w for w in waiting if word == "W" or w.stage == stages[int(word[1])])
             waiting.remove(action)
