@@ -9,7 +9,10 @@ import pytest
 
 from tests.costmodel.test_against_rehearsal import ODD
 from workbench.costmodel.inputs.config import fixed_config
-from workbench.costmodel.inputs.held_counts import held_counts
+from workbench.costmodel.inputs.held_counts import COMPUTE, _largest, held_counts
+from workbench.costmodel.inputs.rank_workload import workload
+from workbench.costmodel.memory.live_sets.live_by_phase import live_by_phase
+from workbench.costmodel.memory.live_sets.stage_phases import total_bytes
 from workbench.plan.schema import Plan
 from workbench.planner import estimate
 from workbench.profile import Profile
@@ -56,6 +59,33 @@ def test_a_rank_of_a_v_may_hold_more_of_one_stage() -> None:
     first, last = (held_counts(s, 16, (rank,)) for rank in (0, 3))
     assert {held[:2] for held in first[0, "I"]} == {((8, 0), (0, 0))}
     assert ((4, 4), (0, 0)) in {held[:2] for held in last[1, "I"]}
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_largest_are_all_that_are_not_at_most_another(seed: int) -> None:
+    choose = np.random.default_rng(seed)
+    at = choose.integers(8, size=300)
+    held = np.concatenate([choose.integers(6, size=(300, 5)), np.zeros((300, 1), int)], axis=1)
+    found = {
+        at: [[*x.whole, *x.deferred, x.inputs, x.gradients] for x in largest]
+        for at, largest in _largest(at, held).items()
+    }
+    for number in range(8):
+        own = np.unique(held[at == number], axis=0)
+        beyond = (own[:, None] <= own).all(axis=2).sum(axis=1) > 1  # each is at most itself
+        assert found[number // 4, COMPUTE[number % 4]] == own[~beyond].tolist()
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_search_sums_the_same_live_sets(seed: int) -> None:
+    """Of every phase, by rank: the sums over categories alone are those of the categories."""
+    w = workload(drawn(seed).resolve())
+    each, sums = live_by_phase(w), live_by_phase(w, by_category=False)
+    assert each.keys() == sums.keys()
+    for name in each.keys() - {"first_forward", "recomputed_layer"}:  # may not be there
+        assert total_bytes(sums[name]).tolist() == total_bytes(each[name]).tolist()
+    most = [np.max([total_bytes(x) for x in live.values()], axis=0) for live in (each, sums)]
+    assert most[0].tolist() == most[1].tolist()
 
 
 def drawn(seed: int) -> Plan:

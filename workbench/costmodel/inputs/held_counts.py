@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Mapping, Sequence
+from functools import cached_property, lru_cache
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -12,10 +13,14 @@ from numpy.typing import NDArray
 from workbench.costmodel.inputs.config import FixedConfig, named_table
 from workbench.costmodel.inputs.executed_schedule import enough_microbatches, lowered_schedule
 from workbench.schedules import Action, Table, Transport, generate, receives_early
+from workbench.schedules.action import RECVS
+from workbench.schedules.table import Row
 
 Counts = NDArray[np.int64]
-Kinds = NDArray[np.str_]
 COMPUTE = ("F", "B", "I", "W")
+_NUMBERS = {kind: number for number, kind in enumerate((*COMPUTE, *RECVS))}
+_BETWEEN = {"RECV_F": -2, "SEND_F": -2, "RECV_B": -1, "SEND_B": -1}
+"""Column of what a transfer has."""
 
 MOST_RANKS_WITH_TRANSFERS = 8
 """Of a pipeline whose transfers are counted: to lower the table of 64 ranks takes seconds, and what
@@ -42,10 +47,19 @@ class Held(NamedTuple):
     """The same of gradients."""
 
 
-HeldCounts = dict[tuple[int, str], tuple[Held, ...]]
-"""(which of a rank's stages acts, kind of action) -> what the rank holds at the end of a forward,
-or at the start of another action; all that is not at most another.
-"""
+class HeldCounts(dict[tuple[int, str], tuple[Held, ...]]):
+    """(which of a rank's stages acts, kind of action) -> what the rank holds at the end of a
+    forward, or at the start of another action; all that is not at most another.
+    """
+
+    @cached_property
+    def stacked(self) -> tuple[NDArray[np.float64], list[int]]:
+        """(a row of numbers for each that is held, the first row of each action)."""
+        held = [
+            (*x.whole, *x.deferred, x.inputs, x.gradients) for own in self.values() for x in own
+        ]
+        starts = accumulate(map(len, self.values()), initial=0)
+        return np.array(held, dtype=float), list(starts)[:-1]
 
 
 def counts_transfers(s: FixedConfig) -> bool:
@@ -73,7 +87,7 @@ def held_counts(s: FixedConfig, microbatches: int, alike: tuple[int, ...]) -> He
     return _of_schedule(s.schedule, s.pipeline, enough, s.chunks, transfers, alike)
 
 
-@lru_cache(maxsize=512)
+@lru_cache(maxsize=4096)  # a wide search asks for some 700
 def _of_schedule(
     name: str,
     ranks: int,
@@ -98,60 +112,74 @@ def _of_ranks(
     ends: Sequence[Mapping[Action, int]] = [{}] * table.ranks
     if transfers is not None:
         table, ends = lowered_schedule(table, False, receives_early(name), *transfers)
-    found: dict[tuple[int, str], list[Counts]] = {}
-    for rank in alike:
-        for at, counts in _seen(table, rank, ends[rank]):
-            found.setdefault(at, []).append(counts)
-    return {at: _largest(np.concatenate(counts)) for at, counts in found.items()}
+    rows = [table.rows[rank] for rank in alike]
+    kind = np.array([_NUMBERS.get(action.kind, -1) for row in rows for action in row])
+    stage = np.array([action.stage for row in rows for action in row])
+    place = np.array(table.places)[stage]
+    held = _held(table, rows, [ends[rank] for rank in alike], kind, stage, place)
+    acts = (kind >= 0) & (kind < len(COMPUTE))
+    return _largest(place[acts] * len(COMPUTE) + kind[acts], held[acts])
 
 
-def _seen(
-    table: Table, rank: int, sends_end: Mapping[Action, int]
-) -> Iterator[tuple[tuple[int, str], Counts]]:
-    """What a rank holds at each kind of action of its stages: columns as in `Held`."""
-    row = table.rows[rank]
-    kind, stage = np.array([a.kind for a in row]), np.array([a.stage for a in row])
-    before, after = _changes(table, rank, kind, stage)
-    sent = [i for i, action in enumerate(row) if action in sends_end]
-    ends = np.array([sends_end[row[i]] for i in sent], dtype=int)
-    last = ends < len(row)  # others outlive the row
-    np.subtract.at(before, (ends[last], _column(kind[sent][last])), 1)
+def _held(
+    table: Table,
+    rows: Sequence[Row],
+    ends: Sequence[Mapping[Action, int]],
+    kind: Counts,
+    stage: Counts,
+    place: Counts,
+) -> Counts:
+    """What a rank holds at each action of some rows, one after the other: columns as in `Held`."""
+    starts = np.cumsum([0, *map(len, rows)])
+    before, after = _changes(table, kind, stage, place)
+    for start, row, sends_end in zip(starts, rows, ends):
+        for action, end in sends_end.items():
+            if end < len(row):  # others outlive the row
+                before[start + end, _BETWEEN[action.kind]] -= 1
     held = np.cumsum(before, axis=0)
     held[1:] += np.cumsum(after, axis=0)[:-1]
-    for place, own in enumerate(table.stages_of(rank)):
-        for each in COMPUTE:
-            if (at := (stage == own) & (kind == each)).any():
-                yield (place, each), np.unique(held[at], axis=0)
+    left = np.vstack([np.zeros_like(held[:1]), (held + after)[starts[1:-1] - 1]])
+    return np.asarray(held - np.repeat(left, np.diff(starts), axis=0))
 
 
-def _changes(table: Table, rank: int, kind: Kinds, stage: Counts) -> tuple[Counts, Counts]:
+def _changes(table: Table, kind: Counts, stage: Counts, place: Counts) -> tuple[Counts, Counts]:
     """What each action changes of what its rank holds, (before, after) what it needs is largest."""
-    own, stages = table.stages_of(rank), table.stages
-    before, after = (np.zeros((len(kind), 2 * len(own) + 2), dtype=int) for _ in range(2))
-    forward, last = kind == "F", np.isin(kind, ("B", "I"))
-    for place, each in enumerate(own):
-        here = stage == each
-        before[:, place] = forward & here
-        after[:, place] = -1 * (last & here)
-        after[:, len(own) + place] = ((kind == "I") & here) * 1 - ((kind == "W") & here)
+    chunks = max(table.places) + 1
+    before, after = (np.zeros((len(kind), 2 * chunks + 2), dtype=int) for _ in range(2))
+    forward, backward, is_input, weight = (kind == _NUMBERS[each] for each in COMPUTE)
+    last = backward | is_input
+    at = np.arange(len(kind))
+    before[at, place] = forward
+    after[at, place] = -1 * last
+    after[at, chunks + place] = is_input * 1 - weight
     if table.lowered:
-        before[:, -2] = forward * ((stage + 1 < stages) * 1 - (stage > 0))
-        before[:, -1] = -1 * (last & (stage + 1 < stages))
+        before[:, -2] = forward * ((stage + 1 < table.stages) * 1 - (stage > 0))
+        before[:, -1] = -1 * (last & (stage + 1 < table.stages))
         after[:, -1] = last & (stage > 0)
-        received = np.flatnonzero(np.isin(kind, ("RECV_F", "RECV_B")))
-        after[received, _column(kind[received])] += 1
+        for each in RECVS:
+            after[kind == _NUMBERS[each], _BETWEEN[each]] += 1
     return before, after
 
 
-def _column(kinds: Kinds) -> Counts:
-    """Of what is between stages: inputs (-2), gradients (-1)."""
-    return np.where(np.isin(kinds, ("RECV_F", "SEND_F")), -2, -1)
-
-
-def _largest(counts: Counts) -> tuple[Held, ...]:
-    """Those that are not at most another in every count."""
-    distinct = np.unique(counts, axis=0)
-    at_most = (distinct[:, None] <= distinct[None]).all(axis=2)
-    largest = distinct[at_most.sum(axis=1) == 1].tolist()  # each is at most itself
-    stages = (counts.shape[1] - 2) // 2
-    return tuple(Held(tuple(x[:stages]), tuple(x[stages:-2]), x[-2], x[-1]) for x in largest)
+def _largest(at: Counts, held: Counts) -> HeldCounts:
+    """Those that are not at most another in every count, of each of `at`: the one of largest sum is
+    none's, time after time, of what is not at most those before.
+    """
+    order = np.lexsort((-held.sum(axis=1), at))
+    at, held = at[order], held[order]
+    found: dict[int, list[list[int]]] = {}
+    while len(at):
+        first = np.r_[True, at[1:] != at[:-1]]
+        for number, counts in zip(at[first].tolist(), held[first].tolist()):
+            found.setdefault(number, []).append(counts)
+        others = (held > held[first][np.cumsum(first) - 1]).any(axis=1)
+        at, held = at[others], held[others]
+    stages = (held.shape[1] - 2) // 2
+    return HeldCounts(
+        {
+            (number // len(COMPUTE), COMPUTE[number % len(COMPUTE)]): tuple(
+                Held(tuple(x[:stages]), tuple(x[stages:-2]), x[-2], x[-1]) for x in sorted(largest)
+            )
+            for number, largest in sorted(found.items())
+        }
+    )

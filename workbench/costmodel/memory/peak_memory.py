@@ -118,7 +118,7 @@ def max_peak_bytes(w: Workload, constants: Constants) -> Array:
     """
     parameters = w.param_counts
     persistent, _ = _persistent(w, model_states(w, parameters))
-    phases = live_by_phase(w)
+    phases = live_by_phase(w, by_category=False)
     del phases["first_forward"]
     if deltas := zero_buffers.zero_buffer_deltas(w, w.packed_counts):
         phases = {name: add_categories(live, deltas.get(name, {})) for name, live in phases.items()}

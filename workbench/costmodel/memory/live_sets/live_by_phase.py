@@ -35,18 +35,18 @@ def gradients_persist(w: Workload) -> Number:
     return np.where(w.microbatches > 1, 1.0, 0.0)
 
 
-def live_by_phase(w: Workload) -> dict[str, MemoryByCategory]:
+def live_by_phase(w: Workload, by_category: bool = True) -> dict[str, MemoryByCategory]:
     """Activations, logits and temporaries live at each phase of forward and backward that can be
     the peak.
 
     Returns:
         Phase -> category -> bytes by pipeline rank; `first_forward` is the state after the first
-        microbatch's forward.
+        microbatch's forward. Else than `by_category`, only the sum over categories counts.
     """
     if w.fixed.grid is not None:
         return operator_live_sets(w)
     if counts_by_action(w):
-        return several_stages_live_sets(w)
+        return several_stages_live_sets(w, by_category)
     head, layer = head_memory(w), last_layer_activations(w)
     flight = activations_in_flight(w, head)
     full = {"activations": flight.total, "logits": flight.logits}

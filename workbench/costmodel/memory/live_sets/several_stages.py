@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import partial, reduce
 
 import numpy as np
 
 from workbench.costmodel.inputs.config import Array
 from workbench.costmodel.inputs.held_counts import (
-    Held,
+    COMPUTE,
     HeldCounts,
     counted_microbatches,
     counts_transfers,
@@ -50,21 +50,20 @@ def counts_by_action(w: Workload) -> bool:
     return s.pipeline > 1 and is_counted
 
 
-def several_stages_live_sets(w: Workload) -> dict[str, MemoryByCategory]:
+def several_stages_live_sets(w: Workload, by_category: bool) -> dict[str, MemoryByCategory]:
     """Phase -> category -> bytes by pipeline rank, as `live_by_phase`."""
     stages, rows = _stages_of_ranks(w)
     head = head_memory(stages)
     held = _HeldBytes.of(w, stages, rows, head)
     found = []
-    for kind in ("F", "B", "I", "W"):
-        if kind in held.kinds:
-            flight, on_their_way = held.at(kind)
-            phases = _phases(stages, head, kind, flight)
-            found.append({x: add_categories(live, on_their_way) for x, live in phases.items()})
+    for kind, (flight, on_their_way) in held.flights(by_category).items():
+        phases = _phases(stages, head, kind, flight)
+        found.append({x: add_categories(live, on_their_way) for x, live in phases.items()})
     names = dict.fromkeys(name for phases in found for name in phases)
     lives = {name: [phases[name] for phases in found if name in phases] for name in names}
     first = {"first_forward": held.of_a_forward()}
-    return first | {name: _largest_of_ranks(each, rows) for name, each in lives.items()}
+    largest = _largest_of_ranks if by_category else _most_of_ranks
+    return first | {name: largest(each, rows) for name, each in lives.items()}
 
 
 def _phases(
@@ -169,46 +168,70 @@ class _HeldBytes:
         }
         return cls(rows, saved, logits, layers, deferred, passed, uncounted, microbatches, counts)
 
-    @property
-    def kinds(self) -> set[str]:
-        """Kinds of the schedule's actions."""
-        return {kind for ranks in self.counts.values() for own in ranks for _, kind in own}
-
-    def at(self, kind: str) -> tuple[ActivationsInFlight, MemoryByCategory]:
-        """(the most that is held when each of the stages acts, gradients on their way then)."""
+    def flights(self, by_category: bool) -> dict[str, tuple[ActivationsInFlight, MemoryByCategory]]:
+        """Kind of action -> (the most that is held when each of the stages acts, gradients on their
+        way then); else than `by_category`, their sum, as activations.
+        """
         shape = self.saved.shape
-        total, logits, gradients = np.zeros(shape), np.zeros(shape), np.zeros(shape)
+        most = np.zeros((3 if by_category else 1, len(COMPUTE), len(self.saved), self.candidates))
+        kinds = set[str]()
         for number, ranks in self.counts.items():
-            there = self.microbatches == number
+            columns = np.flatnonzero(self.microbatches.ravel() == number)
             for rows, counts, uncounted in zip(self.rows, ranks, self.uncounted):
-                for place, row in enumerate(rows):
-                    if held := counts.get((place, kind)):
-                        own = self._largest(held, rows)
-                        total[row] = np.where(there, own[0] + uncounted, total[row])
-                        logits[row] = np.where(there, own[1], logits[row])
-                        gradients[row] = np.where(there, own[2], gradients[row])
-        flight = ActivationsInFlight(total, logits, self.layers, self.deferred)
-        return flight, {"communication": gradients}
+                acts, entries = zip(*((COMPUTE.index(x), rows[place]) for place, x in counts))
+                kinds |= {kind for _, kind in counts}
+                found = _largest(counts, self._bytes(rows)[:, :, columns], by_category)
+                found[0] += uncounted.ravel()[columns]
+                most[:, np.array(acts)[:, None], np.array(entries)[:, None], columns] = found
+        none = np.zeros(shape)
+        flights = {}
+        for kind in [x for x in COMPUTE if x in kinds]:
+            of_kind = most[:, COMPUTE.index(kind)].reshape(-1, *shape)
+            total, logits, passed = of_kind if by_category else (of_kind[0], none, none)
+            flight = ActivationsInFlight(total, logits, self.layers, self.deferred)
+            flights[kind] = flight, {"communication": passed} if by_category else {}
+        return flights
 
-    def _largest(self, held: Sequence[Held], rows: list[int]) -> tuple[Array, Array, Array]:
-        """(activations, logits, gradients on their way) of what takes most."""
-        whole, deferred, inputs, gradients = (np.array(x, dtype=float) for x in zip(*held))
-        activations = np.tensordot(whole, self.saved[rows], 1)
-        activations += np.tensordot(deferred, self.deferred[rows], 1)
-        # A rank of stages with replicas of their own has one stage.
-        activations += np.multiply.outer(inputs, self.passed[rows[0]])
-        logits = np.tensordot(whole, self.logits[rows], 1)
-        passed = np.multiply.outer(gradients, self.passed[rows[0]])
-        most = np.argmax(activations + logits + passed, axis=0)[None]
-        activations, logits, passed = (
-            np.take_along_axis(x, most, axis=0)[0] for x in (activations, logits, passed)
+    @property
+    def candidates(self) -> int:
+        """Number of them."""
+        return self.microbatches.size
+
+    def _bytes(self, rows: list[int]) -> Array:
+        """Of each of `Held`'s counts of a rank: (activations, logits, gradients on their way)."""
+        stages = len(rows)
+        size = np.zeros((3, 2 * stages + 2, self.candidates))
+        size[0, :stages], size[0, stages:-2] = (
+            self._flat(self.saved, rows),
+            self._flat(self.deferred, rows),
         )
-        return activations, logits, passed
+        size[1, :stages] = self._flat(self.logits, rows)
+        # A rank of stages with replicas of their own has one stage.
+        size[0, -2] = size[2, -1] = self._flat(self.passed, rows[:1])
+        return size
+
+    def _flat(self, values: Array, rows: list[int]) -> Array:
+        return values[rows].reshape(len(rows), -1)
 
     def of_a_forward(self) -> MemoryByCategory:
         """What the first forward of each rank leaves, its output among it."""
         first = [own[0] for own in self.rows]
         return {"activations": self.saved[first] + self.passed[first], "logits": self.logits[first]}
+
+
+def _largest(counts: HeldCounts, size: Array, by_category: bool) -> Array:
+    """Of `size` (categories, counts, candidates) what takes most at each action of `counts`:
+    (categories, actions, candidates); of all categories together, else than `by_category`.
+    """
+    held, starts = counts.stacked
+    total = held @ size.sum(axis=0)
+    if not by_category:
+        return np.maximum.reduceat(total, starts, axis=0)[None]
+    ends = (*starts[1:], len(held))
+    most = np.array(
+        [start + np.argmax(total[start:end], axis=0) for start, end in zip(starts, ends)]
+    )
+    return np.einsum("anh,chn->can", held[most], size)
 
 
 def _counted(w: Workload) -> Array:
@@ -235,3 +258,9 @@ def _largest_of_ranks(lives: list[MemoryByCategory], rows: list[list[int]]) -> M
         for name, x in every.items():
             found[name].append(np.take_along_axis(x[entries], most, axis=0)[0])
     return {name: np.stack(each) for name, each in found.items()}
+
+
+def _most_of_ranks(lives: list[MemoryByCategory], rows: list[list[int]]) -> MemoryByCategory:
+    """The same as the sum of all categories alone."""
+    most = reduce(np.maximum, map(total_bytes, lives))
+    return {"activations": np.maximum.reduceat(most, [own[0] for own in rows], axis=0)}
