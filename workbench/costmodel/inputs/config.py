@@ -424,16 +424,18 @@ def count_recomputed(
     """Count `chosen` layers by stage, but for those that have no backward.
 
     Args:
-        chosen: Whether each layer is to be recomputed, `[layers]`.
+        chosen: Whether each layer is to be recomputed, `[..., layers]`.
         partition: Number of layers of each stage.
         adapted: As `FixedConfig.adapted`.
 
     Returns:
         (chosen layers, layers behind the last chosen one; 0 where none is chosen), each
-        `[stages]`.
+        `[..., stages]`.
     """
+    end, layer = np.cumsum(partition), np.arange(sum(partition))
     if adapted:
-        chosen = chosen & (np.arange(len(chosen)) >= first_backward_layer(adapted, partition[0]))
-    stages = np.split(chosen, np.cumsum(partition)[:-1])
-    after = [int(np.argmax(own[::-1])) if own.any() else 0 for own in stages]
-    return np.array([own.sum() for own in stages], float), np.array(after, float)
+        chosen = chosen & (layer >= first_backward_layer(adapted, partition[0]))
+    until = np.cumsum(chosen, axis=-1, dtype=float)[..., end - 1]
+    count = np.diff(until, axis=-1, prepend=0.0)
+    last = np.maximum.accumulate(np.where(chosen, layer + 1.0, 0.0), axis=-1)[..., end - 1]
+    return count, np.where(count > 0, end - last, 0.0)

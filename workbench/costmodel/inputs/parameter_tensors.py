@@ -65,6 +65,8 @@ def layer_tensors(w: RankShapes, is_moe: bool) -> Iterator[ParameterTensor]:
 
 def num_tiles(w: RankShapes) -> int:
     """Tiles of a layer's linears; 0 where they are not tiled."""
+    if w.fixed.tile_factor == 1:
+        return 0
     return sum(tensor.is_tile for tensor in layer_tensors(w, is_moe=False))
 
 
@@ -85,7 +87,9 @@ def num_stage_tensors(w: RankShapes) -> Number:
 
 
 def tile_elements(w: RankShapes) -> tuple[Number, Number]:
-    """Elements of (all tiles of a layer, the largest)."""
+    """Elements of (all tiles of a layer, the largest); 0 where they are not tiled."""
+    if w.fixed.tile_factor == 1:
+        return 0.0, 0.0
     sizes = [t.elements for t in layer_tensors(w, is_moe=False) if t.is_tile]
     largest: Number = 0.0
     for size in sizes:

@@ -8,6 +8,7 @@ are those of the widest tensor-parallel rank, to which the others are padded.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -253,7 +254,7 @@ class RankShapes:
         rows = moe.experts * rows_of_an_expert(length, moe) / length
         return rows / self.experts_over_tensor
 
-    @property
+    @cached_property
     def zeros(self) -> Array:
         """Zero on every rank of `places`, for broadcasting."""
         return np.zeros_like(self.has_embedding)

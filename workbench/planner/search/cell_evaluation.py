@@ -187,7 +187,8 @@ class CellEvaluator:
 def _differs_in_kernels(former: CellMemory, cell: Cell, index: Index) -> bool:
     """Whether a cell differs from the former in its kernels alone, and is asked about the same."""
     same = former.cell.table is cell.table and former.index.keys() == index.keys()
-    same = same and former.cell.fixed.tile_factor == cell.fixed.tile_factor
+    s, t = former.cell.fixed, cell.fixed
+    same = same and (s.zero, s.tile_factor) == (t.zero, t.tile_factor)
     return same and all(np.array_equal(at, index[axis]) for axis, at in former.index.items())
 
 

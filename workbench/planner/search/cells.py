@@ -91,7 +91,7 @@ class Cell:
     values: dict[str, tuple[Any, ...]]
     stages: DistinctStages
     table: Array
-    """The splits as numbers: a row a knob. Cells that differ in their kernels alone share it."""
+    """The splits as numbers: a row a knob. Cells of the same schedule and splits share it."""
 
     @cached_property
     def shape(self) -> tuple[int, ...]:
@@ -286,15 +286,18 @@ def _cells_of_splits(
     space: SearchSpace, fixed: FixedConfig, splits: tuple[LayerSplit, ...], stages: DistinctStages
 ) -> Iterator[Cell]:
     """One for each ZeRO stage, number of tiles and kind of kernels, which change what is held."""
-    limits = framework_limits(fixed.stack)
+    limits, placements = framework_limits(fixed.stack), _distinct_placements(space, fixed)
+    former: Cell | None = None
     for zero, tiles in product(space.zero, space.tile_factor):
-        former: Cell | None = None
         for kernels in space.kernels:
             own = replace(fixed, zero=zero, kernels=kernels, tile_factor=tiles)
             can = possible_splits(own, splits, limits)
             if tiles > 1:
                 can = splits_of_tiles(own, can)
-            values = _knob_values(space, own, can) | {"kernels": (kernels,)}
+            if not can:
+                continue
+            alone = {"kernels": (kernels,), "split": can, "placement": placements}
+            values = alone | _knob_values(space, own)
             if all(values.values()):
                 alike = former is not None and former.values["split"] == can
                 table = former.table if former and alike else np.array(can, dtype=float).T
@@ -317,11 +320,9 @@ OFFLOAD_BY_ZERO = {
 """ZeRO stage -> what it can offload."""
 
 
-def _knob_values(
-    space: SearchSpace, s: FixedConfig, splits: tuple[LayerSplit, ...]
-) -> dict[str, tuple[Any, ...]]:
-    """Values of each axis; none where conditions ask for what this ZeRO stage or schedule does not
-    have.
+def _knob_values(space: SearchSpace, s: FixedConfig) -> dict[str, tuple[Any, ...]]:
+    """Values of the other axes; none where conditions ask for what this ZeRO stage or schedule does
+    not have.
     """
 
     def only(knob: str, legal: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -332,8 +333,6 @@ def _knob_values(
     if len(reduced) > 1 and space.reduce_as_offloaded:
         reduced = (AS_OFFLOADED,)
     return {
-        "split": splits,
-        "placement": _distinct_placements(space, s),
         "recompute": space.recompute,
         "shard": space.shard if s.zero else only("shard", ("all",)),
         "offload": only("offload", OFFLOAD_BY_ZERO[s.zero]),

@@ -44,13 +44,9 @@ def distinct_stages(s: FixedConfig, kinds: tuple[str | float, ...]) -> DistinctS
     """
     layers, rank = np.arange(sum(s.partition)), np.arange(s.pipeline)
     partition = stages_that_run(s.pipeline, s.partition)
-    each = [
-        count_recomputed(
-            np.isin(layers, list(recomputed_layers(kind, s.partition))), partition, s.adapted
-        )
-        for kind in kinds
-    ]
-    recomputed, kept_after = (np.stack(kinds, axis=1) for kinds in zip(*each))
+    chosen = [np.isin(layers, list(recomputed_layers(kind, s.partition))) for kind in kinds]
+    counts = count_recomputed(np.array(chosen), partition, s.adapted)
+    recomputed, kept_after = (of_kinds.T for of_kinds in counts)
     homes = stage_homes(s.pipeline, s.schedule, len(partition), s.table)
     stages = np.stack(stages_of_each(homes, rank.tolist()))
     ends = np.stack([rank == 0, rank == s.pipeline - 1], axis=1)

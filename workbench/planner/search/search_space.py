@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from itertools import permutations
+from itertools import accumulate, permutations
 from typing import Any
 
 from workbench.costmodel.frameworks.framework_profile import DEFAULT_FRAMEWORK
@@ -268,10 +268,9 @@ def recomputed_layers(kind: str | float, partition: tuple[int, ...]) -> tuple[in
     """Layers that are recomputed in full: all, none, or the first share of every stage."""
     if isinstance(kind, str):
         return tuple(range(sum(partition))) if kind == "full" else ()
-    starts = (sum(partition[:stage]) for stage in range(len(partition)))
     return tuple(
         start + layer
-        for start, count in zip(starts, partition)
+        for start, count in zip(accumulate(partition, initial=0), partition)
         for layer in range(math.ceil(kind * count - 1e-9))
     )
 

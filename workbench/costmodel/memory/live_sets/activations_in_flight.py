@@ -66,23 +66,21 @@ def stage_activations(w: Workload) -> StageActivations:
         further = w.shape.mtp_layers * (2 + 2)
         beside = beside + w.has_head * further * w.residual_bytes
     return StageActivations(
-        np.asarray(saved),
-        beside,
-        np.asarray(deferred) * float(w.fixed.splits_backward),
-        w.has_head * (1 + w.shape.mtp_layers),
+        np.asarray(saved), beside, np.asarray(deferred), w.has_head * (1 + w.shape.mtp_layers)
     )
 
 
 def _layers(w: Workload) -> tuple[Number, Number]:
     """(bytes that the layers of a rank save of a microbatch, those that they leave for W)."""
-    dense = activation_memory.layer_activations(w)
-    moe = activation_memory.layer_activations(w, is_moe=w.shape.moe is not None)
+    is_moe = w.shape.moe is not None
+    dense, moe = (activation_memory.layer_activations(w, each) for each in (False, is_moe))
     share = np.divide(w.dense_layers, np.maximum(w.layers, 1))
     layer_saved = share * dense.saved + (1 - share) * moe.saved
     checkpoint = share * dense.checkpoint + (1 - share) * moe.checkpoint
     saved = (w.layers - w.recomputed_layers) * layer_saved + w.recomputed_layers * checkpoint
-    of_dense = deferred_weight_bytes(w)
-    of_moe = deferred_weight_bytes(w, is_moe=w.shape.moe is not None)
+    if not w.fixed.splits_backward:
+        return saved, w.zeros
+    of_dense, of_moe = (deferred_weight_bytes(w, each) for each in (False, is_moe))
     return saved, w.layers * (share * of_dense + (1 - share) * of_moe)
 
 

@@ -175,15 +175,19 @@ class _HeldBytes:
         shape = self.saved.shape
         most = np.zeros((3 if by_category else 1, len(COMPUTE), len(self.saved), self.candidates))
         kinds = set[str]()
-        for number, ranks in self.counts.items():
-            columns = np.flatnonzero(self.microbatches.ravel() == number)
-            for rows, counts, uncounted in zip(self.rows, ranks, self.uncounted):
+        numbers = self.microbatches.ravel()
+        places = {number: np.flatnonzero(numbers == number) for number in self.counts}
+        for at, (rows, uncounted) in enumerate(zip(self.rows, self.uncounted)):
+            size = self._bytes(rows)
+            size = size if by_category else size.sum(axis=0, keepdims=True)
+            for number, columns in places.items():
+                counts = self.counts[number][at]
                 acts, entries = zip(*((COMPUTE.index(x), rows[place]) for place, x in counts))
                 kinds |= {kind for _, kind in counts}
-                found = _largest(counts, self._bytes(rows)[:, :, columns], by_category)
+                found = _largest(counts, size[:, :, columns])
                 found[0] += uncounted.ravel()[columns]
                 most[:, np.array(acts)[:, None], np.array(entries)[:, None], columns] = found
-        none = np.zeros(shape)
+        none = np.zeros(())
         flights = {}
         for kind in [x for x in COMPUTE if x in kinds]:
             of_kind = most[:, COMPUTE.index(kind)].reshape(-1, *shape)
@@ -219,13 +223,13 @@ class _HeldBytes:
         return {"activations": self.saved[first] + self.passed[first], "logits": self.logits[first]}
 
 
-def _largest(counts: HeldCounts, size: Array, by_category: bool) -> Array:
+def _largest(counts: HeldCounts, size: Array) -> Array:
     """Of `size` (categories, counts, candidates) what takes most at each action of `counts`:
-    (categories, actions, candidates); of all categories together, else than `by_category`.
+    (categories, actions, candidates).
     """
     held, starts = counts.stacked
     total = held @ size.sum(axis=0)
-    if not by_category:
+    if len(size) == 1:
         return np.maximum.reduceat(total, starts, axis=0)[None]
     ends = (*starts[1:], len(held))
     most = np.array(
