@@ -20,7 +20,7 @@ from workbench.cli.commands import doctor, explain, kernels, operators, search, 
 from workbench.cli.commands.interop import notes
 from workbench.cli.gpu_findings import Finding
 from workbench.cli.progress import run_to_end
-from workbench.cli.terminal import Grid
+from workbench.cli.terminal import Grid, print_words
 from workbench.errors import RunError
 from workbench.interop import KeyNote
 from workbench.lab.comparison.compare import Comparison
@@ -126,7 +126,7 @@ def test_an_interval_is_shown_by_its_ends() -> None:
         "step time, 90 % interval": "100 ms to 250 ms",
         "memory: median": "2.00 GiB",
         "memory: 95th percentile": "3.00 GiB",
-        "memory: probability of running out": "1.2%",
+        "memory: out-of-memory risk": "1.2 %",
     }
     assert found.summary()["memory"] == {"peak_bytes_by_rank": {}, "by_category": {}, **need}
 
@@ -354,8 +354,10 @@ def words_of(text: str) -> set[str]:
 
 
 def left_out(table: Grid, width: int) -> set[str]:
-    names = table.optional
-    return set(f"left out at {width} columns: {', '.join(names)} {' '.join(names)}".split())
+    empty = (c.header for c in table.columns if {str(cell) for cell in c.cells} == {"–"})
+    names = [*table.optional, *map(str, empty)]
+    listed = ", ".join([*names, ""])
+    return set(f"left out at {width} columns: {listed} {' '.join(names)}".split())
 
 
 @pytest.mark.parametrize("build", ORDINARY, ids=range(len(ORDINARY)))
@@ -379,6 +381,41 @@ def test_a_word_that_no_screen_holds_loses_its_middle_and_is_not_broken(
         assert any(w == word or (cut and w.startswith(head) and w.endswith(tail)) for w in whole), (
             word
         )
+
+
+@pytest.mark.parametrize("width", [80, 100, 120])
+def test_words_break_at_spaces_on_a_terminal_and_nowhere_else(width: int) -> None:
+    path = f"/home/{'folder/' * 30}plan.yaml"
+    words = f"{explanation_words()}\n  written to {path}\n"
+    for terminal in (True, False):
+        screen = Console(file=io.StringIO(), width=width, force_terminal=terminal, no_color=True)
+        print_words(screen, words)
+        out = screen.file.getvalue()  # type: ignore[attr-defined]
+        lines = [line for line in out.splitlines() if path not in line]
+        assert out.split() == words.split(), "no word is cut"
+        assert (max(map(cell_len, lines)) <= width) == terminal
+    assert out == f"{words}\n"
+
+
+def explanation_words() -> str:
+    return "\n".join(workbench.explain(large_plan()).sentences)
+
+
+@pytest.mark.parametrize("width", [80, 100])
+def test_states_are_read_in_a_narrow_terminal(width: int) -> None:
+    above, _, steps, below = explain._shown_states(workbench.states("7B"))
+    assert isinstance(below, str) and "does not fit at any GPU count (118.6 GiB)" in below
+    for table, most in ((above, 3), (steps, 1)):
+        assert isinstance(table, Grid)
+        rows = shown(table, width).partition("───")[2].splitlines()[1:]
+        named = [row for row in rows if row.strip() and "left out" not in row]
+        assert max(map(cell_len, rows)) <= width and len(named) <= most * table.row_count
+
+
+def test_a_column_without_a_figure_is_left_out_first() -> None:
+    table = tables.table("t", ("plan", "tokens/s", "last loss"), optional=("tokens/s",))
+    table.add_row("a plan of some words", "1,234,567 tokens", "–")
+    assert "left out at 45 columns: last loss\n" in shown(table, 45)
 
 
 def test_what_is_left_out_is_named_and_only_where_it_must_be() -> None:

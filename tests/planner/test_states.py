@@ -1,6 +1,7 @@
 """How many GPUs hold the states of a model, and how many a whole step of it needs."""
 
 import json
+import re
 
 import pytest
 
@@ -20,8 +21,8 @@ def test_states_of_100b_in_fp32_fill_75_gpus_of_16_gb_and_38_of_32() -> None:
     first = found.to_json()["states"][0]
     assert first["bytes_per_parameter"] == 12 and first["bytes"] == 1.2e12
     assert first["gpus_by_gb"] == {"16": 75, "32": 38}
-    assert "parameters 4 + momentum 4 + variance 4 = 12" in repr(found)
-    assert "100 G x 12 bytes = 1,200 GB; / 32 GB = 37.5: 38 GPUs" in found.divisions()
+    assert re.search(r"\b12 +parameters 4 \+ momentum 4 \+ variance 4\b", repr(found))
+    assert "100 B x 12 bytes = 1,200 GB; / 32 GB = 37.5: 38 GPUs" in found.divisions()
 
 
 def test_published_bytes_a_parameter() -> None:
@@ -59,7 +60,7 @@ def test_one_gpu_fewer_does_not_hold_a_step(model: str) -> None:
     plan = wb.Plan.of(model, gpu=V100, gpus=1, strategy="ddp", set={"training.micro_batch": 1})
     for step in wb.states(plan, gpus=[V100]).steps:
         if step.gpus is None:
-            assert not step.memory.fits and "on 65,536 GPUs" in step.reason
+            assert not step.memory.fits and "at any GPU count" in step.reason
             continue
         assert planned_memory(on_gpus(plan, V100, step.gpus, step.strategy).resolve()).fits
         fewer = step.gpus - (1 if step.gpus <= 16 else 16)

@@ -218,12 +218,12 @@ def emit(
         sys.stdout.write(json.dumps(finite(data), indent=2, default=str) + "\n")
         sys.stdout.flush()
         return
-    from workbench.cli.terminal import as_text, console
+    from workbench.cli.terminal import console, print_words
 
     screen = console()
     for part in show():
         if isinstance(part, str):
-            screen.print(as_text(part), soft_wrap=True)
+            print_words(screen, part)
         elif part is not None:
             screen.print(part)
 

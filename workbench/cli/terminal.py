@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import os
 import sys
+import textwrap
 from collections.abc import Iterable, Sequence
 
 from rich import box
+from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.style import StyleType
 from rich.table import Column, Table
@@ -34,9 +36,9 @@ def _room(width: int, columns: int) -> int:
 class Grid(Table):
     """A table whose title, headings and cells are text and nothing else.
 
-    Lines break at spaces. Where that is too wide for the screen the `optional` columns are left
-    out, in their order and with a line that names them; then figures are parted from their units;
-    then long words lose their middle.
+    Lines break at spaces. Where that is too wide for the screen columns without a figure and then
+    the `optional` ones are left out, in their order and with a line that names them; then figures
+    are parted from their units; then long words lose their middle.
     """
 
     def __init__(self, title: str = "", optional: Iterable[str] = ()) -> None:
@@ -64,7 +66,8 @@ class Grid(Table):
         """(the columns that stay, the headings of the others)."""
         headings = [str(column.header) for column in self.columns]
         kept, left_out = list(range(len(headings))), []
-        for name in (name for name in self.optional if name in headings):
+        empty = [str(c.header) for c in self.columns if {str(cell) for cell in c.cells} == {"–"}]
+        for name in dict.fromkeys([*empty, *(name for name in self.optional if name in headings)]):
             if sum(needs[index].fair for index in kept) <= _room(width, len(kept)):
                 break
             kept.remove(headings.index(name))
@@ -110,6 +113,22 @@ def console(stderr: bool = False) -> Console:
     return Console(stderr=stderr, width=width, highlight=False, soft_wrap=False)
 
 
+def print_words(screen: Console, words: str, style: str = "") -> None:
+    """Lines of words, on a terminal broken at spaces as it is wide, elsewhere as they are."""
+    text = as_text(words, style)
+    if screen.is_terminal:
+        text.plain = "\n".join(_broken(line, screen.width) for line in text.plain.split("\n"))
+    screen.print(text, soft_wrap=True)
+
+
+def _broken(line: str, width: int) -> str:
+    """A line on several, below its own indent; a path that is longer stays whole."""
+    indent = line[: len(line) - len(line.lstrip())]
+    whole: dict[str, bool] = {"break_long_words": False, "break_on_hyphens": False}
+    lines = textwrap.wrap(line, width, subsequent_indent=indent, **whole)
+    return "\n".join(lines) if cell_len(line) > width else line
+
+
 def print_message(message: str, style: str = "") -> None:
-    """One message on stderr, at its own width."""
-    console(stderr=True).print(as_text(message, style), soft_wrap=True)
+    """One message on stderr."""
+    print_words(console(stderr=True), message, style)

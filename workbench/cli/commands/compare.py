@@ -29,14 +29,17 @@ OPTIONAL = (
     "first_loss",
     "steps",
     "ranks",
-    "tokens_per_second",
     "measured_allocated_bytes",
     "rehearsed_allocated_bytes",
     "estimated_allocated_bytes",
     "rehearsed_error",
     "estimated_error",
+    "step_seconds_90",
+    "tokens_per_second",
 )
-"""Columns that a narrow screen leaves out, the first first."""
+"""Columns that a narrow screen leaves out, the first first; plans of different batches compare by
+the last.
+"""
 
 
 def compare(

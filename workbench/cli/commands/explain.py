@@ -166,10 +166,15 @@ def _sizes(text: str) -> list[float]:
 
 
 def _shown_states(found: StatesAnswer) -> list[Grid | str]:
-    held = tables.table(found.title, found.heads, found.heads[2:-1], ("source",))
+    held = tables.table(found.title, found.heads, found.heads[1:-1], ("source", "terms"))
     for row in found.states_cells():
         held.add_row(*row)
-    step = tables.table(STEP_TITLE, STEP_HEADS, STEP_HEADS[4:])
+    step = tables.table(STEP_TITLE, STEP_HEADS, STEP_HEADS[3:], ("precision",))
     for row in found.step_cells():
         step.add_row(*row)
-    return [held, "\n".join((PRINTED, *found.divisions(), "")), step, found.step_words]
+    return [
+        held,
+        "\n".join((PRINTED, *found.divisions(), "")),
+        step,
+        "\n".join(found.below_steps()),
+    ]

@@ -44,10 +44,9 @@ class StateRecipe:
         return sum(term.size for term in self.terms)
 
     @property
-    def arithmetic(self) -> str:
-        """The sum as it is written: 'parameters 4 + momentum 4 + variance 4 = 12'."""
-        terms = " + ".join(f"{term.name} {term.size:g}" for term in self.terms)
-        return f"{terms} = {self.bytes_per_parameter:g}"
+    def sum_of_terms(self) -> str:
+        """The sum as it is written: 'parameters 4 + momentum 4 + variance 4'."""
+        return " + ".join(f"{term.name} {term.size:g}" for term in self.terms)
 
     def total(self, parameters: float) -> float:
         """Bytes of all states of so many parameters."""

@@ -14,9 +14,9 @@ from workbench.planner.table_text import aligned_lines, captioned_html_table
 from workbench.units import gib_text, quantity_text
 from workbench.untrusted_text import escaped
 
-STEP_TITLE = "A whole step: states, activations and buffers (estimated)"
+STEP_TITLE = "A whole step, recomputing all: states, activations and buffers (estimated)"
 STEP_HEADS = (
-    "strategy, recomputing all",
+    "strategy",
     "GPU",
     "precision",
     "GPUs",
@@ -51,14 +51,15 @@ class StatesAnswer:
     def heads(self) -> tuple[str, ...]:
         """Of the table of states."""
         sizes = (f"GPUs of {size:g} GB" for size in self.gpu_memory)
-        return ("states", "bytes a parameter", "in all", *sizes, "source")
+        return ("states", "bytes a parameter", "terms", "in all", *sizes, "source")
 
     def states_cells(self) -> list[tuple[str, ...]]:
         """One row a recipe under `heads`."""
         return [
             (
                 recipe.name,
-                recipe.arithmetic,
+                f"{recipe.bytes_per_parameter:g}",
+                recipe.sum_of_terms,
                 f"{recipe.total(self.parameters) / GB:,.6g} GB",
                 *(f"{recipe.gpus(self.parameters, size * GB):,}" for size in self.gpu_memory),
                 recipe.source,
@@ -69,6 +70,11 @@ class StatesAnswer:
     def step_cells(self) -> list[tuple[str, ...]]:
         """One row a strategy and GPU under `STEP_HEADS`."""
         return [_step_cells(step) for step in self.steps]
+
+    def below_steps(self) -> list[str]:
+        """What is to be said below the table of steps: what does not fit, and of what it is."""
+        none = [f"{one.strategy} on {one.gpu}: {one.reason}" for one in self.steps if one.reason]
+        return [*none, self.step_words]
 
     def divisions(self) -> list[str]:
         """The arithmetic of the first recipe, a line a size of GPU."""
@@ -100,7 +106,7 @@ class StatesAnswer:
         states = aligned_lines([self.heads, *self.states_cells()], left=0)
         step = aligned_lines([STEP_HEADS, *self.step_cells()], left=0)
         lines = [self.title, *states, PRINTED, *self.divisions(), "", STEP_TITLE, *step]
-        return "\n".join([*lines, self.step_words])
+        return "\n".join([*lines, *self.below_steps()])
 
     def _repr_html_(self) -> str:
         words = _paragraphs([PRINTED, *self.divisions()])
@@ -108,7 +114,7 @@ class StatesAnswer:
             captioned_html_table(self.title, self.heads, self.states_cells())
             + words
             + captioned_html_table(STEP_TITLE, STEP_HEADS, self.step_cells())
-            + _paragraphs([self.step_words])
+            + _paragraphs(self.below_steps())
         )
 
 
@@ -118,7 +124,7 @@ def _step_cells(step: WholeStep) -> tuple[str, ...]:
         step.strategy,
         step.gpu,
         step.precision,
-        f"{step.gpus:,}" if step.gpus else f"none: {step.reason}",
+        f"{step.gpus:,}" if step.gpus else "none",
         gib_text(m.peak_bytes) if step.gpus else "–",
         gib_text(m.capacity_bytes),
         gib_text(m.host_bytes) if step.gpus and m.host_bytes else "–",

@@ -41,8 +41,8 @@ class WholeStep:
         if self.gpus is not None:
             return ""
         if m.peak_bytes > m.capacity_bytes:
-            return f"{gib_text(m.peak_bytes)} a GPU even on {MOST_GPUS:,} GPUs"
-        return f"{gib_text(m.host_bytes)} of host memory a rank"
+            return f"does not fit at any GPU count ({gib_text(m.peak_bytes)})"
+        return f"does not fit the host at any GPU count ({gib_text(m.host_bytes)} a rank)"
 
     def to_json(self) -> dict[str, Any]:
         """As plain data."""
