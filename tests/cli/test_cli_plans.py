@@ -160,6 +160,30 @@ def test_a_strategy_given_beside_a_file_is_not_held_back_by_the_file(
     assert full["cluster"]["fabric"]["name"] == "dgx-a100" and full["cluster"]["gpus_per_node"] == 2
 
 
+@pytest.mark.parametrize(
+    ("words", "batches"),
+    [
+        (("--gpus", "96"), "256 → 384"),
+        (("--set", "cluster.gpus=128"), "256 → 512"),
+        (("--set", "training.micro_batch=3"), "256 → 768"),
+        (("--gpus", "32"), None),
+        (("--set", "training.micro_batch=2"), None),
+        (("--gpus", "128", "--set", "training.global_batch=256"), None),
+    ],
+)
+def test_a_batch_that_follows_the_options_is_said(
+    ask: Ask, tmp_path: Path, words: tuple[str, ...], batches: str | None
+) -> None:
+    file = tmp_path / "plan.yaml"
+    written = ("--model", "llama-3-8b", "--gpu", "h100-sxm-80gb", "--gpus", "64")
+    assert ask("plan", *written, "--strategy", "zero-3", "-o", file)[0] == 0
+    code, out, said = ask("estimate", file, *words, "--json")
+    before = json.loads(ask("plan", file, "--json")[1])["plan"]["training"]["global_batch"]
+    after = json.loads(ask("plan", file, *words, "--json")[1])["plan"]["training"]["global_batch"]
+    assert code == 0 and json.loads(out) and (f"{before} → {after}" in said) == (before != after)
+    assert batches is None or f"global_batch follows the options: {batches}," in said
+
+
 def test_differences_between_two_plans(ask: Ask, tmp_path: Path) -> None:
     path = tmp_path / "plan.yaml"
     ask("plan", *TINY, "-o", path, "--strategy", "ddp")

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from workbench.cli import completion
-from workbench.errors import refuse
+from workbench.errors import PlanError, refuse
 from workbench.plan.plan_data import assignments
 from workbench.plan.schema import Plan, build_plan, written_fields
 
@@ -115,7 +115,29 @@ def chosen(
         changes["cluster"] = _cluster(written_fields(plan)["cluster"], gpu, gpus)
     if strategy is not None:
         changes["strategy"] = {"preset": strategy}
-    return plan.replace(**_merged(changes, assignments(sets or [])))
+    changed = plan.replace(**_merged(changes, assignments(sets or [])))
+    if file:
+        _say_batch(plan, changed)
+    return changed
+
+
+def _say_batch(plan: Plan, changed: Plan) -> None:
+    """Say on stderr that a default global batch follows what the options change: step times then
+    do not compare.
+    """
+    if "global_batch" in changed.training.model_fields_set:
+        return
+    try:
+        before, after = (one.resolve().training.global_batch for one in (plan, changed))
+    except PlanError:  # for the verb to say
+        return
+    if before != after:
+        from workbench.cli.terminal import print_message
+
+        print_message(
+            f"training.global_batch follows the options: {before} → {after}, so compare tokens/s, "
+            f"not step times; --set training.global_batch={before} holds it where that is legal"
+        )
 
 
 OPTIONS = {"model": "--model", "cluster": "--gpu and --gpus", "strategy": "--strategy"}
