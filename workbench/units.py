@@ -71,13 +71,18 @@ def loss_text(value: float | None, places: int = 4) -> str:
 
 
 def count_text(value: float | None) -> str:
-    """A count for people: 12345678 -> '12.3 M'."""
+    """A count for people: 12345678 -> '12.3 M', 161e9 -> '161 B'."""
     if value is None or not math.isfinite(value):
         return "–"
-    for name, size in ((" T", 1e12), (" G", 1e9), (" M", 1e6), (" k", 1e4)):
+    for name, size in ((" T", 1e12), (" B", 1e9), (" M", 1e6), (" k", 1e4)):
         if value >= size:
             return f"{digits(value / (1e3 if name == ' k' else size))}{name}"
     return digits(value)
+
+
+def flops_text(value: float) -> str:
+    """Operations for people: 12345678900 -> '12.3 G'."""
+    return count_text(value).replace(" B", " G")
 
 
 def counted(number: int, noun: str) -> str:
@@ -128,8 +133,8 @@ def share_of_text(share: float) -> str:
 
 
 def quantity_text(number: float) -> str:
-    """A quantity with three digits: 160605224960 -> '161 G'."""
-    for name, size in (("T", 1e12), ("G", 1e9), ("M", 1e6)):
+    """A quantity with three digits: 160605224960 -> '161 B'."""
+    for name, size in (("T", 1e12), ("B", 1e9), ("M", 1e6)):
         if number >= size:
             return f"{number / size:.3g} {name}"
     return f"{number:,.0f}"

@@ -53,7 +53,7 @@ def test_the_step_time_has_its_interval(capsys: pytest.CaptureFixture[str]) -> N
     plan = wb.Plan.of("llama-3-8b", gpu="a100-sxm-80gb", gpus=8, strategy="zero-2")
     found, ends = wb.explain(plan), wb.estimate(plan).step_interval
     assert ends and found.to_json()["step_seconds_90"] == list(ends)
-    assert f"nine of ten within {interval_text(ends)}" in found.step_line
+    assert f"90 % interval {interval_text(ends)}" in found.step_line
     assert answer(["explain", *PLAN]) == 0
     printed = capsys.readouterr().out
     assert all(found.step_line in " ".join(text.split()) for text in (printed, repr(found)))

@@ -32,6 +32,7 @@ from workbench.planner.autoshard import choose_for_plan
 from workbench.profile import Profile
 from workbench.runs.run import Run
 from workbench.runs.store.run_state import Cause, first_state, write_state
+from workbench.units import risk_text
 from workbench.untrusted_text import visible
 from workbench.verbs import catalog
 
@@ -116,6 +117,26 @@ def test_a_plan_shows_what_fine_tuning_trains() -> None:
     adapters = "LoRA of rank 8 on attention.q, mlp.*"
     pairs = "preference pairs (DPO, beta 0.1)"
     assert shown["trained"] == f"{adapters}, base b.gguf in nf4, groups of 32, {pairs}"
+
+
+def test_categories_and_axes_are_shown_by_their_names() -> None:
+    found = estimated()
+    rows = [str(cell) for cell in tables.profile_table(found).columns[0].cells]
+    assert "  CUDA context + NCCL, peak" in rows and "  workspace, peak" in rows
+    stages, calls = tables.stages_table(found), tables.collectives_table(found)
+    assert stages is not None and calls is not None
+    shown_names = {str(column.header) for column in stages.columns}
+    assert {"workspace", "CUDA context + NCCL"} <= shown_names
+    assert not {"temporary", "outside_allocator"} & {*shown_names, *rows}
+    assert {"temporary", "outside_allocator"} <= set(found.summary()["memory"]["by_category"])
+
+
+@pytest.mark.parametrize(
+    ("probability", "text"),
+    [(0.0, "< 0.1 %"), (0.0009, "< 0.1 %"), (0.012, "1.2 %"), (0.43, "43 %"), (1.0, "> 99.9 %")],
+)
+def test_a_risk_is_never_shown_as_none(probability: float, text: str) -> None:
+    assert risk_text(probability) == text
 
 
 def test_an_interval_is_shown_by_its_ends() -> None:

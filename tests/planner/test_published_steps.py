@@ -66,7 +66,7 @@ def test_a_measured_configuration_extrapolates_nothing() -> None:
     [
         ("llama-3.1-405b", "h100-sxm-80gb", 16384, "nanotron", "times its GPUs"),
         ("gpt2-xl", "v100-sxm2-32gb", 8, "llm-foundry", "v100-sxm2-32gb instead of its GPU"),
-        ("llama-3-8b", "h100-sxm-80gb", 64, "colossalai", "colossalai instead of its framework"),
+        ("llama-3-8b", "h100-sxm-80gb", 64, "colossalai", "no published run of this framework"),
     ],
 )
 def test_a_plan_far_from_everything_measured_says_in_what(
@@ -101,7 +101,7 @@ def test_an_estimate_shows_it_and_cpu_ranks_have_none() -> None:
 def test_a_promise_above_everything_published_is_called_so() -> None:
     near = {"highest_mfu": 0.53}
     assert beyond_published(near, 0.6) == (
-        "60.0% MFU is above the highest published near this scale, 53.0%"
+        "60.0% MFU is above the best published near this scale, 53.0%"
     )
     assert not beyond_published(near, 0.53) and not beyond_published({"highest_mfu": None}, 0.9)
     assert not beyond_published({}, 0.9)
@@ -119,7 +119,7 @@ def test_beside_every_plan_of_a_search_stands_what_was_published() -> None:
     assert first.mfu > first.published["highest_mfu"] and first.promise
     for shown in (repr(found), found._repr_html_()):
         assert first.promise in shown and first.published["nearest"] in shown
-        assert f"{first.mfu:.1%} above" in shown and "extrapolates: " in shown
+        assert f"{first.mfu:.1%} above" in shown and "error may be larger: " in shown
     told = found.to_json()["top"][0]
     assert told["published"]["promise"] == first.promise
     assert told["model_flops_utilisation"] == first.mfu

@@ -20,6 +20,7 @@ from workbench.planner.explain.bottlenecks import find_bottleneck
 from workbench.planner.explain.explanation import EFFECT_HEADS, effect_cells
 from workbench.planner.explain.plan_figures import plan_figures
 from workbench.planner.search.search_space import search_space
+from workbench.units import seconds_text
 
 CARD = "h100-sxm-80gb"
 
@@ -83,6 +84,16 @@ def test_a_group_crosses_nodes_where_its_ranks_span_more_than_one() -> None:
     assert [
         axis for axis in ("tensor", "context", "data", "pipeline") if leaves_node(full, axis)
     ] == ["data", "pipeline"]
+
+
+def test_sentences_are_as_practitioners_say_them() -> None:
+    found = explain(on("llama-3-8b", 64, "dapple", **{"training.global_batch": 1024}))
+    words = " ".join((found.step_line, repr(found)))
+    low, high = found.interval
+    assert f"90 % interval {seconds_text(low)} to {seconds_text(high)}" in words
+    assert re.search(r"MFU [\d.]+ % in compute, [\d.]+ % overall", words)
+    assert re.search(r"161 B tokens \(Chinchilla, 20/param\)", words)
+    assert "of the ideal" not in words and "while it lasts" not in words
 
 
 def test_a_bubble_is_told_by_its_formula() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 from workbench.cli.tables import table
 from workbench.cli.terminal import Grid
 from workbench.planner.explain.kernel_fusion import PATHS
-from workbench.units import bytes_text, count_text, seconds_text
+from workbench.units import bytes_text, count_text, flops_text, seconds_text
 
 LIMIT = 24
 """Operators that a table shows; `--json` has all."""
@@ -40,7 +40,7 @@ def _operators(rows: list[dict[str, Any]], gpu: str, waits: float) -> Grid:
             " x ".join(map(str, row["shape"])) or "scalar",
             row["dtype"],
             str(row["count"]),
-            count_text(row["flops"]) if row["flops"] else "–",
+            flops_text(row["flops"]) if row["flops"] else "–",
             bytes_text(row["bytes_read"] + row["bytes_written"]),
             f"{row['intensity']:.0f}" if row["flops"] else "–",
             row["bound"],

@@ -17,9 +17,11 @@ from workbench.units import (
     interval_text,
     loss_text,
     percent_text,
+    risk_text,
     seconds_text,
 )
 from workbench.untrusted_text import visible
+from workbench.vocabulary import SHOWN_NAMES
 
 if TYPE_CHECKING:
     from workbench.plan.resolved_plan import ResolvedPlan
@@ -45,11 +47,13 @@ NOTE_LABELS = {
     "timeline_microbatches": "microbatches drawn in the timeline",
     "overhead": "fixed overhead per step",
     "p50": "median",
-    "expected_slowdown": "expected slow-down by the allocator's retries",
+    "expected_slowdown": "allocator thrashing, expected slow-down",
+    "probability_of_running_out": "out-of-memory risk",
     "p95": "95th percentile",
-    "highest_mfu": "highest MFU on this GPU near this scale",
+    "highest_mfu": "best MFU on this GPU near this scale",
     "highest_mfu_of": "which is of",
     "nearest": "nearest measured step",
+    "extrapolates": "error may be larger",
     "four_bit_base": "4-bit base",
 }
 """Labels of notes whose key says too little."""
@@ -198,7 +202,11 @@ def _memory_rows(found: Profile) -> Iterator[tuple[str, ...]]:
     if found.capacity_bytes:
         yield "GPU memory", bytes_text(found.capacity_bytes)
     for category, size in found.by_category.items():
-        yield f"  {category}, peak", bytes_text(size), MEANINGS.get(category, "")
+        yield (
+            f"  {SHOWN_NAMES.get(category, category)}, peak",
+            bytes_text(size),
+            MEANINGS.get(category, ""),
+        )
 
 
 def _allocator_rows(found: Profile) -> Iterator[tuple[str, ...]]:
@@ -213,7 +221,7 @@ def _time_rows(found: Profile) -> Iterator[tuple[str, ...]]:
     if found.step_seconds is not None:
         yield "step time", seconds_text(found.step_seconds), found.unfit_words
     if found.data_share is not None:
-        yield "  waiting for data", percent_text(found.data_share)
+        yield "  data loading", percent_text(found.data_share)
     if kernels := found.notes.get("kernels"):
         yield "kernel costs", kernels
     if found.tokens_per_second is not None:
@@ -253,11 +261,12 @@ def stages_table(found: Profile) -> Grid | None:
     for of_stage in sizes.values():
         for category, size in of_stage.items():
             largest[category] = max(largest.get(category, 0), size)
+    names = {category: SHOWN_NAMES.get(category, category) for category in largest}
     built = table(
         "Peak memory by pipeline stage",
-        ("stage", "sum", *largest),
-        ("sum", *largest),
-        sorted(largest, key=largest.__getitem__),
+        ("stage", "sum", *names.values()),
+        ("sum", *names.values()),
+        [names[category] for category in sorted(largest, key=largest.__getitem__)],
     )
     for stage, of_stage in sorted(sizes.items()):
         cells = (bytes_text(of_stage[name]) if of_stage.get(name) else "–" for name in largest)
@@ -283,7 +292,8 @@ def collectives_table(found: Profile, limit: int = 12) -> Grid | None:
     right = columns[2:3] + columns[4:]
     built = table(f"Collectives of rank {first}", columns, right, ("dtype",))
     for key, (calls, total) in sorted(sums.items())[:limit]:
-        built.add_row(*key, str(int(calls)), bytes_text(total))
+        axis, *call = key
+        built.add_row(SHOWN_NAMES.get(axis, axis), *call, str(int(calls)), bytes_text(total))
     return built
 
 
@@ -397,9 +407,10 @@ def _value(name: str, value: object) -> str:
         return bytes_text(value)
     if isinstance(value, float) and (name == "time" or name.endswith("seconds")):
         return seconds_text(value if value > ROUNDING_SECONDS else 0.0)
+    if isinstance(value, float) and name.startswith("probability"):
+        return risk_text(value)
     if isinstance(value, float) and (
-        name.endswith(("utilisation", "mfu"))
-        or name.startswith(("probability", "unquantized_share"))
+        name.endswith(("utilisation", "mfu")) or name.startswith("unquantized_share")
     ):
         return f"{value:.1%}"
     return digits(value) if isinstance(value, float) else str(value)

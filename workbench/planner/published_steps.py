@@ -104,6 +104,7 @@ def _speeds(gpu: GPU) -> dict[str, Any]:
     return gpu.model_dump(exclude=NOT_SPEED)
 
 
+NO_PUBLISHED_RUN = "no published run of this framework"
 NOT_SPEED = {"title", "memory_gib", "price_per_hour", "price_source", "source"}
 """Fields of a GPU that no step time depends on."""
 
@@ -246,7 +247,7 @@ def beyond_published(published: Mapping[str, Any], mfu: float) -> str:
     highest = published.get("highest_mfu")
     if highest is None or mfu <= highest:
         return ""
-    return f"{mfu:.1%} MFU is above the highest published near this scale, {highest:.1%}"
+    return f"{mfu:.1%} MFU is above the best published near this scale, {highest:.1%}"
 
 
 def _far_words(
@@ -267,4 +268,5 @@ def _far_words(
     if step.precision != plan.strategy.precision:
         yield f"{plan.strategy.precision} instead of its {step.precision}"
     if step.framework != framework:
-        yield f"{framework} instead of its framework"
+        measured = is_measured(framework)
+        yield f"{framework} instead of its framework" if measured else NO_PUBLISHED_RUN

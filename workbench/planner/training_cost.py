@@ -90,7 +90,7 @@ def training_cost(
     return TrainingCost(
         source=profile.source,
         tokens=wanted,
-        tokens_from="as given" if tokens else "20 a parameter",
+        tokens_from="as given" if tokens else "Chinchilla, 20/param",
         tokens_per_second=rate,
         seconds=wanted / rate,
         gpu_hours=hours,

@@ -11,7 +11,7 @@ from workbench.lab import palette
 from workbench.lab.charts import chart_data
 from workbench.lab.live.figure import Figure, vega_spec
 from workbench.profile import Profile
-from workbench.units import count_text, seconds_text
+from workbench.units import flops_text, seconds_text
 
 OPERATORS_NOTE = "operators"
 """Key of `Profile.notes` under which a rehearsal gives its operators."""
@@ -55,7 +55,7 @@ def _point(row: dict[str, Any]) -> dict[str, Any]:
         "seconds": row["seconds"],
         "operator": f"{row['operator']} {shape}, {row['dtype']}",
         "text": f"{seconds_text(row['seconds'])}, {row['share']:.1%} of the step",
-        "flops": count_text(row["flops"]),
+        "flops": flops_text(row["flops"]),
         "bound": row["bound"],
     }
 

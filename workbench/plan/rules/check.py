@@ -276,8 +276,8 @@ def _batch(plan: ResolvedPlan) -> Iterator[Problem]:
         near = ", ".join(str(batch) for batch in (below, below + unit) if batch)
         yield Problem(
             "training.global_batch",
-            f"is {t.global_batch}, not a multiple of micro_batch {t.micro_batch} x "
-            f"data size {data} = {unit}; legal: {near}",
+            f"is {t.global_batch}, not a multiple of micro-batch {t.micro_batch} x "
+            f"data-parallel size {data} = {unit}; legal: {near}",
         )
 
 

@@ -14,6 +14,7 @@ from workbench.planner.calibrated_plan import with_calibration
 from workbench.planner.explain.plan_figures import device_bytes_by_rank
 from workbench.profile import Profile
 from workbench.units import duration_text, gib_text, percent_text, risk_text, share_of_text
+from workbench.vocabulary import SHOWN_NAMES
 
 HIGH_MEMORY_SHARE = 0.9
 """Share of the GPU above which an allocator begins to retry."""
@@ -89,7 +90,7 @@ def memory_sentence(full: ResolvedPlan, profile: Profile) -> str:
         f"{share_of_text(peak / capacity)} "
         f"the "
         f"{gib_text(capacity)} of {full.gpu.name} ({headroom}{near}); its largest category is "
-        f"{category}, "
+        f"{SHOWN_NAMES.get(category, category)}, "
         f"{gib_text(size)} (estimated)."
     )
 
@@ -144,10 +145,7 @@ def _part_reason(part: str, full: ResolvedPlan, profile: Profile) -> str:
     if part == "compute":
         over_step = float(profile.notes["model_flops_utilisation"])
         busy = over_step * sum(parts.values()) / parts["compute"]
-        return (
-            f", at {percent_text(busy)} of the GPUs' peak in model FLOPs while it lasts, "
-            f"{percent_text(over_step)} over the step"
-        )
+        return f", MFU {percent_text(busy)} in compute, {percent_text(over_step)} overall"
     if part == "bubble":
         return f", {_bubble_formula(full)}"
     if part.endswith("_comm"):
@@ -169,12 +167,9 @@ def _bubble_formula(full: ResolvedPlan) -> str:
     if p.in_flight is not None:
         return f"as schedule {p.schedule} with in_flight {p.in_flight} leaves it"
     if p.schedule in ("gpipe", "1f1b", "eager-1f1b"):
-        return f"(stages - 1) / microbatches = {p.size - 1} / {m} of the ideal for equal stages"
+        return f"(stages - 1) / microbatches = {p.size - 1} / {m}"
     if p.schedule == "interleaved":
-        return (
-            f"(stages - 1) / (chunks x microbatches) = {p.size - 1} / {p.chunks * m} of the "
-            f"ideal for equal stages"
-        )
+        return f"(stages - 1) / (chunks x microbatches) = {p.size - 1} / {p.chunks * m}"
     if p.schedule == "zb-h1":
         return f"(stages - 1) x (forward + input gradient - weight gradient), {p.size - 1} times"
     return f"as schedule {p.schedule} leaves it"

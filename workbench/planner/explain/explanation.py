@@ -115,7 +115,7 @@ class Explanation:
     def step_line(self) -> str:
         """The step time in one line."""
         within = interval_text(self.interval)
-        words = f"Step time: {seconds_text(self.figures.seconds)}, nine of ten within {within}"
+        words = f"Step time: {seconds_text(self.figures.seconds)}, 90 % interval {within}"
         return f"{words} ({self.cost.source_words})."
 
     def to_json(self) -> dict[str, Any]:

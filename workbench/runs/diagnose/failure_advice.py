@@ -109,8 +109,8 @@ _KNOWN = (
     ),
     (
         r"SIGKILL|SIGTERM",
-        "Something outside the run killed it; where memory is short, the kernel does: watch free "
-        "memory.",
+        "Something outside the run killed it; where memory is short, the Linux OOM killer does: "
+        "watch free memory.",
     ),
     (
         r"in different order|wait for each other|Timed out waiting \d+ ?ms for (?:recv|send)",

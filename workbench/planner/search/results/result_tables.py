@@ -7,7 +7,14 @@ from typing import TYPE_CHECKING
 
 from workbench.planner.search.results.strategy_summary import by_stage, strategy_summary
 from workbench.planner.table_text import aligned_lines, captioned_html_table
-from workbench.units import days_text, dollars_text, gib_text, interval_text, seconds_text
+from workbench.units import (
+    days_text,
+    dollars_text,
+    gib_text,
+    interval_text,
+    risk_text,
+    seconds_text,
+)
 from workbench.untrusted_text import escaped
 
 if TYPE_CHECKING:
@@ -19,7 +26,7 @@ CANDIDATE_HEADS = (
     "step time",
     "90 % interval",
     "peak memory",
-    "runs out",
+    "OOM risk",
     "tokens/s",
     "MFU",
     "published",
@@ -42,7 +49,7 @@ BASELINE_TITLE = (
     "Other planners on the layers of the first plan, all by the latency model, which counts less "
     "than the step time above (estimated)"
 )
-OPTIONAL_HEADS = ("tokens/s", "published")
+OPTIONAL_HEADS = ("tokens/s", "published", "MFU", "90 % interval")
 """What a narrow table leaves out first."""
 SHOWN_SLOWDOWN = 1.01
 """Slow-down by the allocator's retries from which on it is shown."""
@@ -99,14 +106,20 @@ def published_lines(found: SearchResult) -> list[str]:
     first = found.top[0]
     near = first.published
     lines = [
-        f"highest published MFU near its scale: {near['highest_mfu']:.1%}, {near['highest_mfu_of']}"
+        f"best published MFU on {_gpu_name(first)} near this scale: {near['highest_mfu']:.1%}, "
+        f"{near['highest_mfu_of']}"
         if near["highest_mfu"] is not None
         else "no step was published on this GPU, in this precision, near its scale"
     ]
     lines += [f"the first plan's {first.promise}"] if first.promise else []
     far = near["extrapolates"]
     lines.append(f"nearest measured step: {near['nearest']}")
-    return [*lines, f"extrapolates: {far}"] if far else lines
+    return [*lines, f"error may be larger: {far}"] if far else lines
+
+
+def _gpu_name(one: Candidate) -> str:
+    gpu = one.plan.cluster.gpu
+    return gpu if isinstance(gpu, str) else gpu.name
 
 
 def search_tables(found: SearchResult) -> list[tuple[str, Sequence[Candidate]]]:
@@ -172,7 +185,7 @@ def candidate_cells(one: Candidate) -> tuple[str, ...]:
         f"{seconds_text(one.seconds)}{retries}",
         interval_text(one.interval) if one.interval else "–",
         gib_text(one.peak_bytes),
-        "–" if one.risk is None else f"{one.risk:.1%}",
+        "–" if one.risk is None else risk_text(one.risk),
         f"{rate:,.0f}",
         "–" if one.mfu is None else f"{one.mfu:.1%}{' above' if one.promise else ''}",
         "–" if best is None else f"{best:.1%}",
