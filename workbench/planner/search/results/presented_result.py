@@ -66,11 +66,11 @@ def _of_twins(twins: list[Candidate]) -> Candidate:
 
 
 def _machinery(plan: Plan) -> tuple[int, int, int]:
-    """How much a strategy needs: offloading, ZeRO stage, axes beside data."""
+    """How much a strategy needs: offloading; ZeRO stage and axes beside data; the stage alone."""
     s, sizes = plan.strategy, axis_sizes(plan.strategy, plan.world_size)
     axes = [sizes[axis] for axis in ("tensor", "context", "pipeline")] + [s.expert.size]
     offload = OFFLOAD_KINDS.index(s.data.offload) + s.offload_activations
-    return offload, s.data.zero, sum(size > 1 for size in axes)
+    return offload, s.data.zero + sum(size > 1 for size in axes), s.data.zero
 
 
 def _simplest_first(plans: list[Candidate], objective: str) -> list[Candidate]:
@@ -87,7 +87,7 @@ def _simplest_first(plans: list[Candidate], objective: str) -> list[Candidate]:
             return same and one.expected_seconds <= reach * first.expected_seconds
         return one.score <= reach * first.score
 
-    near = sorted((one for one in plans if is_near(one)), key=lambda one: _machinery(one.plan))
+    near = sorted((one for one in plans if is_near(one)), key=lambda one: _machinery(one.plan)[:2])
     return [*near, *(one for one in plans if not is_near(one))]
 
 
