@@ -2,6 +2,7 @@
 themselves are asked in `test_real_consumers.py`.
 """
 
+import json
 import shlex
 import tomllib
 from typing import Any
@@ -179,3 +180,15 @@ def test_versions_are_of_torchtitan_and_said() -> None:
     newest = interop.write(plan, "torchtitan").text
     assert newest == interop.write(plan, "torchtitan", VERSIONS[-1]).text
     assert interop.detect(newest) == "torchtitan"
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_a_pipeline_of_deepspeeds_shards_the_optimizer_only(zero: int) -> None:
+    fields = {"strategy.pipeline.size": 2, "strategy.data.zero": zero}
+    fields |= {"strategy.data.offload": "parameters"} if zero == 3 else {}
+    plan = Plan.of("llama-3-8b", gpu=H100, gpus=16, strategy="zero-1", set=fields)
+    found = interop.write(plan, "deepspeed")
+    written = json.loads(found.text)["zero_optimization"]
+    assert written["stage"] == 1 and "offload_param" not in written
+    assert ("strategy.data.zero" in lost(found)) == (zero > 1)
+    assert ("strategy.data.offload" in lost(found)) == (zero == 3)

@@ -7,6 +7,7 @@ import importlib
 import json
 import logging
 import sys
+from typing import Any
 
 
 class _Mesh:
@@ -27,8 +28,8 @@ class _Mesh:
 
 def main() -> None:
     with contextlib.redirect_stdout(sys.stderr):
-        comm = importlib.import_module("deepspeed.comm")
-        config = importlib.import_module("deepspeed.runtime.config")
+        comm: Any = importlib.import_module("deepspeed.comm")
+        config: Any = importlib.import_module("deepspeed.runtime.config")
     logging.disable(logging.CRITICAL)
     found = {}
     for job in json.load(sys.stdin):
@@ -39,6 +40,8 @@ def main() -> None:
                 read = config.DeepSpeedConfig(job["path"], mpu=_Mesh(job["mesh"]))
             batch = json.load(open(job["path"]))["train_batch_size"]  # noqa: SIM115
             assert read.train_batch_size == batch
+            stage, stages = read.zero_optimization_stage, read.pipeline["stages"]
+            assert stages in (None, "auto") or stage < 2, "a pipeline with ZeRO-2 or -3"
             found[job["name"]] = ""
         except (Exception, SystemExit) as error:
             found[job["name"]] = f"{type(error).__name__}: {error}"

@@ -38,7 +38,7 @@ def main() -> None:
     # Releases of today are for Python 3.12; what they read of it is in typing_extensions. No GPU is
     # here to be asked for its generation, and no Transformer Engine for its version.
     vars(typing).setdefault("override", typing_extensions.override)
-    torch.cuda.get_device_capability = lambda *_: (HOPPER, 0)  # type: ignore[assignment]
+    torch.cuda.get_device_capability = lambda *_: (HOPPER, 0)
     arguments: Any = importlib.import_module("megatron.training.arguments")
     transformer: Any = importlib.import_module("megatron.core.transformer.transformer_config")
     arguments.get_device_arch_version = lambda: HOPPER

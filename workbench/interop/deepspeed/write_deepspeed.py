@@ -53,20 +53,21 @@ def config(full: ResolvedPlan) -> dict[str, Any]:
     }
 
 
-def _zero(full: Plan) -> dict[str, Any]:
+def _zero(full: ResolvedPlan) -> dict[str, Any]:
     data, gradients = full.strategy.data, full.strategy.gradient_dtype
+    stage = min(data.zero, 1) if full.sizes["pipeline"] > 1 else data.zero
     found: dict[str, Any] = {
-        "stage": data.zero,
+        "stage": stage,
         "overlap_comm": data.overlap,
         "reduce_bucket_size": max(1, round(data.bucket_mib * MIB / DTYPE_BYTES[gradients])),
     }
     place: dict[str, Any] = {"device": "cpu"}
     if data.offload_tier == "disk":
         place = {"device": "nvme", "nvme_path": "/local_nvme"}
-    share = {"ratio": data.offload_ratio} if data.offload_ratio != 1 and data.zero == 3 else {}
+    share = {"ratio": data.offload_ratio} if data.offload_ratio != 1 and stage == 3 else {}
     if data.offload != "none":
         found["offload_optimizer"] = place | share
-    if data.offload == "parameters":
+    if data.offload == "parameters" and stage == 3:
         found["offload_param"] = place
     return found
 
