@@ -12,6 +12,7 @@ STRATEGY_NOTEBOOKS = (
     "13_tensor_parallel",
     "14_sequence_and_context",
     "15_operator_strategies",
+    "15b_operator_search",
     "16_pipelines",
     "17_dapple",
     "18_hybrid_and_topology",
