@@ -60,6 +60,10 @@ OTHERS = {
         "--bf16 --lr 1e-4 --save-interval 10 --seed 1\n",
         "Colossal-AI",
     ),
+    "weights-tool": (
+        "python tools/convert.py --model_name_or_path x --output_dir y --lora_rank 8\n",
+        "no framework whose arguments are known",
+    ),
     "torchtune": (
         "output_dir: /tmp/x\nmodel:\n  _component_: torchtune.models.x\nbatch_size: 2\n"
         "optimizer:\n  _component_: torch.optim.AdamW\n  lr: 2e-5\nepochs: 1\ndtype: bf16\n"
