@@ -400,8 +400,10 @@ def test_epochs_are_no_steps_and_a_long_warm_up_asks() -> None:
     assert found.plan.training.optimizer.warmup_steps == 3  # axolotl: 3 % of the steps
     said = problems(read, "axolotl", max_steps=None, warmup_steps=500)
     assert "500 steps" in said["finetune.steps"]
-    more = {"set": {"finetune.steps": 1000}}
-    assert read("axolotl", more, max_steps=None, warmup_steps=500).plan.training.steps == 1000
+    for field in ("finetune.steps", "training.steps"):
+        found = read("axolotl", {"set": {field: 1000}}, max_steps=None, warmup_ratio=0.5)
+        assert found.plan.training.steps == 1000 and "finetune.steps" not in assumed(found)
+        assert found.plan.training.optimizer.warmup_steps == 500
 
 
 def test_two_names_of_one_thing_that_differ_are_refused() -> None:

@@ -210,7 +210,7 @@ class _Reader:
             found["preference"] = pairs
         if length is not None:
             found["steps"] = length
-        found["optimizer"] = training_fields.optimizer(a, self.given, length)
+        found["optimizer"] = training_fields.optimizer(a, length)
         found |= training_fields.evaluation(a, length)
         if (seed := a.keys.integer("seed", 0)) is not None:
             found["seed"] = seed

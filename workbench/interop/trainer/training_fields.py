@@ -79,6 +79,10 @@ def steps(a: Arguments, given: ImportOptions) -> int | None:
     if found is not None and found > 0:
         a.keys.skip(a.key("epochs"), "max_steps stands above it")
         return found
+    for field in ("finetune.steps", "training.steps"):
+        if isinstance(given.sets.get(field), int):
+            a.keys.skip(a.key("epochs"), f"{field} is set beside the file")
+            return int(given.sets[field])
     epochs = a.keys.number(a.key("epochs"), 0, LARGEST)
     count = a.default("epochs") if epochs is None else epochs
     a.keys.assume(
@@ -90,7 +94,7 @@ def steps(a: Arguments, given: ImportOptions) -> int | None:
     return None
 
 
-def optimizer(a: Arguments, given: ImportOptions, length: int | None) -> dict[str, Any]:
+def optimizer(a: Arguments, length: int | None) -> dict[str, Any]:
     """The plan's `optimizer` section for a run of `length` steps."""
     found = _kind(a)
     for meaning, field in _FIELDS.items():
@@ -102,7 +106,7 @@ def optimizer(a: Arguments, given: ImportOptions, length: int | None) -> dict[st
     clip = a.number("max_grad_norm", f"{OPTIMIZER}clip")
     found["clip"] = clip or None
     said = {key: value for key, value in found.items() if value != DEFAULT}
-    return said | _schedule(a, given, length, said.get("learning_rate"))
+    return said | _schedule(a, length, said.get("learning_rate"))
 
 
 def _kind(a: Arguments) -> dict[str, Any]:
@@ -123,9 +127,7 @@ def _kind(a: Arguments) -> dict[str, Any]:
     return dict(OPTIMIZERS[said])
 
 
-def _schedule(
-    a: Arguments, given: ImportOptions, length: int | None, rate: float | None
-) -> dict[str, Any]:
+def _schedule(a: Arguments, length: int | None, rate: float | None) -> dict[str, Any]:
     key = a.key("lr_scheduler_type")
     word = a.word("lr_scheduler_type") or "linear"
     if not a.has("lr_scheduler_type"):
@@ -135,7 +137,7 @@ def _schedule(
             key, "a plan decays constantly, linearly or by a cosine; cosine was taken"
         )
     decay = DECAYS.get(word, "cosine")
-    found: dict[str, Any] = {"decay": decay, "warmup_steps": _warmup(a, given, length)}
+    found: dict[str, Any] = {"decay": decay, "warmup_steps": _warmup(a, length)}
     if word == "constant":
         found["warmup_steps"] = 0
     return found | ({} if decay == "constant" else {"final_ratio": _end(a, word, rate)})
@@ -152,9 +154,9 @@ def _end(a: Arguments, word: str, rate: float | None) -> float:
     return share or 0.0
 
 
-def _warmup(a: Arguments, given: ImportOptions, length: int | None) -> int:
+def _warmup(a: Arguments, length: int | None) -> int:
     """Steps of the warm-up; a number below 1, and `warmup_ratio`, are shares of the run."""
-    run = length or int(given.sets.get("finetune.steps", given.sets.get("training.steps", STEPS)))
+    run = length or STEPS
     found, ratio = a.keys.number("warmup_steps", 0, LARGEST), a.keys.number("warmup_ratio", 0, 1)
     if found and ratio and a.keys.has_key("warmup_ratio"):
         a.keys.mark_untranslated("warmup_ratio", "warmup_steps stands above it")
