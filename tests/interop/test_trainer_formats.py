@@ -477,6 +477,21 @@ def test_auto_is_what_the_gpu_has(gpu: str, precision: str) -> None:
     assert estimate(found.plan)
 
 
+def test_each_setting_of_fsdp_is_in_the_account() -> None:
+    config = {
+        **{"cpu_offload": True, "min_num_params": 0, "xla": False, "version": 2},
+        "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"],
+        "mixed_precision_policy": {"param_dtype": "bf16"},
+        "backward_prefetch": "backward_pre",
+    }
+    found = read("hf-trainer", fsdp="full_shard auto_wrap", fsdp_config=config)
+    told = {*found.translated, *left(found)}
+    assert {f"fsdp_config.{key}".split(".param")[0] for key in config} <= {
+        key.removesuffix(".param_dtype") for key in told
+    }
+    assert found.plan.strategy.data.offload == "parameters"
+
+
 LINE = (
     "accelerate launch --config_file launch.yaml --num_processes 4 run_sft.py recipe.yaml "
     "--learning_rate 3e-5 --no_remove_unused_columns --max_steps ${STEPS}\n"

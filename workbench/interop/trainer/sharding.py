@@ -10,7 +10,7 @@ from typing import Any
 from workbench.errors import PlanError, Problem, refuse
 from workbench.interop.accelerate import read_accelerate, read_fsdp
 from workbench.interop.deepspeed import read_deepspeed
-from workbench.interop.foreign_keys import flat
+from workbench.interop.foreign_keys import flat, is_below
 from workbench.interop.missing_fields import with_problems
 from workbench.interop.trainer.arguments import Arguments
 from workbench.interop.trainer.command_line import CommandLine
@@ -38,6 +38,8 @@ _OWN = (
     "mixed_precision_policy",
 )
 """Settings of the Trainer's FSDP section that accelerate's YAML has not."""
+_F = "fsdp_config.fsdp_"
+_KEPT = "how FSDP keeps or saves what it holds, of which a plan says nothing"
 NOTHING_NAMED = (
     "the file names no DeepSpeed or FSDP settings: each rank holds all states. What an accelerate "
     "YAML or another argument of the launch says is not in it: --set strategy.data.zero=3 shards "
@@ -171,21 +173,9 @@ def fsdp(
         if config is None
         else section(config, "fsdp_config", given, {"strategy.data.zero": 3})
     )
-    bare = {str(key).removeprefix("fsdp_"): said for key, said in settings.items()}
-    names = {
-        f"fsdp_config.fsdp_{str(key).removeprefix('fsdp_')}": f"{prefix}{key}" for key in settings
-    }
-    for key in _OWN:
-        if key in bare:
-            said = bare.pop(key)
-            name = names.pop(f"fsdp_config.fsdp_{key}")
-            a.keys.untranslated.append(
-                KeyNote(
-                    name,
-                    said,
-                    "how FSDP keeps or saves what it holds, of which a plan says nothing",
-                )
-            )
+    bare = {key.removeprefix("fsdp_"): said for key, said in settings.items()}
+    names = {_F + key.removeprefix("fsdp_"): f"{prefix}{key}" for key in flat(settings)}
+    _own_settings(a, bare, names)
     launch = {
         "distributed_type": "FSDP",
         "num_processes": given.gpus,
@@ -196,6 +186,20 @@ def fsdp(
     inner = _read(lambda: read_fsdp.read(launch, replace(given, gpus=None), lenient), names)
     _account(a, inner, names)
     return dict(written_fields(inner.plan)["strategy"])
+
+
+def _own_settings(a: Arguments, bare: dict[str, Any], names: dict[str, str]) -> None:
+    """Take out of FSDP's settings what accelerate's YAML does not have, or calls otherwise."""
+    for key in [key for key in _OWN if key in bare]:
+        said = bare.pop(key)
+        for name in [name for name in names if is_below(name, (_F + key,))]:
+            a.keys.untranslated.append(KeyNote(names.pop(name), said, _KEPT))
+    if "cpu_offload" in bare:
+        bare["offload_params"] = bare.pop("cpu_offload")
+        names[f"{_F}offload_params"] = names.pop(f"{_F}cpu_offload", "cpu_offload")
+    if bare.get("min_num_params") == 0:
+        del bare["min_num_params"]
+        a.keys.translated.append(names.pop(f"{_F}min_num_params"))
 
 
 def launched(
@@ -221,8 +225,6 @@ def _settings(value: Any, bare: dict[str, Any]) -> dict[str, Any]:
     layers = bare.get("transformer_layer_cls_to_wrap")
     if isinstance(layers, list):
         bare["transformer_layer_cls_to_wrap"] = ",".join(map(str, layers))
-    if "cpu_offload" in bare:
-        bare["offload_params"] = bare.pop("cpu_offload")
     for word in words:
         if word in SHARDING and "sharding_strategy" not in bare and str(bare.get("version")) != "2":
             bare["sharding_strategy"] = SHARDING[word]
@@ -233,8 +235,6 @@ def _settings(value: Any, bare: dict[str, Any]) -> dict[str, Any]:
         bare.setdefault("auto_wrap_policy", "TRANSFORMER_BASED_WRAP")
     elif bare.get("min_num_params"):
         bare.setdefault("auto_wrap_policy", "SIZE_BASED_WRAP")
-    if bare.get("min_num_params") == 0:
-        del bare["min_num_params"]
     if isinstance(prefetch := bare.get("backward_prefetch"), str):
         bare["backward_prefetch"] = prefetch.upper()
     return bare
