@@ -184,7 +184,7 @@ def test_versions_are_of_torchtitan_and_said() -> None:
 
 @pytest.mark.parametrize("zero", [1, 2, 3])
 def test_a_pipeline_of_deepspeeds_shards_the_optimizer_only(zero: int) -> None:
-    fields = {"strategy.pipeline.size": 2, "strategy.data.zero": zero}
+    fields: dict[str, Any] = {"strategy.pipeline.size": 2, "strategy.data.zero": zero}
     fields |= {"strategy.data.offload": "parameters"} if zero == 3 else {}
     plan = Plan.of("llama-3-8b", gpu=H100, gpus=16, strategy="zero-1", set=fields)
     found = interop.write(plan, "deepspeed")
