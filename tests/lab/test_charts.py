@@ -10,6 +10,7 @@ import vl_convert
 
 from workbench.lab import charts, palette, prediction
 from workbench.lab.charts import chart_data
+from workbench.lab.charts.traced_ranks import LAST_TRACED, TracedSteps
 from workbench.lab.comparison import report
 from workbench.lab.comparison.comparison_charts import comparison_figures
 from workbench.lab.comparison.entries import ComparisonEntry
@@ -345,6 +346,21 @@ def test_the_slowest_rank_is_drawn_with_its_factor() -> None:
     usual = next(parts for name, parts in bars.items() if "median rank" in name)
     assert slow == pytest.approx({"compute": 500})
     assert usual == pytest.approx({"compute": 200, "exposed communication": 300})
+
+
+def test_a_history_that_comes_rank_after_rank_keeps_whole_steps_and_the_slowest() -> None:
+    def rows(rank: int) -> list[dict[str, Any]]:
+        cells = {"rank": rank, "stage": 0, "action": "F", "start": 0.0}
+        slow = [2.0 if rank == 1 or (rank == 0 and step == 200) else 1.0 for step in range(300)]
+        return [cells | {"step": step, "end": end} for step, end in enumerate(slow)]
+
+    traced = TracedSteps()
+    for rank in range(4):
+        for start in range(0, 300, 50):
+            traced.add(rows(rank)[start : start + 50])
+    assert traced.number == LAST_TRACED and {len(r) for r in traced.steps.values()} == {4}
+    assert min(step or 0 for step in traced.steps) == 200
+    assert [words for words, _ in traced.shown_ranks()][1] == ", slowest rank 1 (2.0×)"
 
 
 def test_a_category_keeps_its_colour_whatever_stands_beside_it() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import median_low
+from statistics import median, median_low
 from typing import Any, NamedTuple
 
 from workbench.lab import palette
@@ -56,7 +56,8 @@ class TracedSteps:
             action = str(row["action"])
             own.seconds[action] = own.seconds.get(action, 0.0) + row["end"] - row["start"]
             own.end = max(own.end, row["end"])
-        for step in list(self.steps)[:-LAST_TRACED]:
+        # By number: a history comes rank after rank, so that old steps come late.
+        for step in sorted(self.steps, key=lambda step: step or 0)[:-LAST_TRACED]:
             del self.steps[step]
 
     @property
@@ -65,16 +66,17 @@ class TracedSteps:
         return len(self._complete())
 
     def shown_ranks(self) -> list[tuple[str, list[Part]]]:
-        """Words and parts of each rank that is drawn: of the step with the median length the rank
-        with the median time of its own among its peers, and the slowest, with its factor.
+        """Words and parts of each rank that is drawn, of the step with the median length: the rank
+        with the median time of its own among its peers, and the slowest, with its factor. Own
+        times are medians of all traced steps: one step may be anybody's.
         """
-        ranks = self._median_step()
+        ranks, steps = self._median_step(), self._complete()
         if len(ranks) == 1:
             return [("", self._parts(*ranks))]
-        peers = {rank: self._peers(rank, ranks) for rank in ranks}
-        middle = {rank: _median_rank(own, ranks) for rank, own in peers.items()}
-        factors = {rank: ranks[rank].own / (ranks[middle[rank]].own or 1.0) for rank in ranks}
-        slowest = max(sorted(ranks), key=lambda rank: factors[rank])
+        own = {rank: median(step[rank].own for step in steps if rank in step) for rank in ranks}
+        middle = {rank: _median_rank(self._peers(rank, ranks), own) for rank in ranks}
+        factors = {rank: own[rank] / (own[middle[rank]] or 1.0) for rank in ranks}
+        slowest = max(sorted(ranks), key=factors.__getitem__)
         usual = middle[slowest]
         found = [(f", median rank {usual}", self._parts(usual))]
         if slowest != usual:
@@ -114,8 +116,8 @@ class TracedSteps:
         )
 
 
-def _median_rank(peers: Sequence[int], ranks: Mapping[int, _RankSpans]) -> int:
-    order = sorted(peers, key=lambda rank: (ranks[rank].own, rank))
+def _median_rank(peers: Sequence[int], own: Mapping[int, float]) -> int:
+    order = sorted(peers, key=lambda rank: (own[rank], rank))
     return order[(len(order) - 1) // 2]
 
 
