@@ -261,12 +261,12 @@ def stages_table(found: Profile) -> Grid | None:
     for of_stage in sizes.values():
         for category, size in of_stage.items():
             largest[category] = max(largest.get(category, 0), size)
-    names = {category: SHOWN_NAMES.get(category, category) for category in largest}
+    called = {category: SHOWN_NAMES.get(category, category) for category in largest}
     built = table(
         "Peak memory by pipeline stage",
-        ("stage", "sum", *names.values()),
-        ("sum", *names.values()),
-        [names[category] for category in sorted(largest, key=largest.__getitem__)],
+        ("stage", "sum", *called.values()),
+        ("sum", *called.values()),
+        [called[category] for category in sorted(largest, key=largest.__getitem__)],
     )
     for stage, of_stage in sorted(sizes.items()):
         cells = (bytes_text(of_stage[name]) if of_stage.get(name) else "–" for name in largest)

@@ -124,8 +124,9 @@ def print_words(screen: Console, words: str, style: str = "") -> None:
 def _broken(line: str, width: int) -> str:
     """A line on several, below its own indent; a path that is longer stays whole."""
     indent = line[: len(line) - len(line.lstrip())]
-    whole: dict[str, bool] = {"break_long_words": False, "break_on_hyphens": False}
-    lines = textwrap.wrap(line, width, subsequent_indent=indent, **whole)
+    wrapper = textwrap.TextWrapper(width, break_long_words=False, break_on_hyphens=False)
+    wrapper.subsequent_indent = indent
+    lines = wrapper.wrap(line)
     return "\n".join(lines) if cell_len(line) > width else line
 
 

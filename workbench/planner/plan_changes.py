@@ -34,7 +34,7 @@ PRESETS = ("zero-3", "megatron-3d", "zero-infinity")
 """Whole strategies that are tried before more GPUs, as they are and then recomputing all."""
 
 
-def one_field_changes(full: Plan) -> list[Change]:
+def one_field_changes(full: ResolvedPlan) -> list[Change]:
     """Changes of one field on the same GPUs, and a schedule with the chunks that it takes.
 
     In order: settings of the same strategy (a schedule with fewer microbatches in flight, sequence
@@ -63,7 +63,7 @@ def one_field_changes(full: Plan) -> list[Change]:
     return changes + [{"strategy.preset": name} for name in PRESETS if name != s.preset]
 
 
-def _thriftier_schedules(full: Plan) -> Iterator[Change]:
+def _thriftier_schedules(full: ResolvedPlan) -> Iterator[Change]:
     """Schedules on the same ranks, of as many chunks or of one, with the least activations in
     flight, where that is fewer than the plan's own schedule has.
     """
@@ -74,7 +74,7 @@ def _thriftier_schedules(full: Plan) -> Iterator[Change]:
     def held(name: str, chunks: int) -> float:
         """Microbatches of a rank's layers, on the rank with the most."""
         most = max(in_flight(name, rank, p.size, microbatches, chunks) for rank in range(p.size))
-        return most / chunks
+        return float(most / chunks)
 
     found = {
         (name, chunks): held(name, chunks)
