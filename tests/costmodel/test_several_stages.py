@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from tests.costmodel.test_against_rehearsal import ODD
+from workbench.costmodel.inputs import held_counts as held_counts_module
 from workbench.costmodel.inputs.config import fixed_config
-from workbench.costmodel.inputs.held_counts import COMPUTE, _largest, held_counts
+from workbench.costmodel.inputs.held_counts import (
+    _largest,
+    held_counts,
+    read_kept_counts,
+    write_kept_counts,
+)
 from workbench.costmodel.inputs.rank_workload import workload
 from workbench.costmodel.memory.live_sets.live_by_phase import live_by_phase
 from workbench.costmodel.memory.live_sets.stage_phases import total_bytes
@@ -66,14 +73,35 @@ def test_the_largest_are_all_that_are_not_at_most_another(seed: int) -> None:
     choose = np.random.default_rng(seed)
     at = choose.integers(8, size=300)
     held = np.concatenate([choose.integers(6, size=(300, 5)), np.zeros((300, 1), int)], axis=1)
-    found = {
-        at: [[*x.whole, *x.deferred, x.inputs, x.gradients] for x in largest]
-        for at, largest in _largest(at, held).items()
-    }
+    found = dict(_largest(at, held))
     for number in range(8):
         own = np.unique(held[at == number], axis=0)
         beyond = (own[:, None] <= own).all(axis=2).sum(axis=1) > 1  # each is at most itself
-        assert found[number // 4, COMPUTE[number % 4]] == own[~beyond].tolist()
+        assert found[number] == own[~beyond].tolist()
+
+
+@pytest.mark.parametrize("damage", [None, "cut", "changed", "other code"])
+def test_counts_are_kept_for_the_next_process(
+    damage: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the user alone; a file that is damaged, or of other code, does not count."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(held_counts_module, "_KEPT", {})
+    monkeypatch.setattr(held_counts_module, "_WRITTEN", set())
+    count = held_counts_module._of_schedule.__wrapped__
+    first = count("zb-v", 4, 8, 2, None, (1, 2))
+    write_kept_counts()
+    file = tmp_path / "workbench" / "schedules" / "held_counts"
+    assert (file.stat().st_mode & 0o777, file.parent.stat().st_mode & 0o777) == (0o600, 0o700)
+    text = file.read_text()
+    if damage:
+        digest = text[:64] if damage != "other code" else "0" * 64
+        body = text[64:-9] if damage == "cut" else text[64:].replace("[0,", "[1,")
+        file.write_text(digest + (text[64:] if damage == "other code" else body))
+    held_counts_module._KEPT.clear()
+    read_kept_counts.__wrapped__()
+    assert bool(held_counts_module._KEPT) == (damage is None)
+    assert count("zb-v", 4, 8, 2, None, (1, 2)) == first
 
 
 @pytest.mark.parametrize("seed", range(8))

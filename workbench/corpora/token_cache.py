@@ -22,9 +22,9 @@ from typing import Any
 from workbench.plan.corpus_files import file_sha256
 
 
-def cache_folder() -> Path:
-    """The token cache: `workbench/tokens` under the user's XDG cache folder."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "workbench" / "tokens"
+def cache_folder(name: str = "tokens") -> Path:
+    """A cache of this package, such as the token cache, under the user's XDG cache folder."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "workbench" / name
 
 
 def made_private(folder: Path) -> Path:

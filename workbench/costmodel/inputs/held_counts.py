@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
-from functools import cached_property, lru_cache
+from contextlib import suppress
+from functools import cache, cached_property, lru_cache
+from hashlib import sha256
 from itertools import accumulate
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from workbench.corpora.token_cache import cache_folder, made_private, write_whole
 from workbench.costmodel.inputs.config import FixedConfig, named_table
 from workbench.costmodel.inputs.executed_schedule import enough_microbatches, lowered_schedule
 from workbench.schedules import Action, Table, Transport, generate, receives_early
@@ -45,6 +50,15 @@ class Held(NamedTuple):
     """Inputs that came ahead and outputs on their way."""
     gradients: int = 0
     """The same of gradients."""
+
+
+Largest = Sequence[tuple[int, list[list[int]]]]
+"""(number of a stage's kind of action, what is held: numbers as in `Held`, one after the other)."""
+MOST_KEPT = 20_000
+"""Counts that a file holds, of some 650 bytes each: of thirty spaces."""
+_KEPT: dict[str, Largest] = {}
+"""Arguments of `_of_schedule` -> what it counted."""
+_WRITTEN: set[str] = set()
 
 
 class HeldCounts(dict[tuple[int, str], tuple[Held, ...]]):
@@ -96,19 +110,61 @@ def _of_schedule(
     transfers: tuple[Transport, bool] | None,
     alike: tuple[int, ...],
 ) -> HeldCounts:
-    return _of_ranks(generate(name, ranks, microbatches, chunks), name, transfers, alike)
+    key = json.dumps([name, ranks, microbatches, chunks, transfers, alike])
+    if key not in _KEPT:
+        table = generate(name, ranks, microbatches, chunks)
+        _KEPT[key] = _of_ranks(table, name, transfers, alike)
+    return _held_counts(_KEPT[key])
 
 
 @lru_cache(maxsize=64)
 def _of_table(
     table: Table, name: str, transfers: tuple[Transport, bool] | None, alike: tuple[int, ...]
 ) -> HeldCounts:
-    return _of_ranks(table, name, transfers, alike)
+    return _held_counts(_of_ranks(table, name, transfers, alike))
+
+
+@cache
+def read_kept_counts() -> None:
+    """Read what searches before this process counted of named schedules, with the very same code:
+    to count for a wide search takes as long as all else of it.
+    """
+    with suppress(OSError, ValueError):
+        code, checksum, text = _kept_file().read_text("utf-8").split("\n", 2)
+        if (code, checksum) == (_digest_of_code(), sha256(text.encode()).hexdigest()):
+            _KEPT.update(json.loads(text))
+    _WRITTEN.update(_KEPT)
+
+
+def write_kept_counts() -> None:
+    """Write them for the next process, if there are new ones and the folder may be written."""
+    if len(_WRITTEN) < len(_KEPT) <= MOST_KEPT:
+        text = json.dumps(_KEPT, separators=(",", ":"))
+        with suppress(OSError):
+            made_private(_kept_file().parent)
+            checksum = sha256(text.encode()).hexdigest()
+            write_whole(_kept_file(), f"{_digest_of_code()}\n{checksum}\n{text}")
+            _WRITTEN.update(_KEPT)
+
+
+def _kept_file() -> Path:
+    return cache_folder("schedules") / "held_counts"
+
+
+@cache
+def _digest_of_code() -> str:
+    """Of all that decides what a rank holds: other code counts anew."""
+    package = Path(__file__).parents[2]
+    files = [
+        *sorted(package.glob("schedules/**/*.py")),
+        *sorted(Path(__file__).parent.glob("*.py")),
+    ]
+    return sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
 def _of_ranks(
     table: Table, name: str, transfers: tuple[Transport, bool] | None, alike: tuple[int, ...]
-) -> HeldCounts:
+) -> Largest:
     ends: Sequence[Mapping[Action, int]] = [{}] * table.ranks
     if transfers is not None:
         table, ends = lowered_schedule(table, False, receives_early(name), *transfers)
@@ -161,7 +217,7 @@ def _changes(table: Table, kind: Counts, stage: Counts, place: Counts) -> tuple[
     return before, after
 
 
-def _largest(at: Counts, held: Counts) -> HeldCounts:
+def _largest(at: Counts, held: Counts) -> Largest:
     """Those that are not at most another in every count, of each of `at`: the one of largest sum is
     none's, time after time, of what is not at most those before.
     """
@@ -174,12 +230,16 @@ def _largest(at: Counts, held: Counts) -> HeldCounts:
             found.setdefault(number, []).append(counts)
         others = (held > held[first][np.cumsum(first) - 1]).any(axis=1)
         at, held = at[others], held[others]
-    stages = (held.shape[1] - 2) // 2
+    return [(number, sorted(largest)) for number, largest in sorted(found.items())]
+
+
+def _held_counts(found: Largest) -> HeldCounts:
+    stages = (len(found[0][1][0]) - 2) // 2
     return HeldCounts(
         {
             (number // len(COMPUTE), COMPUTE[number % len(COMPUTE)]): tuple(
-                Held(tuple(x[:stages]), tuple(x[stages:-2]), x[-2], x[-1]) for x in sorted(largest)
+                Held(tuple(x[:stages]), tuple(x[stages:-2]), x[-2], x[-1]) for x in largest
             )
-            for number, largest in sorted(found.items())
+            for number, largest in found
         }
     )

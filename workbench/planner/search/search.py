@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
+from workbench.costmodel.inputs.held_counts import read_kept_counts, write_kept_counts
 from workbench.errors import PlanError, Problem, refuse
 from workbench.fields.bounds import TRAINED, hold
 from workbench.plan.model.layer_profile_file import profiled_model
@@ -90,7 +91,9 @@ def search(
     if divide is not None:
         found = _of_divisions(whole, divide, constraints, objective, top, progress)
     else:
+        read_kept_counts()
         found = _of_space(whole, constraints, objective, top)
+        write_kept_counts()
         if not found.top and deadline_days is not None and tokens is not None:
             advice = deadline_advice(plan, whole, constraints[:-1], deadline_days, tokens)
             found = replace(found, empty=found.empty + advice)
