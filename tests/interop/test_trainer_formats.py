@@ -575,7 +575,8 @@ def test_a_model_of_the_hub_by_its_name(name: str, entry: str | None) -> None:
 def test_a_folder_of_weights_is_the_model_and_its_base(tmp_path: Path) -> None:
     folder = tmp_path / "weights"
     folder.mkdir()
-    shape = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    shape: dict[str, object] = {"hidden_size": 64, "num_hidden_layers": 2}
+    shape |= {"num_attention_heads": 4}
     shape |= {"intermediate_size": 128, "vocab_size": 512, "model_type": "llama"}
     (folder / "config.json").write_text(json.dumps({**shape, "max_position_embeddings": 512}))
     (folder / "model.safetensors").write_bytes(b"")

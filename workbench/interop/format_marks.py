@@ -240,11 +240,8 @@ def _named_file(text: str) -> str:
 
 
 def _refused(what: str, nearest: str = "") -> PlanError:
-    return refuse(
-        "file",
-        f"is {what}; not read. {nearest.capitalize()[:1]}{nearest[1:]}"
-        f"{'; l' * bool(nearest) or 'L'}egal: {legal_formats()}",
-    )
+    legal = f"{nearest}; legal: {legal_formats()}" if nearest else f"legal: {legal_formats()}"
+    return refuse("file", f"is {what}; not read. {legal[0].upper()}{legal[1:]}")
 
 
 def _imports(text: str) -> set[str] | None:

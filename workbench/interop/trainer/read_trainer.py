@@ -18,6 +18,7 @@ from workbench.interop.trainer import trainer_keys as known
 from workbench.interop.trainer.arguments import Arguments
 from workbench.interop.trainer.command_line import CommandLine
 from workbench.interop.trainer.dialects import Dialect, TrainerFormat, dialect, trl_names
+from workbench.interop.trainer.files_beside import section
 from workbench.interop.trainer.kernels import attention_of, kernels_of, recompute_of
 from workbench.interop.trainer.models_by_name import model_of, weights
 from workbench.interop.trainer.precision import Precision, precision_of
@@ -324,7 +325,7 @@ class _Reader:
         if not (isinstance(value, str) and "strategy.data.zero" in self.given.sets):
             return True
         try:
-            sharding.section(value, key, self.given, {})
+            section(value, key, self.given, {})
         except PlanError:
             self.a.keys.untranslated.append(
                 KeyNote(key, value, "is not here; strategy.data.zero is set beside the file")

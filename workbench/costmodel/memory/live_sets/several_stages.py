@@ -230,7 +230,7 @@ def _largest(counts: HeldCounts, size: Array) -> Array:
     held, starts = counts.stacked
     total = held @ size.sum(axis=0)
     if len(size) == 1:
-        return np.maximum.reduceat(total, starts, axis=0)[None]
+        return np.asarray(np.maximum.reduceat(total, starts, axis=0)[None])
     ends = (*starts[1:], len(held))
     most = np.array(
         [start + np.argmax(total[start:end], axis=0) for start, end in zip(starts, ends)]
