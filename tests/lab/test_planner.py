@@ -371,7 +371,7 @@ def test_a_global_batch_comes_back_once_it_is_legal_again_chosen_or_not(planner:
     planner.set("micro_batch", 7)
     assert planner.plan.resolve().training.global_batch == 56
     assert "Global batch 60 → 56" in told(planner)
-    assert "is 60, not a multiple of micro_batch 7" in told(planner)
+    assert "is 60, not a multiple of micro-batch 7 x data-parallel size 2" in told(planner)
     planner.set("micro_batch", 1)
     assert planner.plan.training.global_batch == 60
 

@@ -101,7 +101,7 @@ def test_what_is_impossible_is_said_in_a_line(ask: Ask, words: list[str], messag
     "words, message",
     [
         (["--ranks", "3"], "cluster.gpus: is 4, which tensor 3 x"),
-        (["--sequences", "7"], "training.global_batch: is 16, not a multiple of micro_batch 7"),
+        (["--sequences", "7"], "training.global_batch: is 16, not a multiple of micro-batch 7 x"),
     ],
 )
 def test_only_a_legal_plan_is_written(

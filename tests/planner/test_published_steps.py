@@ -124,7 +124,10 @@ def test_beside_every_plan_of_a_search_stands_what_was_published() -> None:
     assert told["published"]["promise"] == first.promise
     assert told["model_flops_utilisation"] == first.mfu
     lines = published_lines(alone)
-    assert first.promise in lines and f"extrapolates: {first.published['extrapolates']}" in lines
+    assert (
+        first.promise in lines
+        and f"error may be larger: {first.published['extrapolates']}" in lines
+    )
 
 
 def test_a_search_over_fewer_gpus_shows_what_was_published_near_each_number() -> None:

@@ -44,7 +44,7 @@ def import_config(
     lenient: bool = False,
     config: str | None = None,
 ) -> Imported:
-    """Import a configuration of other software: DeepSpeed, Megatron-LM, torchtitan, a Trainer.
+    """Import a DeepSpeed, Megatron-LM, Trainer or other config.
 
     The format is found by the content. What could not be translated is listed key by key.
 

@@ -234,7 +234,7 @@ _FAMILIES = {
     "low_cpu_mem": "where weights come from and go to is no part of a plan",
     "saves_per_epoch|evals_per_epoch": "steps of an epoch are not in the file",
     "dataloader_|remove_unused|accelerator_config": _LOADING,
-    "vllm|sglang_|generat[ei]|gradio_|lm_eval_|export_|eval_|infer_|num_generation|do_sample|"
+    "vllm|sglang_|generate_|generation|gradio_|lm_eval_|export_|eval_|infer_|num_generation|do_sample|"
     "num_beams|temperature|top_[kp]|max_new_tokens|predict_|bench_|do_(?:bench|causal|predict)": (
         "of what is done with the model besides training"
     ),
