@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -51,10 +52,21 @@ class MicrobatchDurations:
     compute: Array
     idle: Array
     """Part of the compute in which the GPU waits for the host."""
-    communication: dict[str, Array]
-    """Part of the step (tensor_comm, context_comm, ...) -> exposed seconds of one microbatch."""
+    exposed: dict[str, dict[str, Array]]
+    """Action (F, B) -> part of the step (tensor_comm, context_comm, ...) -> exposed seconds."""
     hidden_transfers: Array
     """Seconds in which a microbatch is received at stage boundaries beside the rank's compute."""
+
+    @cached_property
+    def passes(self) -> Array:
+        """Seconds of a forward and a backward."""
+        return np.asarray(self.forward + self.backward)
+
+    @property
+    def communication(self) -> dict[str, Array]:
+        """Part of the step -> exposed seconds of one microbatch."""
+        forward, backward = self.exposed["F"], self.exposed["B"]
+        return {name: forward[name] + backward[name] for name in forward}
 
 
 def microbatch_durations(
@@ -143,7 +155,7 @@ def timed_microbatch(
         weight_grad=work.weight_grad,
         compute=np.asarray(work.forward + work.backward),
         idle=np.asarray(work.idle_forward + work.idle_backward),
-        communication={name: exposed["F"][name] + exposed["B"][name] for name in exposed["F"]},
+        exposed=exposed,
         hidden_transfers=np.asarray(transfers),
     )
 

@@ -42,7 +42,6 @@ def pipeline_bubble(w: Workload, d: MicrobatchDurations, busy: Number) -> Number
         return simulated_schedule(w, d, s.table).makespan - busy
     if s.in_flight or s.in_turn:
         return simulated_makespan(w, d) - busy
-    slowest = (d.forward + d.backward).max(axis=0)
     if s.schedule == "gpipe":
         passes = [
             (w.rank_multiplicity * x).sum(axis=0) + (m - 1) * x.max(axis=0)
@@ -51,9 +50,8 @@ def pipeline_bubble(w: Workload, d: MicrobatchDurations, busy: Number) -> Number
         bubble: Number = passes[0] + passes[1] - busy
         return bubble
     if not s.splits_backward:
-        once = (
-            d.forward + d.backward + d.hidden_transfers
-        )  # a transfer shows on the way down and back
+        once = d.passes + d.hidden_transfers  # a transfer shows on the way down and back
+        slowest = d.passes.max(axis=0)
         bubble = ((w.rank_multiplicity * once).sum(axis=0) - slowest) / s.chunks
         return bubble
     forward, backward, weight = (

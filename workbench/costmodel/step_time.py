@@ -68,12 +68,12 @@ def step_time(
     links, calls = axis_links(w, constants), step_collectives(w) if calls is None else calls
     k = layers or measured_layer_times(w, m)
     durations = timed_microbatch(w, m, k, calls, links)
-    busy = longest_passes(w, durations.forward + durations.backward)
+    busy = longest_passes(w, durations.passes)
     bubble = bubble_on_shared_cores(
         pipeline_bubble(w, durations, busy), busy, constants.ranks_per_core
     )
     makespan = busy + bubble
-    by_rank = after_by_rank(w, constants, durations, calls)
+    by_rank = after_by_rank(w, constants, durations, calls, links)
     after: dict[str, Number] = {part: seconds.max(axis=0) for part, seconds in by_rank.items()}
     stepping = after["optimizer"]
     if w.fixed.delays_update:  # beside the passes of the next step
@@ -88,10 +88,14 @@ def step_time(
 
 
 def after_by_rank(
-    w: Workload, constants: Constants, durations: MicrobatchDurations, calls: list[CollectiveCall]
+    w: Workload,
+    constants: Constants,
+    durations: MicrobatchDurations,
+    calls: list[CollectiveCall],
+    links: dict[str, AxisLink],
 ) -> dict[str, Array]:
     """Part of the step -> seconds after the last microbatch, by rank of the workload."""
-    m, links = device_rates(w.fixed.gpu, w.fixed.precision, constants), axis_links(w, constants)
+    m = device_rates(w.fixed.gpu, w.fixed.precision, constants)
     sums = comm_seconds(calls, links, constants, "tensor", "REDUCE_GRAD")
     return {
         "data_comm": _exposed_data_comm(w, constants, durations, calls, links),
@@ -129,7 +133,7 @@ def longest_compute_seconds(w: Workload, time: StepTime) -> Number:
 
 def _busiest(w: Workload, d: MicrobatchDurations) -> tuple[int, float]:
     """(place of the rank of one plan that is busiest in a step, its microbatches)."""
-    passes = d.forward + d.backward
+    passes = d.passes
     at = int(np.argmax(w.microbatches * passes if w.fixed.in_turn else passes))
     return at, float(np.broadcast_to(w.microbatches, passes.shape)[at])
 

@@ -81,6 +81,7 @@ class LayerActivations:
     """
 
 
+@lru_cache(maxsize=8)  # what is saved and each phase of the same layer ask for it
 def layer_activations(
     w: Workload, is_moe: bool = False, is_split: bool = False, adapted: AdaptedLayer | None = None
 ) -> LayerActivations:
@@ -92,13 +93,6 @@ def layer_activations(
         is_split: Whether its backward leaves weight gradients to a separate W.
         adapted: Which of its linears have adapters, where the others are frozen.
     """
-    return _layer_activations(w, is_moe, is_split, adapted)
-
-
-@lru_cache(maxsize=8)  # what is saved and each phase of the same layer ask for it
-def _layer_activations(
-    w: Workload, is_moe: bool, is_split: bool, adapted: AdaptedLayer | None
-) -> LayerActivations:
     wide, matrix = _feed_forward(w, is_moe)
     is_shared = w.shape.parallel_residual == "one_norm"
     ffn, norm, delta = _feed_forward_saved(w, is_moe), last_norm_saved(w), 0.0 * w.tokens

@@ -109,15 +109,15 @@ def _most_gathered(w: Workload, buffers: MemoryByCategory) -> MemoryByCategory:
     return {"gathered": most_gathered(w, w.packed_counts, buffers["gathered"])}
 
 
-def max_peak_bytes(w: Workload, constants: Constants) -> Array:
-    """Largest peak over the pipeline ranks of each candidate, bytes: `peak_memory` without
-    categories.
+def largest_peaks(w: Workload, constants: Constants) -> tuple[Array, Mask]:
+    """(largest peak over the pipeline ranks of each candidate, bytes, whether a rank's share of its
+    node's host memory holds what it offloads): `peak_memory` without categories.
 
     What depends on the layers alone is reduced to its largest phase before the axes of the model
     states are broadcast in; a search over millions of candidates stays in cache.
     """
     parameters = w.param_counts
-    persistent, _ = _persistent(w, model_states(w, parameters))
+    persistent, beyond = _persistent(w, model_states(w, parameters))
     phases = live_by_phase(w, by_category=False)
     del phases["first_forward"]
     if deltas := zero_buffers.zero_buffer_deltas(w, w.packed_counts):
@@ -134,17 +134,16 @@ def max_peak_bytes(w: Workload, constants: Constants) -> Array:
     live = total_bytes(persistent) + np.maximum(
         passes, total_bytes(optimizer_step_buffers(w, parameters))
     )
-    return np.asarray(live.max(axis=0) * (1 + constants.fragmentation) + _fixed_bytes(w, constants))
+    peaks = live.max(axis=0) * (1 + constants.fragmentation) + _fixed_bytes(w, constants)
+    return np.asarray(peaks), _fits_host(w, beyond["host"])
 
 
-def fits_host(w: Workload) -> Mask:
-    """Whether a rank's share of its node's host memory holds what each candidate offloads."""
+def _fits_host(w: Workload, offloaded: MemoryByCategory) -> Mask:
     s = w.fixed
     share = s.fabric.host_bytes_per_rank(min(s.gpus_per_node, s.world_size))
     if share is None or not np.any(w.searched.offload_optimizer):
         return np.True_
-    _, beyond = _persistent(w, model_states(w, w.param_counts))
-    return np.asarray(total_bytes(beyond["host"]).max(axis=0) <= share)
+    return np.asarray(total_bytes(offloaded).max(axis=0) <= share)
 
 
 def _largest(sums: list[Array]) -> Array:

@@ -42,7 +42,7 @@ def zero_buffer_deltas(w: Workload, p: ParamCounts) -> dict[str, MemoryByCategor
     if not frees or w.zero < 2:
         return {}
     counted = zero_working_set(w, p)
-    layer = _layer_phase(w, p)
+    head, layer = _head_phase(w, p), _layer_phase(w, p)
     backward = (
         "feed_forward",
         "column_parallel",
@@ -52,9 +52,9 @@ def zero_buffer_deltas(w: Workload, p: ParamCounts) -> dict[str, MemoryByCategor
         *(("split_attention", "first_norm") if w.fixed.splits_backward else ()),
     )
     by_phase = {
-        **dict.fromkeys(PHASES_BEFORE_LAYER_BACKWARD, _head_phase(w, p)),
-        "projection": _projection_phase(w, p),
-        "final_norm": _head_phase(w, p) | {"communication": w.zeros + _head_bucket(w, p)},
+        **dict.fromkeys(PHASES_BEFORE_LAYER_BACKWARD, head),
+        "projection": head | {"communication": w.zeros + _projection_bucket(w, p)},
+        "final_norm": head | {"communication": w.zeros + _head_bucket(w, p)},
         "head_forward": _head_phase(w, p, num_layers=0),
         **dict.fromkeys(backward, layer),
         **(_tiled_phases(w, p) if w.fixed.tile_factor > 1 else {}),
@@ -146,11 +146,13 @@ def _beside_table(w: Workload) -> Number:
     return float(w.fixed.algorithm == "1d") * (1 - w.searched.sequence * (w.tensor > 1))
 
 
-def _projection_phase(w: Workload, p: ParamCounts) -> MemoryByCategory:
-    """Once logits are freed, the head's gradient is copied into its bucket."""
+def _projection_bucket(w: Workload, p: ParamCounts) -> Number:
+    """Bytes more than the logits', once these are freed: the head's gradient is copied into its
+    bucket.
+    """
     logits = w.element_bytes * w.vocab_rows * w.tokens
-    bucket = np.maximum(0.0, _head_bucket(w, p) - logits)
-    return _head_phase(w, p) | {"communication": w.zeros + bucket}
+    more: Number = np.maximum(0.0, _head_bucket(w, p) - logits)
+    return more
 
 
 def _head_bucket(w: Workload, p: ParamCounts) -> Number:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from workbench.costmodel.memory.peak_memory import peak_memory
@@ -108,12 +109,18 @@ class ExplainedPlan:
 
     plan: Plan
     resolved: ResolvedPlan
-    profile: Profile
     figures: PlanFigures
     pinned_fields: Change
     """What a preset's rule or a default would decide anew after a change: sizes of axes, the global
     batch.
     """
+    given: Profile | None = None
+    """Its estimate, where the caller has it."""
+
+    @cached_property
+    def profile(self) -> Profile:
+        """Its estimate; figures alone need none. Raises `PlanError`."""
+        return self.given or estimate(self.plan)
 
     def effect(self, name: str, change: Change) -> ChangeEffect | None:
         """What `change`, and nothing else, does; None where it is illegal, cannot be estimated, or
@@ -158,7 +165,7 @@ def explained_plan(
     check_risk(risk)
     full = plan.resolve()
     figures = plan_figures(full, risk)
-    return ExplainedPlan(plan, full, profile or estimate(plan), figures, _pinned_fields(plan, full))
+    return ExplainedPlan(plan, full, figures, _pinned_fields(plan, full), profile)
 
 
 def plan_figures(full: ResolvedPlan, risk: float = USUAL_RISK) -> PlanFigures:

@@ -15,7 +15,7 @@ from workbench.costmodel.communication.collective_call import CollectiveCall
 from workbench.costmodel.communication.collective_volume import step_collectives
 from workbench.costmodel.inputs.config import Array
 from workbench.costmodel.inputs.rank_workload import Workload
-from workbench.costmodel.memory.peak_memory import fits_host, max_peak_bytes
+from workbench.costmodel.memory.peak_memory import largest_peaks
 from workbench.costmodel.rates.constants import Constants
 from workbench.costmodel.step_time import longest_compute_seconds, step_time
 from workbench.planner.calibrated_plan import with_calibration
@@ -161,11 +161,11 @@ class CellEvaluator:
         k = self.constants[cell.fixed.world_size, cell.fixed.pipeline]
         if self._former and _differs_in_kernels(self._former[0], cell, index):
             w = replace(self._former[0].workload, fixed=cell.fixed)
-            return self._former[0].of_kernels(cell, max_peak_bytes(w, k))
+            return self._former[0].of_kernels(cell, largest_peaks(w, k)[0])
         w = cell.workload(index)
         legal = np.asarray(cell.is_own_plan(w, index))
-        hosted = np.asarray(fits_host(w))
-        held = CellMemory(cell, index, w, legal, max_peak_bytes(w, k), hosted)
+        peak, hosted = largest_peaks(w, k)
+        held = CellMemory(cell, index, w, legal, peak, np.asarray(hosted))
         self._former[:] = [held]
         return held
 

@@ -289,11 +289,10 @@ def _cells_of_splits(
     limits, placements = framework_limits(fixed.stack), _distinct_placements(space, fixed)
     former: Cell | None = None
     for zero, tiles in product(space.zero, space.tile_factor):
-        for kernels in space.kernels:
+        tiled = splits if tiles == 1 else splits_of_tiles(zero, fixed.pipeline, splits)
+        for kernels in space.kernels if tiled else ():
             own = replace(fixed, zero=zero, kernels=kernels, tile_factor=tiles)
-            can = possible_splits(own, splits, limits)
-            if tiles > 1:
-                can = splits_of_tiles(own, can)
+            can = possible_splits(own, tiled, limits)
             if not can:
                 continue
             alone = {"kernels": (kernels,), "split": can, "placement": placements}
@@ -304,10 +303,12 @@ def _cells_of_splits(
                 yield (former := Cell(own, values, stages, table))
 
 
-def splits_of_tiles(s: FixedConfig, splits: tuple[LayerSplit, ...]) -> tuple[LayerSplit, ...]:
+def splits_of_tiles(
+    zero: int, pipeline: int, splits: tuple[LayerSplit, ...]
+) -> tuple[LayerSplit, ...]:
     """Those beside which linears may be computed by tiles."""
     legal = tile_rules.BESIDE
-    may = (s.zero, s.pipeline) == (legal["zero"], legal["pipeline"])
+    may = (zero, pipeline) == (legal["zero"], legal["pipeline"])
     return tuple(split for split in splits if may and split.tensor == legal["tensor"])
 
 

@@ -65,7 +65,7 @@ def layer_times_by_division(
         s = replace(space.fixed_configs[0], algorithm=algorithm, tile_factor=tiles)
         splits = tuple(all_splits(space, algorithm))
         if tiles > 1:
-            splits = splits_of_tiles(replace(s, zero=3, pipeline=1), splits)
+            splits = splits_of_tiles(3, 1, splits)
         if splits:
             found[algorithm, tiles] = _split_layer_times(s, space, splits, constants)
     return found

@@ -73,7 +73,7 @@ def stage_activations(w: Workload) -> StageActivations:
 def _layers(w: Workload) -> tuple[Number, Number]:
     """(bytes that the layers of a rank save of a microbatch, those that they leave for W)."""
     is_moe = w.shape.moe is not None
-    dense, moe = (activation_memory.layer_activations(w, each) for each in (False, is_moe))
+    dense, moe = (activation_memory.layer_activations(w, each, False) for each in (False, is_moe))
     share = np.divide(w.dense_layers, np.maximum(w.layers, 1))
     layer_saved = share * dense.saved + (1 - share) * moe.saved
     checkpoint = share * dense.checkpoint + (1 - share) * moe.checkpoint
@@ -92,7 +92,7 @@ def _adapted_layers(w: Workload) -> Number:
     recomputed = w.recomputed_layers / np.maximum(1, sum((n for _, n in kinds), w.zeros))
     saved: Number = w.zeros
     for kind, count in kinds:
-        own = activation_memory.layer_activations(w, kind.is_moe, adapted=kind)
+        own = activation_memory.layer_activations(w, kind.is_moe, False, kind)
         of_layer = (1 - recomputed) * own.saved + recomputed * own.checkpoint
         saved = saved + count * of_layer
     return saved

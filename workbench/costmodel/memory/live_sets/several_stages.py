@@ -8,7 +8,7 @@ than of the other, so that no closed form of the rank alone is exact.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial, reduce
 
@@ -228,14 +228,13 @@ def _largest(counts: HeldCounts, size: Array) -> Array:
     (categories, actions, candidates).
     """
     held, starts = counts.stacked
-    total = held @ size.sum(axis=0)
+    total, ends = held @ size.sum(axis=0), (*starts[1:], len(held))
     if len(size) == 1:
-        return np.asarray(np.maximum.reduceat(total, starts, axis=0)[None])
-    ends = (*starts[1:], len(held))
+        return _most_of_groups(total, zip(starts, ends))[None]
     most = np.array(
         [start + np.argmax(total[start:end], axis=0) for start, end in zip(starts, ends)]
     )
-    return np.einsum("anh,chn->can", held[most], size)
+    return np.asarray(np.einsum("anh,chn->can", held[most], size))
 
 
 def _counted(w: Workload) -> Array:
@@ -267,4 +266,11 @@ def _largest_of_ranks(lives: list[MemoryByCategory], rows: list[list[int]]) -> M
 def _most_of_ranks(lives: list[MemoryByCategory], rows: list[list[int]]) -> MemoryByCategory:
     """The same as the sum of all categories alone."""
     most = reduce(np.maximum, map(total_bytes, lives))
-    return {"activations": np.maximum.reduceat(most, [own[0] for own in rows], axis=0)}
+    return {"activations": _most_of_groups(most, ((own[0], own[-1] + 1) for own in rows))}
+
+
+def _most_of_groups(values: Array, groups: Iterable[tuple[int, int]]) -> Array:
+    """Maximum of `values` over each group of rows (first, one past the last); several times as fast
+    as `np.maximum.reduceat` along an axis that is not the last.
+    """
+    return np.stack([values[first:end].max(axis=0) for first, end in groups])

@@ -12,6 +12,7 @@ from itertools import accumulate
 
 import numpy as np
 
+from workbench.costmodel.communication.collective_cost import axis_links
 from workbench.costmodel.communication.collective_volume import step_collectives
 from workbench.costmodel.inputs.config import (
     Array,
@@ -131,10 +132,11 @@ class StageEstimates:
         w, constants = self._workload(stages), self.constants
         calls = step_collectives(w)
         d = microbatch_durations(w, constants, calls)
+        after = after_by_rank(w, constants, d, calls, axis_links(w, constants))
         return StageFigures(
-            d.forward + d.backward,
+            d.passes,
             w.zeros + d.hidden_transfers,
-            {part: w.zeros + x for part, x in after_by_rank(w, constants, d, calls).items()},
+            {part: w.zeros + x for part, x in after.items()},
             step_overhead(self.fixed.world_size, constants),
             peak_memory(w, constants).phases,
         )
