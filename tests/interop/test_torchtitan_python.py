@@ -172,10 +172,24 @@ def test_hostile_python_is_refused_by_a_sentence(text: str, words: str) -> None:
     assert words in str(caught.value) and len(str(caught.value)) < 900
 
 
-def test_calls_that_double_have_an_end() -> None:
-    steps = [f"def f{n}():\n    return [f{n + 1}(), f{n + 1}()]\n" for n in range(30)]
-    text = "".join(steps) + "def f30():\n    return 1\n" + OTHER
-    said = problems(text + "    config.training.steps = f0()\n    return config\n")
+LOOP = "def f0():\n    for i in x:\n" + "        y = i\n" * 500 + "    return 1\n"
+CALLS = [f"def f{n}():\n    return [f{n + 1}(), f{n + 1}()]\n" for n in range(30)]
+
+
+@pytest.mark.parametrize(
+    ("functions", "lines"),
+    [
+        ("".join(CALLS) + "def f30():\n    return 1\n", ["a = f0()"]),
+        (LOOP, ["a = f0()"] * 300),
+        ("", ["a = {}", *["a = {'x': a, 'y': a}"] * 40]),
+        ("", ["a = []", *["a = [a, a]"] * 40]),
+        ("", ["a = X.Config()", *["a = X.Config(b=a, c=a)"] * 40]),
+        ("def f0():\n    return " + "{*" + "x, *" * 5000 + "x}\n", ["a = f0()"] * 300),
+    ],
+)
+def test_what_doubles_or_is_read_often_has_an_end(functions: str, lines: list[str]) -> None:
+    body = "".join(f"    {line}\n" for line in [*lines, "config.training.steps = a"])
+    said = problems(functions + OTHER + body + "    return config\n")
     assert f"more than {python_configs.MOST_NODES}" in said["file"]
 
 

@@ -18,8 +18,8 @@ from workbench.interop.foreign_keys import UndecidedValue
 from workbench.untrusted_text import shown, visible
 
 MOST_NODES = 50_000
-"""Expressions of one configuration: one that calls others, which call others, could have any
-number.
+"""Expressions of one configuration, each as often as it is read and as large as what it names: one
+that calls others, or doubles what it has, could have any number.
 """
 DEEPEST = 40
 """Functions and attributes within each other."""
@@ -105,15 +105,16 @@ class PythonConfigs:
         for place, (one, default) in enumerate([*pairs, *zip(said.kwonlyargs, said.kw_defaults)]):
             value = given.get(one.arg, given.get(str(place)))
             if value is None:
-                value = _open(one) if default is None else self._value(default, {}, depth + 1)
+                value = self._open(one) if default is None else self._value(default, {}, depth + 1)
             found[one.arg] = value
         return found
 
     def _statement(self, node: ast.stmt, names: dict[str, Any], depth: int) -> None:
+        self._spend()
         if isinstance(node, _BLOCKS):
-            _leave_open(node, names)
+            self._leave_open(node, names)
         elif isinstance(node, ast.AugAssign):
-            _assign(node.target, _open(node), names)
+            _assign(node.target, self._open(node), names)
         elif isinstance(node, ast.AnnAssign) and node.value is not None:
             _assign(node.target, self._value(node.value, names, depth), names)
         elif isinstance(node, ast.Assign):
@@ -123,14 +124,40 @@ class PythonConfigs:
             # A call for its effect, as `config.override.imports.append(x)`.
             owner = node.value.func if isinstance(node.value, ast.Call) else None
             if isinstance(owner, ast.Attribute):
-                _assign(owner.value, _open(node), names)
+                _assign(owner.value, self._open(node), names)
 
-    def _value(self, node: ast.expr | None, names: dict[str, Any], depth: int) -> Any:
-        self._left -= 1
+    def _leave_open(self, block: ast.stmt, names: dict[str, Any]) -> None:
+        """Leave open what a block may assign, or refuse one that may return."""
+        for node in ast.walk(block):
+            self._spend()
+            if isinstance(node, ast.Return):
+                raise refuse(
+                    "file",
+                    f"returns within {type(block).__name__.lower()} (line {node.lineno}), and "
+                    "nothing of it is run; legal: one return at the end of a function",
+                )
+            for target in _targets(node):
+                _assign(target, self._open(node), names)
+
+    def _spend(self, size: int = 1) -> None:
+        self._left -= size
         if self._left < 0:
             raise refuse("file", f"is more than {MOST_NODES} expressions, one within another")
+
+    def _open(self, node: ast.AST) -> UndecidedValue:
+        """A value that the file leaves open; its text is paid for, for it is written each time."""
+        head = ast.For(node.target, node.iter, [], []) if isinstance(node, ast.For) else node
+        try:
+            text = ast.unparse(ast.copy_location(head, node))
+        except (RecursionError, MemoryError, ValueError):
+            text = type(node).__name__
+        self._spend(len(text) // 16)
+        return left_open(visible(text.partition("\n")[0])[:60], int(getattr(node, "lineno", 0)))
+
+    def _value(self, node: ast.expr | None, names: dict[str, Any], depth: int) -> Any:
+        self._spend()
         if node is None or (isinstance(node, ast.Constant) and node.value is not Ellipsis):
-            return None if node is None else _plain(node)
+            return None if node is None else self._plain(node)
         if isinstance(node, ast.List | ast.Tuple):
             return [self._value(item, names, depth) for item in node.elts]
         if isinstance(node, ast.Dict) and all(_is_text(key) for key in node.keys):
@@ -139,27 +166,29 @@ class PythonConfigs:
         if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
             inner = self._value(node.operand, names, depth)
             number = isinstance(inner, int | float) and not isinstance(inner, bool)
-            return -inner if number else _open(node)
+            return -inner if number else self._open(node)
         if isinstance(node, ast.BinOp) and type(node.op) in _ARITHMETIC:
             sides = [self._value(side, names, depth) for side in (node.left, node.right)]
-            return _computed(node, *sides)
+            return self._computed(node, *sides)
         if isinstance(node, ast.Name):
             return self._named(node, names, depth)
         if isinstance(node, ast.Call):
             return self._called(node, names, depth)
-        return _open(node)
+        return self._open(node)
 
     def _named(self, node: ast.Name, names: dict[str, Any], depth: int) -> Any:
         if node.id in names:
+            for _ in _inside(names[node.id]):
+                self._spend()
             return names[node.id]
         if node.id in self.constants and depth < DEEPEST:
             return self._value(self.constants[node.id], {}, depth + 1)
-        return _open(node)
+        return self._open(node)
 
     def _called(self, node: ast.Call, names: dict[str, Any], depth: int) -> Any:
         name = dotted(node.func)
         if not name or any(word.arg is None for word in node.keywords):
-            return _open(node)
+            return self._open(node)
         given = [(str(place), argument) for place, argument in enumerate(node.args)]
         given += [(str(word.arg), word.value) for word in node.keywords]
         values = {key: self._value(argument, names, depth) for key, argument in given}
@@ -167,11 +196,23 @@ class PythonConfigs:
             return self.returned(name, values, depth + 1)
         return Call(name, values, node.lineno)
 
+    def _computed(self, node: ast.BinOp, left: Any, right: Any) -> Any:
+        """Numbers added, subtracted or multiplied, within what any setting is."""
+        plain = all(type(side) in (int, float) and abs(side) < MOST for side in (left, right))
+        return _ARITHMETIC[type(node.op)](left, right) if plain else self._open(node)
 
-def _computed(node: ast.BinOp, left: Any, right: Any) -> Any:
-    """Numbers added, subtracted or multiplied, within what any setting is."""
-    plain = all(type(side) in (int, float) and abs(side) < MOST for side in (left, right))
-    return _ARITHMETIC[type(node.op)](left, right) if plain else _open(node)
+    def _plain(self, node: ast.Constant) -> Any:
+        plain = node.value is None or isinstance(node.value, bool | int | float | str)
+        return node.value if plain else self._open(node)
+
+
+def _inside(value: Any) -> Iterator[Any]:
+    """Everything within a value, each as often as it stands there."""
+    left = [value]
+    while left:
+        yield (one := left.pop())
+        inner = one.arguments if isinstance(one, Call) else one
+        left += inner.values() if isinstance(inner, dict) else inner if type(inner) is list else ()
 
 
 def dotted(node: ast.expr) -> str:
@@ -199,19 +240,6 @@ def _assign(target: ast.expr, value: Any, names: dict[str, Any]) -> None:
         holder.arguments[attributes[-1]] = value
 
 
-def _leave_open(block: ast.stmt, names: dict[str, Any]) -> None:
-    """Leave open what a block may assign, or refuse one that may return."""
-    for node in ast.walk(block):
-        if isinstance(node, ast.Return):
-            raise refuse(
-                "file",
-                f"returns within {type(block).__name__.lower()} (line {node.lineno}), and nothing "
-                "of it is run; legal: one return at the end of a function",
-            )
-        for target in _targets(node):
-            _assign(target, _open(node), names)
-
-
 def _targets(node: ast.AST) -> Iterator[ast.expr]:
     if isinstance(node, ast.Assign):
         yield from node.targets
@@ -219,24 +247,9 @@ def _targets(node: ast.AST) -> Iterator[ast.expr]:
         yield node.target
 
 
-def _open(node: ast.AST) -> UndecidedValue:
-    try:
-        text = visible(ast.unparse(node).partition("\n")[0])[:60]
-    except (RecursionError, MemoryError, ValueError):
-        text = type(node).__name__
-    line = int(getattr(node, "lineno", 0))
-    return left_open(text, line)
-
-
 def left_open(text: str, line: int) -> UndecidedValue:
     """A value that the file computes, as it is written in a line."""
     return UndecidedValue(((text, line),), "Python that is not run", "a literal in the file")
-
-
-def _plain(node: ast.Constant) -> Any:
-    value = node.value
-    plain = value is None or isinstance(value, bool | int | float | str)
-    return value if plain else _open(node)
 
 
 def _is_text(node: ast.expr | None) -> bool:
