@@ -11,6 +11,7 @@ import pytest
 from tests.interop.foreign_samples import GPU_NAME, problems
 from workbench import interop
 from workbench.data_files import read_data_file
+from workbench.errors import PlanError
 from workbench.interop.format_marks import frameworks
 from workbench.interop.translation import SOURCES
 
@@ -214,6 +215,28 @@ def _with(mark: str) -> dict[str, Any]:
             section = section.setdefault(name, {})
         section.setdefault(last, f"{value}.x" if value else 1)
     return found
+
+
+LLAMA = "---\n# a run\nmodel_name_or_path: x\nstage: sft\nfinetuning_type: full\n"
+REGISTRY = "from torchtitan.trainer import Trainer\ndef f() -> Trainer.Config:\n    a = "
+
+
+@pytest.mark.parametrize(
+    ("text", "field", "words"),
+    [
+        (LLAMA + "seed: 1\nseed: 2\n", "seed", "written twice"),
+        (LLAMA + "deepspeed: *d\n", "file", "undefined alias"),
+        (LLAMA + "deepspeed: &d {a: *d}\n", "file", "not valid YAML"),
+        (LLAMA + "a: " + "[" * 5000 + "\n", "file", "nested too deeply"),
+        (LLAMA + "a: [1\n", "file", "not valid YAML"),
+        (REGISTRY + "+".join(["1"] * 20_000) + "\n", "file", "nested too deeply"),
+        (REGISTRY + "(1\n", "file", "not valid Python"),
+    ],
+)
+def test_a_damaged_file_is_refused_by_its_damage(text: str, field: str, words: str) -> None:
+    with pytest.raises(PlanError) as caught:
+        interop.read(text, gpu=GPU_NAME, gpus=8)
+    assert caught.value.problems[0].field == field and words in str(caught.value)
 
 
 @pytest.mark.parametrize(

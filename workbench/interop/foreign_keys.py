@@ -98,10 +98,9 @@ class ForeignKeys:
             if self._left.get(name) == {}:
                 del self._left[name]
             elif name in self._left:
-                raise refuse(
-                    self.name(name),
-                    f"is {shown(self._left[name])}; must be a mapping of keys to values",
-                )
+                said = self._left[name]
+                shows = str(said) if isinstance(said, UndecidedValue) else shown(said)
+                raise refuse(self.name(name), f"is {shows}; must be a mapping of keys to values")
 
     def take(self, key: str) -> Any:
         """The value of `key`, now translated; None where the file does not say it, or leaves it

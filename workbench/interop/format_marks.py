@@ -37,6 +37,8 @@ _BARE_DEEPSPEED = re.compile(
     r"(?m)^[\"']?(?:zero_optimization|train_batch_size|train_micro_batch_size_per_gpu)[\"']?\s*:"
 )
 """A ds_config.json without its outermost braces, and with comments that are not YAML's."""
+_PAIR = re.compile(r"(?:\s|#.*\n|---\s)*[\"']?[A-Za-z_][\w.-]*[\"']?:(?:\s|$)")
+"""The first key of a YAML mapping, behind what comments stand before it."""
 _FLAG = re.compile(r"(?:^|[\s\[\"'(=])--([A-Za-z][\w-]*)")
 _STATEMENT = re.compile(r"(?m)^(?:(?:import|def|class)\s+\w|from\s+[\w.]+\s+import\b)")
 _COMMAND = r"(?m)(?:^|[\s;&|\"'(])"
@@ -111,8 +113,10 @@ def detect(text: str) -> Source:
     """
     if begins_with_brace(text):
         return _of_mapping(mapping(from_hjson(text, "file"), "file"))
+    if _STATEMENT.search(text) and is_registry(text):
+        return "torchtitan"
     if (modules := _imports(text)) is not None:
-        return "torchtitan" if is_registry(text) else _of_python(modules)
+        return _of_python(modules)
     if re.search(r"(?m)^\s*\[+[A-Za-z_][\w.\-]*\]+\s*(?:#.*)?$", text) and any(
         re.search(rf"(?m)^\s*\[{section}[\].]", text) for section in _SECTIONS
     ):
@@ -155,10 +159,14 @@ def _of_python(modules: Collection[str]) -> Source:
 
 
 def _yaml(text: str) -> dict[str, Any]:
-    """The mapping that YAML `text` is, empty where it is none: a script, or words."""
+    """The mapping that YAML `text` is, empty where it is none: a script, or words. Raises
+    `PlanError` where it begins as one and cannot be read.
+    """
     try:
         found = yaml_files.parse(text, where="file")
     except PlanError:
+        if _PAIR.match(text) and not _BARE_DEEPSPEED.search(text):
+            raise
         return {}
     return dict(found) if isinstance(found, Mapping) else {}
 
