@@ -97,6 +97,34 @@ def whys(found: Imported) -> dict[str, str]:
     return {note.field: note.why for note in (*found.untranslated, *found.assumed)}
 
 
+@pytest.mark.parametrize("sharding", SHARDING)
+@pytest.mark.parametrize("format", ["llama-factory", "axolotl"])
+def test_fp8_changes_what_is_computed_and_not_what_is_kept(
+    format: TrainerFormat, sharding: str
+) -> None:
+    plain = read(format, bf16=True, **SHARDING[sharding])
+    found = read(format, bf16=True, fp8=True, **SHARDING[sharding])
+    deepspeed = sharding == "deepspeed"
+    assert found.plan.strategy.precision == ("bf16" if deepspeed else "fp8")
+    assert ("fp8" in left(found)) == deepspeed
+    kept = ("strategy.stack", "strategy.gradient_dtype", "finetune.optimizer.master")
+    assert fields(found, *kept) == fields(plain, *kept)
+
+
+@pytest.mark.parametrize(
+    ("format", "more", "words"),
+    [
+        ("llama-factory", {"use_v1_kernels": True}, "kernels"),
+        ("axolotl", {"peft": {"loftq_config": {"loftq_bits": 4}}}, "adapters start"),
+    ],
+)
+def test_why_an_argument_is_left_out(
+    format: TrainerFormat, more: dict[str, Any], words: str
+) -> None:
+    found = read(format, **METHODS["lora"][format], **more)
+    assert any(words in n.why for n in found.untranslated if n.field.startswith(next(iter(more))))
+
+
 FACTS: dict[TrainerFormat, dict[str, Any]] = {
     "hf-trainer": {
         "model.name": "llama-3-8b",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from workbench.errors import refuse
@@ -58,13 +58,16 @@ class Precision:
 def precision_of(a: Arguments, method: str, gpu: str | GPU | None) -> Precision:
     """Precision of the products and of trained weights. Raises `PlanError` where two are named."""
     mixed = _mixed(a, gpu)
-    if a.keys.flag("fp8"):
-        return Precision("fp8", True)
     if a.dialect.format == "axolotl":
-        return _axolotl(a, mixed)
-    if a.dialect.format == "llama-factory":
-        return _llama_factory(a, mixed, method)
-    return _hugging_face(a, mixed, method)
+        found = _axolotl(a, mixed)
+    elif a.dialect.format == "llama-factory":
+        found = _llama_factory(a, mixed, method)
+    else:
+        found = _hugging_face(a, mixed, method)
+    if not a.keys.flag("fp8"):
+        return found
+    a.keys.assumed[:] = [n for n in a.keys.assumed if n.field != "strategy.precision"]
+    return replace(found, computed="fp8")
 
 
 def _mixed(a: Arguments, gpu: str | GPU | None) -> str:

@@ -56,6 +56,8 @@ def deepspeed(
     where they say auto, and compares where they do not.
     """
     config, prefix = section(value, "deepspeed", given, {"strategy.data.zero": 3})
+    if a.keys.value("fp8") and "fp8" in a.keys.translated:
+        a.keys.mark_untranslated("fp8", read_accelerate.NO_FP8)
     names = {key: prefix + key for key in flat(config)}
     inner = _read(
         lambda: read_deepspeed.read(_filled(config, filled, names), given, lenient), names
@@ -136,7 +138,7 @@ def values(
         "scheduler.params.warmup_num_steps": optimizer.get("warmup_steps", 0),
         "scheduler.params.total_num_steps": steps,
         "fp16.enabled": precision == "fp16",
-        "bf16.enabled": precision == "bf16",
+        "bf16.enabled": precision in ("bf16", "fp8"),
         "zero_optimization.reduce_bucket_size": hidden * hidden,
         "zero_optimization.stage3_prefetch_bucket_size": int(0.9 * hidden * hidden),
         "zero_optimization.stage3_param_persistence_threshold": 10 * hidden,

@@ -145,6 +145,7 @@ WHYS: dict[str, str] = {
     "pissa_init": "adapters start from W's largest singular vectors; the same memory and step time",
     "pissa_iter": "of how adapters start; the same memory and step time",
     "pissa_convert": "of how adapters are saved",
+    "peft": "of how adapters start (LoftQ); the same memory and step time",
     "peft_init_lora_weights": "of how adapters start; the same memory and step time",
     "router_aux_loss_coef": "model.moe.auxiliary_loss says it for a shape; the same memory and "
     "time",
@@ -262,7 +263,7 @@ _FAMILIES = {
         "and a plan's reference is what training starts from"
     ),
     "use_liger_loss|dpo_use_liger|chunked_cross|flash_attn_|moe_|experts_impl|expert_backend|"
-    "use_(?:scatter|sonic|dsv4|glm|kernels)|fused_attn|large_head|sdpa_varlen|torch_compile_|"
+    "use_(?:scatter|sonic|dsv4|glm|kernels|v1_kernels)|fused_attn|large_head|sdpa_varlen|torch_compile_|"
     "deepcompile": (
         "kernels that an estimate of this stack does not have: less memory or time than it says"
     ),
