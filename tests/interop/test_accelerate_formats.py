@@ -132,3 +132,13 @@ def test_what_fsdp_offloads(word: str, offload: str, told: str) -> None:
     assert found.plan.resolve().strategy.data.offload == offload
     assert told in why.get("fsdp_config.fsdp_offload_params", "")
     assert bool(told) == ("fsdp_config.fsdp_offload_params" in why)
+
+
+@pytest.mark.parametrize("kind", ["FSDP", "DEEPSPEED", "MULTI_GPU"])
+def test_experts_on_the_host_are_refused_by_their_engine(kind: str) -> None:
+    text = f"distributed_type: {kind}\nnum_processes: 8\nkt_config: "
+    given = {"model": "llama-3-8b", "gpu": GPU_NAME}
+    said = problems(interop.read, text + "{enabled: true, kt_num_threads: 96}\n", **given)
+    assert "KTransformers" in said["kt_config"]
+    off = left(interop.read(text + "{enabled: false}\n", **given))
+    assert off["kt_config.enabled"] is False

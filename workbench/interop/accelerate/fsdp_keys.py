@@ -58,6 +58,7 @@ WHYS = {
     "it, for stack workbench only",
     "deepspeed_config": "a detail of how DeepSpeed is started or saves that a plan does not set",
     "dynamo_config": "strategy.kernels says compiled in one word",
+    "kt_config": "off; on, KTransformers computes experts on the CPU",
     "fp8_config": "strategy.precision says fp8 in one word",
     "parallelism_config.parallelism_config_cp_comm_strategy": "a plan's ring passes keys and "
     "values along",

@@ -59,6 +59,7 @@ INLINE = {
     "gradient_accumulation_steps": "gradient_accumulation_steps",
 }
 """Key of deepspeed_config -> the key of a ds_config.json that accelerate writes it to."""
+NO_FP8 = "DeepSpeed computes in bf16 or fp16; bf16 was taken"
 SCRIPT = "the user's script decides; the plan's default"
 
 
@@ -70,6 +71,7 @@ def read(
     """
     given = given or ImportOptions()
     data = mapping(yaml_files.parse(text, where="file") if isinstance(text, str) else text, "file")
+    _refuse_host_experts(data.get("kt_config"))
     kind = data.get("distributed_type")
     if kind == "FSDP":
         return read_fsdp.read(data, given, lenient)
@@ -84,6 +86,16 @@ def read(
     )
     said = "missing" if kind is None else shown(kind)
     raise refuse("distributed_type", f"is {said}; legal here: {', '.join(LEGAL)}{more}")
+
+
+def _refuse_host_experts(said: Any) -> None:
+    """Refuse experts that KTransformers computes on the host. Raises `PlanError`."""
+    if said and not (isinstance(said, Mapping) and said.get("enabled") is False):
+        raise refuse(
+            "kt_config",
+            f"is {shown(said)}: KTransformers keeps experts in host memory and computes them on "
+            "the CPU, which no plan says; legal: without it",
+        )
 
 
 def _keys(data: Mapping[str, Any], *other: str) -> ForeignKeys:
@@ -206,9 +218,7 @@ def _mixed(config: dict[str, Any], keys: ForeignKeys, named: bool) -> None:
     """
     wanted = read_fsdp.precision(keys) or (None if named else "fp32")
     if wanted == "fp8":
-        keys.mark_untranslated(
-            "mixed_precision", "DeepSpeed computes in bf16 or fp16; bf16 was taken"
-        )
+        keys.mark_untranslated("mixed_precision", NO_FP8)
         wanted = "bf16"
     for name in ("bf16", "fp16"):
         section = config.get(name, {})
