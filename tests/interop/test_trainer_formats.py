@@ -111,18 +111,12 @@ def test_fp8_changes_what_is_computed_and_not_what_is_kept(
     assert fields(found, *kept) == fields(plain, *kept)
 
 
-@pytest.mark.parametrize(
-    ("format", "more", "words"),
-    [
-        ("llama-factory", {"use_v1_kernels": True}, "kernels"),
-        ("axolotl", {"peft": {"loftq_config": {"loftq_bits": 4}}}, "adapters start"),
-    ],
-)
-def test_why_an_argument_is_left_out(
-    format: TrainerFormat, more: dict[str, Any], words: str
-) -> None:
-    found = read(format, **METHODS["lora"][format], **more)
-    assert any(words in n.why for n in found.untranslated if n.field.startswith(next(iter(more))))
+def test_why_an_argument_is_left_out() -> None:
+    found = read("llama-factory", use_v1_kernels=True)
+    assert "kernels" in whys(found)["use_v1_kernels"]
+    loftq = {"peft": {"loftq_config": {"loftq_bits": 4}}}
+    found = read("axolotl", **METHODS["lora"]["axolotl"], **loftq)
+    assert "adapters start" in whys(found)["peft.loftq_config.loftq_bits"]
 
 
 FACTS: dict[TrainerFormat, dict[str, Any]] = {
