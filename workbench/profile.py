@@ -400,7 +400,7 @@ class Profile:
         if self.cpu_seconds is not None:
             facts["CPU seconds of a step"] = f"{self.cpu_seconds:.4g} (all ranks)"
         if self.data_share is not None:
-            facts["waiting for data"] = f"{percent_text(self.data_share)} of the step time"
+            facts["data loading"] = f"{percent_text(self.data_share)} of the step time"
         if self.tokens_per_second is not None:
             facts["tokens/s"] = f"{self.tokens_per_second:,.0f}"
         if assumed := self.notes.get("uncalibrated"):

@@ -167,7 +167,7 @@ def test_waiting_for_data_is_a_share_of_the_rank_that_waits_most() -> None:
         progress.add_records(records)
     profile = measured.profile()
     assert profile.data_share == profile.summary()["data_share"] == 0.15
-    assert profile.facts()["waiting for data"] == "15 % of the step time"
+    assert profile.facts()["data loading"] == "15 % of the step time"
     assert " · data loading 37 %" in pace_line(first_state(2, 6), progress)
     before = MeasuredFrames("b", 1)
     before.add([{**NULLS["step"], "kind": "step", "rank": 0, "step": 0, "seconds": 10.0}])

@@ -35,8 +35,8 @@ def section(
         )
         raise lacks(
             key,
-            f"names {shown(value)}, which is not {where}; put it there, or write its settings in "
-            f"place of its name",
+            f"names {shown(value)}, which is no file of up to {LARGEST >> 20} MiB {where}; put it "
+            "there, or write its settings in place of its name",
             stand_in,
         )
     name = str(value)
