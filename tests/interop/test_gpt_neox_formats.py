@@ -71,6 +71,7 @@ def test_a_gpt_neox_yaml_holds_shape_strategy_and_training() -> None:
         ({}, 256),
         ({"activation": "swiglu", "mlp_multiple_of": 256, "intermediate_size": 32768}, 11008),
         ({"activation": "silu", "mlp_type": "llama", "hidden_size": 4096}, 11008),
+        ({"activation": "silu", "mlp_type": "llama", "intermediate_size": 14336}, 14336),
         ({"expansion_factor": 3}, 192),
         ({"activation": "geglu", "intermediate_size": 768}, 256),
     ],

@@ -245,7 +245,7 @@ def _parallel(keys: ForeignKeys) -> str | None:
 
 def _width(keys: ForeignKeys, hidden: int, llama: bool, gated: bool) -> int:
     """Width of the feed-forward layer; gated ones take two thirds of the size given, half of it for
-    each product.
+    each product, but for LLaMA's (`LLaMAParallelMLP`), which takes a size as it is.
     """
     sizes = (keys.integer("intermediate_size"), keys.integer("feedforward_size"))
     times, multiple = (
@@ -253,6 +253,8 @@ def _width(keys: ForeignKeys, hidden: int, llama: bool, gated: bool) -> int:
         keys.integer("mlp_multiple_of") or (256 if llama else 1),
     )
     size = next((size for size in (*sizes, times and int(times * hidden)) if size), None)
+    if llama and sizes[0]:
+        return sizes[0]
     if size is None:
         size = int(
             keys.assume("model.ffn", 4 * hidden, "gpt-neox's default, four times hidden_size")
