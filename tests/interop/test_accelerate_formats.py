@@ -66,6 +66,12 @@ def test_an_accelerate_yaml_without_sharding(kind: str, gpus: int) -> None:
     assert {"training.global_batch", "strategy.recompute"} <= set(assumed(found))
 
 
+def test_a_launch_without_a_kind_is_one_process_whatever_number_stands_beside() -> None:
+    text = "distributed_type: 'NO'\nmixed_precision: bf16\nnum_machines: 1\nnum_processes: 8\n"
+    found = interop.read(text, model="tiny", gpu=GPU_NAME)
+    assert found.plan.cluster.gpus == 1 and left(found)["num_processes"] == 8
+
+
 def test_the_launchers_half_of_an_export_is_the_plan_beside_it(tmp_path: Path) -> None:
     plan = Plan.of("tiny", gpu=GPU_NAME, gpus=4, strategy="zero-3", set={"training.steps": 7})
     export(plan, tmp_path)

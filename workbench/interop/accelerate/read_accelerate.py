@@ -110,13 +110,13 @@ def _keys(data: Mapping[str, Any], *other: str) -> ForeignKeys:
 
 
 def _cluster(
-    keys: ForeignKeys, given: ImportOptions, usual: int | None = None
+    keys: ForeignKeys, given: ImportOptions, alone: bool = False
 ) -> tuple[int, dict[str, Any]]:
-    """(ranks, the plan's `cluster`)."""
-    nodes, world = (
-        keys.count("num_machines"),
-        given.world(keys.count("num_processes") or usual, "num_processes"),
-    )
+    """(ranks, the plan's `cluster`); `alone`: the launcher starts one process."""
+    nodes, said = keys.count("num_machines"), keys.count("num_processes")
+    if alone and said not in (None, 1):
+        keys.mark_untranslated("num_processes", "distributed_type NO starts one process")
+    world = given.world(1 if alone else said, "distributed_type" if alone else "num_processes")
     if nodes is not None and world % nodes:
         raise refuse(
             "num_processes",
@@ -131,7 +131,7 @@ def _plain(data: Mapping[str, Any], given: ImportOptions, lenient: bool) -> Impo
     keys = _keys(
         data, "fsdp_config", "deepspeed_config", "megatron_lm_config", "parallelism_config"
     )
-    _, cluster = _cluster(keys, given, 1 if data["distributed_type"] == "NO" else None)
+    _, cluster = _cluster(keys, given, data["distributed_type"] == "NO")
     precision = read_fsdp.precision(keys)
     if precision not in ("fp32", None):
         key = "mixed_precision" if "mixed_precision" in data else "fp16"
