@@ -268,6 +268,25 @@ def test_deepspeeds_autos_are_the_trainers() -> None:
 
 
 @pytest.mark.parametrize(
+    ("format", "more", "gpus"),
+    [
+        ("llama-factory", {"ray_num_workers": 4}, 4),
+        ("axolotl", {"use_ray": True, "ray_num_workers": 4}, 4),
+        ("axolotl", {"use_ray": False, "ray_num_workers": 4}, 8),
+    ],
+)
+def test_rays_workers_are_the_gpus(format: TrainerFormat, more: dict[str, Any], gpus: int) -> None:
+    found = read(format, {"gpus": None if gpus == 4 else 8}, **more)
+    assert found.plan.cluster.gpus == gpus
+    assert ("ray_num_workers" in found.translated) == (gpus == 4)
+
+
+@pytest.mark.parametrize(("stage", "packed"), [("sft", False), ("pt", True)])
+def test_llama_factory_packs_rows_in_pre_training(stage: str, packed: bool) -> None:
+    assert assumed(read("llama-factory", stage=stage))["packing"] is packed
+
+
+@pytest.mark.parametrize(
     ("key", "value"),
     [("train_micro_batch_size_per_gpu", 4), ("gradient_clipping", 0.5), ("train_batch_size", 8)],
 )
@@ -556,6 +575,8 @@ def test_a_launch_with_its_files_is_one_plan(tmp_path: Path) -> None:
     found = interop.load(path, gpu=GPU_NAME)
     assert found.plan.cluster.gpus == 8 and found.plan.strategy.data.zero == 2
     assert found.plan.finetune and found.plan.finetune.preference
+    (tmp_path / "launch.yaml").write_text(yaml_files.dump({**launch, "distributed_type": "NO"}))
+    assert interop.load(path, gpu=GPU_NAME).plan.cluster.gpus == 1
 
 
 @pytest.mark.parametrize(

@@ -126,5 +126,7 @@ def _files(found: CommandLine, loose: list[str], given: ImportOptions) -> None:
     if found.launch_name:
         stand_in: Mapping[str, Any] = {"strategy.data.zero": 3}
         found.launch, _ = section(found.launch_name, "--config_file", given, stand_in)
-        if found.gpus is None and isinstance(count := found.launch.get("num_processes"), int):
+        alone = found.launch.get("distributed_type") == "NO"
+        count = 1 if alone else found.launch.get("num_processes")
+        if found.gpus is None and isinstance(count, int):
             found.gpus = count

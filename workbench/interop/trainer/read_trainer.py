@@ -172,7 +172,7 @@ class _Reader:
         name = self.data.get(a.key("model"))
         model = model_of(a, given)
         given = self.given = replace(given, model=given.model or _named(model))
-        world = given.world(self.line.gpus, "its launcher says it")
+        world = given.world(self.line.gpus or self._workers(), "its launcher says it")
         cluster = given.cluster(world)
         pairs = tuning.preference(a, given, bool(self.line.trainer))
         method = tuning.method(a)
@@ -197,6 +197,12 @@ class _Reader:
             "checkpoint": training_fields.checkpoint(a, length),
             "telemetry": {"trackers": training_fields.trackers(a, self.data)},
         }
+
+    def _workers(self) -> int | None:
+        """Workers that Ray starts, of a GPU each; axolotl reads them with use_ray alone."""
+        keys = self.a.keys
+        on = self.a.dialect.format == "llama-factory" or keys.flag("use_ray")
+        return keys.integer("ray_num_workers") if on else None
 
     def _finetune(
         self, method: str, pairs: dict[str, Any] | None, length: int | None
@@ -228,7 +234,9 @@ class _Reader:
             a.keys.assume("finetune.sequence_length", DEFAULT, "the script's; the plan's default")
             return {}
         packed = a.key("packing")
-        if not a.keys.flag(packed):
+        if (said := a.keys.flag(packed)) is None and a.keys.value("stage") == "pt":
+            a.keys.assume(packed, True, "LLaMA-Factory packs rows in pre-training")
+        elif not said:
             a.keys.assume(
                 packed,
                 False,
