@@ -2,22 +2,19 @@
 -> refusal on stdout.
 """
 
-import json
-import sys
+from typing import Any
+
+from tests.interop.consumers.refusals import print_refusals
 
 
 def main() -> None:
     from accelerate.commands.config.config_args import load_config_from_file
 
-    found = {}
-    for job in json.load(sys.stdin):
-        try:
-            read = load_config_from_file(job["path"])
-            assert read.num_processes == job["world"], read.num_processes
-            found[job["name"]] = ""
-        except (Exception, SystemExit) as error:
-            found[job["name"]] = f"{type(error).__name__}: {error}"
-    print(json.dumps(found))
+    def check(job: dict[str, Any]) -> None:
+        read = load_config_from_file(job["path"])
+        assert read.num_processes == job["world"], read.num_processes
+
+    print_refusals(check)
 
 
 if __name__ == "__main__":

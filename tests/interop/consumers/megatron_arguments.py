@@ -5,7 +5,6 @@ of {name, arguments, world, environment} on stdin, name -> refusal on stdout.
 import contextlib
 import importlib
 import io
-import json
 import os
 import sys
 import typing
@@ -13,6 +12,8 @@ from typing import Any
 
 import torch
 import typing_extensions
+
+from tests.interop.consumers.refusals import print_refusals
 
 HOPPER = 9
 
@@ -44,17 +45,16 @@ def main() -> None:
     arguments.get_device_arch_version = lambda: HOPPER
     for module in (arguments, transformer):
         module.is_te_min_version = lambda *_: True
-    found = {}
-    for job in json.load(sys.stdin):
+
+    def accepted(job: dict[str, Any]) -> None:
         said = io.StringIO()
         try:
             with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
                 check(job, arguments)
-            found[job["name"]] = ""
-        except (Exception, SystemExit) as error:
-            words = said.getvalue()[-300:] if isinstance(error, SystemExit) else ""
-            found[job["name"]] = f"{type(error).__name__}: {error} {words}"
-    print(json.dumps(found))
+        except SystemExit as error:
+            raise ValueError(f"{error} {said.getvalue()[-300:]}") from None
+
+    print_refusals(accepted)
 
 
 if __name__ == "__main__":

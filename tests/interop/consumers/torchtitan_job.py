@@ -5,12 +5,13 @@ of {name, path, world} on stdin, a JSON object of name -> refusal ("" where it a
 import contextlib
 import importlib
 import inspect
-import json
 import sys
 import tomllib
 import types
 from pathlib import Path
 from typing import Any
+
+from tests.interop.consumers.refusals import print_refusals
 
 
 class _Absent(types.ModuleType):
@@ -94,14 +95,7 @@ def main() -> None:
         for name in ("float8", "mx"):
             module: Any = importlib.import_module(f"torchtitan.components.quantization.{name}")
             module.has_cuda_capability = lambda *_: True
-    found = {}
-    for job in json.load(sys.stdin):
-        try:
-            check(job["path"], job["world"])
-            found[job["name"]] = ""
-        except (Exception, SystemExit) as error:
-            found[job["name"]] = f"{type(error).__name__}: {error}"
-    print(json.dumps(found))
+    print_refusals(lambda job: check(job["path"], job["world"]))
 
 
 if __name__ == "__main__":
