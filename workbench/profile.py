@@ -393,7 +393,7 @@ class Profile:
         return facts
 
     def _time_facts(self) -> dict[str, str]:
-        """What a step takes, in words."""
+        """Time of a step, in words."""
         facts = {"step time": self.step_time_words} if self.step_seconds is not None else {}
         if self.step_interval is not None:
             facts["step time, 90 % interval"] = interval_text(self.step_interval)
@@ -461,7 +461,7 @@ class Profile:
 
 
 def batches_differ(profiles: Sequence[Profile]) -> bool:
-    """Whether steps of one instrument hold different numbers of tokens: then throughput compares
+    """True where steps of one instrument hold different numbers of tokens: then throughput compares
     them, step time does not.
     """
     by_source: dict[str, list[float]] = {}

@@ -106,7 +106,7 @@ def test_counts_are_kept_for_the_next_process(
 
 @pytest.mark.parametrize("seed", range(8))
 def test_a_search_sums_the_same_live_sets(seed: int) -> None:
-    """Of every phase, by rank: the sums over categories alone are those of the categories."""
+    """Compare sums over categories alone with those of the categories: every phase, by rank."""
     w = workload(drawn(seed).resolve())
     each, sums = live_by_phase(w), live_by_phase(w, by_category=False)
     assert each.keys() == sums.keys()

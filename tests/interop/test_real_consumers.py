@@ -1,4 +1,4 @@
-"""What `translate` writes, given to the framework that is to read it: each in folders of its own
+"""Give what `translate` writes to the framework that is to read it: each in folders of its own
 below `.pytest_cache/consumers`, never in the environment of the tests. No GPU, and no ranks.
 """
 
@@ -102,7 +102,7 @@ PLANS: dict[str, Plan] = {
 
 
 class Answers(NamedTuple):
-    """What a framework says of the texts that it was given, and what was not written."""
+    """Answers of a framework to its texts, and why the others were not written."""
 
     said: dict[str, str]
     refused: dict[str, str]

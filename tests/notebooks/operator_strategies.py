@@ -10,7 +10,7 @@ def text(shown: Shown, words: str) -> str:
 
 
 def check(shown: Shown) -> None:
-    """What is done by hand is what is planned; instruments agree."""
+    """Check that what is done by hand is what is planned, and that instruments agree."""
     assert "bytes by hand equal the planner's" in text(shown, "planned == by_hand(text)")
     peaks = shown.peaks("memory_by_plan(results")
     assert_sources_agree(peaks, estimated=1e-3, rehearsed=1e-3)

@@ -133,7 +133,7 @@ class LazyGroup(TyperGroup):
         return super().shell_complete(ctx, incomplete)
 
     only_described = False
-    """Whether commands are asked for to be listed, not to be called."""
+    """True where commands are asked for to be listed, not to be called."""
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         """The command of that name, imported; None where there is none."""

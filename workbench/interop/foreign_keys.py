@@ -117,8 +117,8 @@ class ForeignKeys:
         return self._taken[key]
 
     def with_open_values(self, build: Callable[[], T]) -> T:
-        """What `build` makes of the keys. Raises `PlanError`, before any other for the values that
-        it took and the file leaves open.
+        """Return what `build` makes of the keys. Raises `PlanError`, before any other for values
+        that it took and the file leaves open.
         """
         try:
             found = build()

@@ -83,7 +83,7 @@ class Framework:
     name: str
     title: str
     version: str
-    """Of the software that the marks are of."""
+    """Version of the software that the marks are of."""
     date: str
     nearest: str
     keys: tuple[str, ...] = ()
@@ -91,7 +91,7 @@ class Framework:
     flags: tuple[str, ...] = ()
     imports: tuple[str, ...] = ()
     read: tuple[str, ...] = ()
-    """Which of the marks show a file that is read."""
+    """Kinds of marks that show a file that is read."""
 
 
 @lru_cache(maxsize=1)
@@ -242,7 +242,7 @@ def _known(framework: Framework, mark: str, text: str = "") -> Source:
 
 
 def _named_file(text: str) -> str:
-    """What to give in place of a script that names a file which is read."""
+    """Advice in place of a script that names a file which is read."""
     named = _NAMED.search(text)
     return f"give {shown(named[1] or named[2])}, which it names" if named else ""
 

@@ -33,7 +33,7 @@ class Table:
 
     @cached_property
     def _hash(self) -> int:
-        """Of every action, so taken once: caches ask for it at each look."""
+        """Hash of every action, taken once: caches ask for it at each look."""
         return hash((self.rows, self.placement, self.replicas))
 
     @property

@@ -153,7 +153,7 @@ def _kept_file() -> Path:
 
 @cache
 def _digest_of_code() -> str:
-    """Of all that decides what a rank holds: other code counts anew."""
+    """Digest of all code that decides what a rank holds: other code counts anew."""
     package = Path(__file__).parents[2]
     files = [
         *sorted(package.glob("schedules/**/*.py")),
@@ -185,7 +185,7 @@ def _held(
     stage: Counts,
     place: Counts,
 ) -> Counts:
-    """What a rank holds at each action of some rows, one after the other: columns as in `Held`."""
+    """Counts that a rank holds at each action of some rows, row after row: columns as in `Held`."""
     starts = np.cumsum([0, *map(len, rows)])
     before, after = _changes(table, kind, stage, place)
     for start, row, sends_end in zip(starts, rows, ends):

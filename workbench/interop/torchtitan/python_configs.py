@@ -82,7 +82,7 @@ class PythonConfigs:
         self._left = MOST_NODES
 
     def returned(self, name: str, given: Mapping[str, Any] | None = None, depth: int = 0) -> Any:
-        """What function `name` returns, with arguments `given` by name or number. Raises
+        """Value that function `name` returns, with arguments `given` by name or number. Raises
         `PlanError` where its calls have no end.
         """
         if depth > DEEPEST:

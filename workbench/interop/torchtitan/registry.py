@@ -100,7 +100,7 @@ def _of(value: Any, key: str) -> Any:
 
 
 def _table(key: str, value: Any) -> Any:
-    """What one argument of the trainer says: a table, or a value that the file leaves open."""
+    """Meaning of one argument of the trainer: a table, or a value that the file leaves open."""
     if key == "optimizer" and isinstance(value, Call):
         return _optimizer(value)
     if key == "activation_checkpoint":

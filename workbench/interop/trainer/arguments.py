@@ -15,7 +15,7 @@ _NUMBER = re.compile(r"[+-]?(?:\d+(?:_\d+)*\.?\d*|\.\d+)(?:[eE][+-]?\d+)?")
 
 
 LARGEST = 2.0**53
-"""Of a number in a file."""
+"""Largest number that a file may hold."""
 
 
 class Arguments:
@@ -40,11 +40,11 @@ class Arguments:
         return next((name for name in names if self.keys.has_key(name)), names[0])
 
     def has(self, meaning: str) -> bool:
-        """Whether the file says it; empty text and null say nothing."""
+        """True where the file says it; empty text and null say nothing."""
         return self.keys.has_key(self.key(meaning))
 
     def default(self, meaning: str) -> Any:
-        """What the framework takes where the file does not say it; None where nothing is known."""
+        """Value that the framework takes where the file has none; None where nothing is known."""
         return self.dialect.defaults.get(spellings(self.dialect.format, meaning)[0])
 
     def assume(self, field: str, value: Any, meaning: str = "") -> Any:
@@ -69,7 +69,7 @@ class Arguments:
         return found
 
     def flag(self, meaning: str, field: str = "") -> bool:
-        """Whether something is on, as the file says it or by default (reported as `field`)."""
+        """True where something is on, as the file says it or by default (reported as `field`)."""
         found = self.keys.flag(self.key(meaning))
         if found is None:
             found = bool(self.default(meaning))

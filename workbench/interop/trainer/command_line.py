@@ -27,7 +27,7 @@ _RECIPE = re.compile(r"\.(?:ya?ml|json)$")
 
 @dataclass
 class CommandLine:
-    """What a script gives to its program and to the launcher."""
+    """Arguments that a script gives to its program and to the launcher."""
 
     data: dict[str, Any] = field(default_factory=dict)
     """Argument -> value, the command line's above the YAML's."""
@@ -41,7 +41,7 @@ class CommandLine:
 
 
 def is_command_line(text: str) -> bool:
-    """Whether a text is words of a shell and no mapping."""
+    """True for words of a shell that are no mapping."""
     return bool(re.search(r"(?m)(?:^|\s)--[A-Za-z]\w*", text)) and not re.search(
         r"(?m)^[\"']?[A-Za-z_]\w*[\"']?\s*:\s", text
     )
@@ -93,7 +93,7 @@ def _shown(word: Item) -> str:
 
 
 def _trains(command: ShellCommand, known: frozenset[str]) -> bool:
-    """Whether a command has a trainer's arguments, or gives its script a file of them."""
+    """True where a command has a trainer's arguments, or gives its script a file of them."""
     _, program, back = _parts(command)
     flags = {each.flag.replace("-", "_") for each in occurrences(command.words, [])}
     return bool(flags & known) or bool(program and any(_RECIPE.search(_shown(w)) for w in back))

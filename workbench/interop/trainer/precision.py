@@ -39,7 +39,7 @@ _WIDE_BASE = (
 
 @dataclass(frozen=True)
 class Precision:
-    """What products are computed in, and whether trained weights are kept in fp32 beside them."""
+    """Precision of products, and whether trained weights are kept in fp32 beside them."""
 
     computed: str
     wide: bool
@@ -71,7 +71,7 @@ def precision_of(a: Arguments, method: str, gpu: str | GPU | None) -> Precision:
 
 
 def _mixed(a: Arguments, gpu: str | GPU | None) -> str:
-    """What the Trainer computes in: bf16 or fp16 by autocast, else fp32."""
+    """Precision that the Trainer computes in: bf16 or fp16 by autocast, else fp32."""
     half, wanted = a.keys.flag("fp16"), a.keys.take("bf16")
     word = str(a.default("bf16") if wanted is None and not half else wanted).lower()
     if word == "auto":
@@ -88,7 +88,7 @@ def _mixed(a: Arguments, gpu: str | GPU | None) -> str:
 
 
 def _has_bf16(gpu: str | GPU | None) -> bool:
-    """Whether a GPU has bf16, as axolotl's auto asks; one that is not known has."""
+    """True where a GPU has bf16, as axolotl's auto asks; one that is not known has."""
     entry = gpu_catalog.gpus().get(gpu) if isinstance(gpu, str) else None
     known = entry.gpu if entry else gpu if isinstance(gpu, GPU) else None
     return known is None or "bf16" in known.tflops

@@ -52,7 +52,7 @@ OTHERS_KEEP = ("strategy.recompute", "strategy.attention", "strategy.kernels")
 def deepspeed(
     a: Arguments, value: Any, given: ImportOptions, filled: Mapping[str, Any], lenient: bool
 ) -> dict[str, Any]:
-    """What a plan has of DeepSpeed's settings, as plain data; `filled` is what the Trainer writes
+    """Fields of a plan by DeepSpeed's settings, as plain data; `filled` is what the Trainer writes
     where they say auto, and compares where they do not.
     """
     config, prefix = section(value, "deepspeed", given, {"strategy.data.zero": 3})

@@ -288,6 +288,6 @@ PLUGINS = ("LigerPlugin", "CutCrossEntropyPlugin", "LMEvalPlugin", "SwanLabPlugi
 
 
 def is_on(value: Any) -> bool:
-    """Whether the value of an argument turns something on."""
+    """True where the value of an argument turns something on."""
     off = (None, False, 0, 0.0, "", "false", "no", "none")
     return not (value in off if not isinstance(value, list | dict) else not value)

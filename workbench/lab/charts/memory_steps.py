@@ -25,7 +25,7 @@ MOMENT_WORDS = {
 
 
 class Prediction(NamedTuple):
-    """What another instrument says of allocated memory, max over ranks."""
+    """Allocated memory by another instrument, max over ranks."""
 
     source: str
     size: float

@@ -85,7 +85,7 @@ class TracedSteps:
         return found
 
     def _complete(self) -> list[dict[int, _RankSpans]]:
-        """Steps that as many ranks have told of as of any."""
+        """Steps of which the most ranks have a timeline."""
         most = max(map(len, self.steps.values()))
         return [ranks for ranks in self.steps.values() if len(ranks) == most]
 
@@ -133,7 +133,7 @@ def common_parts(parts: Sequence[Part]) -> list[Part]:
 
 
 def _detail(name: str, parts: Sequence[Part]) -> str:
-    """What is added up to the part `name`, in words; nothing where that is all it says."""
+    """Words for what is added up to the part `name`; none where that is all it says."""
     if [(part.name, part.detail) for part in parts] == [(name, "")]:
         return ""
     words = (

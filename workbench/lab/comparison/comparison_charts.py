@@ -68,8 +68,8 @@ def differing_fields(entries: Sequence[ComparisonEntry]) -> list[str]:
         words = [value if field == "preset" else f"{field} {value}" for value in shown]
         more = [", ".join(filter(None, pair)) for pair in zip(said, words)]
         said = more if len(set(more)) > len(set(said)) else said
-    told = len(set(said)) == len(entries) and max(map(len, said)) <= SHORT_LETTERS
-    return said if told else []
+    distinct = len(set(said)) == len(entries) and max(map(len, said)) <= SHORT_LETTERS
+    return said if distinct else []
 
 
 def entry_figures(entry: ComparisonEntry, name: str) -> list[Figure]:

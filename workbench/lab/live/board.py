@@ -37,7 +37,7 @@ class Board(anywidget.AnyWidget):
         self._lock = threading.RLock()
         self._on_press = on_press
         self._revealing = False
-        """Whether a page that shows this board is to scroll to it."""
+        """True where a page that shows this board is to scroll to it."""
         self.on_msg(self._receive)
 
     def put(self, *figures: Figure) -> None:

@@ -78,7 +78,7 @@ class RunProgress:
     times: StepTimes = field(default_factory=StepTimes)
     tokens: StepTimes = field(default_factory=StepTimes)
     seconds: list[float] = field(default_factory=list)
-    """Of the recent steps, on rank 0 as all of the steps here."""
+    """Step times of the recent steps, on rank 0 as all of the steps here."""
     data_seconds: list[float] = field(default_factory=list)
     """How long the recent steps waited for their batch."""
     left_out: list[str] = field(default_factory=list)

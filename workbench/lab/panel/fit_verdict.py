@@ -156,8 +156,9 @@ def step_time_line(profile: Profile) -> str:
 
 
 def published_lines(profile: Profile) -> list[str]:
-    """What its framework cannot do, what is assumed of its GPU, that its base is elsewhere; where
-    it fits also its retries where memory is nearly full, and its MFU beside what was published.
+    """Notes on what its framework cannot do, on what is assumed of its GPU, and on a base that is
+    elsewhere; where it fits also its retries where memory is nearly full, and its MFU beside the
+    published one.
     """
     notes = profile.notes
     lines = [notes[name] for name in ("cannot", "assumed_hardware", "base") if notes.get(name)]

@@ -36,7 +36,7 @@ class HeldBatch:
 
     wanted: int
     chosen: bool
-    """Whether a person set it: else it is a default of the plan as it was before."""
+    """True where a person set it: else it is a default of the plan as it was before."""
 
 
 def apply_edit(

@@ -43,14 +43,14 @@ class PlanFigures:
 
     @property
     def fits(self) -> bool:
-        """Whether a GPU holds the peak (max rank) within the risk, and the host the rest, as a
+        """True where a GPU holds the peak (max rank) within the risk, and the host the rest, as a
         search asks.
         """
         return self.runs_out <= self.risk and self.fit_word != "NO"
 
     @property
     def fit_word(self) -> str:
-        """The same for people, who are told a peak that a GPU holds, but not within the risk."""
+        """Word for `fits`, which names a peak that a GPU holds, but not within the risk."""
         if self.peak_bytes > self.capacity_bytes or self.exceeds_host:
             return "NO"
         return "yes" if self.runs_out <= self.risk else "at risk"

@@ -72,7 +72,7 @@ class StatesAnswer:
         return [_step_cells(step) for step in self.steps]
 
     def below_steps(self) -> list[str]:
-        """What is to be said below the table of steps: what does not fit, and of what it is."""
+        """Lines below the table of steps: what does not fit, and of what it is."""
         none = [f"{one.strategy} on {one.gpu}: {one.reason}" for one in self.steps if one.reason]
         return [*none, self.step_words]
 

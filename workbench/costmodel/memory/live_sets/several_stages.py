@@ -202,7 +202,7 @@ class _HeldBytes:
         return self.microbatches.size
 
     def _bytes(self, rows: list[int]) -> Array:
-        """Of each of `Held`'s counts of a rank: (activations, logits, gradients on their way)."""
+        """Bytes of each count of a rank: (activations, logits, gradients on their way)."""
         stages = len(rows)
         size = np.zeros((3, 2 * stages + 2, self.candidates))
         size[0, :stages], size[0, stages:-2] = (
@@ -224,7 +224,7 @@ class _HeldBytes:
 
 
 def _largest(counts: HeldCounts, size: Array) -> Array:
-    """Of `size` (categories, counts, candidates) what takes most at each action of `counts`:
+    """Largest of `size` (categories, counts, candidates) at each action of `counts`:
     (categories, actions, candidates).
     """
     held, starts = counts.stacked
@@ -264,7 +264,7 @@ def _largest_of_ranks(lives: list[MemoryByCategory], rows: list[list[int]]) -> M
 
 
 def _most_of_ranks(lives: list[MemoryByCategory], rows: list[list[int]]) -> MemoryByCategory:
-    """The same as the sum of all categories alone."""
+    """Largest of each rank's stages as the sum of all categories alone."""
     most = reduce(np.maximum, map(total_bytes, lives))
     return {"activations": _most_of_groups(most, ((own[0], own[-1] + 1) for own in rows))}
 

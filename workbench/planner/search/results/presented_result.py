@@ -99,7 +99,7 @@ def _why_first(best: Candidate) -> str:
 
 
 def _untried_kernels(first: Candidate) -> list[str]:
-    """What `explain` says of the fastest other kernels, where the first plan would gain by them."""
+    """Sentence on the fastest other kernels, where the first plan would gain by them."""
     try:
         effects = kernel_effects(explained_plan(first.plan))
     except PlanError:

@@ -144,7 +144,7 @@ class SearchResult:
     baselines: tuple[PlannerFigures, ...] = ()
     """Of the unequal space: other planners on the layers of the first plan."""
     notes: tuple[str, ...] = ()
-    """What else is to be known of what was found, whichever plan is first."""
+    """Sentences on what was found, whichever plan is first."""
 
     @property
     def every_note(self) -> list[str]:
