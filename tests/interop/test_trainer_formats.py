@@ -267,6 +267,24 @@ def test_deepspeeds_autos_are_the_trainers() -> None:
     assert "deepspeed.zero_optimization.stage" in found.translated
 
 
+@pytest.mark.parametrize("how", SHARDING)
+@pytest.mark.parametrize(
+    ("format", "more", "precision"),
+    [
+        ("llama-factory", {"fp8": True}, "fp8"),
+        ("hf-trainer", {"bf16": False, "torch_dtype": "float32", "tf32": True}, "tf32"),
+    ],
+)
+def test_what_products_are_computed_in_is_no_matter_of_the_sharding(
+    format: TrainerFormat, more: dict[str, Any], precision: str, how: str
+) -> None:
+    found = read(format, **more, **SHARDING[how])
+    assert found.plan.strategy.precision == precision
+    if how == "deepspeed":
+        gradients = {"fp8": "bf16", "tf32": "fp32"}
+        assert found.plan.strategy.gradient_dtype == gradients[precision]
+
+
 @pytest.mark.parametrize(
     ("format", "more", "gpus"),
     [

@@ -282,6 +282,8 @@ class _Reader:
             if max(axes.values()) > 1:
                 how |= {"stack": "fsdp", "tensor": {"size": axes["tensor"]}}
                 how["context"] = {"size": axes["context"], "algorithm": "ring"}
+        elif precision.computed in ("fp8", "tf32"):  # of which these settings have no word
+            how["precision"] = precision.computed
         how["kernels"], loss = kernels_of(a, how.get("kernels", "eager"))
         recompute = recompute_of(a, how.get("recompute") == "full")
         found = {**how, "recompute": recompute, "attention": attention_of(a, given.gpu)}
