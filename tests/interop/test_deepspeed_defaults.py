@@ -4,10 +4,13 @@ from typing import Any
 
 import pytest
 
+from tests.interop.foreign_samples import GPU_NAME, NEOX
+from workbench import interop
 from workbench.errors import PlanError
 from workbench.interop.accelerate import read_accelerate
 from workbench.interop.deepspeed import read_deepspeed
 from workbench.interop.translation import Imported, ImportOptions
+from workbench.safe_io import yaml_files
 
 ON_16 = ImportOptions("llama-3-8b", "h100-sxm-80gb", 16, sets={"training.steps": 5000})
 ADAM = {"type": "AdamW", "params": {"lr": 3e-4}}
@@ -159,6 +162,34 @@ def test_accelerate_leaves_the_bucket_to_deepspeed() -> None:
 def test_bf16_gradients_add_up_in_fp32_without_zero(name: str, stage: int, gradients: str) -> None:
     found = read(**{name: {"enabled": True}, "zero_optimization": {"stage": stage}})
     assert found.plan.strategy.gradient_dtype == assumed(found)["gradient_dtype"] == gradients
+
+
+MEGATRON = (
+    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --vocab-size 512 "
+    "--max-position-embeddings 32 --micro-batch-size 1 --global-batch-size 16 --train-iters 9 "
+    "--bf16 --deepspeed"
+)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "bf16: {enabled: true}\nzero_optimization: {stage: 0}\ntrain_batch_size: 16\n",
+        yaml_files.dump({**NEOX, "bf16": {"enabled": True}, "train_batch_size": 16}),
+        f"{MEGATRON} --zero-stage 0",
+        MEGATRON,
+    ],
+)
+def test_deepspeeds_optimizer_of_bf16_shards_its_states_without_zero(text: str) -> None:
+    found = interop.read(text, model=None if "layers" in text else "tiny", gpu=GPU_NAME, gpus=16)
+    assert found.plan.strategy.data.zero == assumed(found)["zero"] == 1
+    narrow = interop.read(
+        text.replace("bf16", "fp16"),
+        model=None if "layers" in text else "tiny",
+        gpu=GPU_NAME,
+        gpus=16,
+    )
+    assert narrow.plan.strategy.data.zero == 0
 
 
 @pytest.mark.parametrize("key", ["_comment", "comment", "//", "//batch", "__note__"])

@@ -297,6 +297,8 @@ def test_a_plan_survives_or_its_loss_is_named(format: Any, version: Any, plan: P
     ours, theirs = leaves(full), leaves(back.plan.resolve())
     piped = format == "deepspeed" and full.sizes["pipeline"] > 1
     without = {*WITHOUT.get(PIPED if piped else version, ())}
+    if format == "deepspeed" and full.strategy.gradient_dtype == "fp32":
+        without |= {"strategy.data.zero"}  # its optimizer of bf16 parameters shards without ZeRO
     for field in set(ALWAYS_SAID[format]) - without:
         mine = {
             key: value for key, value in ours.items() if key == field or key.startswith(field + ".")

@@ -153,7 +153,8 @@ LOST = {
     "strategy.recompute": "outside a pipeline the model's code decides what is recomputed",
     "strategy.data.reduce": "DeepSpeed reduces every microbatch from stage 2 up, and once a step "
     "below",
-    "strategy.data.zero": "DeepSpeed's pipelines shard the optimizer's states only (stage 1)",
+    "strategy.data.zero": "DeepSpeed's pipelines shard the optimizer's states only (stage 1), and "
+    "its optimizer of bf16 parameters by fp32 gradients shards them at stage 0 too",
     "strategy.data.offload": "DeepSpeed's pipelines offload the optimizer's states only",
     "strategy.data.shard": "DeepSpeed shards over all ranks; a smaller group (MiCS) is removed",
     "strategy.context.algorithm": "sequence_parallel_size is Ulysses",

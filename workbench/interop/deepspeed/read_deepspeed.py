@@ -61,6 +61,7 @@ def read(
     precision = precision_of(keys, auto, zero)
     world, batch = batch_of(keys, given, math.prod(axes.values()), auto)
     data_section = data_of(keys, zero, gradient_bytes(precision, given), auto)
+    data_section["zero"] = stage_of(keys, zero, precision)
     optimizer, steps = optimizer_of(keys, auto)
     _fits(given, steps, optimizer.get("warmup_steps", 0))
     if not steps and "training.steps" not in auto:
@@ -271,6 +272,16 @@ def gradients_of(keys: ForeignKeys, precision: str, zero: int) -> str:
     return str(
         keys.assume("strategy.gradient_dtype", precision, "DeepSpeed's default: as the parameters")
     )
+
+
+def stage_of(keys: ForeignKeys, zero: int, precision: Mapping[str, str]) -> int:
+    """The stage of ZeRO that runs: DeepSpeed's `BF16_Optimizer`, which steps bf16 parameters by
+    fp32 gradients, shards its states over the data-parallel ranks without ZeRO too.
+    """
+    if zero or (precision.get("precision"), precision["gradient_dtype"]) != ("bf16", "fp32"):
+        return zero
+    why = "DeepSpeed's optimizer of bf16 parameters shards its states at stage 0 as at 1"
+    return int(keys.assume("strategy.data.zero", 1, why))
 
 
 def _left_fp16_alone(keys: ForeignKeys) -> bool:

@@ -94,7 +94,7 @@ def read(
     kinds = str(keys.take("attention_config") or "")
     model = _model(keys, given, kinds, axes["tensor"])
     training = _training(keys, batch)
-    strategy = {
+    strategy: dict[str, Any] = {
         "stack": PIPED,
         **precision,
         "tensor": {"size": axes["tensor"], "sequence": sequence},
@@ -108,6 +108,7 @@ def read(
         # "global" is batched GEMMs around a softmax, as is a profile without a word.
         "attention": "flash-2" if "flash" in kinds and "global" not in kinds else "auto",
     }
+    strategy["data"]["zero"] = read_deepspeed.stage_of(keys, zero, precision)
     plan = {"model": model, "cluster": given.cluster(world), "strategy": strategy, **training}
     keys.finish(known.KNOWN, known.WHYS, known.SECTIONS, lenient)
     return imported("gpt-neox", plan, keys, given)

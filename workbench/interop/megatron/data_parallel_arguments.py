@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from workbench.errors import refuse
+from workbench.interop.deepspeed.read_deepspeed import stage_of
 from workbench.interop.foreign_keys import ForeignKeys
 
 MIB = 2**20
@@ -14,19 +16,21 @@ DEEPSPEED = "DeepSpeed's default; the file of --deepspeed-config may say otherwi
 _SHARDING = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
 
 
-def read_data(keys: ForeignKeys, replicas: int, gradients: str, stages: int) -> dict[str, Any]:
-    """The section `data` of the strategy; `replicas` ranks share the gradients, which are kept in
-    `gradients`, and of pipeline `stages` are reduced once a step.
+def read_data(
+    keys: ForeignKeys, replicas: int, kept: Mapping[str, str], stages: int
+) -> dict[str, Any]:
+    """The section `data` of the strategy; `replicas` ranks share the gradients, which are `kept` in
+    a precision, and of pipeline `stages` are reduced once a step.
     """
     torch = keys.flag("use-torch-fsdp2")
     zero = 3 if torch else max(_stage(keys), keys.integer("zero-stage", 0, 3) or 0)
     overlap = _overlap(keys, zero)
     found: dict[str, Any] = {
-        "zero": zero,
+        "zero": _sharded(keys, zero, kept),
         "overlap": overlap,
         "reduce": "microbatch" if zero >= 2 and stages == 1 else "step",
         **_offload(keys, zero),
-        **_bucket(keys, replicas, overlap, 4 if gradients == "fp32" else 2),
+        **_bucket(keys, replicas, overlap, 4 if kept["gradient_dtype"] == "fp32" else 2),
     }
     if torch and keys.flag("torch-fsdp2-no-reshard-after-forward"):
         found["keep_gathered"] = True
@@ -53,6 +57,16 @@ def _stage(keys: ForeignKeys) -> int:
             "data-parallel-sharding-strategy", "read only with --use-megatron-fsdp"
         )
     return 1 if sharded else 0
+
+
+def _sharded(keys: ForeignKeys, zero: int, kept: Mapping[str, str]) -> int:
+    """The stage of ZeRO that runs, where DeepSpeed is on."""
+    if not keys.has_key("deepspeed"):
+        return zero
+    found = stage_of(keys, zero, kept)
+    if not (found or keys.has_key("zero-stage")):
+        keys.assume("strategy.data.zero", 0, DEEPSPEED)
+    return found
 
 
 def _overlap(keys: ForeignKeys, zero: int) -> bool:

@@ -96,9 +96,10 @@ def _plan(keys: ForeignKeys, given: ImportOptions) -> dict[str, Any]:
     training = read_training(keys, world // others)
     pipeline = _pipeline(keys, axes["pipeline"], shape)
     precision, gradients = _precision(keys)
+    kept = {"precision": precision, "gradient_dtype": gradients}
     strategy = {
         "stack": FRAMEWORK_PROFILES["megatron"],
-        "data": read_data(keys, world // others * axes["context"], gradients, axes["pipeline"]),
+        "data": read_data(keys, world // others * axes["context"], kept, axes["pipeline"]),
         "tensor": {
             "size": axes["tensor"],
             "sequence": bool(keys.flag("sequence-parallel")) and axes["tensor"] > 1,
@@ -107,8 +108,7 @@ def _plan(keys: ForeignKeys, given: ImportOptions) -> dict[str, Any]:
         "context": _context(keys, axes["context"]),
         "expert": read_spread(keys, axes["tensor"], shape.moe is not None),
         "recompute": _recompute(keys, shape, pipeline),
-        "precision": precision,
-        "gradient_dtype": gradients,
+        **kept,
         "placement": _placement(keys),
         "kernels": _kernels(keys),
         **_attention(keys),
