@@ -494,6 +494,9 @@ def test_a_reference_beside_the_policy_is_said_with_its_size() -> None:
     assert size in whys(found)["finetune.preference"]
 
 
+CUT = "axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin"
+
+
 @pytest.mark.parametrize(
     ("more", "fields_said"),
     [
@@ -512,6 +515,18 @@ def test_a_reference_beside_the_policy_is_said_with_its_size() -> None:
             {"strategy.kernels": "liger", "strategy.loss": "auto"},
         ),
         ({"cut_cross_entropy": True}, {"strategy.loss": "fused_linear"}),
+        ({"plugins": [CUT]}, {"strategy.loss": "fused_linear"}),
+        ({"plugins": [CUT], "cut_cross_entropy": False}, {"strategy.loss": "auto"}),
+        (
+            {"max_steps": 200, "num_epochs": 4, "saves_per_epoch": 1, "evals_per_epoch": 2}
+            | {"save_steps": None, "val_set_size": 0.1},
+            {"checkpoint.every": 50, "finetune.evaluation.every": 25},
+        ),
+        (
+            {"max_steps": 200, "saves_per_epoch": 1, "evals_per_epoch": 2, "num_epochs": 1}
+            | {"save_steps": None, "val_set_size": 0},
+            {"checkpoint.every": 0, "finetune.evaluation.every": 0},
+        ),
         ({"bf16": False, "fp16": True}, {"strategy.precision": "fp16"}),
         ({"gradient_accumulation_steps": None, "batch_size": 8}, {"finetune.global_batch": 64}),
         ({"cosine_min_lr_ratio": 0.2}, {"finetune.optimizer.final_ratio": 0.2}),

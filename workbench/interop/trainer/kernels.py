@@ -48,7 +48,10 @@ def kernels_of(a: Arguments, otherwise: str) -> tuple[str, str | None]:
     if a.dialect.format == "axolotl":
         fused = [keys.flag(f"liger_{part}") for part in _LIGER]
         kernels = "liger" if any(fused) else kernels
-        if any([keys.flag("liger_fused_linear_cross_entropy"), keys.flag("cut_cross_entropy")]):
+        cut = keys.flag("cut_cross_entropy")
+        if cut is None:  # the plugin's own default
+            cut = "CutCrossEntropyPlugin" in str(keys.value("plugins"))
+        if keys.flag("liger_fused_linear_cross_entropy") or cut:
             loss = "fused_linear"
         elif keys.flag("chunked_cross_entropy"):
             loss = "chunked"

@@ -209,7 +209,7 @@ WHYS: dict[str, str] = {
     "time than an estimate's",
     "freeze_vision_tower": "of models that read images",
     "freeze_multi_modal_projector": "of models that read images",
-    "plugins": "code that axolotl loads; its kernels of the loss and of norms are "
+    "plugins": "code that axolotl loads; what it turns on of the loss and of norms is in "
     "strategy.kernels and strategy.loss",
     "data_seed": "training.seed is one for all draws",
     "do_train": "the script trains, or not",
@@ -233,7 +233,8 @@ _FAMILIES = {
     "push_to_hub|hub_|hf_|output_dir|overwrite_output|resume_from|save_|load_best|auto_resume|"
     "lora_out|trust_remote|model_revision|revision|cache_dir|model_type|type_of_model|"
     "low_cpu_mem": "where weights come from and go to is no part of a plan",
-    "saves_per_epoch|evals_per_epoch": "steps of an epoch are not in the file",
+    "saves_per_epoch|evals_per_epoch": "read where something is saved, or evaluated, by shares of "
+    "the run",
     "dataloader_|remove_unused|accelerator_config": _LOADING,
     "vllm|sglang_|generate_|generation|gradio_|lm_eval_|export_|eval_|infer_|num_generation|do_sample|"
     "num_beams|temperature|top_[kp]|max_new_tokens|predict_|bench_|do_(?:bench|causal|predict)": (

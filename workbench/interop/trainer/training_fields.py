@@ -75,15 +75,16 @@ def _accumulation(a: Arguments, micro: int) -> int:
 
 def steps(a: Arguments, given: ImportOptions) -> int | None:
     """Steps of the run; None where the file counts epochs of rows that it does not hold."""
-    found = a.keys.integer(a.key("max_steps"), -1)
+    key = a.key("epochs")
+    found, epochs = a.keys.integer(a.key("max_steps"), -1), a.keys.number(key, 0, LARGEST)
+    above = "max_steps stands above it"
+    for field in ("training.steps", "finetune.steps"):
+        if (found or 0) <= 0 and isinstance(given.sets.get(field), int):
+            found, above = int(given.sets[field]), f"{field} is set beside the file"
     if found is not None and found > 0:
-        a.keys.skip(a.key("epochs"), "max_steps stands above it")
+        if epochs is not None:
+            a.keys.mark_untranslated(key, above)
         return found
-    for field in ("finetune.steps", "training.steps"):
-        if isinstance(given.sets.get(field), int):
-            a.keys.skip(a.key("epochs"), f"{field} is set beside the file")
-            return int(given.sets[field])
-    epochs = a.keys.number(a.key("epochs"), 0, LARGEST)
     count = a.default("epochs") if epochs is None else epochs
     a.keys.assume(
         "finetune.steps",
@@ -214,9 +215,22 @@ def checkpoint(a: Arguments, length: int | None) -> dict[str, Any]:
 def _every(a: Arguments, meaning: str, length: int | None) -> int | None:
     """A number of steps; a share of the run is one of its steps."""
     found = a.keys.number(a.key(meaning), 0, LARGEST)
+    found = _share(a, meaning) or found
     if found is None or not 0 < found < 1:
         return None if found is None else int(found)
     return max(1, math.ceil(found * (length or STEPS)))
+
+
+def _share(a: Arguments, meaning: str) -> float | None:
+    """The share of the run that axolotl takes a number an epoch for; None where it takes none."""
+    if a.dialect.format != "axolotl":
+        return None
+    saves = meaning == "save_steps"
+    if not (saves or a.keys.value("val_set_size") or a.keys.value("test_datasets")):
+        return None
+    times = a.keys.number("saves_per_epoch" if saves else "evals_per_epoch", 0, LARGEST)
+    count = (times or 0) * float(a.keys.value("num_epochs") or 1)
+    return 1 / count if count > 1 else None
 
 
 def trackers(a: Arguments, data: Mapping[str, Any]) -> list[str]:
