@@ -433,7 +433,7 @@ def test_newer_arguments_that_change_the_model_are_named_as_unmodelled(words: st
         ("--rl-partial-rollouts", "--perform-rl-step"),
         ("--fine-grained-activation-offloading", "strategy.offload_activations"),
         ("--step-batch-size-schedule 0:8", "the same in every step"),
-        ("--moe-hybridep-num-sms 16", "no such field"),
+        ("--moe-hybridep-num-sms 16", "--num-experts"),
         ("--inprocess-max-iterations 3", "watched"),
         ("--no-pad-vocab-size", "by its own rule"),
     ],

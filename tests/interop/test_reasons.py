@@ -275,6 +275,60 @@ def test_each_denial_is_listed() -> None:
     ] == []
 
 
+@pytest.mark.parametrize(
+    ("text", "reasons"),
+    [
+        (
+            "--micro-batch-size 1 --moe-router-topk 2 --moe-aux-loss-coeff 0 --fp8-margin 0 "
+            "--no-position-embedding --position-embedding-type rope --no-masked-softmax-fusion "
+            "--moe-permute-fusion",
+            {
+                "--moe-router-topk": "--num-experts",
+                "--moe-aux-loss-coeff": "--num-experts",
+                "--fp8-margin": "strategy.precision",
+                "--no-position-embedding": "model.positions",
+                "--no-masked-softmax-fusion": "strategy.kernels",
+                "--moe-permute-fusion": "--num-experts",
+            },
+        ),
+        (
+            "--num-experts 4 --moe-permute-fusion --moe-router-dtype fp32 --deepspeed "
+            "--no-pipeline-parallel --zero-stage 1",
+            {
+                "--moe-permute-fusion": "strategy.kernels",
+                "--moe-router-dtype": NO_FIELD,
+                "--deepspeed": "strategy.stack",
+                "--no-pipeline-parallel": "strategy.pipeline.size",
+            },
+        ),
+        (
+            '{"zero_optimization": {"stage": 1}, "compile": {"disable": false}}',
+            {"compile.disable": "strategy.kernels"},
+        ),
+        (
+            '{"zero_optimization": {"stage": 3, "param_persistence_threshold": 35840}}',
+            {"zero_optimization.param_persistence_threshold": "70.0 KiB"},
+        ),
+        (
+            "base_model: x\nadapter: lora\nlora_r: 4\nlora_alpha: 8\nlora_target_linear: true\n"
+            "micro_batch_size: 1\npeft: {loftq_config: {loftq_bits: 4}}\n",
+            {"peft.loftq_config.loftq_bits": "adapters start"},
+        ),
+        (
+            "stage: sft\nmodel_name_or_path: x\nfinetuning_type: full\nuse_v1_kernels: true\n",
+            {"use_v1_kernels": "kernels that an estimate"},
+        ),
+    ],
+)
+def test_why_a_key_is_left_out_is_true_of_the_file(text: str, reasons: dict[str, str]) -> None:
+    megatron = text.startswith("--")
+    text = _megatron(text) if megatron else text
+    model = None if megatron else "llama-3-8b"
+    found = interop.read(text, model=model, gpu="b200", gpus=16)
+    whys = {note.field: note.why for note in found.untranslated}
+    assert {k: v for k, v in reasons.items() if v not in whys.get(k, "")} == {}, whys
+
+
 SHARE = {"strategy.data.offload": "optimizer", "strategy.data.offload_ratio": 0.3}
 DISK = {"strategy.data.offload": "parameters", "strategy.data.offload_tier": "disk"}
 RATIO = "strategy.data.offload_ratio"

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from workbench.data_files import read_data_file
 from workbench.errors import SHOWN, PlanError, Problem, refuse
 from workbench.interop.translation import KeyNote, MissingField
-from workbench.units import gib_text
+from workbench.units import bytes_text, gib_text
 from workbench.untrusted_text import shown
 
 T = TypeVar("T")
@@ -340,10 +340,10 @@ def _with_size(why: str, value: Any) -> str:
     if "{" not in why:
         return why
     number = value if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
-    known = 0 <= number <= 2**53
+    known, text = 0 <= number <= 2**53, bytes_text if 0 < number < 2**19 else gib_text
     return why.format(
         value=shown(value),
-        size=f"{gib_text(2 * number)} in 16 bits" if known else "2 bytes an element",
+        size=f"{text(2 * number)} in 16 bits" if known else "2 bytes an element",
     )
 
 

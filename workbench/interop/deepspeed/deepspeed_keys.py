@@ -138,6 +138,8 @@ WHYS = {
     "scheduler.params": "a plan's learning-rate schedule has no such setting",
     "activation_checkpointing": "settings of a library that the model's code may call; they turn "
     "nothing on",
+    "compile": "how engine.compile() compiles, where the script calls it: then strategy.kernels is "
+    "compiled",
     "fp16": "a plan scales the loss by its own rule",
     "steps_per_print": "logging; a run keeps its own telemetry",
     "wall_clock_breakdown": "logging; a run keeps its own telemetry",

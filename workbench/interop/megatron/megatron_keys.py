@@ -115,8 +115,6 @@ WHYS = {
     "microbatch-group-size-per-virtual-pipeline-stage": "a plan interleaves groups of "
     "strategy.pipeline.size microbatches",
     "attention-backend": "strategy.attention is left to the framework profile: it is undecided",
-    "cross-entropy-loss-fusion": "strategy.loss says which logits there are, not whether one "
-    "kernel reads them",
     "checkpoint-in-cpu": "strategy.offload_activations says it, for stack workbench only",
     **dict.fromkeys(
         ("memory-centric-tiled-linear", "tile-factor"),
@@ -165,10 +163,25 @@ WHYS = {
     ),
     "tp-comm-overlap": "a plan hides no tensor-parallel communication",
     "mtp-loss-scaling-factor": "a weight of a loss, on which no time and no memory depends",
+    **{
+        word: "strategy.kernels says fused in one word"
+        for word in KNOWN
+        if re.match("(?!recompute).*-fusion$", word)
+    },
+    **{word: "strategy.precision says it in one word" for word in KNOWN if word.startswith("fp8-")},
+    "no-position-embedding": "of learned positions; --position-embedding-type says model.positions",
+    "deepspeed": "DeepSpeed runs it; strategy.stack is Megatron-LM's, with DeepSpeed's sharding",
+    "no-pipeline-parallel": "strategy.pipeline.size says it, by --pipeline-model-parallel-size",
+    "cross-entropy-loss-fusion": "strategy.loss says which logits there are, not whether one "
+    "kernel reads them",
     "recompute-modules": "strategy.recompute may list modules, which no estimate prices; "
     "selective, of attention's core, was taken",
 }
 """Argument -> why a plan does not hold it."""
+WITHOUT_EXPERTS = WHYS | {
+    word: "of experts, which --num-experts turns on" for word in KNOWN if word.startswith("moe-")
+}
+"""Likewise in a file of a model without experts."""
 
 VOCABULARIES = {
     "GPT2BPETokenizer": 50257,

@@ -62,7 +62,8 @@ def read(
         raise
     if keys.problems:
         raise MissingField(keys.problems, ())
-    keys.finish(known.KNOWN, known.WHYS, (), lenient)
+    whys = known.WHYS if keys.has_key("num-experts") else known.WITHOUT_EXPERTS
+    keys.finish(known.KNOWN, whys, (), lenient)
     return imported("megatron", plan, keys, given)
 
 
