@@ -21,6 +21,7 @@ from workbench.errors import PlanError
 from workbench.interop.megatron import read_megatron
 from workbench.interop.translation import ImportOptions
 from workbench.plan.schema import Plan
+from workbench.safe_io import yaml_files
 
 
 def test_a_megatron_script_holds_shape_cluster_and_strategy() -> None:
@@ -340,3 +341,20 @@ def test_a_plan_with_nothing_near_it_is_refused_with_the_field() -> None:
         in problems(interop.write, plan, "megatron")["strategy.tensor.size"]
     )
     assert "legal: deepspeed, megatron" in problems(interop.write, plan, "nemo")["format"]
+
+
+def test_what_a_mapping_turns_off_is_in_the_account() -> None:
+    text = yaml_files.dump(
+        {
+            **{"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "seq_length": 32},
+            **{"max_position_embeddings": 32, "train_iters": 9, "vocab_size": 512},
+            **{"fp32_residual_connection": False, "bias_swiglu_fusion": True, "lr": 1e-3},
+        }
+    )
+    found = interop.read(text, "megatron", gpu=GPU_NAME, gpus=1)
+    off = {note.field for note in found.ignored}
+    assert {"--fp32-residual-connection", "--no-bias-swiglu-fusion"} <= off
+    said = problems(
+        interop.read, text + "hidden_dropuot: false\n", "megatron", gpu=GPU_NAME, gpus=1
+    )
+    assert "did you mean --hidden-dropout" in said["--hidden-dropuot"]

@@ -342,8 +342,7 @@ def _with_size(why: str, value: Any) -> str:
     number = value if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
     known, text = 0 <= number <= 2**53, bytes_text if 0 < number < 2**19 else gib_text
     return why.format(
-        value=shown(value),
-        size=f"{text(2 * number)} in 16 bits" if known else "2 bytes an element",
+        value=shown(value), size=f"{text(2 * number)} in 16 bits" if known else "2 bytes an element"
     )
 
 

@@ -19,6 +19,7 @@ from workbench.interop.megatron.flags import Occurrence, occurrences, resolve_fl
 from workbench.interop.megatron.megatron_keys import KNOWN
 from workbench.interop.megatron.scripts import Arguments, read
 from workbench.interop.shell import Item, Text
+from workbench.interop.translation import KeyNote
 from workbench.safe_io import json_files, yaml_files
 from workbench.untrusted_text import shown
 
@@ -87,6 +88,7 @@ def _parsed(text: str, start: str) -> Parsed:
 
 def _of_mapping(data: Mapping[str, Any]) -> Arguments:
     found: dict[str, Any] = {}
+    off: list[KeyNote] = []
     for dotted, value in flat(data).items():
         key = dotted.rpartition(".")[2].lstrip("-").replace("_", "-")
         key = _RENAMED.get(key, key)
@@ -94,13 +96,15 @@ def _of_mapping(data: Mapping[str, Any]) -> Arguments:
             key, value = _ACTIVATIONS[value], True
         if key in _NEGATED and key not in KNOWN and isinstance(value, bool):
             key, value = _NEGATED[key], not value
-        if value is not None and value is not False:
+        if value is False and key in KNOWN:
+            off.append(KeyNote(f"--{key}", value, "off, as where it is not given"))
+        elif value is not None:
             if key in found and found[key] != value:
                 raise refuse(
                     f"--{key}", f"is {shown(found[key])} and {shown(value)}; keep one of them"
                 )
             found[key] = value
-    return Arguments(found)
+    return Arguments(found, ignored=off)
 
 
 def _of_words(items: list[Any]) -> Arguments:
