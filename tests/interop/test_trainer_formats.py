@@ -348,6 +348,21 @@ def test_files_elsewhere_are_not_read(tmp_path: Path, name: str) -> None:
     assert "deepspeed" in problems(interop.load, path, gpu=GPU_NAME, gpus=8)
 
 
+@pytest.mark.parametrize("name", ["a" * 5000, "a\0b", "loop"])
+def test_a_name_that_no_file_has_is_refused_by_its_key(tmp_path: Path, name: str) -> None:
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    path = tmp_path / "x.yaml"
+    path.write_text(yaml_files.dump({**BASE["hf-trainer"], "deepspeed": name}))
+    assert "deepspeed" in problems(interop.load, path, gpu=GPU_NAME, gpus=8)
+    path.write_text(yaml_files.dump({**BASE["hf-trainer"], "model_name_or_path": name}))
+    assert "model" in problems(interop.load, path, gpu=GPU_NAME, gpus=8)
+    launch = {"distributed_type": "DEEPSPEED", "num_processes": 8}
+    launch |= {"deepspeed_config": {"deepspeed_config_file": name}}
+    path.write_text(yaml_files.dump(launch))
+    said = problems(interop.load, path, gpu=GPU_NAME, model="tiny")
+    assert "deepspeed_config.deepspeed_config_file" in said
+
+
 @pytest.mark.parametrize("format", FORMATS)
 def test_unknown_arguments_are_refused_with_what_is_near(format: TrainerFormat) -> None:
     said = problems(read, format, learning_rte=1e-4)

@@ -6,6 +6,7 @@ Names are those of accelerate's `commands/config/config_args.py` and `utils/data
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -279,8 +280,8 @@ def _from_file(keys: ForeignKeys, given: ImportOptions) -> tuple[dict[str, Any],
     beside = (
         path is not None
         and folder is not None
+        and os.path.isfile(path)
         and path.resolve().is_relative_to(folder)
-        and path.is_file()
     )
     if path is None or not beside or path.stat().st_size > LARGEST:
         raise refuse(

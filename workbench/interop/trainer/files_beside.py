@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -51,15 +52,15 @@ def _file(name: str, given: ImportOptions) -> Path | None:
 def folder(name: str, given: ImportOptions) -> Path | None:
     """The folder with a config.json that `name` is, if it is one."""
     places = [Path(name)] if Path(name).is_absolute() else list(_places(name, given))
-    return next((path for path in places if (path / "config.json").is_file()), None)
+    return next((path for path in places if os.path.isfile(path / "config.json")), None)
 
 
 def _places(name: str, given: ImportOptions) -> Iterator[Path]:
-    """Where `name` may be: from the file's folder or one above it on, and nowhere outside them."""
+    """Where `name` is: from the file's folder or one above it on, and nowhere outside them."""
     if given.folder is None or Path(name).is_absolute():
         return
     base = given.folder.resolve()
     for start in (base, *list(base.parents)[:ABOVE]):
         for path in (start / name, *([base / Path(name).name] if start == base else [])):
-            if path.resolve().is_relative_to(start):
+            if os.path.exists(path) and path.resolve().is_relative_to(start):
                 yield path
