@@ -62,3 +62,40 @@ def test_a_missing_word_is_not_none() -> None:
         "distributed_type"
     ]
     assert message.startswith("is missing; legal here: FSDP")
+
+
+@pytest.mark.parametrize(
+    ("text", "key"),
+    [
+        ("stage: sft\nfinetuning_type: full\nlearning_rate: {a: 1}\n", "learning_rate"),
+        ("base_model: x\nmicro_batch_size: {a: 1}\nsequence_len: 8\n", "micro_batch_size"),
+        ("distributed_type: MULTI_GPU\nnum_processes: {a: 1}\n", "num_processes"),
+        ("zero_optimization: {stage: {a: 1}}\n", "zero_optimization.stage"),
+        ("[model]\nflavor = '8B'\n[training]\nsteps = {a = 1}\n", "training.steps"),
+    ],
+)
+def test_a_section_in_place_of_a_value_is_refused(text: str, key: str) -> None:
+    assert "must be a value" in read(text, model="tiny")[key]
+
+
+@pytest.mark.parametrize("value", ["-1", ".nan", "5"])
+@pytest.mark.parametrize("key", ["report_to", "fsdp"])
+def test_words_of_no_kind_are_refused(key: str, value: str) -> None:
+    text = "stage: sft\nmodel_name_or_path: x\nfinetuning_type: full\n"
+    assert key in read(f"{text}{key}: {value}\n", model="tiny")
+
+
+def test_yaml_that_cannot_be_read_is_not_called_another_format() -> None:
+    text = "stage: sft\nmodel_name_or_path: x\nlora_rank: 8\nlora_rank: 16\n"
+    assert "twice (lines 3 and 4)" in read(text, model="tiny")["lora_rank"]
+
+
+def test_what_python_leaves_open_in_place_of_a_section_is_shown_as_written() -> None:
+    text = (
+        "from torchtitan.models.llama3 import model_registry\n"
+        "from torchtitan.trainer import Trainer\n\n"
+        "def base() -> Trainer.Config:\n"
+        "    return Trainer.Config(model_spec=model_registry('8B'), training=[x for x in y])\n"
+    )
+    (said,) = read(text).values()
+    assert "[x for x in y]" in said and "UndecidedValue" not in said

@@ -7,7 +7,7 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -61,6 +61,7 @@ class ForeignKeys:
     def __init__(self, data: Mapping[str, Any], spell: str = "{}") -> None:
         """`data` nested or flat; `spell` is how a key is written in messages, e.g. `--{}`."""
         self._left = {key: value for key, value in flat(data).items() if value is not None}
+        self._sections = set(_sections(data))
         self._taken: dict[str, Any] = {}
         self._spell = spell
         self.translated: list[str] = []
@@ -97,6 +98,8 @@ class ForeignKeys:
         for name in names:
             if self._left.get(name) == {}:
                 del self._left[name]
+            elif isinstance(found := self._left.get(name), UndecidedValue):
+                raise refuse(self.name(name), found.message())
             elif name in self._left:
                 said = self._left[name]
                 shows = str(said) if isinstance(said, UndecidedValue) else shown(said)
@@ -104,9 +107,11 @@ class ForeignKeys:
 
     def take(self, key: str) -> Any:
         """The value of `key`, now translated; None where the file does not say it, or leaves it
-        open (`problems`).
+        open (`problems`). Raises `PlanError` for a section of that name.
         """
         if key not in self._left:
+            if key in self._sections and key not in self._taken:
+                raise refuse(self.name(key), "is a mapping of keys; must be a value")
             return None
         if isinstance(found := self._left[key], UndecidedValue):
             del self._left[key]
@@ -324,6 +329,14 @@ def flat(data: Mapping[str, Any], above: str = "") -> dict[str, Any]:
         else:
             rows[f"{above}{key}"] = value
     return rows
+
+
+def _sections(data: Mapping[str, Any], above: str = "") -> Iterator[str]:
+    """Dotted keys that hold other keys."""
+    for key, value in data.items():
+        if isinstance(value, Mapping) and value:
+            yield f"{above}{key}"
+            yield from _sections(value, f"{above}{key}.")
 
 
 def _between(least: float, most: float) -> str:

@@ -218,8 +218,10 @@ def launched(
 
 def _settings(value: Any, bare: dict[str, Any]) -> dict[str, Any]:
     """accelerate's settings for the Trainer's words."""
-    words = value.split() if isinstance(value, str) else value if isinstance(value, list) else []
-    words = [str(word).lower() for word in words]
+    words = value.split() if isinstance(value, str) else value
+    if not isinstance(words, list | bool | None):
+        raise refuse("fsdp", f"is {shown(value)}; must be words, or true or false")
+    words = [str(word).lower() for word in words] if isinstance(words, list) else []
     known = (*SHARDING, "offload", "auto_wrap", "true")
     for word in words:
         if word not in known:

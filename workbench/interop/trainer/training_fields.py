@@ -237,6 +237,8 @@ def trackers(a: Arguments, data: Mapping[str, Any]) -> list[str]:
     """Trackers that the run writes to, of those that a plan knows."""
     known = ("tensorboard", "wandb", "mlflow")
     said = a.keys.take("report_to")
+    if not isinstance(said, str | list | None):
+        raise refuse("report_to", f"is {shown(said)}; must be a name, or a list of names")
     names = [said] if isinstance(said, str) else said if isinstance(said, list) else []
     left = [name for name in names if name not in (*known, "none", "all")]
     if left:
