@@ -85,6 +85,11 @@ def test_words_of_no_kind_are_refused(key: str, value: str) -> None:
     assert key in read(f"{text}{key}: {value}\n", model="tiny")
 
 
+def test_a_schedule_that_no_trainer_has_is_refused() -> None:
+    text = "stage: sft\nmodel_name_or_path: x\nfinetuning_type: full\nlr_scheduler_type: cosin\n"
+    assert "warmup_stable_decay" in read(text, model="tiny")["lr_scheduler_type"]
+
+
 def test_yaml_that_cannot_be_read_is_not_called_another_format() -> None:
     text = "stage: sft\nmodel_name_or_path: x\nlora_rank: 8\nlora_rank: 16\n"
     assert "twice (lines 3 and 4)" in read(text, model="tiny")["lora_rank"]

@@ -44,6 +44,17 @@ DECAYS = {
     "constant": "constant",
     "constant_with_warmup": "constant",
 }
+_OTHER_DECAYS = (
+    "cosine_with_restarts",
+    "polynomial",
+    "inverse_sqrt",
+    "reduce_lr_on_plateau",
+    "warmup_stable_decay",
+    "greedy",
+    "one_cycle",
+    "rex",
+)
+"""Schedules of the Trainer and of axolotl that a plan has not."""
 _FIELDS = {
     "learning_rate": "learning_rate",
     "weight_decay": "weight_decay",
@@ -133,6 +144,8 @@ def _schedule(a: Arguments, length: int | None, rate: float | None) -> dict[str,
     word = a.word("lr_scheduler_type") or "linear"
     if not a.has("lr_scheduler_type"):
         a.assume(f"{OPTIMIZER}decay", DECAYS.get(word, word), "lr_scheduler_type")
+    if word not in (*DECAYS, *_OTHER_DECAYS):
+        raise refuse(key, f"is {shown(word)}; legal: {', '.join((*DECAYS, *_OTHER_DECAYS))}")
     if word not in DECAYS:
         a.keys.mark_untranslated(
             key, "a plan decays constantly, linearly or by a cosine; cosine was taken"
