@@ -225,3 +225,23 @@ def test_any_damage_is_refused_or_read() -> None:
             interop.read(damaged, "torchtitan", gpu=H100, gpus=8, config="other")
         except PlanError as error:
             assert str(error) and len(str(error)) < 4000
+
+
+@pytest.mark.parametrize(
+    ("before", "steps"),
+    [
+        ("", "*".join("2" * 2000)),
+        ("".join(f"K{k} = K{k + 1} + K{k + 1}\n" for k in range(60)), "K0"),
+        (
+            "def f(x):\n    for i in y:\n" + "        x = x + 1\n" * 2000 + "    return x\n",
+            f"[{','.join(['f(1)'] * 9000)}]",
+        ),
+        (
+            "def f(x):\n" + "    x += 1\n" * 2000 + "    return x\n",
+            f"[{','.join(['f(1)'] * 9000)}]",
+        ),
+    ],
+)
+def test_code_that_would_take_long_is_refused(before: str, steps: str) -> None:
+    body = f"    config = base()\n    config.training.steps = {steps}\n    return config\n"
+    assert problems(f"{before}\ndef other() -> Trainer.Config:\n{body}")

@@ -107,10 +107,6 @@ def _framework(name: str, entry: Mapping[str, Any]) -> Framework:
     return Framework(name, **fields)
 
 
-_PAIR = re.compile(r"(?:\s*(?:#.*)?\n)*[\"']?[A-Za-z][\w.-]*[\"']?[ \t]*:(?:\s|$)")
-"""A key at the beginning of YAML."""
-
-
 def detect(text: str) -> Source:
     """The format of a foreign file, by its content alone. Raises `PlanError` naming the formats and
     their marks, or the framework whose file it is.
@@ -149,8 +145,6 @@ def _of_script(text: str) -> Source:
         if started := re.search(pattern, text):
             name = shown(started[1].strip()[:60])
             raise _refused(what.format(name), _named_file(text) or nearest.format(name))
-    if _PAIR.match(text):
-        yaml_files.parse(text, where="file")  # says where it is no YAML
     raise nothing_read([shown(line.strip()[:40]) for line in text.splitlines() if line.strip()])
 
 

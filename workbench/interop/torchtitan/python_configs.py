@@ -85,6 +85,11 @@ class PythonConfigs:
         """Value that function `name` returns, with arguments `given` by name or number. Raises
         `PlanError` where its calls have no end.
         """
+        if depth == 0:
+            try:
+                return self.returned(name, given, 1)
+            except RecursionError:
+                raise refuse("file", f"nests expressions too deeply in {name}") from None
         if depth > DEEPEST:
             raise refuse(name, f"calls {DEEPEST} functions within each other; nothing is run")
         names = self._parameters(self.functions[name].args, given or {}, depth)
