@@ -148,3 +148,12 @@ def test_experts_on_the_host_are_refused_by_their_engine(kind: str) -> None:
     assert "KTransformers" in said["kt_config"]
     off = left(interop.read(text + "{enabled: false}\n", **given))
     assert off["kt_config.enabled"] is False
+
+
+@pytest.mark.parametrize("kind", ["FSDP", "DEEPSPEED", "MULTI_GPU"])
+def test_fp8_is_what_products_are_computed_in_under_each_launcher(kind: str) -> None:
+    text = f"distributed_type: {kind}\nmixed_precision: fp8\nnum_processes: 2\n"
+    strategy = interop.read(text, model="tiny", gpu="h100-sxm-80gb").plan.strategy
+    assert strategy.precision == "fp8"
+    if kind == "DEEPSPEED":
+        assert strategy.gradient_dtype == "bf16"

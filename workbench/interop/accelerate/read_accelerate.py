@@ -60,7 +60,6 @@ INLINE = {
     "gradient_accumulation_steps": "gradient_accumulation_steps",
 }
 """Key of deepspeed_config -> the key of a ds_config.json that accelerate writes it to."""
-NO_FP8 = "DeepSpeed computes in bf16 or fp16; bf16 was taken"
 SCRIPT = "the user's script decides; the plan's default"
 
 
@@ -203,24 +202,26 @@ def _deepspeed(data: Mapping[str, Any], given: ImportOptions, lenient: bool) -> 
     world, cluster = _cluster(keys, given)
     named = f"{D}deepspeed_config_file" in keys
     config, names = _from_file(keys, given) if named else _inline(keys)
-    _mixed(config, keys, named)
+    computed = _mixed(config, keys, named)
     if (size := keys.count(f"{AXES}sp_size")) is not None:
         config["sequence_parallel_size"] = size
     keys.finish(known.KNOWN, known.WHYS, known.OPEN, lenient)
     inner = _read_inner(config, replace(given, gpus=world), names, lenient)
-    plan = inner.plan.replace(**{f"cluster.{field}": value for field, value in cluster.items()})
+    sets = {f"cluster.{field}": value for field, value in cluster.items()}
+    plan = inner.plan.replace(**sets, **computed)
     plan.resolve()
     return _merged(replace(inner, plan=plan), keys, names)
 
 
-def _mixed(config: dict[str, Any], keys: ForeignKeys, named: bool) -> None:
+def _mixed(config: dict[str, Any], keys: ForeignKeys, named: bool) -> dict[str, str]:
     """Write `mixed_precision` where the ds_config.json leaves it open; one of the user's own may
-    say it itself.
+    say it itself. DeepSpeed has no word of fp8: accelerate converts the products of a model that
+    DeepSpeed keeps in bf16, and the plan's field is what is returned.
     """
     wanted = read_fsdp.precision(keys) or (None if named else "fp32")
+    computed = {}
     if wanted == "fp8":
-        keys.mark_untranslated("mixed_precision", NO_FP8)
-        wanted = "bf16"
+        computed, wanted = {"strategy.precision": "fp8"}, "bf16"
     for name in ("bf16", "fp16"):
         section = config.get(name, {})
         if (
@@ -229,6 +230,7 @@ def _mixed(config: dict[str, Any], keys: ForeignKeys, named: bool) -> None:
             and section.get("enabled", "auto") == "auto"
         ):
             config[name] = {**section, "enabled": wanted == name}
+    return computed
 
 
 def _merged(inner: Imported, keys: ForeignKeys, names: Mapping[str, str]) -> Imported:

@@ -56,8 +56,6 @@ def deepspeed(
     where they say auto, and compares where they do not.
     """
     config, prefix = section(value, "deepspeed", given, {"strategy.data.zero": 3})
-    if a.keys.value("fp8") and "fp8" in a.keys.translated:
-        a.keys.mark_untranslated("fp8", read_accelerate.NO_FP8)
     names = {key: prefix + key for key in flat(config)}
     inner = _read(
         lambda: read_deepspeed.read(_filled(config, filled, names), given, lenient), names
