@@ -450,3 +450,20 @@ def test_attention_keeps_repeated_heads_for_backward(
     element = 2 if precision == "fp16" else 4
     more = 0 if repeated else layers * keys_and_values * heads * head_dim * tokens * element
     assert every - groups == more
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1", "zb-v"])
+def test_receives_posted_early_are_held_as_the_engine_holds_them(schedule: str) -> None:
+    fields: dict[str, Any] = {
+        "model.layers": 8,
+        "training.micro_batch": 2,
+        "training.global_batch": 16,
+        "strategy.recompute": "full",
+        "strategy.pipeline.schedule": schedule,
+    }
+    if schedule == "zb-v":
+        fields["strategy.pipeline.chunks"] = 2
+    plan = small("tiny", "dapple", 2, "fp32").replace(**fields)
+    assert estimate(plan).peak_bytes_by_rank == pytest.approx(
+        rehearse(plan).peak_bytes_by_rank, rel=1e-3
+    )

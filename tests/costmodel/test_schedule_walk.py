@@ -30,7 +30,7 @@ def walked(
 ) -> list[dict[str, float]]:
     """Phase -> most bytes, of every rank."""
     table = generate(schedule, ranks, microbatches, CHUNKS[schedule])
-    lowered = executable(table, early=receives_early(schedule))
+    lowered = executable(table, early=receives_early(schedule, "gloo"))
     found = []
     for rank in range(ranks):
         whole, split = (

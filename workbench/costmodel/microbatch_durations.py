@@ -164,7 +164,7 @@ def hides_transfers(s: FixedConfig) -> bool:
     """Whether transfers between stages run beside compute: one of each direction beside a forward
     or a backward, where receives are posted early, and no core of a CPU has to copy them.
     """
-    return receives_early(s.schedule) and s.transport == "nccl"
+    return s.transport == "nccl" and receives_early(s.schedule, s.transport)
 
 
 def _tensor_links(

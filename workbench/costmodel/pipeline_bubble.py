@@ -96,7 +96,7 @@ def simulated_schedule(w: Workload, d: MicrobatchDurations, table: Table) -> Tim
     if not s.framework.model_parallel.ordered_transfers:
         return simulate(table, stage_durations(w, d), each)
     timeline = simulate(
-        _executed(table, receives_early(s.schedule)),
+        _executed(table, receives_early(s.schedule, s.transport)),
         stage_durations(w, d),
         each,
         transport=s.transport,

@@ -99,7 +99,7 @@ def executed(plan: ResolvedPlan) -> tuple[Table, list[int]]:
     Where gradients are sharded by the microbatch they are reduced after every backward.
     """
     table, partition = schedule_table(plan), plan.strategy.pipeline.partition
-    early = receives_early(plan.strategy.pipeline.schedule)
+    early = receives_early(plan.strategy.pipeline.schedule, transport(plan.gpu))
     return executable(table, plan.shards_gradients, early), partition if table.stages > 1 else [
         sum(partition)
     ]
@@ -107,7 +107,7 @@ def executed(plan: ResolvedPlan) -> tuple[Table, list[int]]:
 
 def transport(gpu: GPU) -> Transport:
     """How P2P transfers progress on the backend of a GPU's device."""
-    return "nccl" if gpu.device == "cuda" else "gloo"
+    return "gloo" if gpu.device == "cpu" else "nccl"
 
 
 def transfer_pairs(plan: ResolvedPlan) -> list[tuple[int, int]]:

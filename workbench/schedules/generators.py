@@ -16,6 +16,7 @@ from workbench.schedules.named.one_f_one_b import (
 )
 from workbench.schedules.named.pipeline_schedule import PipelineSchedule
 from workbench.schedules.named.zero_bubble import ZB_H1, ZB_H2, ZB_V
+from workbench.schedules.simulator import Transport
 from workbench.schedules.table import Table
 
 SCHEDULES: dict[str, PipelineSchedule] = {
@@ -102,9 +103,14 @@ def names() -> tuple[str, ...]:
     return tuple(sorted(SCHEDULES))
 
 
-def receives_early(name: str) -> bool:
-    """Whether a plan's schedule posts its receives early; a table that a user drew does not."""
-    return name in SCHEDULES and SCHEDULES[name].receives_early
+def receives_early(name: str, of: Transport) -> bool:
+    """Whether a plan's schedule posts its receives early; a table that a user drew does not.
+
+    Every named schedule does on gloo, whose transfers start only when both ends have posted them:
+    a receive posted when its tensor is read would wait for all of it (a tenth of a step of small
+    layers).
+    """
+    return name in SCHEDULES and (of == "gloo" or SCHEDULES[name].receives_early)
 
 
 def _check_chunks(name: str, chunks: int) -> None:

@@ -45,7 +45,7 @@ def executed_schedule(s: FixedConfig, microbatches: int, reduces_each: bool) -> 
         reduces_each: Whether gradients are reduced after every backward.
     """
     table = s.table or _named(s, enough_microbatches(s, microbatches))
-    early = receives_early(s.schedule)
+    early = receives_early(s.schedule, s.transport)
     return lowered_schedule(table, reduces_each, early, s.transport, s.pair_groups)
 
 

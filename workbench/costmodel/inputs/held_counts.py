@@ -167,7 +167,7 @@ def _of_ranks(
 ) -> Largest:
     ends: Sequence[Mapping[Action, int]] = [{}] * table.ranks
     if transfers is not None:
-        table, ends = lowered_schedule(table, False, receives_early(name), *transfers)
+        table, ends = lowered_schedule(table, False, receives_early(name, transfers[0]), *transfers)
     rows = [table.rows[rank] for rank in alike]
     kind = np.array([_NUMBERS.get(action.kind, -1) for row in rows for action in row])
     stage = np.array([action.stage for row in rows for action in row])

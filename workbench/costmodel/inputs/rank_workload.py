@@ -261,17 +261,19 @@ def inputs_ahead(s: FixedConfig, microbatches: Number, rank: Array, replicas: Nu
 
     After a warm-up they are the inputs of what the rank before has in flight beyond its own: one
     under 1F1B, two under eager 1F1B; where receives are posted early, rank 0 has a gradient.
-    GPipe's backward starts after all forwards. Interleaved schedules and ZB-H2 run ahead. Those of
-    `replicas` that take turns are spread over them.
+    So has each rank but the last under GPipe, whose backward starts after all forwards. Interleaved
+    schedules and ZB-H2 run ahead. Those of `replicas` that take turns are spread over them.
     """
+    early = receives_early(s.schedule, s.transport)
     if s.schedule in bounded_names():
         before, own = (
             _held_by_stage(s, microbatches, at) for at in (np.maximum(rank - 1, 0), rank)
         )
-        gradient = np.minimum(1, own - 1) * receives_early(s.schedule)
+        gradient = np.minimum(1, own - 1) * early
         spread = replicas if s.in_turn else 1
         return np.asarray((before - own) / spread + gradient * (rank == 0), dtype=float)
-    ahead: dict[str, Array] = {"gpipe": 0.0 * rank, "zb-h1": np.minimum(rank, 1.0)}
+    gradient = early * np.minimum(1.0, microbatches - 1) * (rank < s.pipeline - 1)
+    ahead: dict[str, Array] = {"gpipe": gradient, "zb-h1": np.minimum(rank, 1.0)}
     return ahead.get(s.schedule, np.ones_like(rank))
 
 

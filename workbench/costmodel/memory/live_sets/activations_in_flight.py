@@ -108,6 +108,6 @@ def between_stages(w: Workload) -> Array:
     )
     # The first that came ahead is there once an output has gone, which the last stage has none of:
     # there it comes after the backward, unless receives are posted early.
-    first = 1 - w.has_head * receives_early(w.fixed.schedule)
+    first = 1 - w.has_head * receives_early(w.fixed.schedule, w.fixed.transport)
     inputs = float(w.pipeline > 1) * w.residual_bytes * np.maximum(0.0, w.inputs_ahead - first)
     return np.asarray(outputs + inputs)

@@ -16,6 +16,7 @@ from workbench.costmodel.memory.activation_memory import LayerActivations
 from workbench.costmodel.memory.live_sets.activations_in_flight import ActivationsInFlight
 from workbench.costmodel.memory.live_sets.deferred_weights import deferred_weight_bytes
 from workbench.costmodel.memory.loss_memory import HeadMemory
+from workbench.schedules import bounded_names, receives_early
 
 MemoryByCategory = dict[str, Array]
 """Category -> bytes by pipeline rank."""
@@ -26,9 +27,10 @@ def forward_phases(
 ) -> dict[str, MemoryByCategory]:
     """Phases of the last forward before a backward."""
     full = {"activations": flight.total, "logits": flight.logits}
+    ahead = _gradient_ahead(w)
     return {
-        "forward": add_categories(full, _forward_end(w, head, layer)),
-        "last_gemm": _last_gemm(w, head, layer, flight),
+        "forward": add_categories(full, _forward_end(w, head, layer), ahead),
+        "last_gemm": add_categories(_last_gemm(w, head, layer, flight), ahead),
     }
 
 
@@ -51,6 +53,16 @@ def _forward_end(w: Workload, head: HeadMemory, layer: LayerActivations) -> Memo
         "logits": w.has_head * (head.forward - head.logits),
         "temporary": (1 - w.has_head) * layer.forward,
     }
+
+
+def _gradient_ahead(w: Workload) -> MemoryByCategory:
+    """Gradient of the backward after the last forward, posted before that forward where 1F1B
+    receives early.
+    """
+    s = w.fixed
+    early = s.schedule in bounded_names() and receives_early(s.schedule, s.transport)
+    several = np.minimum(1, np.maximum(0, w.microbatches_in_flight - 1))
+    return {"communication": early * several * _received_gradient(w)}
 
 
 def _last_gemm(
