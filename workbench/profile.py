@@ -14,7 +14,14 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
-from workbench.units import bytes_text, interval_text, loss_text, percent_text, seconds_text
+from workbench.units import (
+    bytes_text,
+    interval_text,
+    loss_text,
+    percent_text,
+    risk_text,
+    seconds_text,
+)
 from workbench.untrusted_text import escaped
 from workbench.vocabulary import ALLOCATED as ALLOCATED
 from workbench.vocabulary import CATEGORIES as CATEGORIES
@@ -303,6 +310,18 @@ class Profile:
         return True if len(peaks) == self.world_size else None
 
     @property
+    def out_of_memory_risk(self) -> float | None:
+        """Probability that an estimated plan runs out of memory; None where none is known."""
+        found: float | None = self.notes.get("memory", {}).get("probability_of_running_out")
+        return found
+
+    @property
+    def risk_words(self) -> str:
+        """That probability in words; empty where none is known."""
+        risk = self.out_of_memory_risk
+        return "" if risk is None else f"out-of-memory risk {risk_text(risk)}"
+
+    @property
     def unfit_words(self) -> str:
         """Words for times and rates that no step can have; empty where one can."""
         unfit = self.fits is False and self.source != "measured"
@@ -381,7 +400,7 @@ class Profile:
             share, host = bytes_text(self.host_capacity_bytes), bytes_text(self.host_bytes)
             facts["host memory (max rank)"] = f"{host} of {share}"
         if self.fits is not None:
-            facts["fits"] = "yes" if self.fits else "no"
+            facts["fits"] = ", ".join(filter(None, ("yes" if self.fits else "no", self.risk_words)))
         if not self.unfit_words:
             facts |= self._time_facts()
         if self.loss:

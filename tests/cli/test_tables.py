@@ -152,6 +152,12 @@ def test_an_interval_is_shown_by_its_ends() -> None:
     assert found.summary()["memory"] == {"peak_bytes_by_rank": {}, "by_category": {}, **need}
 
 
+def test_fits_is_said_with_its_risk() -> None:
+    found = Profile("tiny", "estimated", 1, notes={"memory": {"probability_of_running_out": 0.09}})
+    assert found.risk_words == "out-of-memory risk 9.0 %"
+    assert Profile("tiny", "measured", 1).risk_words == ""
+
+
 GLOO = (
     "RuntimeError: [/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:78] "
     "Connection reset"

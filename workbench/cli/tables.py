@@ -236,7 +236,7 @@ def _time_rows(found: Profile) -> Iterator[tuple[str, ...]]:
         yield "preferred answers", percent_text(rewards["accuracy"]), "of the last steps' pairs"
         yield "reward margin", f"{rewards['reward_margin']:.4f}", "mean of the last steps"
     if found.fits is not None:
-        yield "fits", "yes" if found.fits else "NO"
+        yield "fits", "yes" if found.fits else "NO", found.risk_words
     for what in found.notes.get("left_out", []):
         yield "left out", "", what
 

@@ -10,7 +10,7 @@ from workbench.lab.panel.control_values import value_text
 from workbench.lab.panel.controls import control_of
 from workbench.lab.panel.plan_controls import plan_controls
 from workbench.profile import Profile
-from workbench.units import bytes_text, count_text, digits, interval_text, risk_text, seconds_text
+from workbench.units import bytes_text, count_text, digits, interval_text, seconds_text
 
 SHOWN_SLOWDOWN = 1.01
 """Slow-down from which on it is shown."""
@@ -104,8 +104,7 @@ def fit_line(profile: Profile) -> str:
     share = digits(100 * peaks[rank] / profile.capacity_bytes, 2)
     word = "Fits" if profile.fits else "Does not fit"
     amount = f"{bytes_text(peaks[rank])} of {bytes_text(profile.capacity_bytes)}"
-    chance = profile.notes.get("memory", {}).get("probability_of_running_out")
-    risk = "" if chance is None else f", out-of-memory risk {risk_text(chance)}"
+    risk = f", {profile.risk_words}" if profile.risk_words else ""
     host = f"{bytes_text(profile.host_bytes)} of {bytes_text(profile.host_capacity_bytes or 0)}"
     short = f"; host memory {host} a rank" if profile.exceeds_host else ""
     return f"{word}: peak memory {amount} ({share} %, rank {rank}){risk}{short}"

@@ -14,7 +14,7 @@ from workbench.planner.explain.plan_dimensions import Dimension, dimensions
 from workbench.planner.explain.plan_figures import ExplainedPlan
 from workbench.planner.plan_changes import Change
 from workbench.profile import Profile
-from workbench.units import duration_text, gib_text
+from workbench.units import duration_text, gib_text, risk_text
 
 Rehearse = Callable[[Plan, list[int]], Profile]
 """Rehearses some ranks of a plan; `ChildError` where that fails or takes too long."""
@@ -29,6 +29,7 @@ WITHOUT_HEADS = (
     "allocated (estimated)",
     "allocated (rehearsed)",
     "× the plan's",
+    "OOM risk",
     "fits",
     "step time",
 )
@@ -80,6 +81,7 @@ class WithoutOne:
         name = self.name or "(the plan)"
         if self.estimated is None:
             return (name, *["–"] * (len(WITHOUT_HEADS) - 1))
+        risk = self.estimated.out_of_memory_risk
         return (
             name,
             f"{self.gpus:,}",
@@ -88,6 +90,7 @@ class WithoutOne:
             gib_text(self.allocated_bytes),
             "–" if self.rehearsed_bytes is None else gib_text(self.rehearsed_bytes),
             f"{self.ratio:.2f}",
+            "–" if risk is None else risk_text(risk),
             "yes" if self.estimated.fits else "NO",
             duration_text(self.estimated.step_seconds or 0),
         )
@@ -103,6 +106,7 @@ class WithoutOne:
             "by_category": e.by_category if e else None,
             "times_the_plan": self.ratio if e else None,
             "fits": e.fits if e else None,
+            "probability_of_running_out": e.out_of_memory_risk if e else None,
             "step_seconds": e.step_seconds if e else None,
             "allocated_bytes": self.allocated_bytes if e else None,
             "rehearsed_allocated_bytes": self.rehearsed_bytes,
