@@ -108,6 +108,15 @@ def test_every_chart_draws_with_the_oldest_vega_lite_at_hand(
 
 
 @pytest.mark.parametrize("figure", all_figures(), ids=lambda figure: figure.name)
+def test_a_chart_without_rows_says_why_and_has_a_size(figure: Figure) -> None:
+    empty = replace(figure, rows=[])
+    drawn = empty.svg()
+    assert "NaN" not in drawn and "Infinity" not in drawn
+    assert float(re.findall(r'<svg[^>]* width="([\d.]+)"', drawn)[0]) > 100
+    assert figure.empty.split()[0] in drawn
+
+
+@pytest.mark.parametrize("figure", all_figures(), ids=lambda figure: figure.name)
 def test_scales_of_one_field_have_one_legend(figure: Figure) -> None:
     """Vega merges the legends of a field, and warns in the page where one of them is none."""
     legends: dict[str, list[Any]] = {}

@@ -30,6 +30,15 @@ AXIS_LETTER, TITLE_LETTER, SUBTITLE_LETTER = 5.6, 7.2, 6.1
 FONT = "system-ui, -apple-system, 'Segoe UI', 'DejaVu Sans', sans-serif"
 
 
+BLANK: dict[str, Any] = {
+    "mark": {"type": "point", "opacity": 0},
+    "data": {"values": [{}]},
+    "height": 1,
+    "view": {"stroke": None},
+}
+"""What stands under a title for want of rows: axes without data have no size."""
+
+
 @dataclass(frozen=True)
 class Figure:
     """One chart. `rows` are plain values; `title` carries the unit and `subtitle` the source of the
@@ -52,13 +61,13 @@ class Figure:
         `text` is the colour of titles and labels; None leaves it to the viewer's theme.
         """
         whole = width + self.names_width
-        title = self.title_lines(whole, self.subtitle if self.rows else self.empty)
+        title = self.title_lines(whole, self.said)
         return {
             "$schema": VEGA_SCHEMA,
             "config": vega_config(text),
             "usermeta": QUIET_EMBED,
             "background": None,
-            **self.view(width),
+            **(self.view(width) if self.rows else {"width": width, **BLANK}),
             "title": title,
         }
 
@@ -78,6 +87,11 @@ class Figure:
             "subtitle": textwrap.wrap(subtitle, int(width / SUBTITLE_LETTER)),
         }
         return {name: found if len(found) > 1 else "".join(found) for name, found in lines.items()}
+
+    @property
+    def said(self) -> str:
+        """What stands below the title."""
+        return self.subtitle if self.rows else self.empty
 
     @property
     def names_width(self) -> int:
@@ -104,7 +118,7 @@ class Figure:
         return render_svg(self.static(width, text))
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, Any]:
-        return mime_bundle(self.static(), f"{self.title} ({self.subtitle})")
+        return mime_bundle(self.static(), f"{self.title} ({self.said})")
 
 
 def vega_spec(chart: alt.TopLevelMixin, height: int) -> dict[str, Any]:
