@@ -104,7 +104,7 @@ def names() -> tuple[str, ...]:
 
 
 def receives_early(name: str, of: Transport) -> bool:
-    """Whether a plan's schedule posts its receives early; a table that a user drew does not.
+    """True where a plan's schedule posts its receives early; a table that a user drew does not.
 
     Every named schedule does on gloo, whose transfers start only when both ends have posted them:
     a receive posted when its tensor is read would wait for all of it (a tenth of a step of small

@@ -36,7 +36,7 @@ BLANK: dict[str, Any] = {
     "height": 1,
     "view": {"stroke": None},
 }
-"""What stands under a title for want of rows: axes without data have no size."""
+"""Chart under a title for want of rows: axes without data have no size."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class Figure:
 
     @property
     def said(self) -> str:
-        """What stands below the title."""
+        """Line below the title."""
         return self.subtitle if self.rows else self.empty
 
     @property
