@@ -55,7 +55,7 @@ class PipelineSchedule:
     pair_groups: bool = False
     """Each pair of ranks has a process group: in one, NCCL's order of transfers would cost time."""
     receives_early: bool = False
-    """Receives are posted early on GPUs too, to hide transfers that take time (`lowering.lower`)."""
+    """Receives are posted early on GPUs too, to hide transfers (`lowering.lower`)."""
     warm_up: Callable[[Sequence[int]], tuple[int, ...]] | None = None
     """Replicas of each stage that take turns -> microbatches in flight by stage, whose rows are
     `row_with_warm_up`; None: the rows are others.
