@@ -28,6 +28,7 @@ from workbench.lab.comparison.entries import ComparisonEntry
 from workbench.lab.palette import key_label
 from workbench.plan.resolved_plan import ResolvedPlan
 from workbench.plan.schema import Plan, build_plan
+from workbench.planner import estimate
 from workbench.planner.autoshard import choose_for_plan
 from workbench.profile import Profile
 from workbench.runs.run import Run
@@ -153,8 +154,10 @@ def test_an_interval_is_shown_by_its_ends() -> None:
 
 
 def test_fits_is_said_with_its_risk() -> None:
-    found = Profile("tiny", "estimated", 1, notes={"memory": {"probability_of_running_out": 0.09}})
-    assert found.risk_words == "out-of-memory risk 9.0 %"
+    found = estimate(Plan.of("llama-3-8b", gpu="h100-sxm-80gb", gpus=8, strategy="zero-3"))
+    assert found.facts()["fits"] == "yes, out-of-memory risk < 0.1 %"
+    shown_rows = list(zip(*(map(str, one.cells) for one in tables.profile_table(found).columns)))
+    assert ("fits", "yes", "out-of-memory risk < 0.1 %") in shown_rows
     assert Profile("tiny", "measured", 1).risk_words == ""
 
 

@@ -19,6 +19,7 @@ from workbench.schedules import (
     warm_up,
 )
 from workbench.schedules.generators import SCHEDULES
+from workbench.schedules.lowering import disorder
 from workbench.schedules.named.one_f_one_b import row_with_warm_up
 
 
@@ -137,8 +138,13 @@ def test_receives_posted_early_hide_transfers_of_a_forwards_length(
 @pytest.mark.parametrize("name", names())
 def test_receives_posted_early_deadlock_no_schedule(name: str) -> None:
     schedule = SCHEDULES[name]
-    found = lower(generate(name, 4, 8, schedule.min_chunks), early=True)
-    assert not validate(found)
+    for ranks in (2, 3, 4, 6):
+        for per_rank in (2, 3):
+            table = generate(name, ranks, per_rank * ranks, schedule.min_chunks)
+            found = lower(table, early=True)
+            assert not validate(found) and not disorder(found)
+            for weight in (0.5, 3.0):
+                simulate(found, uniform(table.stages, weight=weight), 0.3, transport="gloo")
 
 
 def test_a_receive_is_posted_before_the_compute_that_it_followed() -> None:

@@ -107,8 +107,8 @@ def receives_early(name: str, of: Transport) -> bool:
     """True where a plan's schedule posts its receives early; a table that a user drew does not.
 
     Every named schedule does on gloo, whose transfers start only when both ends have posted them:
-    a receive posted when its tensor is read would wait for all of it (a tenth of a step of small
-    layers).
+    a receive posted when its tensor is read would wait for all of it
+    (`tests/benchmarks/runtime.py`).
     """
     return name in SCHEDULES and (of == "gloo" or SCHEDULES[name].receives_early)
 

@@ -156,7 +156,7 @@ def step_time_line(profile: Profile) -> str:
 
 def published_lines(profile: Profile) -> list[str]:
     """Notes on what its framework cannot do, on what is assumed of its GPU, and on a base that is
-    elsewhere; where it fits also its retries where memory is nearly full, and its MFU beside the
+    elsewhere; where it fits also its retries where memory is nearly full, and its MFU with the
     published one.
     """
     notes = profile.notes
